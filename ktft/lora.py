@@ -1,0 +1,32 @@
+"""The LoRA tensors of one layer's routed experts, as they travel from the adapter to the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """One projection's adapter on every expert: W x + scaling · B (A x), Hu et al. 2021 (arXiv 2106.09685).
+
+    `a` is `[num_experts, r, in_features]`, `b` is `[num_experts, out_features, r]`, fp32 or bf16, on the CPU.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class ExpertLora:
+    """Adapters by projection name (`gate_proj`, `up_proj`, `down_proj`; an absent name has none).
+
+    `dropout` is the probability of zeroing an element of a projection's adapter input; `seed` chooses the mask, and
+    the same seed gives the same mask again in backward. Pass 0.0 in evaluation.
+    """
+
+    pairs: dict[str, LoraPair]
+    dropout: float = 0.0
+    seed: int = 0
