@@ -1,3 +1,268 @@
-"""The only defaults, environment reads and validation."""
+"""The only defaults, environment reads and validation. Standard library only: the LLaMA-Factory hook imports it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_FORMATS = ("bf16", "int8")
+ACTIVATIONS = ("retain", "recompute")
+
+TESTED_VERSIONS: dict[str, tuple[str, str]] = {
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.6.0", "5.7"),
+    "peft": ("0.18.1", "0.19"),
+    "accelerate": ("1.11.0", "1.12"),
+    "safetensors": ("0.5", "0.9"),
+    "numpy": ("1.26", "3"),
+    "llamafactory": ("0.9.5", "0.9.6"),
+}
+"""Package -> (lowest version, first version that is too new)."""
+
+
+def pip_install(package: str) -> str:
+    """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
+    lower, upper = TESTED_VERSIONS[package]
+    command = f"pip install '{package}>={lower},<{upper}'"
+    try:
+        torch = metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return command
+    return command if package == "torch" else f"{command} torch=={torch}"
+
+
+def require_tested(package: str) -> None:
+    """Refuse a version of `package` that ktft was not tested with.
+
+    Raises:
+        ValueError: it is outside of `TESTED_VERSIONS`; the message has the command that installs one inside.
+    """
+    from packaging.version import Version
+
+    installed, (lower, upper) = metadata.version(package), TESTED_VERSIONS[package]
+    if not Version(lower) <= Version(installed) < Version(upper):
+        raise ValueError(
+            f"{package} {installed} is installed, but ktft was tested with {lower} to below {upper}; "
+            f"run: {pip_install(package)}"
+        )
+
+
+def disabled() -> bool:
+    """Whether `KTFT_DISABLE` switches the LLaMA-Factory hook off in this process."""
+    return os.environ.get("KTFT_DISABLE", "0") not in ("", "0")
+
+
+def world_size() -> int:
+    """Number of processes that the launcher (torchrun, accelerate, deepspeed) started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the routed experts are held and run.
+
+    Attributes:
+        expert_format: weights' format in memory, one of `EXPERT_FORMATS`.
+        threads: CPU threads of the kernels; None takes the physical cores this process may use, less one.
+        numa_nodes: NUMA nodes to spread the experts over; None takes all nodes this process may use.
+        activation: `retain` keeps gate and up outputs for backward, `recompute` computes them again to save memory.
+        expert_checkpoint: directory of a safetensors checkpoint to read the experts from; None takes the model's own.
+
+    Raises:
+        ValueError: a value is not among those accepted.
+    """
+
+    expert_format: str = "int8"
+    threads: int | None = None
+    numa_nodes: int | None = None
+    activation: str = "retain"
+    expert_checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("expert_format", EXPERT_FORMATS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; supported: {', '.join(accepted)}")
+        for name in ("threads", "numa_nodes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} is {value!r}; give a whole number of at least 1, or leave it out")
+        if self.expert_checkpoint is not None:
+            path = Path(self.expert_checkpoint)
+            if not path.is_dir():
+                raise ValueError(
+                    f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files"
+                )
+            if not any(path.glob("*.safetensors")):
+                raise ValueError(
+                    f"expert_checkpoint {str(path)!r} holds no .safetensors file: ktft packs a Hugging Face "
+                    "checkpoint itself and cannot read converted .kt weights; give the original checkpoint"
+                )
+
+
+SETTINGS = tuple(field.name for field in fields(Settings))
+
+
+def unknown_key(key: str, known: Mapping[str, Any] | tuple[str, ...]) -> ValueError:
+    """The error for a key that is in nobody's table, with the nearest one that is."""
+    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
+    return ValueError(f"unknown key {key!r}; the nearest valid key is {near[0]!r}")
+
+
+def _format(value: Any) -> str | None:
+    name = str(value).lower().removeprefix("amx")
+    if name == "auto":
+        return None
+    if name not in EXPERT_FORMATS:
+        raise ValueError(f"{value!r} is not a supported expert format; supported: {', '.join(EXPERT_FORMATS)}")
+    return name
+
+
+def _one_node_if_false(value: Any) -> int | None:
+    return None if _boolean(value) else 1
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _only(accepted: Any, cure: str) -> Callable[[Any], None]:
+    """A converter for keys with one acceptable value, which then means nothing more to ktft."""
+
+    def convert(value: Any) -> None:
+        if value != accepted or isinstance(value, bool) != isinstance(accepted, bool):
+            raise ValueError(f"{value!r} is not supported; {cure}")
+
+    return convert
+
+
+def _refused(cure: str) -> Callable[[Any], None]:
+    def convert(value: Any) -> None:
+        raise ValueError(cure)
+
+    return convert
+
+
+@dataclass(frozen=True)
+class KtKey:
+    """What ktft makes of one key: the setting it sets, how its value converts (None sets nothing), or a note."""
+
+    setting: str | None = None
+    convert: Callable[[Any], Any] = _identity
+    note: str = ""
+
+
+_ELSEWHERE = "set {} at the top level of the YAML, where LLaMA-Factory reads it"
+_ONE_PACKING = "one packed copy serves forward and backward"
+_DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts themselves"
+
+KT_KEYS: dict[str, KtKey] = {
+    **{name: KtKey(name) for name in SETTINGS},
+    # KTransformers' keys that have a meaning here
+    "kt_expert_weight_format": KtKey("expert_format", _format),
+    "kt_backend": KtKey("expert_format", _format),
+    "kt_num_threads": KtKey("threads"),
+    "kt_threadpool_count": KtKey("numa_nodes"),
+    "kt_tp_enabled": KtKey("numa_nodes", _one_node_if_false),
+    "kt_activation_policy": KtKey("activation"),
+    "kt_cpu_activation": KtKey("activation"),
+    "kt_expert_checkpoint_path": KtKey("expert_checkpoint"),
+    "kt_weight_path": KtKey("expert_checkpoint"),
+    "cpu_infer": KtKey("threads"),
+    # keys of which one value is what ktft does anyway
+    "enabled": KtKey(None, _only(True, "to train without ktft set use_kt: false")),
+    "kt_skip_expert_loading": KtKey(None, _only(True, "ktft always loads the experts itself; remove the key")),
+    "kt_num_gpu_experts": KtKey(None, _only(0, "all routed experts run on the CPU; set it to 0")),
+    "kt_train_mode": KtKey(None, _only("lora", "ktft trains LoRA; set it to lora")),
+    "kt_full_weight_grad": KtKey(None, _only(False, "ktft keeps expert weights frozen; set it to false")),
+    "kt_use_lora_experts": KtKey(None, _only(False, f"{_DENSE_LORA}; set it to false and use lora_target: all")),
+    # LoRA's own settings, which LLaMA-Factory keeps out of kt_config too
+    "kt_lora_rank": KtKey(None, _refused(_ELSEWHERE.format("lora_rank"))),
+    "kt_lora_alpha": KtKey(None, _refused(_ELSEWHERE.format("lora_alpha"))),
+    "kt_lora_dropout": KtKey(None, _refused(_ELSEWHERE.format("lora_dropout"))),
+    "lora_rank": KtKey(note="the rank is lora_rank at the top level of the YAML"),
+    # keys with nothing to steer here
+    "kt_lora_expert_num": KtKey(note=_DENSE_LORA),
+    "kt_lora_expert_intermediate_size": KtKey(note=_DENSE_LORA),
+    "kt_weight_lifecycle": KtKey(note="packed experts live as long as the model"),
+    "kt_share_backward_bb": KtKey(note=_ONE_PACKING),
+    "kt_share_cache_pool": KtKey(note="activations belong to autograd; nothing is pooled"),
+    "kt_max_cache_depth": KtKey(note="activations belong to autograd; no depth to set"),
+    "kt_force_fused_expert_lora": KtKey(note="expert LoRA is always fused"),
+    "kt_model_max_length": KtKey(note="buffers grow with the batch; no length to set"),
+    "kt_non_expert_weight_path": KtKey(note="all other weights come from model_name_or_path"),
+    "kt_wrap_fn": KtKey(note="experts are wrapped by ktft"),
+    "kt_wrap_kwargs": KtKey(note="experts are wrapped by ktft"),
+    "kt_checkpoint_files": KtKey(note="shards are found from model_name_or_path"),
+    "kt_sharded_metadata": KtKey(note="shards are found from model_name_or_path"),
+    "kt_optimize_rule": KtKey(note="placement needs no rule file"),
+    "chunk_size": KtKey(note="no chunk size to set"),
+    "mode": KtKey(note="there is one mode"),
+    "kt_mode": KtKey(note="there is one mode"),
+    "kt_maxlen": KtKey(note="buffers grow with the batch; no length to set"),
+    "kt_use_cuda_graph": KtKey(note="CUDA graphs are not used in training"),
+    "kt_force_think": KtKey(note="the chat template decides"),
+}
+"""Every key of `kt_config`: ktft's own, and those of KTransformers' integration from its first to its newest."""
+
+TOP_LEVEL_KEYS = (
+    "kt_weight_path",
+    "kt_expert_checkpoint_path",
+    "kt_use_lora_experts",
+    "kt_lora_expert_num",
+    "kt_lora_expert_intermediate_size",
+)
+"""Keys of `KT_KEYS` that LLaMA-Factory itself reads from the top level of the YAML."""
+
+
+def parse_kt_config(
+    kt_config: Mapping[str, Any], top_level: Mapping[str, Any] | None = None
+) -> tuple[Settings, list[str]]:
+    """Turn the YAML's `kt_config` mapping, and the `TOP_LEVEL_KEYS` beside it, into settings.
+
+    Values that are None count as absent.
+
+    Returns:
+        The settings, and one line for each key that ktft reads but that steers nothing.
+
+    Raises:
+        ValueError: an unknown key (naming the nearest valid one), a value that is not accepted, or two keys that set
+            the same setting to different values.
+    """
+    given = [(f"kt_config.{key}", str(key), value) for key, value in kt_config.items()]
+    given += [(key, key, value) for key, value in (top_level or {}).items()]
+    chosen: dict[str, tuple[str, Any]] = {}
+    notes: list[str] = []
+    for shown, key, value in given:
+        if key not in KT_KEYS:
+            raise unknown_key(key, KT_KEYS)
+        if value is None:
+            continue
+        row = KT_KEYS[key]
+        try:
+            converted = row.convert(value)
+            if row.setting is not None and converted is not None:
+                Settings(**{row.setting: converted})
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from None
+        if row.note:
+            notes.append(f"{shown} has no effect: {row.note}")
+        if row.setting is None or converted is None:
+            continue
+        other, earlier = chosen.setdefault(row.setting, (shown, converted))
+        if earlier != converted:
+            raise ValueError(
+                f"{other} sets {row.setting} to {earlier!r}, {shown} sets it to {converted!r}; keep one of them"
+            )
+    return Settings(**{setting: value for setting, (_, value) in chosen.items()}), notes

@@ -1,116 +1,297 @@
-"""TEMPORARY torch stand-in with the final interface of native.py, so that the Python side can be built beside the C++ core."""
+"""The only importer of the extension: turns tensors into checked addresses, and native errors into ValueError.
+
+Everything here takes and returns CPU tensors.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
 
-FORMATS = ("bf16", "int8")
+try:
+    from ktft import _C
+except ImportError as error:
+    raise ImportError(
+        f"ktft's native core cannot be loaded ({error}). Install ktft for this Python from its folder: pip install ."
+    ) from error
+
+FORMATS: tuple[str, ...] = _C.FORMATS
+_DTYPES = {torch.float32: _C.Dtype.f32, torch.bfloat16: _C.Dtype.bf16, torch.float16: _C.Dtype.f16}
+_PROJECTIONS = {name: getattr(_C.Projection, name) for name in PROJECTIONS}
+
+
+def cpu_features() -> dict[str, bool]:
+    """CPU feature name -> whether this process can use it (AMX: granted by the operating system)."""
+    return dict(_C.cpu_features())
+
+
+def isas() -> list[str]:
+    """ISAs this CPU runs, slowest first; `runtime` takes the last one unless KTFT_ISA names another."""
+    return list(_C.isas())
+
+
+def default_isa() -> str:
+    """The ISA that `runtime` takes. Raises ValueError when KTFT_ISA is unknown or cannot run here."""
+    return str(_C.default_isa())
+
+
+def topology() -> dict[str, Any]:
+    """CPUs and memory this process may use.
+
+    Returns `nodes` (`id`, `cpus`, physical `cores`, `memory_bytes`, `free_bytes` each), `cgroup_cpus` (CPU quota or
+    None), `cores` (physical cores within the quota) and `mbind` ("ok" or why memory cannot be placed on a node).
+    """
+    return dict(_C.topology())
+
+
+def kernels() -> list[dict[str, Any]]:
+    """The kernel table: `name`, `isa`, `format`, `backward` of each row."""
+    return list(_C.kernels())
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Pinned thread pools over NUMA nodes, shared by all layers of a process with the same settings."""
+    """Thread pools and workspace, shared by all layers of a process with the same settings."""
 
-    isa: str
-    threads: int
-    nodes: int
-    warnings: tuple[str, ...] = ()
+    handle: Any
+
+    @property
+    def isa(self) -> str:
+        """Name of the ISA whose kernels run."""
+        return str(self.handle.isa)
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute, the calling one included."""
+        return int(self.handle.threads)
+
+    @property
+    def nodes(self) -> int:
+        """NUMA nodes the experts are spread over."""
+        return int(self.handle.nodes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of buffers that grew to the largest call so far."""
+        return int(self.handle.workspace_bytes)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes this machine slower than it could be, for a person."""
+        status = topology()["mbind"]
+        if self.nodes > 1 and status != "ok":
+            return (
+                f"memory cannot be bound to NUMA nodes here ({status}): experts may lie far from their threads. In a "
+                "container allow the mbind system call, for instance docker run --cap-add SYS_NICE",
+            )
+        return ()
 
 
-_RUNTIMES: dict[Any, Runtime] = {}
+@functools.cache
+def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str | None = None) -> Runtime:
+    """The process's runtime for these settings, made on first use.
 
-
-def runtime(threads: int | None = None, numa_nodes: int | None = None) -> Runtime:
-    key = (threads, numa_nodes)
-    if key not in _RUNTIMES:
-        _RUNTIMES[key] = Runtime("scalar", threads or 1, numa_nodes or 1)
-    return _RUNTIMES[key]
+    Args:
+        threads: threads that compute; None for one per physical core that affinity and cgroup allow.
+        numa_nodes: parts to split the experts into; None for the machine's nodes. More than it has emulates a split.
+        isa: kernel ISA; None for `default_isa()`.
+    """
+    return Runtime(_C.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
 
 
 @dataclass
 class Gradients:
+    """What one backward returns: `[T, H]` in the input's dtype, `[T, k]` fp32, and a, b of each adapted projection in
+    the order of `PROJECTIONS`, in their parameters' dtypes."""
+
     hidden_states: Tensor
     top_k_weights: Tensor
-    lora: list[Tensor]  # a, b of gate_proj, up_proj, down_proj, those present, in this order
+    lora: list[Tensor]
 
 
 class ExpertLayer:
-    """One layer's packed routed experts. name is used in error messages."""
+    """One layer's routed experts, packed in CPU memory.
 
-    def __init__(self, runtime: Runtime, *, num_experts: int, hidden_size: int, intermediate_size: int,
-                 format: str, name: str = "experts") -> None:
-        if hidden_size % 32 or intermediate_size % 32:
-            raise ValueError(f"{name}: hidden_size {hidden_size} and moe_intermediate_size {intermediate_size} must be multiples of 32")
-        if format not in FORMATS:
-            raise ValueError(format)
-        self.runtime, self.num_experts, self.hidden_size, self.intermediate_size = runtime, num_experts, hidden_size, intermediate_size
-        self.format, self.name = format, name
-        self._w: dict[tuple[int, str], Tensor] = {}
+    Args:
+        runtime: threads and NUMA nodes.
+        num_experts, hidden_size, intermediate_size: the last two multiples of 32.
+        format: one of `FORMATS`.
+        name: the layer's name in error messages.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        format: str,
+        name: str = "experts",
+    ) -> None:
+        self.runtime, self.format, self.name = runtime, format, name
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        self._layer = _C.MoeLayer(runtime.handle, num_experts, hidden_size, intermediate_size, format, name)
 
     @property
     def packed_bytes(self) -> int:
-        return 3 * self.num_experts * self.hidden_size * self.intermediate_size * (2 if self.format == "bf16" else 1)
+        """Bytes of packed weights and scales."""
+        return int(self._layer.bytes)
 
     def load(self, expert: int, projection: str, weight: Tensor) -> None:
-        """Pack one [out_features, in_features] float CPU weight. ValueError on wrong shape, dtype, NaN/Inf, or loaded twice."""
-        w = weight.float()
-        if self.format == "int8":
-            s = w.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
-            w = (w / s).round() * s
-        else:
-            w = w.bfloat16().float()
-        self._w[expert, projection] = w
+        """Pack one `[out_features, in_features]` weight: fp32, bf16 or fp16, on the CPU.
+
+        Raises:
+            ValueError: wrong shape or dtype, NaN or Inf, no such expert, or loaded before.
+        """
+        if weight.dtype not in _DTYPES or weight.dim() != 2 or weight.device.type != "cpu":
+            raise ValueError(
+                f"expected a 2-D fp32, bf16 or fp16 CPU tensor, got {weight.dtype} {list(weight.shape)} on {weight.device}"
+            )
+        if 0 <= expert < self.num_experts and self._layer.loaded(expert, _PROJECTIONS[projection]):
+            raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
+        weight = weight.contiguous()
+        self._layer.load(expert, _PROJECTIONS[projection], weight.data_ptr(), _DTYPES[weight.dtype], *weight.shape)
 
     def missing(self) -> list[tuple[int, str]]:
-        return [(e, p) for e in range(self.num_experts) for p in ("gate_proj", "up_proj", "down_proj") if (e, p) not in self._w]
+        """(expert, projection) pairs that no `load` filled."""
+        return [
+            (expert, name)
+            for expert in range(self.num_experts)
+            for name in PROJECTIONS
+            if not self._layer.loaded(expert, _PROJECTIONS[name])
+        ]
 
     def dequantize(self, expert: int, projection: str) -> Tensor:
-        return self._w[expert, projection]
+        """The packed weight as fp32 `[out_features, in_features]`."""
+        shape = (self.hidden_size, self.intermediate_size)
+        out = torch.empty(shape if projection == "down_proj" else shape[::-1], dtype=torch.float32)
+        self._layer.dequantize(expert, _PROJECTIONS[projection], out.data_ptr())
+        return out
 
-    def _run(self, x: Tensor, i: Tensor, w: Tensor, lora: ExpertLora | None) -> Tensor:
-        from ktft import reference
-        if x.isnan().any():
-            raise ValueError(f"{self.name}: hidden states hold NaN")
-        s = {p: torch.stack([self._w[e, p] for e in range(self.num_experts)]) for p in ("gate_proj", "up_proj", "down_proj")}
-        return reference.moe(x, i, w, s["gate_proj"], s["up_proj"], s["down_proj"], lora)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+        activation: str,
+    ) -> tuple[Tensor, Any]:
+        """Weighted sum over the chosen experts; see `ktft.reference.moe` for the formula.
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None,
-                activation: str) -> tuple[Tensor, Any]:
-        """CPU tensors. activation: retain | recompute | none (no backward will follow). Returns output and what backward needs."""
-        with torch.no_grad():
-            return self._run(hidden_states, top_k_index, top_k_weights, lora), None
+        Args:
+            hidden_states: `[T, H]` fp32, bf16 or fp16; the kernels multiply bf16 and accumulate fp32.
+            top_k_index: `[T, k]` integer; top_k_weights: `[T, k]` float.
+            lora: adapters.
+            activation: `retain`, `recompute`, or `none` when no backward follows.
 
-    def backward(self, saved: Any, grad_output: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
-                 lora: ExpertLora | None) -> Gradients:
-        from ktft.lora import LoraPair
-        with torch.enable_grad():
-            x = hidden_states.detach().requires_grad_()
-            w = top_k_weights.detach().requires_grad_()
-            pairs = {p: LoraPair(v.a.detach().requires_grad_(), v.b.detach().requires_grad_(), v.scaling)
-                     for p in ("gate_proj", "up_proj", "down_proj") if lora and (v := lora.pairs.get(p))}
-            y = self._run(x, top_k_index, w, ExpertLora(pairs))
-            flat = [t for v in pairs.values() for t in (v.a, v.b)]
-            g = torch.autograd.grad(y, [x, w, *flat], grad_output, allow_unused=True)
-            g = [t if t is not None else torch.zeros_like(s) for t, s in zip(g, [x, w, *flat])]
-        return Gradients(g[0], g[1], list(g[2:]))
+        Returns:
+            `[T, H]` in the input's dtype, and the handle `backward` takes (None with `none`).
 
+        Raises:
+            ValueError: wrong shapes or dtypes, an expert number out of range, NaN or Inf in hidden states.
+        """
+        x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
+        native_lora, _keep_alive = self._lora(lora)
+        out = torch.empty_like(x)
+        saved = self._layer.forward(
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            index.data_ptr(),
+            weights.data_ptr(),
+            *index.shape,
+            native_lora,
+            getattr(_C.Keep, activation),
+            out.data_ptr(),
+        )
+        return out, saved
 
-def cpu_features() -> dict[str, bool]:
-    """Feature name (avx2, fma, avx512, avx512_bf16, avx512_vnni, amx_tile, amx_bf16, amx_int8) -> usable here."""
-    return {"avx2": True}
+    def backward(
+        self,
+        saved: Any,
+        grad_output: Tensor,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+    ) -> Gradients:
+        """Gradients of everything `forward` took, given its handle and the same inputs."""
+        x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
+        grad_output = grad_output.to(x.dtype).contiguous()
+        grads = [
+            torch.zeros(tensor.shape, dtype=torch.float32)
+            for name in PROJECTIONS
+            if lora is not None and name in lora.pairs
+            for tensor in (lora.pairs[name].a, lora.pairs[name].b)
+        ]
+        native_lora, keep_alive = self._lora(lora, grads)
+        grad_hidden = torch.empty_like(x)
+        grad_weights = torch.empty(index.shape, dtype=torch.float32)
+        self._layer.backward(
+            saved,
+            x.data_ptr(),
+            grad_output.data_ptr(),
+            _DTYPES[x.dtype],
+            weights.data_ptr(),
+            native_lora,
+            grad_hidden.data_ptr(),
+            grad_weights.data_ptr(),
+        )
+        return Gradients(
+            grad_hidden, grad_weights, [g.to(p.dtype) for g, p in zip(grads, keep_alive, strict=True)]
+        )
 
+    def _inputs(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if x.dim() != 2 or x.shape[1] != self.hidden_size or x.dtype not in _DTYPES:
+            raise ValueError(
+                f"{self.name}: hidden states must be [tokens, {self.hidden_size}] in fp32, bf16 or fp16, got "
+                f"{list(x.shape)} {x.dtype}"
+            )
+        if index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"{self.name}: top_k_index {list(index.shape)} and top_k_weights {list(weights.shape)} must both be "
+                f"[{x.shape[0]}, top_k]"
+            )
+        return x.contiguous(), index.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
 
-def isas() -> list[str]:
-    """ISAs this CPU can run, slowest first: scalar, avx2, avx512, avx512_bf16."""
-    return ["scalar"]
-
-
-def topology() -> dict[str, Any]:
-    """{'nodes': [{'id', 'cpus': [..], 'cores': n, 'memory_bytes', 'free_bytes'}], 'cgroup_cpus': float|None, 'mbind': 'ok'|reason}"""
-    return {"nodes": [{"id": 0, "cpus": [0, 1], "cores": 2, "memory_bytes": 1, "free_bytes": 1}], "cgroup_cpus": None, "mbind": "ok"}
+    def _lora(self, lora: ExpertLora | None, grads: list[Tensor] | None = None) -> tuple[Any, list[Tensor]]:
+        """The native view of the adapters, and the tensors it points into."""
+        if lora is None or not lora.pairs:
+            return None, []
+        native, tensors = _C.Lora(lora.dropout, lora.seed), []
+        buffers = iter(grads or [])
+        for name in PROJECTIONS:
+            if (pair := lora.pairs.get(name)) is None:
+                continue
+            for which, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
+                if tensor.dim() != 3 or tensor.shape[0] != self.num_experts or tensor.device.type != "cpu":
+                    raise ValueError(
+                        f"{self.name}.{name}.{which} must be a CPU tensor with {self.num_experts} experts in its first "
+                        f"dimension, got {list(tensor.shape)} on {tensor.device}"
+                    )
+                if tensor.dtype not in (torch.float32, torch.bfloat16):
+                    raise ValueError(f"{self.name}.{name}.{which} must be fp32 or bf16, got {tensor.dtype}")
+            if pair.a.shape[1] != pair.b.shape[2]:
+                raise ValueError(f"{self.name}.{name}: lora_A has rank {pair.a.shape[1]}, lora_B {pair.b.shape[2]}")
+            a, b = pair.a.detach().contiguous(), pair.b.detach().contiguous()
+            tensors += [a, b]
+            native.add(
+                _PROJECTIONS[name],
+                a.data_ptr(),
+                _DTYPES[a.dtype],
+                b.data_ptr(),
+                _DTYPES[b.dtype],
+                a.shape[1],
+                a.shape[2],
+                b.shape[1],
+                pair.scaling,
+                *(next(buffers).data_ptr() if grads else 0 for _ in range(2)),
+            )
+        return native, tensors

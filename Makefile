@@ -1,0 +1,61 @@
+# ktft from a bare checkout: every target first makes what it needs, once, in .venv.
+#   make demo    a small MoE, trained with LoRA through llamafactory-cli
+#   make test    all tests         make lint    style, types, C++ format
+#   make bench   kernel timings    make native  environment and C++ core, nothing else
+# With a CUDA torch: make STUBS= TORCH='torch==2.13.0 torchvision torchaudio'
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Unpinned, LLaMA-Factory pulls the newest torch with all of CUDA: name torch in every command that resolves it.
+TORCH ?= torch==2.13.0
+# torchvision and torchaudio have no CPU builds to match; LLaMA-Factory needs the second to import.
+STUBS ?= ./ci/stubs/torchvision ./ci/stubs/torchaudio
+EXTRAS := llamafactory dev
+
+# Twice quiet: errors, a failed compilation among them, are still shown.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
+CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
+
+.PHONY: demo test lint bench native format clean
+
+demo: native
+	$(BIN)/python examples/demo/run.py
+
+test: native
+	$(BIN)/python -m pytest tests
+
+lint: native
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: native
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+bench: native
+	$(BIN)/python -m ktft.bench.kernels
+
+native: $(VENV)/.native
+
+$(VENV)/.environment: pyproject.toml ci/requirements.py $(shell find ci/stubs -name '*.toml' -o -name '*.py')
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "ktft needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11"; exit 1; }
+	@echo "ktft: environment in $(VENV) (2 GB to download the first time, some minutes) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python ci/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
+	@$(PIP) install $(TORCH) $(STUBS) -r $(VENV)/requirements.txt
+	@touch $@
+
+# The build folder is kept, so only what changed in csrc is compiled again.
+$(VENV)/.native: $(VENV)/.environment $(NATIVE_SOURCES)
+	@echo "ktft: C++ core and editable install ..."
+	@$(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,29 @@
+// What this CPU can run. The only detector, and the only reader of KTFT_ISA.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/types.h"
+
+namespace ktft {
+
+struct CpuFeatures {
+  bool avx2, fma, f16c, avx512, avx512_bf16, avx512_vnni, amx_tile, amx_bf16, amx_int8;
+};
+
+// AMX counts as usable only when the operating system grants its tile state (arch_prctl, Linux 5.16).
+const CpuFeatures& cpu_features();
+std::vector<std::pair<std::string, bool>> cpu_feature_list();
+
+const char* isa_name(Isa isa);
+Isa isa_from_name(const std::string& name);  // throws, listing the names
+
+// ISAs this CPU runs, slowest first.
+std::vector<Isa> supported_isas();
+
+// The fastest supported ISA, or the one KTFT_ISA names; throws when that one is unknown or cannot run here.
+Isa default_isa();
+
+}  // namespace ktft

@@ -1,0 +1,11 @@
+// pybind11 only: names, argument order, no logic. Arrays arrive as addresses that ktft/native.py has checked.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace ktft {
+
+void bind_system(pybind11::module_& m);
+void bind_moe(pybind11::module_& m);
+
+}  // namespace ktft

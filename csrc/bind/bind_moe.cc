@@ -1,0 +1,117 @@
+#include <pybind11/stl.h>
+
+#include "base/cpu.h"
+#include "bind/bind.h"
+#include "moe/layer.h"
+
+namespace py = pybind11;
+
+namespace ktft {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Format format_from_name(const std::string& name) {
+  std::string known;
+  for (int i = 0; i < kFormats; i++) {
+    if (name == kFormatInfo[i].name) return Format(i);
+    known += std::string(i ? ", " : "") + kFormatInfo[i].name;
+  }
+  fail("unknown expert format '", name, "'; ktft has: ", known);
+}
+
+void add_pair(Lora& lora, Projection p, Address a, Dtype a_dtype, Address b, Dtype b_dtype, int rank,
+              int in, int out, float scaling, Address grad_a, Address grad_b) {
+  lora.pairs[int(p)] = LoraPair{{at<const void>(a), a_dtype, rank, in},
+                                {at<const void>(b), b_dtype, out, rank},
+                                scaling,
+                                at<float>(grad_a),
+                                at<float>(grad_b)};
+}
+
+std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights,
+                                     int tokens, int top_k, const Lora* lora, Keep keep, Address out) {
+  const py::gil_scoped_release release;
+  return layer.forward({at<const void>(hidden), dtype, at<const int64_t>(index), at<const float>(weights), tokens,
+                        top_k},
+                       lora, keep, at<void>(out));
+}
+
+void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_output, Dtype dtype, Address weights,
+                    const Lora* lora, Address grad_hidden, Address grad_weights) {
+  const py::gil_scoped_release release;
+  layer.backward(saved, at<const float>(weights), lora,
+                 {at<const void>(hidden), at<const void>(grad_output), dtype, at<void>(grad_hidden),
+                  at<float>(grad_weights)});
+}
+
+}  // namespace
+
+void bind_moe(py::module_& m) {
+  py::enum_<Dtype>(m, "Dtype").value("f32", Dtype::kF32).value("bf16", Dtype::kBf16).value("f16", Dtype::kF16);
+  py::enum_<Projection>(m, "Projection")
+      .value("gate_proj", Projection::kGate)
+      .value("up_proj", Projection::kUp)
+      .value("down_proj", Projection::kDown);
+  py::enum_<Keep>(m, "Keep")
+      .value("none", Keep::kNothing)
+      .value("recompute", Keep::kRoutes)
+      .value("retain", Keep::kActivations);
+
+  py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
+      .def(py::init([](const std::string& isa, int threads, int nodes) {
+             return Runtime::create(isa_from_name(isa), threads, nodes);
+           }),
+           py::arg("isa"), py::arg("threads"), py::arg("nodes"))
+      .def_property_readonly("isa", [](const Runtime& r) { return isa_name(r.isa); })
+      .def_property_readonly("threads", [](const Runtime& r) { return r.pool.threads(); })
+      .def_property_readonly("nodes", [](const Runtime& r) { return r.pool.nodes(); })
+      .def_property_readonly("workspace_bytes", &Runtime::workspace_bytes);
+
+  py::class_<Lora>(m, "Lora")
+      .def(py::init([](float dropout, uint64_t seed) {
+             Lora lora;
+             lora.dropout = dropout;
+             lora.seed = seed;
+             return lora;
+           }),
+           py::arg("dropout"), py::arg("seed"))
+      .def("add", &add_pair, py::arg("projection"), py::arg("a"), py::arg("a_dtype"), py::arg("b"),
+           py::arg("b_dtype"), py::arg("rank"), py::arg("in_features"), py::arg("out_features"), py::arg("scaling"),
+           py::arg("grad_a"), py::arg("grad_b"));
+
+  py::class_<Saved, std::shared_ptr<Saved>>(m, "Saved").def_property_readonly("bytes", &Saved::bytes);
+
+  py::class_<MoeLayer>(m, "MoeLayer")
+      .def(py::init([](std::shared_ptr<Runtime> runtime, int experts, int hidden, int intermediate,
+                       const std::string& format, const std::string& name) {
+             return std::make_unique<MoeLayer>(std::move(runtime), ExpertShape{experts, hidden, intermediate},
+                                               format_from_name(format), name);
+           }),
+           py::arg("runtime"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
+           py::arg("name"))
+      .def(
+          "load",
+          [](MoeLayer& layer, int expert, Projection p, Address data, Dtype dtype, int rows, int cols) {
+            const py::gil_scoped_release release;
+            layer.load(expert, p, {at<const void>(data), dtype, rows, cols});
+          },
+          py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("dtype"), py::arg("rows"),
+          py::arg("cols"))
+      .def("loaded", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded(e, p); })
+      .def("dequantize", [](const MoeLayer& layer, int e, Projection p,
+                            Address out) { layer.weights().dequantize(e, p, at<float>(out)); })
+      .def_property_readonly("bytes", [](const MoeLayer& layer) { return layer.weights().bytes(); })
+      .def("forward", &forward_layer, py::arg("hidden"), py::arg("dtype"), py::arg("top_k_index"),
+           py::arg("top_k_weights"), py::arg("tokens"), py::arg("top_k"), py::arg("lora"), py::arg("keep"),
+           py::arg("out"))
+      .def("backward", &backward_layer, py::arg("saved"), py::arg("hidden"), py::arg("grad_output"), py::arg("dtype"),
+           py::arg("top_k_weights"), py::arg("lora"), py::arg("grad_hidden"), py::arg("grad_weights"));
+}
+
+}  // namespace ktft

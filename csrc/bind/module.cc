@@ -1,0 +1,7 @@
+#include "bind/bind.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "ktft's native core; import ktft.native instead";
+  ktft::bind_system(m);
+  ktft::bind_moe(m);
+}

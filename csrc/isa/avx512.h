@@ -1,0 +1,50 @@
+// AVX-512 (F, BW, DQ, VL): 16 lanes.
+#pragma once
+
+#include <immintrin.h>
+
+#include "base/types.h"
+
+namespace ktft {
+
+struct Avx512 {
+  static constexpr int kWidth = 16, kStep = 16;
+  static constexpr bool kPairs = false;
+  static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 12;
+  using F = __m512;
+  using In = __m512;
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F set1(float v) { return _mm512_set1_ps(v); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static F load(const bf16* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  static F load_int8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static void store(bf16* p, F v) {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i even = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __m512i r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), even, quiet);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16)));
+  }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F round(F v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static F scale_by_power(F v, F n) { return _mm512_scalef_ps(v, n); }
+  static float sum(F v) { return _mm512_reduce_add_ps(v); }
+
+  static In load_in(const bf16* p) { return load(p); }
+  static F dot(F acc, In x, In w) { return _mm512_fmadd_ps(x, w, acc); }
+};
+
+}  // namespace ktft

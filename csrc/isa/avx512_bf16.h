@@ -1,0 +1,38 @@
+// AVX-512-BF16: vdpbf16ps multiplies 32 bf16 and adds neighbouring products into 16 fp32 lanes.
+#pragma once
+
+#include "isa/avx512.h"
+
+namespace ktft {
+
+struct Avx512Bf16 : Avx512 {
+  static constexpr int kStep = 32;
+  static constexpr bool kPairs = true;
+  static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 12;
+  using In = __m512bh;
+
+  using Avx512::store;
+  static void store(bf16* p, F v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v)); }
+
+  static In load_in(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static F dot(F acc, In x, In w) { return _mm512_dpbf16_ps(acc, x, w); }
+
+  // Row-major 16 x 32 tile -> rows 2p and 2p+1 interleaved: 32 pairs for columns 0-15, then for 16-31.
+  static void interleave_tile(const bf16* tile, bf16* out) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int r = 0; r < 16; r += 2) {
+      const __m512i even = _mm512_loadu_si512(tile + r * 32), odd = _mm512_loadu_si512(tile + r * 32 + 32);
+      _mm512_storeu_si512(out + r * 32, _mm512_permutex2var_epi16(even, low, odd));
+      _mm512_storeu_si512(out + r * 32 + 32, _mm512_permutex2var_epi16(even, high, odd));
+    }
+  }
+  static In broadcast_pair(const bf16* p) {
+    int pair;
+    __builtin_memcpy(&pair, p, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+};
+
+}  // namespace ktft

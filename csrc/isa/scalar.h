@@ -1,0 +1,43 @@
+// One lane: runs anywhere, and is the slow reference among the ISAs.
+#pragma once
+
+#include <cmath>
+
+#include "base/types.h"
+
+namespace ktft {
+
+// Every ISA struct has these members; the loops in csrc/kernels/*-inl.h use nothing else.
+//   F            kWidth fp32 lanes            In   kStep bf16 inputs of dot()
+//   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
+//   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, load_pairs, dot), instead of rows
+//   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
+struct Scalar {
+  static constexpr int kWidth = 1, kStep = 1;
+  static constexpr bool kPairs = false;
+  static constexpr int kForwardRows = 2, kForwardCols = 4, kBackwardRows = 1;
+  using F = float;
+  using In = float;
+
+  static F zero() { return 0; }
+  static F set1(float v) { return v; }
+  static F load(const float* p) { return *p; }
+  static F load(const bf16* p) { return to_float(*p); }
+  static F load_int8(const int8_t* p) { return float(*p); }
+  static void store(float* p, F v) { *p = v; }
+  static void store(bf16* p, F v) { *p = to_bf16(v); }
+  static F add(F a, F b) { return a + b; }
+  static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
+  static F fma(F a, F b, F c) { return a * b + c; }
+  static F min(F a, F b) { return a < b ? a : b; }
+  static F max(F a, F b) { return a > b ? a : b; }
+  static F round(F v) { return std::nearbyintf(v); }
+  static F scale_by_power(F v, F n) { return std::ldexp(v, int(n)); }  // v * 2^n, n whole in [-126, 127]
+  static float sum(F v) { return v; }
+
+  static In load_in(const bf16* p) { return to_float(*p); }
+  static F dot(F acc, In x, In w) { return acc + x * w; }
+};
+
+}  // namespace ktft

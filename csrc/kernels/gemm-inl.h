@@ -1,0 +1,159 @@
+// The GEMM over one block of outputs, for any ISA and codec.
+//
+// Weights are decoded to bf16 tiles one reduction block at a time (64 KB or 128 KB, in L2) and all tokens pass over
+// them before the next block, so that a weight is read from memory and decoded once. A per-row scale is applied to the
+// outputs in forward, and to X in backward, so decoded values are the exact integers.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/kernels.h"
+#include "quant/bf16-inl.h"
+#include "quant/int8-inl.h"
+
+namespace ktft {
+
+constexpr int kTileElements = kTileRows * 32;  // of a decoded tile: 16 rows x 32 columns of bf16
+
+// Y[r, j] += sum_i X[r, i] W[j, i] for kForwardCols rows of W inside one strip of decoded tiles.
+template <class V, int R>
+void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int tiles, float* y, const float* scale) {
+  typename V::F acc[R][V::kForwardCols];
+  for (auto& row : acc)
+    for (auto& a : row) a = V::zero();
+  for (int t = 0; t < tiles; t++)
+    for (int s = 0; s < 32; s += V::kStep) {
+      typename V::In in[V::kForwardCols];
+      for (int j = 0; j < V::kForwardCols; j++) in[j] = V::load_in(w + t * kTileElements + j * 32 + s);
+      for (int r = 0; r < R; r++) {
+        const typename V::In v = V::load_in(x + r * ldx + t * 32 + s);
+        for (int j = 0; j < V::kForwardCols; j++) acc[r][j] = V::dot(acc[r][j], v, in[j]);
+      }
+    }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < V::kForwardCols; j++)
+      y[r * kBlock[0] + j] += V::sum(acc[r][j]) * (scale ? scale[j] : 1.f);
+}
+
+// Y[r, 0..32) += sum_n X[r, n] W[n, 0..32) over `strips` decoded tiles that lie `stride` elements apart.
+template <class V, int R>
+void backward_micro(const bf16* x, int64_t ldx, const bf16* w, int64_t stride, int strips, float* y) {
+  constexpr int kVectors = 32 / V::kWidth;
+  typename V::F acc[R][kVectors];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < kVectors; c++) acc[r][c] = V::load(y + r * kBlock[1] + c * V::kWidth);
+  for (int t = 0; t < strips; t++, w += stride, x += kTileRows) {
+    if constexpr (V::kPairs) {
+      for (int n = 0; n < kTileRows; n += 2) {
+        const typename V::In w0 = V::load_in(w + n * 32), w1 = V::load_in(w + n * 32 + 32);
+        for (int r = 0; r < R; r++) {
+          const typename V::In v = V::broadcast_pair(x + r * ldx + n);
+          acc[r][0] = V::dot(acc[r][0], v, w0);
+          acc[r][1] = V::dot(acc[r][1], v, w1);
+        }
+      }
+    } else {
+      for (int n = 0; n < kTileRows; n++) {
+        typename V::F row[kVectors];
+        for (int c = 0; c < kVectors; c++) row[c] = V::load(w + n * 32 + c * V::kWidth);
+        for (int r = 0; r < R; r++) {
+          const typename V::F v = V::set1(to_float(x[r * ldx + n]));
+          for (int c = 0; c < kVectors; c++) acc[r][c] = V::fma(v, row[c], acc[r][c]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < kVectors; c++) V::store(y + r * kBlock[1] + c * V::kWidth, acc[r][c]);
+}
+
+// Calls f.template operator()<R>() with R = rows, 1 <= rows <= Max: a tail needs no masked code.
+template <int Max, class Fn>
+void with_rows(int rows, const Fn& f) {
+  if constexpr (Max > 1) {
+    if (rows < Max) return with_rows<Max - 1>(rows, f);
+  }
+  f.template operator()<Max>();
+}
+
+static inline void clear(const GemmArgs& a, int block) {
+  if (a.accumulate) return;
+  for (int t = 0; t < a.tokens; t++) std::memset(a.y + int64_t(t) * block, 0, size_t(a.out_count) * 4);
+}
+
+template <class V, class Codec>
+void gemm_forward(const GemmArgs& a) {
+  const PackedMatrix& w = *a.w;
+  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32;
+  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
+  clear(a, kBlock[0]);
+  for (int begin = 0; begin < w.cols; begin += kReductionBlock) {
+    const int tiles = std::min(kReductionBlock, w.cols - begin) / 32;
+    for (int strip = 0; strip < a.out_count / kTileRows; strip++) {
+      const int row = a.out_begin + strip * kTileRows;
+      const bf16* weights = reinterpret_cast<const bf16*>(w.tile(row / kTileRows, begin / tile_cols));
+      if constexpr (Codec::kFormat != Format::kBf16) {
+        for (int t = 0; t < tiles; t += wide)
+          Codec::template decode<V>(w.tile(row / kTileRows, (begin + t * 32) / tile_cols), panel + t * kTileElements);
+        weights = panel;
+      }
+      for (int t = 0; t < a.tokens; t += V::kForwardRows)
+        for (int j = 0; j < kTileRows; j += V::kForwardCols)
+          with_rows<V::kForwardRows>(std::min(V::kForwardRows, a.tokens - t), [&]<int R>() {
+            forward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, weights + j * 32, tiles,
+                                a.y + int64_t(t) * kBlock[0] + strip * kTileRows + j,
+                                w.row_scale ? w.row_scale + row + j : nullptr);
+          });
+    }
+  }
+}
+
+// Decoded tiles of `strips` row strips x 64 columns; each strip's one or two tiles follow each other.
+template <class V, class Codec>
+void decode_columns(const PackedMatrix& w, int first_strip, int strips, int col_begin, int col_tiles, bf16* panel,
+                    bf16* spare) {
+  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32;
+  for (int s = 0; s < strips; s++)
+    for (int t = 0; t < col_tiles; t += wide) {
+      const bf16* rows = Codec::template decode<V>(w.tile(first_strip + s, (col_begin + t * 32) / tile_cols), spare);
+      for (int i = 0; i < std::min(wide, col_tiles - t); i++) {
+        bf16* out = panel + (s * 2 + t + i) * kTileElements;
+        if constexpr (V::kPairs) V::interleave_tile(rows + i * kTileElements, out);
+        else std::memcpy(out, rows + i * kTileElements, kTileBytes);
+      }
+    }
+}
+
+template <class V, class Codec>
+void gemm_backward(const GemmArgs& a) {
+  const PackedMatrix& w = *a.w;
+  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
+  bf16* const scaled = panel + kReductionBlock * 64;
+  bf16* const spare = scaled + kReductionBlock * 16;
+  static_assert(V::kBackwardRows <= 16);
+  clear(a, kBlock[1]);
+  for (int begin = 0; begin < w.rows; begin += kReductionBlock) {
+    const int rows = std::min(kReductionBlock, w.rows - begin), strips = rows / kTileRows;
+    decode_columns<V, Codec>(w, begin / kTileRows, strips, a.out_begin, a.out_count / 32, panel, spare);
+    for (int t = 0; t < a.tokens; t += V::kBackwardRows) {
+      const int count = std::min(V::kBackwardRows, a.tokens - t);
+      const bf16* x = a.x + t * a.ldx + begin;
+      int64_t ldx = a.ldx;
+      if (w.row_scale) {
+        for (int r = 0; r < count; r++)
+          for (int n = 0; n < rows; n += V::kWidth)
+            V::store(scaled + r * kReductionBlock + n,
+                     V::mul(V::load(x + r * ldx + n), V::load(w.row_scale + begin + n)));
+        x = scaled;
+        ldx = kReductionBlock;
+      }
+      for (int c = 0; c < a.out_count / 32; c++)
+        with_rows<V::kBackwardRows>(count, [&]<int R>() {
+          backward_micro<V, R>(x, ldx, panel + c * kTileElements, 2 * kTileElements, strips,
+                               a.y + int64_t(t) * kBlock[1] + c * 32);
+        });
+    }
+  }
+}
+
+}  // namespace ktft

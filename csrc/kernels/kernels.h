@@ -1,0 +1,61 @@
+// The kernel table: every kernel ktft can run, found by (ISA, format, pass). Dispatch, tests and benchmarks read it.
+#pragma once
+
+#include <vector>
+
+#include "quant/format.h"
+
+namespace ktft {
+
+// Outputs a GEMM call computes at once: rows of W forward, columns of W backward.
+constexpr int kBlock[kPasses] = {32, 64};
+// Rows of W forward (columns backward) are decoded this many reduction elements at a time; the block stays in L2.
+constexpr int kReductionBlock = 1024;
+
+// forward:   Y[t, j] (+)= sum_i X[t, i] W[out_begin + j, i]
+// backward:  Y[t, j] (+)= sum_i X[t, i] W[i, out_begin + j]
+struct GemmArgs {
+  const PackedMatrix* w;
+  int out_begin, out_count;  // a multiple of 32 outputs, at most kBlock[pass]
+  const bf16* x;             // [tokens, reduction], row stride ldx
+  int64_t ldx;
+  int tokens;
+  float* y;  // [tokens, out_count], row stride kBlock[pass]
+  bool accumulate;
+  char* scratch;  // kGemmScratch bytes, 64-byte aligned
+};
+constexpr size_t kGemmScratch = size_t(kReductionBlock) * 64 * 2 + size_t(kReductionBlock) * 16 * 2 + kTileBytes * 2;
+
+struct GemmKernel {
+  Isa isa;
+  Format format;
+  Pass pass;
+  const char* name;
+  void (*run)(const GemmArgs&);
+};
+
+// C[i, j] += alpha * sum_p A(i, p) B(p, j), fp32; see each member for the strides.
+struct VectorKernels {
+  // A row-major [m, k] and B row-major [n, k]: both read along k, a multiple of 16. C row stride ldc.
+  void (*gemm_nt)(int m, int n, int k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                  float alpha);
+  // A(i, p) = a[i * row_stride + p * col_stride]; B row-major [k, n], n a multiple of 16.
+  void (*gemm_nn)(int m, int n, int k, const float* a, int64_t row_stride, int64_t col_stride, const float* b,
+                  int64_t ldb, float* c, int64_t ldc, float alpha);
+  // h = SiLU(g) * u, over n values; g and u are first rounded to bf16 in place, as they are saved.
+  void (*silu_mul)(int n, float* g, float* u, bf16* h);
+  // Given dh (before the routing weight w), g and u: dg, du = w * dh * d(SiLU(g) u), h = SiLU(g) u; returns <dh, h>.
+  float (*silu_mul_backward)(int n, float w, const float* dh, const bf16* g, const bf16* u, float* dg, float* du,
+                             float* h);
+  void (*widen)(int n, const bf16* x, float* y);
+  void (*narrow)(int n, const float* x, bf16* y);
+  void (*add_scaled)(int n, float alpha, const float* x, float* y);  // y += alpha x
+  // Zeroes element i where hash(key, first + i) < probability, and scales the others by 1 / (1 - probability).
+  void (*dropout)(int n, float* x, uint64_t key, uint32_t first, float probability);
+};
+
+const std::vector<GemmKernel>& gemm_table();
+const GemmKernel& find_gemm(Isa isa, Format format, Pass pass);
+const VectorKernels& vector_kernels(Isa isa);
+
+}  // namespace ktft

@@ -1,0 +1,22 @@
+// Backward pass: gradients of hidden states, routing weights and all LoRA tensors, from the same packed weights.
+//
+// Activation gradients and LoRA gradients are written, not added; a LoRA gradient of an expert without tokens is left
+// as it is (the caller zeroes it). dh before the routing weight serves twice: times h it is the routing weight's
+// gradient, so the down projection's output is never stored.
+#pragma once
+
+#include "moe/forward.h"
+
+namespace ktft {
+
+struct BackwardArgs {
+  const void* hidden;       // [tokens, hidden]
+  const void* grad_output;  // [tokens, hidden]
+  Dtype dtype;              // of hidden, grad_output and grad_hidden
+  void* grad_hidden;        // [tokens, hidden]
+  float* grad_weights;      // [tokens, top_k]
+};
+
+void backward(const Call& call, Saved& saved, const BackwardArgs& args);
+
+}  // namespace ktft

@@ -1,0 +1,74 @@
+#include "moe/layer.h"
+
+#include <cstring>
+
+namespace ktft {
+namespace {
+
+constexpr int kMaxRank = 1024;
+
+ExpertShape checked(ExpertShape shape, const std::string& name) {
+  KTFT_CHECK(shape.experts > 0, name, ": num_experts is ", shape.experts, ", it must be positive");
+  KTFT_CHECK(shape.hidden > 0 && shape.hidden % kDimMultiple == 0, name, ": hidden_size is ", shape.hidden,
+             ", the kernels need a multiple of ", kDimMultiple);
+  KTFT_CHECK(shape.intermediate > 0 && shape.intermediate % kDimMultiple == 0, name, ": moe_intermediate_size is ",
+             shape.intermediate, ", the kernels need a multiple of ", kDimMultiple);
+  return shape;
+}
+
+void check_matrix(const std::string& name, const char* which, const LoraMatrix& m, int rows, int cols) {
+  KTFT_CHECK(m.rows == rows && m.cols == cols, name, ": LoRA ", which, " is [", m.rows, ", ", m.cols,
+             "] per expert, expected [", rows, ", ", cols, "]");
+}
+
+}  // namespace
+
+MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, std::string name)
+    : runtime_(std::move(runtime)),
+      name_(std::move(name)),
+      weights_(checked(shape, name_), format, runtime_->node_ids) {}
+
+void MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
+  KTFT_CHECK(expert >= 0 && expert < weights_.shape().experts, name_, ": expert ", expert, " does not exist, there are ",
+             weights_.shape().experts);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.load(runtime_->pool, expert, projection, source);
+}
+
+void MoeLayer::check_lora(const Lora* lora) const {
+  if (!lora) return;
+  KTFT_CHECK(lora->dropout >= 0 && lora->dropout < 1, name_, ": lora_dropout is ", lora->dropout,
+             ", it must be in [0, 1)");
+  for (int p = 0; p < kProjections; p++)
+    if (const LoraPair* pair = lora->pair(Projection(p))) {
+      const bool down = Projection(p) == Projection::kDown;
+      const int in = down ? weights_.shape().intermediate : weights_.shape().hidden;
+      const int out = down ? weights_.shape().hidden : weights_.shape().intermediate;
+      KTFT_CHECK(pair->rank() >= 1 && pair->rank() <= kMaxRank, name_, ": LoRA rank is ", pair->rank(),
+                 ", it must be 1 to ", kMaxRank);
+      check_matrix(name_, "A", pair->a, pair->rank(), in);
+      check_matrix(name_, "B", pair->b, out, pair->rank());
+    }
+}
+
+std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lora, Keep keep, void* out) {
+  check_lora(lora);
+  const auto saved = std::make_shared<Saved>();
+  saved->routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
+  if (input.tokens > 0) {
+    const std::lock_guard<std::mutex> lock(runtime_->mutex);
+    const Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str()};
+    ktft::forward(call, input.hidden, input.dtype, out, saved.get(), keep == Keep::kActivations);
+  }
+  return keep == Keep::kNothing ? nullptr : saved;
+}
+
+void MoeLayer::backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args) {
+  check_lora(lora);
+  if (saved.routes.tokens == 0) return;
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, name_.c_str()};
+  ktft::backward(call, saved, args);
+}
+
+}  // namespace ktft

@@ -1,0 +1,43 @@
+// One MoE layer's routed experts: the class the bindings see. Pointers are the caller's, contiguous and alive during
+// the call; calls on one Runtime take turns.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "moe/backward.h"
+
+namespace ktft {
+
+struct LayerInput {
+  const void* hidden;  // [tokens, hidden]
+  Dtype dtype;
+  const int64_t* top_k_index;  // [tokens, top_k]
+  const float* top_k_weights;  // [tokens, top_k]
+  int tokens, top_k;
+};
+
+enum class Keep { kNothing, kRoutes, kActivations };  // for backward: none follows, recompute, retain
+
+class MoeLayer {
+ public:
+  // Throws when the kernels cannot take the dimensions.
+  MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, std::string name);
+
+  const PackedExperts& weights() const { return weights_; }
+  void load(int expert, Projection projection, const SourceMatrix& source);
+
+  // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing.
+  std::shared_ptr<Saved> forward(const LayerInput& input, const Lora* lora, Keep keep, void* out);
+
+  void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
+
+ private:
+  void check_lora(const Lora* lora) const;
+
+  std::shared_ptr<Runtime> runtime_;
+  std::string name_;
+  PackedExperts weights_;
+};
+
+}  // namespace ktft

@@ -1,0 +1,75 @@
+#include "moe/weights.h"
+
+#include <atomic>
+
+#include "base/check.h"
+
+namespace ktft {
+
+void PackedExperts::matrix_dims(int node, Projection projection, int& rows, int& cols) const {
+  const bool down = projection == Projection::kDown;
+  rows = down ? shape_.hidden : slices_[node].width;
+  cols = down ? slices_[node].width : shape_.hidden;
+}
+
+PackedExperts::PackedExperts(ExpertShape shape, Format format, const std::vector<int>& node_ids)
+    : shape_(shape), format_(format), loaded_(size_t(shape.experts) * kProjections) {
+  const int units = shape.intermediate / kDimMultiple, nodes = std::min(units, int(node_ids.size()));
+  for (int n = 0; n < nodes; n++) {
+    Slice slice{};
+    slice.begin = split(units, nodes, n) * kDimMultiple;
+    slice.width = split(units, nodes, n + 1) * kDimMultiple - slice.begin;
+    slices_.push_back(std::move(slice));
+    Slice& s = slices_.back();
+    for (int p = 0; p < kProjections; p++) {
+      int rows, cols;
+      matrix_dims(n, Projection(p), rows, cols);
+      s.offset[p] = s.expert_bytes;
+      s.expert_bytes += tile_bytes(format, rows, cols);
+      s.scale_offset[p] = s.expert_bytes;
+      if (info(format).row_scaled) s.expert_bytes += (size_t(rows) * sizeof(float) + 63) / 64 * 64;
+    }
+    s.memory = NodeBuffer(s.expert_bytes * shape.experts, node_ids[n]);
+  }
+}
+
+size_t PackedExperts::bytes() const {
+  size_t total = 0;
+  for (const Slice& s : slices_) total += s.memory.size();
+  return total;
+}
+
+PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) const {
+  const Slice& s = slices_[node];
+  char* base = s.memory.data() + s.expert_bytes * expert;
+  PackedMatrix m{format_, 0, 0, reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]), nullptr};
+  matrix_dims(node, projection, m.rows, m.cols);
+  if (info(format_).row_scaled) m.row_scale = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
+  return m;
+}
+
+void PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
+  const bool down = projection == Projection::kDown;
+  const int rows = down ? shape_.hidden : shape_.intermediate, cols = down ? shape_.intermediate : shape_.hidden;
+  KTFT_CHECK(source.rows == rows && source.cols == cols, "its shape is [", source.rows, ", ", source.cols,
+             "], the model's config says [", rows, ", ", cols, "]");
+  std::vector<int> strips(pool.nodes(), 0);
+  for (int n = 0; n < nodes(); n++) strips[n] = matrix(n, expert, projection).rows / kTileRows;
+  std::atomic<int64_t> bad{-1};
+  pool.run(strips, [&](int node, int strip, int) {
+    const BadValue v = pack_strip(source, down ? 0 : begin(node), down ? begin(node) : 0,
+                                  matrix(node, expert, projection), strip);
+    if (v.row >= 0) bad = int64_t(v.row) * cols + v.col;
+  });
+  KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");
+  loaded_[size_t(expert) * kProjections + int(projection)] = true;
+}
+
+void PackedExperts::dequantize(int expert, Projection projection, float* out) const {
+  const bool down = projection == Projection::kDown;
+  const int cols = down ? shape_.intermediate : shape_.hidden;
+  for (int n = 0; n < nodes(); n++)
+    unpack(matrix(n, expert, projection), out + (down ? size_t(begin(n)) : size_t(begin(n)) * cols), cols);
+}
+
+}  // namespace ktft

@@ -1,0 +1,87 @@
+// What a process's layers share: the ISA, the thread pool, and buffers that grow to the largest call and stay.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/check.h"
+#include "kernels/kernels.h"
+#include "numa/buffer.h"
+#include "numa/pool.h"
+#include "numa/topology.h"
+
+namespace ktft {
+
+// A buffer that only grows; its content is undefined after get().
+class Growing {
+ public:
+  template <class T>
+  T* get(size_t count, int node = -1) {
+    if (count * sizeof(T) > buffer_.size()) {
+      buffer_ = NodeBuffer();  // first give back, then take: the peak is the larger one, not the sum
+      buffer_ = NodeBuffer(count * sizeof(T), node);
+    }
+    return reinterpret_cast<T*>(buffer_.data());
+  }
+  size_t bytes() const { return buffer_.size(); }
+
+ private:
+  NodeBuffer buffer_;
+};
+
+// One thread's memory within one task: take() pieces, all are given back at the next task.
+class Scratch {
+ public:
+  void reserve(size_t bytes) { memory_.get<char>(bytes); }
+  void reset() { used_ = 0; }
+  size_t bytes() const { return memory_.bytes(); }
+  template <class T>
+  T* take(size_t count) {
+    const size_t at = used_;
+    used_ += (count * sizeof(T) + 63) / 64 * 64;
+    KTFT_CHECK(used_ <= memory_.bytes(), "internal error: scratch of ", memory_.bytes(), " bytes is too small for ",
+               used_);
+    return reinterpret_cast<T*>(memory_.get<char>(0) + at);
+  }
+
+ private:
+  Growing memory_;
+  size_t used_ = 0;
+};
+
+struct NodeWorkspace {
+  Growing gate, up, h, dgate, dup;  // bf16 [rows, width]
+  Growing partial;                  // fp32 [tokens, hidden]
+  Growing low_rank[kProjections];   // fp32 [rows, r]
+  Growing weight_grads;             // fp32 [blocks, rows]
+};
+
+struct Workspace {
+  Growing x, dy;  // bf16 [rows, hidden], gathered
+  Growing low_rank[kProjections];  // fp32 [rows, r]
+  std::vector<NodeWorkspace> nodes;
+};
+
+struct Runtime {
+  Isa isa;
+  Topology topology;
+  std::vector<int> node_ids;  // for NodeBuffer
+  Pool pool;
+  std::vector<Scratch> scratch;  // one a thread
+  Workspace workspace;
+  std::mutex mutex;  // one layer call at a time
+
+  // threads < 1: every physical core the process may use. nodes < 1: the machine's; more than that emulates a split.
+  static std::shared_ptr<Runtime> create(Isa isa, int threads, int nodes);
+
+  const VectorKernels& vec() const { return vector_kernels(isa); }
+  size_t workspace_bytes() const;
+
+ private:
+  Runtime(Isa isa, Topology topology, std::vector<int> node_ids, const std::vector<std::vector<int>>& cpus,
+          const std::vector<int>& threads);
+};
+
+}  // namespace ktft

@@ -1,0 +1,65 @@
+#include "numa/buffer.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace ktft {
+namespace {
+
+constexpr size_t kPage = 4096, kHugePage = size_t(2) << 20;
+
+// Preferred, not strict: a full node costs speed, not the process.
+int prefer_node(void* at, size_t bytes, int node) {
+  constexpr int kPreferred = 1, kMaskBits = 1024;
+  unsigned long mask[kMaskBits / (8 * sizeof(unsigned long))] = {};
+  if (node >= kMaskBits) return EINVAL;
+  mask[size_t(node) / (8 * sizeof(unsigned long))] |= 1ul << (size_t(node) % (8 * sizeof(unsigned long)));
+  return syscall(SYS_mbind, at, bytes, kPreferred, mask, kMaskBits, 0) == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+NodeBuffer::NodeBuffer(size_t bytes, int node) : size_(bytes) {
+  if (bytes == 0) return;
+  const bool large = bytes >= kHugePage;
+  map_size_ = (bytes + kPage - 1) / kPage * kPage + (large ? kHugePage : 0);
+  void* map = mmap(nullptr, map_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (map == MAP_FAILED) throw std::bad_alloc();
+  map_ = data_ = static_cast<char*>(map);
+  if (large) {
+    data_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(map_) + kHugePage - 1) & ~uintptr_t(kHugePage - 1));
+    madvise(data_, map_size_ - size_t(data_ - map_), MADV_HUGEPAGE);
+  }
+  if (node >= 0) prefer_node(map_, map_size_, node);
+}
+
+NodeBuffer::NodeBuffer(NodeBuffer&& other) noexcept { *this = std::move(other); }
+
+NodeBuffer& NodeBuffer::operator=(NodeBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(map_, other.map_);
+  std::swap(size_, other.size_);
+  std::swap(map_size_, other.map_size_);
+  return *this;
+}
+
+NodeBuffer::~NodeBuffer() {
+  if (map_) munmap(map_, map_size_);
+}
+
+std::string node_binding_status() {
+  void* page = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) return std::strerror(errno);
+  const int error = prefer_node(page, kPage, 0);
+  munmap(page, kPage);
+  return error ? std::strerror(error) : "ok";
+}
+
+}  // namespace ktft

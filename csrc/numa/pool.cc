@@ -1,0 +1,110 @@
+#include "numa/pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <chrono>
+
+namespace ktft {
+namespace {
+
+// Between two phases of a layer a worker spins; longer than this it sleeps, so idle pools and busy cores cost nothing.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+template <class Done>
+bool spin(const Done& done) {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 64; i++) {
+      if (done()) return true;
+      __builtin_ia32_pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return done();
+}
+
+void bind_to(const std::vector<int>& cpus) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int cpu : cpus)
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+  // Refused in some containers: the thread then floats, which is slower and still right.
+  if (CPU_COUNT(&set)) pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+
+}  // namespace
+
+Pool::Pool(const std::vector<std::vector<int>>& node_cpus, const std::vector<int>& threads)
+    : owner_(getpid()), counters_(node_cpus.size()) {
+  for (size_t node = 0; node < threads.size(); node++)
+    for (int i = 0; i < threads[node]; i++) {
+      const int thread = total_++;
+      if (thread == 0) continue;
+      workers_.emplace_back([this, cpus = node_cpus[node], node, thread] {
+        bind_to(cpus);
+        loop(int(node), thread);
+      });
+    }
+}
+
+Pool::~Pool() {
+  stop_ = true;
+  round_.fetch_add(1);
+  round_.notify_all();
+  for (std::thread& worker : workers_) {
+    if (getpid() == owner_) worker.join();
+    else worker.detach();
+  }
+}
+
+void Pool::work(int node, int thread) {
+  const int n = nodes();
+  try {
+    for (int i = 0; i < n; i++) {
+      const int at = (node + i) % n;
+      for (int task; (task = counters_[at].next.fetch_add(1, std::memory_order_relaxed)) < (*counts_)[at];)
+        (*task_)(at, task, thread);
+    }
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!error_) error_ = std::current_exception();
+  }
+}
+
+void Pool::loop(int node, int thread) {
+  for (uint32_t seen = 0;;) {
+    if (!spin([&] { return round_.load(std::memory_order_acquire) != seen; })) round_.wait(seen);
+    seen = round_.load(std::memory_order_acquire);
+    if (stop_) return;
+    work(node, thread);
+    if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1) busy_.notify_one();
+  }
+}
+
+void Pool::run(const std::vector<int>& counts, const Task& fn) {
+  for (Counter& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+  counts_ = &counts;
+  task_ = &fn;
+  error_ = nullptr;
+  const bool alone = workers_.empty() || getpid() != owner_;
+  if (!alone) {
+    busy_.store(int(workers_.size()), std::memory_order_relaxed);
+    round_.fetch_add(1, std::memory_order_release);
+    round_.notify_all();
+  }
+  work(0, 0);
+  if (!alone) {
+    for (int left; (left = busy_.load(std::memory_order_acquire)) != 0;)
+      if (!spin([&] { return busy_.load(std::memory_order_acquire) == 0; })) busy_.wait(left);
+  }
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Pool::run(int count, const std::function<void(int, int)>& fn) {
+  std::vector<int> counts(nodes());
+  for (int n = 0; n < nodes(); n++) counts[n] = split(count, nodes(), n + 1) - split(count, nodes(), n);
+  run(counts, [&](int node, int task, int thread) { fn(split(count, nodes(), node) + task, thread); });
+}
+
+}  // namespace ktft

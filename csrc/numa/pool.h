@@ -1,0 +1,59 @@
+// Threads bound to NUMA nodes, which run one job at a time.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "numa/topology.h"
+
+namespace ktft {
+
+class Pool {
+ public:
+  // One thread list a node; the first thread of the first node is whichever thread calls run(), so a pool of one
+  // thread starts none. `node_cpus[n]` are the CPUs node n's threads may float over.
+  Pool(const std::vector<std::vector<int>>& node_cpus, const std::vector<int>& threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return total_; }
+  int nodes() const { return int(counters_.size()); }
+
+  // fn(node, task, thread) for every task < counts[node]. A thread takes its own node's tasks first, then helps the
+  // others. Which thread runs a task must not change a result. Rethrows the first exception a task threw.
+  using Task = std::function<void(int node, int task, int thread)>;
+  void run(const std::vector<int>& counts, const Task& fn);
+
+  // The same for tasks that belong to no node.
+  void run(int count, const std::function<void(int task, int thread)>& fn);
+
+ private:
+  struct alignas(64) Counter {
+    std::atomic<int> next{0};
+  };
+  void work(int node, int thread);
+  void loop(int node, int thread);
+
+  int total_ = 0;
+  long owner_;  // a forked child has no workers: it runs every task itself
+  std::vector<std::thread> workers_;
+  std::vector<Counter> counters_;
+  const std::vector<int>* counts_ = nullptr;
+  const Task* task_ = nullptr;
+  alignas(64) std::atomic<uint32_t> round_{0};
+  alignas(64) std::atomic<int> busy_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+};
+
+// Splits [0, count) into `parts` runs whose lengths differ by at most one; returns the begin of run i.
+static inline int split(int count, int parts, int i) { return int(int64_t(count) * i / parts); }
+
+}  // namespace ktft

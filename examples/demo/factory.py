@@ -1,0 +1,62 @@
+"""Stages 5 and 6: LoRA and evaluation, both as a user runs them, through `llamafactory-cli` and the example YAML."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML = ROOT / "examples" / "yaml" / "kt_deepseek_lora.yaml"
+YAML_OUT = ROOT / "build" / "demo"  # the folder that the YAML names
+
+
+def folders(out: Path) -> list[str]:
+    """Overrides for a demo outside of the YAML's own folder."""
+    if out.resolve() == YAML_OUT:
+        return []
+    return [f"model_name_or_path={out / 'model'}", f"dataset_dir={out / 'data'}", f"output_dir={out / 'lora'}"]
+
+
+def train(overrides: list[str], log: Path, show: bool) -> None:
+    """Runs `llamafactory-cli train` on the YAML; its output goes to `log`, and with `show` to the terminal too.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its output.
+    """
+    command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(YAML), *overrides]
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(log.parent / "cache"),
+        "LLAMAFACTORY_VERBOSITY": "WARN",  # of its lines and transformers'; ktft's report is not among them
+    }
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        assert process.stdout is not None
+        while chunk := process.stdout.read1(4096):  # type: ignore[attr-defined]
+            file.write(chunk)
+            if show:
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.flush()
+    if process.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise RuntimeError(f"{' '.join(command)} exited with {process.returncode}; the end of {log}:\n{tail}")
+
+
+def evaluate(overrides: list[str], folder: Path, log: Path) -> dict[str, Any]:
+    """Held-out loss, in a process of its own that does nothing else."""
+    train([*overrides, "do_train=false", "plot_loss=false", f"output_dir={folder}"], log, show=False)
+    return {"heldout_loss": eval_loss(folder)}
+
+
+def eval_loss(folder: Path) -> float:
+    """The loss of the evaluation that LLaMA-Factory wrote to `folder`."""
+    return json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))["eval_loss"]

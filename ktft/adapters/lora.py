@@ -1,0 +1,257 @@
+"""LoRA on one layer's routed experts: stacked parameters that live on the CPU beside the experts' weights."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.experts import KtftExperts
+
+UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_alora": "activated LoRA",
+    "lora_bias": "a LoRA bias",
+    "fan_in_fan_out": "fan_in_fan_out",
+    "arrow_config": "Arrow routing",
+}
+"""PEFT's LoRA options that expert LoRA does not have, and what people call them."""
+
+UNMERGED = (
+    "ktft keeps adapters unmerged, because its experts are quantized: load the adapter beside the base model with "
+    "ktft.load_adapter(model, path), or in LLaMA-Factory with use_kt: true and adapter_name_or_path"
+)
+
+_EXPERT_KEY = re.compile(rf"(\d+)\.({'|'.join(PROJECTIONS)})\.lora_([AB])\.([^.]+)\.weight")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Rank and alpha of one projection's adapter."""
+
+    r: int
+    alpha: float
+
+    def scaling(self, rslora: bool) -> float:
+        """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA."""
+        return self.alpha / (math.sqrt(self.r) if rslora else self.r)
+
+
+class CpuParameters(nn.ParameterDict):
+    """Parameters that follow a model's casts but not its moves: `model.to("cuda", torch.bfloat16)` casts them only."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CpuParameters:
+        def on_cpu(tensor: Tensor) -> Tensor:
+            probe = fn(tensor.new_empty(0))  # what fn would do, without copying the tensor to a GPU and back
+            if probe.device == tensor.device:
+                return fn(tensor)
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device="cpu", dtype=probe.dtype)
+            return tensor.to(probe.dtype)
+
+        return super()._apply(on_cpu, recurse)
+
+
+class KtftExpertsLora(nn.Module, LoraLayer):
+    """PEFT's layer around `KtftExperts`: LoRA on every routed expert of one MoE layer.
+
+    Per adapter and targeted projection it holds `lora_A.<adapter>.<projection>` `[E, r, in]` and `lora_B...`
+    `[E, out, r]`, fp32 unless cast, always on the CPU. On disk they have the standard name of each expert,
+    `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
+
+    Args:
+        base_layer: the experts.
+        adapter_name: the first adapter's name.
+        ranks: projection -> rank, for the projections the adapter has.
+        kwargs: PEFT's LoRA options; see `update_layer`.
+
+    Raises:
+        ValueError: an option of `UNSUPPORTED`, an initialization that needs the experts' weights, or rank < 1.
+    """
+
+    def __init__(self, base_layer: KtftExperts, adapter_name: str, ranks: dict[str, Rank], **kwargs: Any) -> None:
+        super().__init__()
+        with warnings.catch_warnings():  # PEFT remarks that it does not know the type
+            warnings.simplefilter("ignore", UserWarning)
+            LoraLayer.__init__(self, base_layer)
+        self.ranks = {adapter_name: ranks}
+        self._active_adapter = [adapter_name]
+        self.update_layer(adapter_name, **kwargs)
+        self.register_load_state_dict_pre_hook(_stack_experts)
+
+    def get_base_layer(self) -> KtftExperts:
+        """The experts."""
+        return self.base_layer
+
+    def update_layer(
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: float,
+        lora_dropout: float = 0.0,
+        init_lora_weights: bool | str = True,
+        use_rslora: bool = False,
+        inference_mode: bool = False,
+        **options: Any,
+    ) -> None:
+        """Add the adapter whose ranks are in `self.ranks[adapter_name]`. PEFT calls this; see `LoraConfig`."""
+        for option, what in UNSUPPORTED.items():
+            if options.get(option):
+                raise ValueError(f"{what} on routed experts is not supported by ktft; leave {option} out")
+        if init_lora_weights not in (True, False, "gaussian"):
+            raise ValueError(
+                f"init_lora_weights={init_lora_weights!r} needs the experts' full weights, which ktft keeps quantized; "
+                "use True, False or 'gaussian'"
+            )
+        if adapter_name not in self.ranks:
+            raise ValueError(
+                f"adapter {adapter_name!r} reached the routed experts through plain peft; add adapters with "
+                "ktft.get_peft_model or ktft.load_adapter"
+            )
+        self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
+        self.use_rslora[adapter_name] = use_rslora
+        self.scaling[adapter_name] = Rank(r, lora_alpha).scaling(use_rslora)
+        self.lora_dropout[adapter_name] = nn.Dropout(lora_dropout)
+        self.lora_A[adapter_name], self.lora_B[adapter_name] = CpuParameters(), CpuParameters()
+        for projection, rank in self.ranks[adapter_name].items():
+            self._add_pair(adapter_name, projection, rank.r, init_lora_weights)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def _add_pair(self, adapter_name: str, projection: str, r: int, init: bool | str) -> None:
+        if r < 1:
+            raise ValueError(f"rank of {projection} is {r}; it must be at least 1")
+        base = self.get_base_layer()
+        wide, narrow = base.hidden_size, base.intermediate_size
+        fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
+        # a default device of meta (PEFT's low_cpu_mem_usage) is honoured: weights follow at loading
+        a = nn.Parameter(torch.empty(base.num_experts, r, fan_in, dtype=torch.float32))
+        b = nn.Parameter(torch.zeros(base.num_experts, fan_out, r, dtype=torch.float32))
+        for expert_a, expert_b in zip(a.data, b.data, strict=True):
+            if init == "gaussian":
+                nn.init.normal_(expert_a, std=1 / r)
+            else:
+                nn.init.kaiming_uniform_(expert_a, a=math.sqrt(5))
+            if init is False:
+                nn.init.kaiming_uniform_(expert_b, a=math.sqrt(5))
+        self.lora_A[adapter_name][projection], self.lora_B[adapter_name][projection] = a, b
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The experts' forward with the active adapter, if one is active and adapters are not disabled."""
+        return self.base_layer(hidden_states, top_k_index, top_k_weights, lora=self.active_lora())
+
+    def active_lora(self) -> ExpertLora | None:
+        """What the experts apply now. Draws a dropout seed from torch's CPU generator when dropout is on.
+
+        Checkpoint recomputation restores that generator, so that it applies the same dropout again.
+
+        Raises:
+            ValueError: more than one adapter is active, or something moved the parameters off the CPU.
+        """
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or not names:
+            return None
+        if len(names) > 1:
+            raise ValueError(f"{len(names)} adapters are active: {', '.join(names)}; ktft applies one at a time")
+        (name,) = names
+        pairs = {projection: self._pair(name, projection) for projection in self.ranks[name]}
+        dropout = self.lora_dropout[name].p if self.training else 0.0
+        seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
+        return ExpertLora(pairs, dropout, seed)
+
+    def _pair(self, adapter_name: str, projection: str) -> LoraPair:
+        a, b = self.lora_A[adapter_name][projection], self.lora_B[adapter_name][projection]
+        if a.device.type != "cpu" or b.device.type != "cpu":
+            raise ValueError(
+                f"expert LoRA {adapter_name}.{projection} is on {a.device}, but it is computed on the CPU; load the "
+                'model with a device_map of one device, such as {"": 0}'
+            )
+        # PEFT's scaling helpers work on self.scaling, which is that of the adapter's common rank and alpha
+        rslora = self.use_rslora[adapter_name]
+        common = Rank(self.r[adapter_name], self.lora_alpha[adapter_name]).scaling(rslora)
+        own = self.ranks[adapter_name][projection].scaling(rslora)
+        return LoraPair(a, b, own if common == 0 else self.scaling[adapter_name] * own / common)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Forget an adapter."""
+        super().delete_adapter(adapter_name)
+        self.ranks.pop(adapter_name, None)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Adapters stay on the CPU."""
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused."""
+        raise ValueError(UNMERGED)
+
+    def unmerge(self) -> None:
+        """Refused."""
+        raise ValueError(UNMERGED)
+
+
+def to_standard(state_dict: dict[str, Any], layers: dict[str, KtftExpertsLora]) -> dict[str, Any]:
+    """Rename stacked expert LoRA in a state dict to the standard name of each expert; tensors are views.
+
+    Args:
+        state_dict: of the model in which `layers` are found by name.
+        layers: module name -> layer.
+    """
+    standard = dict(state_dict)
+    for name, layer in layers.items():
+        for kind in ("lora_A", "lora_B"):
+            for adapter, parameters in getattr(layer, kind).items():
+                for projection in parameters:
+                    stacked = standard.pop(f"{name}.{kind}.{adapter}.{projection}", ())
+                    for expert, tensor in enumerate(stacked):
+                        standard[f"{name}.{expert}.{projection}.{kind}.{adapter}.weight"] = tensor
+    return standard
+
+
+def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: take each expert's tensors, under their standard names, into the stacked parameters."""
+    count = layer.get_base_layer().num_experts
+    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    for key in list(state_dict):
+        match = _EXPERT_KEY.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        if match is not None:
+            expert, projection, kind, adapter = match.groups()
+            found.setdefault((f"lora_{kind}", adapter, projection), {})[int(expert)] = key
+    for (kind, adapter, projection), keys in found.items():
+        adapters = getattr(layer, kind)
+        if adapter not in adapters or projection not in adapters[adapter]:
+            raise ValueError(
+                f"{next(iter(keys.values()))}: the model has no adapter {adapter!r} with {projection} on the experts "
+                f"of {prefix.rstrip('.')}; load adapters with ktft.load_adapter"
+            )
+        if sorted(keys) != list(range(count)):
+            stray = sorted(set(keys) ^ set(range(count)))[0]
+            raise ValueError(
+                f"{prefix}{stray}.{projection}.{kind}.{adapter}.weight is "
+                f"{'left over' if stray in keys else 'missing'}: the adapter has {len(keys)} experts here, "
+                f"the model has {count}"
+            )
+        stacked = adapters[adapter][projection]
+        _check_shapes(state_dict, keys, stacked)
+        if stacked.is_meta:
+            whole = torch.stack([state_dict.pop(keys[expert]) for expert in range(count)])
+        else:  # straight into place: a stack of a large model's expert LoRA would be a second copy of it
+            whole = stacked.data
+            for expert in range(count):
+                whole[expert].copy_(state_dict.pop(keys[expert]))
+        state_dict[f"{prefix}{kind}.{adapter}.{projection}"] = whole
+
+
+def _check_shapes(state_dict: dict[str, Any], keys: dict[int, str], stacked: Tensor) -> None:
+    for key in keys.values():
+        shape = tuple(state_dict[key].shape)
+        if shape != tuple(stacked.shape[1:]):
+            raise ValueError(f"{key} has shape {shape} in the adapter and {tuple(stacked.shape[1:])} in the model")

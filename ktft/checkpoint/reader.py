@@ -1,0 +1,241 @@
+"""Lazy reader of safetensors checkpoints: all headers validated first, then single tensors by `pread`.
+
+Not `mmap`: mapped pages count as resident memory until the kernel takes them back, and experts are read once, packed
+and forgotten. One buffer, as large as the largest tensor read so far, serves all reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+READ_AHEAD_BYTES = 32 << 20
+
+BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+"""Bits per element of every dtype the format defines."""
+
+READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""Dtypes of tensors that `CheckpointReader.read` returns."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `nbytes` bytes from `offset` of `file`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class CheckpointReader:
+    """The tensors of a sharded or single-file safetensors checkpoint.
+
+    Every header is checked on construction, so a damaged shard is reported before anything is read.
+
+    Args:
+        files: the shards. An index beside them must agree with what they hold.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: a file is truncated or not safetensors; a tensor's dtype, shape and place in the file contradict
+            each other or another tensor; a tensor is in two shards; the index and the shards disagree.
+    """
+
+    def __init__(self, files: Sequence[str | os.PathLike[str]]) -> None:
+        self.tensors: dict[str, TensorEntry] = {}
+        self._descriptors: dict[Path, int] = {}
+        self._buffer = bytearray()
+        paths = [Path(file) for file in files]
+        for path in paths:
+            if path.suffix != ".safetensors":
+                raise ValueError(
+                    f"{path} is not a .safetensors file; convert the checkpoint with save_pretrained first"
+                )
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"shard {path} is missing; the checkpoint has {len(paths)} shards, download it again"
+                )
+        for path in paths:
+            for entry in read_header(path):
+                other = self.tensors.setdefault(entry.name, entry)
+                if other is not entry:
+                    raise ValueError(
+                        f"tensor {entry.name} is in two shards, {other.file} and {path}; remove one of them"
+                    )
+        if paths:
+            self._check_index(paths)
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> CheckpointReader:
+        """Open the checkpoint in a directory: `model.safetensors`, or the shards its index lists."""
+        directory = Path(directory)
+        if (directory / SINGLE_NAME).is_file():
+            return cls([directory / SINGLE_NAME])
+        if not (directory / INDEX_NAME).is_file():
+            raise FileNotFoundError(f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}")
+        return cls([directory / name for name in sorted(set(_read_index(directory / INDEX_NAME).values()))])
+
+    def _check_index(self, paths: list[Path]) -> None:
+        index_path = paths[0].parent / INDEX_NAME
+        if paths == [paths[0].parent / SINGLE_NAME] or not index_path.is_file():
+            return
+        index = _read_index(index_path)
+        for name, shard in index.items():
+            entry = self.tensors.get(name)
+            if entry is None:
+                raise ValueError(f"{index_path} lists {name} in {shard}, which does not hold it; download both again")
+            if entry.file.name != shard:
+                raise ValueError(
+                    f"{index_path} lists {name} in {shard}, but it is in {entry.file.name}; download both again"
+                )
+        for name, entry in self.tensors.items():
+            if name not in index:
+                raise ValueError(f"{entry.file} holds {name}, which {index_path} does not list; download both again")
+
+    def read(self, name: str) -> Tensor:
+        """Read one float tensor, in its own dtype and shape, on the CPU.
+
+        The result shares this reader's buffer: it is valid until the next `read`.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ValueError: its dtype is not BF16, F16 or F32, or the file ends before it does.
+        """
+        entry = self.tensors[name]
+        if entry.dtype not in READABLE:
+            raise ValueError(
+                f"{entry.file}: tensor {name} is {entry.dtype}; experts are read from {', '.join(READABLE)}, "
+                "convert the checkpoint to BF16 first"
+            )
+        if len(self._buffer) < entry.nbytes:
+            self._buffer = bytearray(entry.nbytes)
+        view = memoryview(self._buffer)[: entry.nbytes]
+        descriptor, done = self._descriptor(entry.file), 0
+        while done < entry.nbytes:
+            count = os.preadv(descriptor, [view[done:]], entry.offset + done)
+            if count == 0:
+                raise ValueError(
+                    f"{entry.file} ended while tensor {name} was read; the file has changed, download it again"
+                )
+            done += count
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=READABLE[entry.dtype])
+        return torch.frombuffer(view, dtype=READABLE[entry.dtype]).view(entry.shape)
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptors[file]
+
+    def read_in_file_order(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) in the order the tensors lie on disk, with the kernel reading ahead meanwhile."""
+        entries = sorted((self.tensors[name] for name in names), key=lambda entry: (entry.file, entry.offset))
+        for entry in entries:
+            with suppress(OSError):  # advice only: some file systems do not take it
+                start = entry.offset + entry.nbytes
+                os.posix_fadvise(self._descriptor(entry.file), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            yield entry.name, self.read(entry.name)
+
+    def close(self) -> None:
+        """Close the files and free the buffer. Reading again opens them again."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._buffer = bytearray()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """Read and validate one file's header. Returns its tensors in file order; see `CheckpointReader` for the errors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
+            raise ValueError(
+                f"{path} is not a whole safetensors file: {size} bytes, and its header would need {8 + length}"
+            )
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+        except ValueError as error:
+            raise ValueError(f"{path} has no valid safetensors header: {error}; download it again") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has no valid safetensors header; download it again")
+    header.pop("__metadata__", None)
+    entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+    end, previous = 8 + length, "the header"
+    for entry in entries:
+        if entry.offset != end:
+            problem = "overlaps" if entry.offset < end else "leaves a gap after"
+            raise ValueError(f"{path}: tensor {entry.name} begins at byte {entry.offset} and {problem} {previous}")
+        end, previous = entry.offset + entry.nbytes, entry.name
+        if end > size:
+            raise ValueError(f"{path} is truncated: tensor {entry.name} ends at byte {end}, the file at {size}")
+    if end != size:
+        raise ValueError(f"{path} is {size} bytes long, but its tensors end at byte {end}; download it again")
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} appears twice")
+    return mapping
+
+
+def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path}: tensor {name} has no dtype, shape and data_offsets in the header") from None
+    if dtype not in BITS:
+        raise ValueError(f"{path}: tensor {name} has the unknown dtype {dtype!r}; known: {', '.join(BITS)}")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{path}: tensor {name} has the invalid shape {shape!r}")
+    if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
+        raise ValueError(f"{path}: tensor {name} has the invalid data_offsets {[begin, end]!r}")
+    needed = math.prod(shape) * BITS[dtype] // 8
+    if end - begin != needed:
+        raise ValueError(
+            f"{path}: tensor {name}, {dtype} of shape {shape}, needs {needed} bytes but has {end - begin} in the file"
+        )
+    return TensorEntry(name, path, dtype, tuple(shape), data_start + begin, needed)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        if all(isinstance(shard, str) for shard in weight_map.values()):
+            return dict(weight_map)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise ValueError(f"{path} is not a valid index: it needs a weight_map of tensor names to shards; download it again")

@@ -1,0 +1,197 @@
+"""What `ktft doctor` looks at: one function per subject, each giving rows of (check, status, value, cure)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from ktft.cli import system
+
+Status = Literal["ok", "warn", "fail"]
+
+# Packages that only `ktft train` needs; the Trainer API works without them.
+OPTIONAL_PACKAGES = ("llamafactory", "trl", "datasets")
+# Launchers announce the number of ranks by these names.
+RANK_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding. `cure` says what to do about it, and is empty when there is nothing to do."""
+
+    check: str
+    status: Status
+    value: str
+    cure: str = ""
+
+
+def cpu() -> Iterator[Row]:
+    from ktft import native
+
+    features = [name for name, usable in native.cpu_features().items() if usable]
+    yield Row("cpu features", "ok", " ".join(features) or "none")
+    isa, forced = native.runtime(threads=1).isa, os.environ.get("KTFT_ISA")
+    value = f"{isa} (KTFT_ISA={forced})" if forced else isa
+    if isa != "scalar":
+        yield Row("isa", "ok", value)
+    elif forced:
+        yield Row("isa", "warn", value, "unset KTFT_ISA: the scalar kernels are for tests")
+    else:
+        yield Row(
+            "isa", "warn", value, "this CPU has no AVX2: training works, slowly; in a VM, pass the host's CPU through"
+        )
+
+
+def numa() -> Iterator[Row]:
+    from ktft import native
+
+    topology = native.topology()
+    nodes, mbind = topology["nodes"], topology["mbind"]
+    cores = ", ".join(f"node {node['id']}: {node['cores']} cores" for node in nodes)
+    yield Row("numa", "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)} ({cores})")
+    # With one node there is nothing to bind, so a refusal costs nothing.
+    if mbind == "ok" or len(nodes) == 1:
+        yield Row("memory binding", "ok", mbind if mbind == "ok" else f"not needed on one node ({mbind})")
+    else:
+        cure = "docker run --cap-add SYS_NICE, or a seccomp profile that allows mbind; pages stay where first touched"
+        yield Row("memory binding", "warn", mbind, cure)
+    allowed, quota = len(os.sched_getaffinity(0)), topology["cgroup_cpus"]
+    value = f"{allowed} CPUs" + (f", cgroup quota {quota:g}" if quota else ", no cgroup quota")
+    few = quota is not None and quota < 2
+    yield Row(
+        "cpu limit", "warn" if few else "ok", value, "give the container more CPUs: docker run --cpus" if few else ""
+    )
+
+
+def memory() -> Iterator[Row]:
+    sizes, limit = system.memory(), system.cgroup_memory_limit()
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    value = f"{system.gib(total)} in all, {system.gib(available)} available"
+    low = available < total // 4
+    cure = "end what holds it: the quantized experts must fit in what is available"
+    yield Row("memory", "warn" if low else "ok", value, cure if low else "")
+    if limit is None or limit >= total:
+        yield Row("memory limit", "ok", "none below the host's memory")
+    else:
+        cure = "the experts must fit below it: docker run --memory, or your scheduler's memory request"
+        yield Row("memory limit", "warn", f"cgroup allows {system.gib(limit)}", cure)
+    pages = system.transparent_hugepages()
+    if pages in ("always", "madvise"):
+        yield Row("hugepages", "ok", pages)
+    else:
+        cure = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Row("hugepages", "warn", pages or "not offered by this kernel", cure if pages else "")
+
+
+def gpu() -> Iterator[Row]:
+    import torch
+
+    driver = system.read(Path("/proc/driver/nvidia/version"))
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        version = f", CUDA {torch.version.cuda}"
+        yield Row("gpu", "ok", ", ".join(names) + version)
+        if len(names) > 1:
+            cure = (
+                "CUDA_VISIBLE_DEVICES=0: LLaMA-Factory starts one rank per visible GPU, and ktft runs one rank so far"
+            )
+            yield Row("visible gpus", "warn", str(len(names)), cure)
+    elif driver is None:
+        yield Row("gpu", "ok", "none: CPU training works")
+    elif torch.version.cuda is None:
+        yield Row(
+            "gpu", "warn", f"torch {torch.__version__} is a CPU build", "reinstall torch with CUDA: see docs/install.md"
+        )
+    else:
+        cure = "nvidia-smi must list the GPU, with a driver new enough for torch's CUDA; check CUDA_VISIBLE_DEVICES"
+        yield Row("gpu", "warn", f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees none; {driver}", cure)
+
+
+def packages() -> Iterator[Row]:
+    from packaging.version import Version
+
+    from ktft import config
+
+    yield Row("python", "ok", platform.python_version())
+    for name, (lower, upper) in config.TESTED_VERSIONS.items():
+        cure = config.pip_install(name)
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Row(name, "warn" if name in OPTIONAL_PACKAGES else "fail", "not installed", cure)
+            continue
+        if Version(lower) <= Version(version) < Version(upper):
+            yield Row(name, "ok", version)
+        else:
+            yield Row(name, "fail", f"{version}; tested from {lower} to below {upper}", cure)
+
+
+def hook() -> Iterator[Row]:
+    from ktft import config
+
+    found = [point for point in metadata.entry_points(group="torch.backends") if point.name == "ktft"]
+    switches = {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0",
+        "KTFT_DISABLE": config.disabled(),
+    }
+    off = [name for name, set_off in switches.items() if set_off]
+    if not found:
+        cure = "pip install --force-reinstall --no-deps ktft (in a checkout: make native)"
+        yield Row("llamafactory hook", "fail", "ktft's torch.backends entry point is not installed", cure)
+    elif off:
+        value = ", ".join(f"{name}={os.environ[name]}" for name in off)
+        yield Row("llamafactory hook", "fail", f"switched off by {value}", f"unset {' '.join(off)}")
+    else:
+        yield Row("llamafactory hook", "ok", f"installed: {found[0].value}")
+
+
+def media() -> Iterator[Row]:
+    """LLaMA-Factory imports torchaudio, and torchvision if it is there: both must fit the installed torch."""
+    absent: dict[str, Status] = {"torchaudio": "warn", "torchvision": "ok"}
+    for name, status in absent.items():
+        cure = f"without a GPU: pip install ./ci/stubs/{name} in a ktft checkout; else reinstall {name} to match torch"
+        if importlib.util.find_spec(name) is None:
+            yield Row(name, status, "not installed", "" if status == "ok" else cure)
+            continue
+        try:
+            version = importlib.import_module(name).__version__
+        except Exception as error:
+            # Binaries for another torch, or for CUDA on a CPU torch, fail in many ways inside their own import.
+            yield Row(name, "fail", f"does not import: {str(error).splitlines()[0]}", cure)
+        else:
+            yield Row(name, "ok", version)
+
+
+def ranks() -> Iterator[Row]:
+    several = [f"{k}={os.environ[k]}" for k in RANK_VARIABLES if os.environ.get(k, "1") not in ("", "0", "1")]
+    if several:
+        cure = "start one process, without mpirun or torchrun: several ranks are not supported yet"
+        yield Row("ranks", "warn", " ".join(several), cure)
+    else:
+        yield Row("ranks", "ok", "one process")
+
+
+CHECKS: tuple[Callable[[], Iterator[Row]], ...] = (cpu, numa, memory, gpu, packages, hook, media, ranks)
+
+
+def examine() -> list[Row]:
+    """All rows. A check that itself fails becomes a row, so that the others are still seen."""
+    rows: list[Row] = []
+    for check in CHECKS:
+        try:
+            rows += check()
+        except Exception as error:
+            cure = (
+                "make native"
+                if isinstance(error, ImportError)
+                else "please report this with the output of ktft doctor --json"
+            )
+            rows.append(Row(check.__name__, "fail", f"{type(error).__name__}: {error}", cure))
+    return rows

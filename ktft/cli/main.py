@@ -1,0 +1,97 @@
+"""The `ktft` command. Nothing here imports torch before a command needs it, so `ktft --help` is quick."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ktft import config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help="Fine-tune Mixture-of-Experts models whose experts live in CPU memory.",
+)
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+VERSION_PACKAGES = ("torch", "transformers", "peft", "accelerate", "llamafactory")
+
+
+def refuse(message: str) -> typer.Exit:
+    """Tell the user what is wrong; raise what this returns."""
+    Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+    return typer.Exit(2)
+
+
+def installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def isa() -> str:
+    try:
+        from ktft import native
+
+        return native.runtime(threads=1).isa
+    except Exception as error:
+        return f"none: {error}"
+
+
+@app.command()
+def version() -> None:
+    """Show the versions of ktft and of what it works with, and the instruction set it uses here."""
+    rows = {"ktft": installed("ktft"), "isa": isa(), "python": platform.python_version()}
+    rows |= {package: installed(package) for package in VERSION_PACKAGES}
+    for name, value in rows.items():
+        typer.echo(f"{name:<13} {value}")
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False) -> None:
+    """Check this machine and environment, with a cure for each problem. Exits with 1 if a check fails."""
+    from ktft.cli.doctor import examine
+
+    rows = examine()
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        table = Table(box=None, show_header=False)
+        for row in rows:
+            table.add_row(Text(row.status, style=STYLES[row.status]), row.check, Text(row.value))
+            if row.cure:
+                table.add_row("", "", Text(f"cure: {row.cure}", style=STYLES[row.status]))
+        Console().print(table)
+    raise typer.Exit(int(any(row.status == "fail" for row in rows)))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    file: Annotated[Path, typer.Argument(help="LLaMA-Factory's YAML file.", exists=True, dir_okay=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over the file's.")] = None,
+) -> None:
+    """Train: the same as `llamafactory-cli train FILE key=value ...`."""
+    if file.suffix not in (".yaml", ".yml"):
+        raise refuse(f"{file}: LLaMA-Factory reads .yaml or .yml, not {file.suffix or 'a file without a suffix'}")
+    if importlib.util.find_spec("llamafactory") is None:
+        raise refuse(f"LLaMA-Factory is not installed: {config.pip_install('llamafactory')}")
+    # LLaMA-Factory finds torchrun on PATH: it must be the one of this environment, activated or not.
+    environment = os.environ | {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
+    # -P: a file of the working directory (a torch.py, say) must not shadow a package.
+    command = [sys.executable, "-P", "-m", "llamafactory.cli", "train", str(file), *(overrides or ())]
+    sys.stdout.flush()
+    os.execve(sys.executable, command, environment)

@@ -1,0 +1,71 @@
+"""The module that stands where transformers had a layer's stacked routed experts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktft.lora import ExpertLora
+from ktft.model.autograd import routed_experts
+from ktft.native import ExpertLayer
+
+
+class KtftExperts(nn.Module):
+    """One MoE layer's routed experts, frozen and packed in CPU memory outside of torch.
+
+    It has no parameters, so nothing that walks a model's parameters (optimizer, DDP, `state_dict`, `.to`) meets the
+    expert weights. The only buffer, `weight`, has no elements: it tells peft which device the model is on.
+
+    Args:
+        layer: the packed experts.
+        activation: what backward finds saved, `retain` or `recompute`.
+    """
+
+    def __init__(self, layer: ExpertLayer, activation: str = "retain") -> None:
+        super().__init__()
+        self.layer = layer
+        self.activation = activation
+        self.num_experts = layer.num_experts
+        self.hidden_size = self.in_features = self.out_features = layer.hidden_size
+        self.intermediate_size = layer.intermediate_size
+        self.weight: Tensor
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+        self.register_load_state_dict_pre_hook(_refuse_lora)
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None = None
+    ) -> Tensor:
+        """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`; see `routed_experts`."""
+        return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation)
+
+    def extra_repr(self) -> str:
+        """Shown in the model's printout."""
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, format={self.layer.format}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KtftExperts:
+        memo[id(self.layer)] = self.layer  # frozen, so copies of a model share it
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return clone
+
+
+def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Adapters land here when no adapter layer wraps the experts; torch would drop the keys without a word."""
+    lora = [key for key in state_dict if key.startswith(prefix) and ".lora_" in key]
+    if lora:
+        raise ValueError(
+            f"the adapter holds LoRA for routed experts ({lora[0]} and {len(lora) - 1} more), which peft alone cannot "
+            "put on ktft's experts; load it with ktft.load_adapter(model, path)"
+        )
+
+
+def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
+    """All of a model's routed experts by module name, those inside adapter layers included."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, KtftExperts)}

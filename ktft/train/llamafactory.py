@@ -1,0 +1,223 @@
+"""LLaMA-Factory's `use_kt: true`, carried out by ktft. The only file that knows LLaMA-Factory.
+
+Functions that three of its modules look up in their own globals are wrapped: the parser takes `kt_config` out of the
+arguments and remembers the settings on the parsed `ModelArguments`; the loader and the adapter module act on models
+whose arguments have such settings. All else passes through unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+from transformers import TrainingArguments
+from transformers.hf_argparser import string_to_bool
+
+from ktft.adapters.lora import UNMERGED
+from ktft.adapters.peft import linear_names
+from ktft.config import TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
+from ktft.model.experts import find_experts
+from ktft.model.quantizer import configure
+from ktft.train.report import logger
+from ktft.train.trainer import check_arguments, check_launch, get_peft_model, load_adapter
+
+_ADAPTED = "_ktft_adapted"
+_SETTINGS = "_ktft_settings"
+
+
+def adapt(module: ModuleType) -> None:
+    """Adapt one of `ktft._autoload.MODULES`, once."""
+    if not hasattr(module, _ADAPTED):
+        _ADAPTERS[module.__name__](module)
+        setattr(module, _ADAPTED, True)
+
+
+def settings_of(model_args: Any) -> Settings | None:
+    """The experts' settings that came with these `ModelArguments`; None without `use_kt: true`."""
+    return getattr(model_args, _SETTINGS, None)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An argument of LLaMA-Factory with values that ktft cannot honour."""
+
+    argument: str
+    refused: Callable[[Any], bool]
+    cure: str
+
+
+REFUSALS = (
+    Refusal("finetuning_type", lambda v: v != "lora", "set finetuning_type: lora"),
+    Refusal("stage", lambda v: v == "ppo", "use stage pt, sft, rm, dpo or kto"),
+    Refusal("quantization_bit", bool, "remove it; kt_config.expert_format sets the experts' format"),
+    Refusal("ref_model_quantization_bit", bool, "remove it; kt_config.expert_format sets the experts' format"),
+    Refusal("use_dora", bool, "use plain LoRA, or use_rslora"),
+    Refusal("pissa_init", bool, "use the default initialization; PiSSA needs unquantized weights"),
+    Refusal("use_llama_pro", bool, "remove it"),
+    Refusal("use_unsloth", bool, "remove it"),
+    Refusal("mixture_of_depths", bool, "remove it"),
+    Refusal("train_from_scratch", bool, "start from a checkpoint; ktft's experts stay frozen"),
+    Refusal("use_hyper_parallel", bool, "remove it"),
+    Refusal("infer_backend", lambda v: v != "huggingface", "set infer_backend: huggingface"),
+    Refusal("export_dir", bool, UNMERGED),
+    Refusal("create_new_adapter", bool, "continue the adapter of adapter_name_or_path, or train without one"),
+    Refusal("adapter_name_or_path", lambda v: v is not None and len(v) > 1, "give one adapter"),
+)
+
+
+def _adapt_parser(module: ModuleType) -> None:
+    original = module._parse_args
+    known = {field.name for field in fields(module.ModelArguments)}
+
+    @functools.wraps(original)
+    def parse_args(parser: Any, args: Any = None, allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        if module.ModelArguments not in parser.dataclass_types:
+            return original(parser, args, allow_extra_keys)
+        args = module.read_args(args)
+        use_kt, kt_config, top_level, rest = _split(args, known)
+        if not use_kt:
+            if kt_config is not None:
+                raise ValueError("kt_config is given without use_kt: true; add that, or remove kt_config")
+            return original(parser, args, allow_extra_keys)
+        _check_environment(module, rest)
+        parsed = original(parser, rest, allow_extra_keys)
+        for arguments in parsed:
+            _check_values(arguments)
+        model_args = next(arguments for arguments in parsed if isinstance(arguments, module.ModelArguments))
+        top_level |= {key: getattr(model_args, key) for key in TOP_LEVEL_KEYS if key in known}
+        settings, notes = parse_kt_config(_mapping(kt_config), top_level)
+        for note in notes:
+            logger().info(note)
+        setattr(model_args, _SETTINGS, settings)
+        # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would ask for KTransformers'
+        # packages, and refuse what those cannot do.
+        model_args.use_kt = False
+        return parsed
+
+    module._parse_args = parse_args
+    _carry_settings(module.ModelArguments)
+
+
+def _split(args: Any, known: set[str]) -> tuple[bool, Any, dict[str, Any], Any]:
+    """Arguments as (use_kt, kt_config, kt_* keys that LLaMA-Factory does not know, all the others)."""
+    if not isinstance(args, dict):
+        ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        ours.add_argument("--use_kt", nargs="?", const=True, default=False, type=string_to_bool)
+        ours.add_argument("--kt_config", type=yaml.safe_load)
+        found, rest = ours.parse_known_args(args)
+        return found.use_kt, found.kt_config, {}, [*rest, "--use_kt", str(found.use_kt)]
+    ours_too = [key for key in args if key.startswith("kt_") and key not in known and key != "kt_config"]
+    rest = {key: value for key, value in args.items() if key != "kt_config" and key not in ours_too}
+    return bool(args.get("use_kt")), args.get("kt_config"), {key: args[key] for key in ours_too}, rest
+
+
+def _mapping(kt_config: Any) -> Mapping[str, Any]:
+    """`kt_config` as given: nothing, a mapping, or the path of a JSON or YAML file with one."""
+    if isinstance(kt_config, str) and Path(kt_config).is_file():
+        kt_config = yaml.safe_load(Path(kt_config).read_text())
+    if not isinstance(kt_config, Mapping | None):
+        raise ValueError(f"kt_config is {kt_config!r}; give a mapping, or the path of a file that holds one")
+    return kt_config or {}
+
+
+def _check_environment(module: ModuleType, args: Any) -> None:
+    """What can be refused before transformers reads the arguments, which may start process groups and DeepSpeed."""
+    for package in ("llamafactory", "transformers", "peft", "accelerate"):
+        require_tested(package)
+    if module.is_env_enabled("USE_MCA"):
+        raise ValueError("use_kt: true does not work under USE_MCA; unset it")
+    given = args if isinstance(args, dict) else {}
+    check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")), processes=world_size())
+    for name in ("llamafactory.model.loader", "llamafactory.model.adapter"):
+        if not hasattr(importlib.import_module(name), _ADAPTED):
+            raise RuntimeError(f"ktft could not adapt {name}, so use_kt: true would load stock experts; run ktft doctor")
+
+
+def _check_values(arguments: Any) -> None:
+    for refusal in REFUSALS:
+        value = getattr(arguments, refusal.argument, None)
+        if hasattr(arguments, refusal.argument) and refusal.refused(value):
+            raise ValueError(f"{refusal.argument} is {value!r}, which use_kt: true does not support; {refusal.cure}")
+    if isinstance(arguments, TrainingArguments):
+        check_arguments(arguments)
+
+
+def _carry_settings(model_arguments: Any) -> None:
+    """`ModelArguments.copyfrom` makes the arguments of DPO's reference model: the settings go along."""
+    original = model_arguments.copyfrom.__func__
+
+    @functools.wraps(original)
+    def copyfrom(cls: Any, source: Any, **kwargs: Any) -> Any:
+        copy, settings = original(cls, source, **kwargs), settings_of(source)
+        if settings is not None and "model_name_or_path" in kwargs:
+            settings = replace(settings, expert_checkpoint=None)  # that one belongs to the source's model
+        setattr(copy, _SETTINGS, settings)
+        return copy
+
+    model_arguments.copyfrom = classmethod(copyfrom)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _adapt_loader(module: ModuleType) -> None:
+    original_config, original_adapter = module.patch_config, module.init_adapter
+
+    @functools.wraps(original_config)
+    def patch_config(config: Any, tokenizer: Any, model_args: Any, init_kwargs: dict[str, Any], *args: Any) -> None:
+        original_config(config, tokenizer, model_args, init_kwargs, *args)
+        settings = settings_of(model_args)
+        if settings is not None:
+            configure(config, settings)
+            if init_kwargs.get("device_map") == "auto":  # inference: would spread the model over all GPUs
+                misc = importlib.import_module("llamafactory.extras.misc")
+                init_kwargs["device_map"] = {"": misc.get_current_device()}
+
+    @functools.wraps(original_adapter)
+    def init_adapter(config: Any, model: Any, model_args: Any, finetuning_args: Any, is_trainable: bool) -> Any:
+        adapted = original_adapter(config, model, model_args, finetuning_args, is_trainable)
+        if settings_of(model_args) is not None and not is_trainable:
+            model._hf_peft_config_loaded = True  # lets a Trainer evaluate a quantized model that has no adapter
+        return adapted
+
+    module.patch_config, module.init_adapter = patch_config, init_adapter
+
+
+def _adapt_adapter(module: ModuleType) -> None:
+    find, get, peft_model = module.find_all_linear_modules, module.get_peft_model, module.PeftModel
+
+    @functools.wraps(find)
+    def find_all_linear_modules(model: Any, *args: Any, **kwargs: Any) -> list[str]:
+        return sorted(linear_names(model)) if find_experts(model) else find(model, *args, **kwargs)
+
+    @functools.wraps(get)
+    def get_peft_model_(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return (get_peft_model if find_experts(model) else get)(model, *args, **kwargs)
+
+    class PeftModel(peft_model):  # type: ignore[misc, valid-type]  # the module's own, known at run time
+        @classmethod
+        def from_pretrained(cls, model: Any, model_id: str, **kwargs: Any) -> Any:
+            if not find_experts(model):
+                return peft_model.from_pretrained(model, model_id, **kwargs)
+            kwargs.pop("offload_folder", None)
+            return load_adapter(model, model_id, **kwargs)
+
+    module.find_all_linear_modules, module.get_peft_model = find_all_linear_modules, get_peft_model_
+    module.PeftModel = PeftModel
+
+
+_ADAPTERS = {
+    "llamafactory.hparams.parser": _adapt_parser,
+    "llamafactory.model.loader": _adapt_loader,
+    "llamafactory.model.adapter": _adapt_adapter,
+}

@@ -1,0 +1,98 @@
+"""What a run says before its first step: how the experts are held, and what exactly will be trained."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+
+from ktft.checkpoint.families import GROUPS, family_of, group_of
+from ktft.model.experts import find_experts
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one of `GROUPS`: trainable ones, those of them held on the CPU, and those with LoRA's names."""
+
+    name: str
+    trainable: int
+    on_cpu: int
+    adapter: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts of a model with ktft's experts."""
+
+    layers: int
+    num_experts: int
+    format: str
+    packed_bytes: int
+    isa: str
+    threads: int
+    nodes: int
+    warnings: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+
+def examine(model: nn.Module) -> Report | None:
+    """The report on a model, which may be wrapped by PEFT, TRL or accelerate; None if it has no experts of ktft's."""
+    experts = list(find_experts(model).values())
+    if not experts:
+        return None
+    first = experts[0].layer
+    return Report(
+        layers=len(experts),
+        num_experts=first.num_experts,
+        format=first.format,
+        packed_bytes=sum(module.layer.packed_bytes for module in experts),
+        isa=first.runtime.isa,
+        threads=first.runtime.threads,
+        nodes=first.runtime.nodes,
+        warnings=tuple(first.runtime.warnings),
+        groups=_groups(model),
+    )
+
+
+def _groups(model: nn.Module) -> tuple[Group, ...]:
+    family = family_of(_model_type(model))
+    counts = {group: [0, 0, 0] for group in GROUPS}
+    for name, parameter in model.named_parameters():
+        count = counts[group_of(name, family)]
+        count[0] += parameter.numel() * parameter.requires_grad
+        count[1] += parameter.numel() * (parameter.requires_grad and parameter.device.type == "cpu")
+        count[2] += parameter.numel() * (".lora_" in name)
+    return tuple(Group(name, *count) for name, count in counts.items())
+
+
+def _model_type(model: nn.Module) -> str:
+    """The family's key; wrappers such as TRL's value head do not carry the config themselves."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next(config.model_type for config in configs if getattr(config, "model_type", None))
+
+
+def format_report(report: Report) -> str:
+    """The report as lines of text."""
+    lines = [
+        f"routed experts: {report.layers} layers x {report.num_experts}, {report.format}, "
+        f"{report.packed_bytes / 2**20:,.1f} MiB packed in CPU memory",
+        f"kernels: {report.isa}, {report.threads} threads on {report.nodes} NUMA nodes",
+        *(f"warning: {warning}" for warning in report.warnings),
+        "trainable parameters:",
+        *(f"  {g.name:<15}{g.trainable:>16,}  ({g.on_cpu:,} on the CPU)" for g in report.groups),
+        f"  {'total':<15}{sum(g.trainable for g in report.groups):>16,}",
+    ]
+    return "\n".join(lines)
+
+
+def logger() -> logging.Logger:
+    """ktft's logger, which reaches the console even where nobody set up logging."""
+    log = logging.getLogger("ktft")
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s|ktft] %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False  # a root logger configured later would print each line a second time
+    return log

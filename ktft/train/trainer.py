@@ -1,0 +1,119 @@
+"""Checks and the report around transformers' Trainer, for `ktft.Trainer` and for every other Trainer alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import parse_flag_from_env
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import DEFAULT_CALLBACKS
+
+from ktft.adapters.peft import get_peft_model, load_adapter
+from ktft.model.experts import find_experts
+from ktft.train.report import Report, examine, format_report, logger
+
+__all__ = ["KtftCallback", "Trainer", "check_arguments", "check_launch", "get_peft_model", "load_adapter"]
+
+
+def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int = 1, gpus: int = 1) -> None:
+    """Refuse ways of training that this release cannot do.
+
+    Raises:
+        ValueError: FSDP, DeepSpeed, several processes or several GPUs; the message has the cure.
+    """
+    one_gpu = "set CUDA_VISIBLE_DEVICES to one GPU, and start one process"
+    unsupported = (
+        (fsdp, "FSDP", "remove fsdp from the configuration"),
+        (deepspeed, "DeepSpeed (ZeRO-2 and ZeRO-3 included)", "remove deepspeed: the experts are off the GPU already"),
+        (processes > 1, f"training in {processes} processes", one_gpu),
+        (gpus > 1, f"DataParallel over {gpus} GPUs", one_gpu),
+    )
+    for used, what, cure in unsupported:
+        if used:
+            raise ValueError(f"ktft does not support {what} in this release; {cure}")
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """`check_launch` on what transformers, accelerate and torchrun were told."""
+    check_launch(
+        fsdp=bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
+        deepspeed=args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),
+        processes=args.world_size,
+        gpus=args.n_gpu,
+    )
+
+
+class KtftCallback(TrainerCallback):
+    """Checks and reports a run on a model with ktft's experts before its first step; ignores all other models."""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check what can be known before training starts."""
+        model = kwargs.get("model")
+        if model is not None and find_experts(model):
+            check_arguments(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the report; refuse a run that would leave out parameters it was asked to train."""
+        model = kwargs["model"]
+        report = examine(model)
+        if report is not None:
+            check_trained(model, report, kwargs.get("optimizer"))
+            logger().info("before step 1\n%s", format_report(report))
+
+
+def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optimizer | None) -> None:
+    """Everything that was given LoRA must be trained, the parameters held on the CPU included.
+
+    Raises:
+        ValueError: nothing is trainable, a group's LoRA is frozen, or the optimizer lacks trainable parameters.
+    """
+    if not any(group.trainable for group in report.groups):
+        raise ValueError("no parameter is trainable; add LoRA with ktft.get_peft_model(model, LoraConfig(...))")
+    frozen = [group.name for group in report.groups if group.adapter and not group.trainable]
+    if frozen:
+        raise ValueError(
+            f"LoRA was requested on {', '.join(frozen)}, but none of it is trainable; load the adapter with "
+            "is_trainable=True, or leave its requires_grad on"
+        )
+    missing = _names_not_in(model, optimizer.param_groups) if optimizer is not None else []
+    if missing:
+        raise ValueError(
+            f"the optimizer lacks {len(missing)} trainable parameters, the first is {missing[0]}; build it after "
+            "adding LoRA, from all parameters with requires_grad"
+        )
+
+
+def _names_not_in(model: nn.Module, param_groups: Iterable[dict[str, Any]]) -> list[str]:
+    held = {id(parameter) for group in param_groups for parameter in group["params"]}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer, sure to be training a model with ktft's experts.
+
+    Raises:
+        ValueError: the model has no experts held by ktft, or `args` asks for what `check_arguments` refuses.
+    """
+
+    def __init__(self, model: nn.Module | None = None, args: TrainingArguments | None = None, **kwargs: Any) -> None:
+        if model is None or not find_experts(model):
+            raise ValueError(
+                "the model has no experts held by ktft; load it with "
+                "from_pretrained(..., quantization_config=ktft.KtftConfig())"
+            )
+        if args is not None:
+            check_arguments(args)
+        super().__init__(model, args, **kwargs)
+
+
+# Every Trainer made after this import has the callback: transformers' own, TRL's and LLaMA-Factory's.
+if KtftCallback not in DEFAULT_CALLBACKS:
+    DEFAULT_CALLBACKS.append(KtftCallback)

@@ -1,0 +1,98 @@
+"""Fixtures shared by all tests: checkpoints, data, a training YAML, and the commands a user types."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import write_checkpoint, write_data
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_checkpoint("qwen3moe" | "dsv2" | "dsv3")` -> a checkpoint, made once. Copy it before changing it."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = write_checkpoint(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LLaMA-Factory's `dataset_dir`: sets `sft`, `pt`, `dpo` (rm too) and `kto`."""
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def train_yaml(tiny_checkpoint: Callable[[str], Path], data_dir: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`train_yaml("dsv3", stage="sft", **overrides)` -> LLaMA-Factory settings: 2 steps with ktft's experts."""
+
+    def make(family: str = "qwen3moe", stage: str = "sft", **overrides: Any) -> dict[str, Any]:
+        return {
+            "model_name_or_path": str(tiny_checkpoint(family)),
+            "stage": stage,
+            "do_train": True,
+            "finetuning_type": "lora",
+            "lora_target": "all",
+            "lora_rank": 4,
+            "lora_alpha": 8,
+            "use_kt": True,
+            "kt_config": {"expert_format": "bf16", "threads": 1},
+            "dataset_dir": str(data_dir),
+            "dataset": {"rm": "dpo"}.get(stage, stage),
+            "template": "default",
+            "cutoff_len": 64,
+            "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "max_steps": 2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "use_cpu": True,
+            **overrides,
+        }
+
+    return make
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> RunCli:
+    """`run_cli(["llamafactory-cli", "train"], config, check=True)` -> finished process; `.stdout` holds both streams.
+
+    A config mapping is written to a YAML file whose path becomes the last argument. With `check`, a non-zero exit
+    fails the test and shows the output.
+    """
+
+    def run(
+        args: list[str], config: dict[str, Any] | None = None, *, check: bool = True, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / args[0]), *args[1:]]
+        if config is not None:
+            path = tmp_path / "train.yaml"
+            path.write_text(yaml.safe_dump(config))
+            command.append(str(path))
+        environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"} | (env or {})
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
+        )
+        if check and done.returncode:
+            pytest.fail(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}")
+        return done
+
+    return run

@@ -1,0 +1,105 @@
+"""Check the memory contract on a checkpoint of over 2 GB made here: `python tests/scripts/memory_contract.py`.
+
+For each expert format a fresh process loads the checkpoint with `from_pretrained`, trains two steps of LoRA on every
+linear layer and every routed expert through transformers' Trainer, and compares its peak RSS (VmHWM, file-mapped
+pages included) with what it has to hold. Exits 1 when that is exceeded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+SLACK = 1.15
+SIZES = {
+    "hidden_size": 1024,
+    "moe_intermediate_size": 512,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 11,
+}
+
+
+def memory(field: str) -> int:
+    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+def make(path: Path) -> None:
+    """Write the checkpoint."""
+    import torch
+    from tiny import write_checkpoint
+
+    torch.set_default_dtype(torch.bfloat16)
+    write_checkpoint("qwen3moe", path, **SIZES)
+
+
+def measure(path: Path, expert_format: str, result: multiprocessing.Queue[tuple[bool, str]]) -> None:
+    """Load, train two steps, and report."""
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    import ktft
+    from ktft.model.experts import find_experts
+
+    imports = memory("VmRSS")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=ktft.KtftConfig(expert_format=expert_format)
+    )
+    loaded = memory("VmHWM")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = ktft.get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    rows = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 2
+    arguments = TrainingArguments(
+        str(path / "out"),
+        max_steps=2,
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+
+    packed = sum(experts.layer.packed_bytes for experts in find_experts(model).values())
+    lora = sum(4 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)  # grad, two moments
+    other = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    peak, needed = memory("VmHWM"), packed + lora + other
+    allowed = imports + SLACK * needed
+    parts = {"imports": imports, "packed experts": packed, "LoRA state": lora, "other weights": other}
+    parts |= {"peak after loading": loaded, "peak": peak, "allowed": int(allowed)}
+    figures = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in parts.items())
+    result.put((peak <= allowed, f"{expert_format}: {(peak - imports) / needed:.3f}x of what it holds; {figures}"))
+
+
+def main() -> int:
+    """Returns the exit status."""
+    spawn = multiprocessing.get_context("spawn")
+    result: multiprocessing.Queue[tuple[bool, str]] = spawn.Queue()
+    kept = True
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        maker = spawn.Process(target=make, args=(path,))
+        maker.start()
+        maker.join()
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        print(f"checkpoint: {size / 2**30:.2f} GiB")
+        for expert_format in ("int8", "bf16"):
+            process = spawn.Process(target=measure, args=(path, expert_format, result))
+            process.start()
+            process.join()
+            if process.exitcode:
+                return 1
+            within, line = result.get()
+            print("ok  " if within else "OVER", line)
+            kept = kept and within
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Settings, and what the YAML's `kt_config` keys turn into."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RunCli
+
+from ktft.config import KT_KEYS, TESTED_VERSIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config
+
+
+def test_defaults() -> None:
+    assert parse_kt_config({}) == (Settings("int8", None, None, "retain", None), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"expert_format": "bf16", "threads": 3, "numa_nodes": 2}, Settings("bf16", 3, 2)),
+        ({"kt_backend": "AMXBF16", "kt_num_threads": 4, "kt_threadpool_count": 2}, Settings("bf16", 4, 2)),
+        ({"kt_backend": "AMXINT8"}, Settings("int8")),
+        ({"kt_backend": "auto", "enabled": True}, Settings()),
+        ({"kt_expert_weight_format": "int8", "kt_backend": "INT8"}, Settings("int8")),
+        ({"kt_tp_enabled": False}, Settings(numa_nodes=1)),
+        ({"kt_tp_enabled": True, "kt_num_gpu_experts": 0}, Settings()),
+        ({"kt_activation_policy": "recompute"}, Settings(activation="recompute")),
+        ({"kt_cpu_activation": "retain", "cpu_infer": 8}, Settings(threads=8)),
+        ({"threads": None, "kt_weight_path": None}, Settings()),
+    ],
+)
+def test_keys_that_set_something(given: dict[str, Any], expected: Settings) -> None:
+    assert parse_kt_config(given) == (expected, [])
+
+
+def test_keys_that_steer_nothing_are_noted() -> None:
+    settings, notes = parse_kt_config(
+        {"kt_share_backward_bb": True, "kt_max_cache_depth": 2}, {"kt_lora_expert_num": 4}
+    )
+    assert settings == Settings()
+    assert [note.split(" has no effect: ")[0] for note in notes] == [
+        "kt_config.kt_share_backward_bb",
+        "kt_config.kt_max_cache_depth",
+        "kt_lora_expert_num",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"expert_fromat": "bf16"}, "unknown key 'expert_fromat'; the nearest valid key is 'expert_format'"),
+        ({"kt_num_thread": 4}, "the nearest valid key is 'kt_num_threads'"),
+        ({"kt_backend": "FP8"}, "kt_config.kt_backend: 'FP8' is not a supported expert format; supported: bf16, int8"),
+        ({"expert_format": "int4"}, "kt_config.expert_format: expert_format is 'int4'; supported: bf16, int8"),
+        ({"threads": 0}, "threads is 0; give a whole number"),
+        ({"kt_num_threads": "many"}, "kt_config.kt_num_threads: threads is 'many'"),
+        ({"numa_nodes": True}, "numa_nodes is True; give a whole number"),
+        ({"activation": "drop"}, "activation is 'drop'; supported: retain, recompute"),
+        ({"kt_num_gpu_experts": 8}, "kt_config.kt_num_gpu_experts: 8 is not supported"),
+        ({"kt_lora_rank": 8}, "kt_config.kt_lora_rank: set lora_rank at the top level"),
+        ({"enabled": False}, "set use_kt: false"),
+        ({"kt_tp_enabled": "no"}, "kt_config.kt_tp_enabled: 'no' is neither true nor false"),
+        (
+            {"threads": 2, "kt_num_threads": 3},
+            "kt_config.threads sets threads to 2, kt_config.kt_num_threads sets it to 3; keep one",
+        ),
+        ({"kt_tp_enabled": False, "numa_nodes": 2}, "kt_config.kt_tp_enabled sets numa_nodes to 1"),
+    ],
+)
+def test_bad_keys(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_kt_config(given)
+    assert message in str(error.value)
+
+
+def test_top_level_keys(tmp_path: Path) -> None:
+    assert set(TOP_LEVEL_KEYS) <= set(KT_KEYS)
+    with pytest.raises(ValueError, match="kt_use_lora_experts: True is not supported; ktft has no dense LoRA experts"):
+        parse_kt_config({}, {"kt_use_lora_experts": True})
+    (tmp_path / "layer.0.kt").touch()
+    with pytest.raises(ValueError, match=r"cannot read converted \.kt weights; give the original checkpoint"):
+        parse_kt_config({}, {"kt_weight_path": str(tmp_path)})
+    (tmp_path / "model.safetensors").touch()
+    for key in ("kt_weight_path", "kt_expert_checkpoint_path"):
+        assert parse_kt_config({}, {key: str(tmp_path)})[0].expert_checkpoint == str(tmp_path)
+
+
+def test_tested_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for package, (lowest, too_new) in TESTED_VERSIONS.items():
+        pins = [pin for pin in project["dependencies"] if pin.startswith(package + ">")]
+        assert package == "llamafactory" or pins == [f"{package}>={lowest},<{too_new}"]
+    assert project["optional-dependencies"]["llamafactory"] == [f"llamafactory=={TESTED_VERSIONS['llamafactory'][0]}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"kt_config": {"expert_fromat": "bf16"}}, "the nearest valid key is 'expert_format'"),
+        ({"kt_use_lora_experts": True}, "ktft has no dense LoRA experts"),
+    ],
+)
+def test_llamafactory_reports_bad_keys(
+    run_cli: RunCli, train_yaml: Callable[..., dict[str, Any]], overrides: dict[str, Any], message: str
+) -> None:
+    done = run_cli(["llamafactory-cli", "train"], train_yaml(**overrides), check=False)
+    assert done.returncode != 0
+    assert message in done.stdout

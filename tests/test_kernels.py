@@ -1,0 +1,283 @@
+"""Every format x ISA x thread count x activation policy against the fp32 reference on the dequantized weights.
+
+Tolerances are the numeric contract's: relative L2 error of 0.5% for outputs and 1% for each gradient. bf16 rounding of
+activations, of SiLU's output and of gradients between two products each add about 0.1% (2^-9 / sqrt(3)), independently.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from ktft import native, reference
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.autograd import routed_experts
+
+OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 0.005, 0.01
+EXPERTS, TOP_K = 5, 2
+# Rows per expert: below, at and above the micro-kernels' and chunks' sizes; 0 is an expert that sees no token.
+TAILS = [(1, 3, 7, 0, 9), (16, 17, 31, 0, 32), (0, 33, 64, 65, 2), (257, 1, 0, 0, 300)]
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1):
+    torch.manual_seed(hidden + intermediate)
+    layer = native.ExpertLayer(
+        native.runtime(threads, nodes, isa),
+        num_experts=EXPERTS,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        format=fmt,
+    )
+    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
+        shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
+        layer.load(expert, name, torch.randn(shape) / shape[1] ** 0.5)
+    return layer
+
+
+def dequantized(layer: native.ExpertLayer) -> list[Tensor]:
+    return [torch.stack([layer.dequantize(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS]
+
+
+def make_lora(hidden: int, intermediate: int, rank: int, dtype: torch.dtype, names=PROJECTIONS, **kwargs) -> ExpertLora:
+    pairs = {}
+    for name in names:
+        inputs, outputs = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
+        a = torch.randn(EXPERTS, rank, inputs) / inputs**0.5
+        b = torch.randn(EXPERTS, outputs, rank) / rank**0.5
+        pairs[name] = LoraPair(a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), 0.5)
+    return ExpertLora(pairs, **kwargs)
+
+
+def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bfloat16):
+    """Tokens whose two slots give expert e exactly rows[e] routes (one more for the last when the sum is odd)."""
+    routes = [e for e, count in enumerate(rows) for _ in range(count)]
+    routes += [0] * (len(routes) % TOP_K)
+    generator = torch.Generator().manual_seed(7)
+    order = torch.randperm(len(routes), generator=generator)
+    index = torch.tensor(routes)[order].view(-1, TOP_K)
+    x = torch.randn(index.shape[0], hidden, generator=generator).to(dtype).requires_grad_()
+    weights = torch.rand(index.shape, generator=generator).requires_grad_()
+    return x, index, weights
+
+
+def compare(layer, lora, x, index, weights, activation="retain") -> dict[str, float]:
+    """Relative errors of the output and of each gradient."""
+    leaves = {"hidden_states": x, "top_k_weights": weights}
+    for name, pair in lora.pairs.items() if lora else ():
+        leaves |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
+    out = routed_experts(layer, x, index, weights, lora, activation)
+    expected = reference.moe(x.float(), index, weights, *dequantized(layer), lora)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    actual_grads = torch.autograd.grad(out, list(leaves.values()), direction)
+    expected_grads = torch.autograd.grad(expected, list(leaves.values()), direction.float())
+    errors = {"output": relative(out, expected)}
+    return errors | {
+        name: relative(a, e) for name, a, e in zip(leaves, actual_grads, expected_grads, strict=True)
+    }
+
+
+def assert_contract(errors: dict[str, float]) -> None:
+    limits = {name: OUTPUT_TOLERANCE if name == "output" else GRADIENT_TOLERANCE for name in errors}
+    bad = {name: error for name, error in errors.items() if not error <= limits[name]}
+    assert not bad, f"relative L2 errors over the contract: {bad}"
+
+
+@pytest.mark.parametrize("activation", ["retain", "recompute"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("fmt", native.FORMATS)
+def test_contract(fmt: str, isa: str, threads: int, activation: str) -> None:
+    for (hidden, intermediate), rows, rank in zip([(96, 64), (64, 160), (160, 96), (32, 32)], TAILS, [8, 1, 33, 5], strict=True):
+        layer = make_layer(hidden, intermediate, fmt, isa, threads)
+        lora = make_lora(hidden, intermediate, rank, torch.float32)
+        assert_contract(compare(layer, lora, *inputs_for(rows, hidden), activation))
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("fmt", native.FORMATS)
+def test_reduction_longer_than_one_block(fmt: str, isa: str) -> None:
+    layer = make_layer(1120, 1056, fmt, isa, 2)
+    assert_contract(compare(layer, make_lora(1120, 1056, 4, torch.float32), *inputs_for((3, 14, 0, 1, 2), 1120)))
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("fmt", native.FORMATS)
+def test_numa_split(fmt: str, nodes: int) -> None:
+    layer = make_layer(96, 160, fmt, native.default_isa(), 2, nodes)
+    assert_contract(compare(layer, make_lora(96, 160, 8, torch.float32), *inputs_for(TAILS[1], 96)))
+    whole = make_layer(96, 160, fmt, native.default_isa(), 2, 1)
+    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
+        assert torch.equal(layer.dequantize(expert, name), whole.dequantize(expert, name))
+
+
+@pytest.mark.parametrize("names", [(), ("down_proj",), ("gate_proj",), ("up_proj", "down_proj")])
+@pytest.mark.parametrize("activation", ["retain", "recompute"])
+def test_subset_of_projections(names: tuple[str, ...], activation: str) -> None:
+    layer = make_layer(64, 96, "int8", native.default_isa(), 2)
+    assert_contract(compare(layer, make_lora(64, 96, 4, torch.float32, names), *inputs_for(TAILS[1], 64), activation))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_of_hidden_states_and_lora(dtype: torch.dtype) -> None:
+    layer = make_layer(64, 96, "bf16", native.default_isa(), 2)
+    lora = make_lora(64, 96, 8, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    x, index, weights = inputs_for(TAILS[1], 64, dtype)
+    out = routed_experts(layer, x, index, weights, lora)
+    assert out.dtype == dtype
+    out.sum().backward()
+    assert x.grad is not None and x.grad.dtype == dtype
+    for pair in lora.pairs.values():
+        assert pair.a.grad is not None and pair.a.grad.dtype == pair.a.dtype
+    x.grad = None
+    assert_contract(compare(layer, lora, x, index, weights))
+
+
+@pytest.mark.parametrize("isa", native.isas())
+def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
+    results = []
+    for threads, activation in itertools.product((1, 2, 3), ("retain", "recompute")):
+        layer = make_layer(64, 96, "int8", isa, threads)
+        torch.manual_seed(1)
+        lora = make_lora(64, 96, 8, torch.float32, dropout=0.1, seed=11)
+        x, index, weights = inputs_for(TAILS[2], 64)
+        out = routed_experts(layer, x, index, weights, lora, activation)
+        leaves = [x, weights, *(t for p in lora.pairs.values() for t in (p.a, p.b))]
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_experts_without_tokens_have_zero_gradients() -> None:
+    layer = make_layer(64, 64, "int8", native.default_isa())
+    lora = make_lora(64, 64, 4, torch.float32)
+    x, index, weights = inputs_for((5, 0, 6, 0, 3), 64)
+    routed_experts(layer, x, index, weights, lora).sum().backward()
+    for pair in lora.pairs.values():
+        for tensor in (pair.a, pair.b):
+            seen = tensor.grad.flatten(1).abs().sum(1) > 0
+            assert seen.tolist() == [True, False, True, False, True]
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    layer = make_layer(64, 64, "bf16", native.default_isa())
+    lora = make_lora(64, 64, 4, torch.float32)
+    first, second = inputs_for(TAILS[0], 64), inputs_for(TAILS[1], 64)
+    together = [routed_experts(layer, *args, lora) for args in (first, second)]
+    grads = [torch.autograd.grad(out.sum(), args[0])[0] for out, args in zip(together, (first, second), strict=True)]
+    for args, grad in zip((first, second), grads, strict=True):
+        alone = torch.autograd.grad(routed_experts(layer, *args, lora).sum(), args[0])[0]
+        assert torch.equal(alone, grad)
+
+
+def test_dropout_is_unbiased_per_element_and_absent_at_zero() -> None:
+    layer = make_layer(64, 64, "bf16", native.default_isa())
+    x, index, weights = inputs_for((400, 0, 0, 0, 0), 64, torch.float32)
+    torch.manual_seed(2)
+    lora = make_lora(64, 64, 64, torch.float32, ("gate_proj",))
+    # A = identity makes U = drop(x): the mask is seen through B's gradient, dB = dGateᵀ U
+    with torch.no_grad():
+        lora.pairs["gate_proj"].a.copy_(torch.eye(64).expand(EXPERTS, 64, 64))
+    outs = {}
+    for p, seed in ((0.0, 1), (0.25, 1), (0.25, 1), (0.25, 2)):
+        outs.setdefault((p, seed), []).append(
+            routed_experts(layer, x, index, weights, ExpertLora(lora.pairs, dropout=p, seed=seed)).detach()
+        )
+    assert torch.equal(*outs[0.25, 1]), "one seed, one mask"
+    assert not torch.equal(outs[0.25, 1][0], outs[0.25, 2][0]), "another seed, another mask"
+    assert not torch.equal(outs[0.0, 1][0], outs[0.25, 1][0])
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_dropout_gradients_match_finite_differences(projection: str) -> None:
+    """The mask of backward is the mask of forward, for the inputs' gradient too."""
+    layer = make_layer(32, 32, "bf16", native.default_isa())
+    torch.manual_seed(4)
+    pairs = make_lora(32, 32, 4, torch.float32, (projection,)).pairs
+    lora = ExpertLora({projection: LoraPair(pairs[projection].a, pairs[projection].b, 8.0)}, dropout=0.5, seed=5)
+    x, index, weights = inputs_for((4, 3, 2, 0, 1), 32, torch.float32)
+    target = lora.pairs[projection].a
+    out = routed_experts(layer, x, index, weights, lora)
+    direction = torch.randn(out.shape)
+    grad_a, grad_w = torch.autograd.grad(out, [target, weights], direction)
+    step = torch.randn(target.shape) * target.detach().abs().mean()
+    eps = 0.02
+
+    def loss(shift: float) -> float:
+        moved = ExpertLora({projection: LoraPair(target + shift * step, lora.pairs[projection].b, 8.0)}, 0.5, 5)
+        return float((routed_experts(layer, x, index, weights, moved) * direction).sum().detach())
+
+    slope = (loss(eps) - loss(-eps)) / (2 * eps)
+    assert abs(slope - float((grad_a * step).sum())) <= 0.05 * float(grad_a.norm() * step.norm())
+    # <dh, h> is the routing weight's gradient also when dh went through a mask: the output is linear in the weights
+    assert abs(float((grad_w * weights).sum().detach()) - float((out * direction).sum().detach())) <= 0.02 * float(
+        (out.detach() * direction).abs().sum()
+    )
+
+
+def test_a_wrong_gradient_fails_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness notices one gradient that is 2% off."""
+    layer = make_layer(64, 64, "bf16", native.default_isa())
+    lora = make_lora(64, 64, 4, torch.float32)
+    arguments = (layer, lora, *inputs_for(TAILS[1], 64))
+    assert_contract(compare(*arguments))
+    honest = native.ExpertLayer.backward
+
+    def wrong(self, *args):
+        grads = honest(self, *args)
+        grads.lora[3] *= 1.02
+        return grads
+
+    monkeypatch.setattr(native.ExpertLayer, "backward", wrong)
+    with pytest.raises(AssertionError, match=r"up_proj\.lora_B"):
+        assert_contract(compare(*arguments))
+
+
+def test_bad_input_is_named() -> None:
+    layer = make_layer(64, 64, "int8", native.default_isa())
+    x, index, weights = inputs_for(TAILS[0], 64)
+    poisoned = x.detach().clone()
+    poisoned[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=r"NaN or Inf \(token 3 of"):
+        routed_experts(layer, poisoned, index, weights)
+    with pytest.raises(ValueError, match="routed to expert 9"):
+        routed_experts(layer, x, index.clone().fill_(9), weights)
+    with pytest.raises(ValueError, match=r"\[tokens, 64\]"):
+        routed_experts(layer, x[:, :32], index, weights)
+    with pytest.raises(ValueError, match="loaded already"):
+        layer.load(0, "up_proj", torch.zeros(64, 64))
+    runtime = native.runtime(1)
+    with pytest.raises(ValueError, match="hidden_size is 48.*multiple of 32"):
+        native.ExpertLayer(runtime, num_experts=1, hidden_size=48, intermediate_size=32, format="bf16")
+    with pytest.raises(ValueError, match="unknown expert format 'int3'"):
+        native.ExpertLayer(runtime, num_experts=1, hidden_size=32, intermediate_size=32, format="int3")
+    fresh = native.ExpertLayer(runtime, num_experts=1, hidden_size=32, intermediate_size=64, format="int8")
+    with pytest.raises(ValueError, match=r"\[32, 64\].*\[64, 32\]"):
+        fresh.load(0, "gate_proj", torch.zeros(32, 64))
+    bad = torch.zeros(64, 32)
+    bad[40, 2] = float("inf")
+    with pytest.raises(ValueError, match=r"NaN or Inf.*\[40, 2\]"):
+        fresh.load(0, "gate_proj", bad)
+    assert len(fresh.missing()) == 3
+
+
+def test_int8_quantization_error() -> None:
+    """Per-row absmax int8 on Gaussian rows: about 0.8% relative RMS."""
+    layer = make_layer(512, 512, "int8", native.default_isa())
+    torch.manual_seed(1024)
+    assert relative(layer.dequantize(0, "gate_proj"), torch.randn(512, 512) / 512**0.5) < 0.011
+
+
+def test_no_tokens() -> None:
+    layer = make_layer(64, 64, "bf16", native.default_isa())
+    x = torch.zeros(0, 64, requires_grad=True)
+    out = routed_experts(layer, x, torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
+    out.sum().backward()
+    assert out.shape == (0, 64) and x.grad.shape == (0, 64)

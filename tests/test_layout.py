@@ -1,0 +1,107 @@
+"""The layout of docs/architecture.md, kept by tests: file sizes, who may import whom, and what starts without torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ktft"
+MAX_LINES = 450
+
+# A part may import from parts of a lower rank, and from itself.
+PYTHON_RANKS = {
+    "config": 0,
+    "lora": 0,
+    "native": 1,
+    "reference": 1,
+    "checkpoint": 2,
+    "model": 3,
+    "adapters": 4,
+    "train": 5,
+    "_autoload": 6,
+    "serve": 6,
+    "cli": 7,
+    "bench": 7,
+}
+CPP_RANKS = {"base": 0, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "bind": 5}
+# The one file that may import a module which the rest must reach through it.
+GATEWAYS = {"ktft._C": "ktft/native.py", "llamafactory": "ktft/train/llamafactory.py"}
+
+PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
+CPP_FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cc", ".h", ".inc"})
+SOURCES = PYTHON_FILES + CPP_FILES + sorted((ROOT / "tests").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module the file imports, at any depth; `from a import b` counts as `a.b`, for b may be a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import; write the module's full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(module: str) -> str | None:
+    """`ktft.model.experts` -> `model`; None outside ktft and for ktft itself."""
+    names = module.split(".")
+    return names[1] if names[0] == "ktft" and len(names) > 1 and names[1] in PYTHON_RANKS else None
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_file_is_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines, the limit is {MAX_LINES}: split it by noun"
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON_FILES if path.name != "__init__.py"], ids=name_of)
+def test_python_imports_point_down(path: Path) -> None:
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    assert own in PYTHON_RANKS, f"{name_of(path)}: give the new part a rank in this test and a line in the docs"
+    for module in imports(path):
+        part = part_of(module)
+        if part is not None and part != own:
+            assert PYTHON_RANKS[part] < PYTHON_RANKS[own], f"{name_of(path)} imports {module}, which lies above it"
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=name_of)
+def test_cpp_includes_point_down(path: Path) -> None:
+    own = path.relative_to(ROOT / "csrc").parts[0]
+    for part in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE):
+        below = part == own or CPP_RANKS[part] < CPP_RANKS[own]
+        assert below, f"{name_of(path)} includes {part}/, which lies above or beside it"
+
+
+@pytest.mark.parametrize("module", GATEWAYS)
+def test_only_the_gateway_imports(module: str) -> None:
+    users = {name_of(p) for p in PYTHON_FILES if any(f"{i}.".startswith(f"{module}.") for i in imports(p))}
+    assert users <= {GATEWAYS[module]}
+
+
+def test_autoload_needs_only_the_standard_library() -> None:
+    """It runs inside `import torch`, in every process: an import that can fail there breaks torch itself."""
+    tree = ast.parse((PACKAGE / "_autoload.py").read_text())
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [n.module or "" if isinstance(n, ast.ImportFrom) else alias.name for n in top for alias in n.names]
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"__future__"}
+
+
+@pytest.mark.parametrize(
+    "statement", ["import ktft", "import ktft._autoload", "from ktft.cli.main import app; app(['--help'])"]
+)
+def test_starts_without_torch(statement: str) -> None:
+    code = f"import sys, atexit\natexit.register(lambda: print('torch' in sys.modules))\n{statement}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"

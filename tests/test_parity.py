@@ -1,0 +1,140 @@
+"""ktft with bf16 experts against plain torch: the same logits, and the same losses while LoRA trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import FAMILIES, tokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+import ktft
+from ktft import reference
+from ktft.adapters.lora import KtftExpertsLora
+from ktft.checkpoint.families import FAMILIES as ROWS
+from ktft.checkpoint.families import group_of
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+
+STEPS, RANK, ALPHA = 20, 4, 8
+TARGETS = {
+    "qwen3moe": ["q_proj", "k_proj", "v_proj", "o_proj", *PROJECTIONS],
+    "dsv2": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *PROJECTIONS],
+    "dsv3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *PROJECTIONS],
+}
+GROUPS = {
+    "qwen3moe": {"attention", "routed experts"},
+    "dsv2": {"attention", "shared experts", "routed experts", "other"},  # other: the first layer's dense MLP
+    "dsv3": {"attention", "shared experts", "routed experts", "other"},
+}
+
+
+class TorchExperts(nn.Module):
+    """Frozen experts and their LoRA in plain torch; `lora_` in the names makes peft train them."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        gate, up = stock.gate_up_proj.detach().chunk(2, dim=1)
+        for name, weight in zip(PROJECTIONS, (gate, up, stock.down_proj.detach()), strict=True):
+            self.register_buffer(name, weight.clone())
+            experts, fan_out, fan_in = weight.shape
+            self.register_parameter(f"lora_A_{name}", nn.Parameter(torch.zeros(experts, RANK, fan_in)))
+            self.register_parameter(f"lora_B_{name}", nn.Parameter(torch.zeros(experts, fan_out, RANK)))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        pairs = {
+            name: LoraPair(getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}"), ALPHA / RANK)
+            for name in PROJECTIONS
+        }
+        weights = (getattr(self, name) for name in PROJECTIONS)
+        return reference.moe(hidden_states, top_k_index, top_k_weights, *weights, ExpertLora(pairs))
+
+
+def load_ktft(path: Path) -> PreTrainedModel:
+    config = ktft.KtftConfig(expert_format="bf16", threads=1)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
+
+
+def ktft_model(path: Path, family: str) -> nn.Module:
+    """With a LoRA whose B is not zero, so that every tensor gets a gradient from the first step."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS[family])
+    model = ktft.get_peft_model(load_ktft(path), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def torch_model(path: Path, family: str, ktft_model: nn.Module) -> nn.Module:
+    """Stock transformers and peft, `TorchExperts` for the routed experts, and the LoRA of `ktft_model`."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == ROWS[model.config.model_type].experts_class:
+            model.set_submodule(name, TorchExperts(module))
+    dense = [
+        name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.endswith(tuple(TARGETS[family]))
+    ]
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=dense))
+    source = {name: parameter.detach() for name, parameter in ktft_model.named_parameters() if parameter.requires_grad}
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trainable.items():
+        experts, _, kind = name.rpartition(".experts.lora_")
+        twin = f"{experts}.experts.lora_{kind[0]}.default.{kind[2:]}" if experts else name
+        parameter.data.copy_(source.pop(twin))
+    assert not source, f"only ktft trains {list(source)}"
+    return model
+
+
+def losses(model: nn.Module, out: Path) -> list[float]:
+    tok = tokenizer()
+    text = [f"line {n}: the sum of {n} and {n + 1} is {2 * n + 1}." for n in range(16)]
+    rows = [{"input_ids": ids, "labels": ids} for ids in tok([line.ljust(40) for line in text]).input_ids]
+    arguments = TrainingArguments(
+        str(out),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(tiny_checkpoint: Callable[[str], Path], family: str) -> None:
+    path, ids = tiny_checkpoint(family), torch.arange(64).reshape(4, 16)
+    stock: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        expected, actual = stock(ids).logits, load_ktft(path)(ids).logits
+    assert (actual - expected).norm() <= 0.005 * expected.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps(tiny_checkpoint: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+    path = tiny_checkpoint(family)
+    mine = ktft_model(path, family)
+    plain = torch_model(path, family, mine)
+    row = ROWS[plain.config.model_type]
+    trained = {name: parameter for name, parameter in mine.named_parameters() if parameter.requires_grad}
+    assert {group_of(name, row) for name in trained} == GROUPS[family]
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+
+    expected, actual = losses(plain, tmp_path), losses(mine, tmp_path)
+    assert len(expected) == STEPS
+    assert actual == pytest.approx(expected, rel=0.005)
+    assert expected[-1] < 0.9 * expected[0], "the comparison is of a model that learns"
+    moved = {name for name, parameter in trained.items() if not torch.equal(parameter, before[name])}
+    assert moved == set(trained)
+    assert any(isinstance(module, KtftExpertsLora) for module in mine.modules())
