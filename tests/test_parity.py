@@ -98,7 +98,7 @@ def losses(model: nn.Module, out: Path) -> list[float]:
     arguments = TrainingArguments(
         str(out),
         max_steps=STEPS,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=8,
         learning_rate=3e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -114,7 +114,7 @@ def losses(model: nn.Module, out: Path) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(tiny_checkpoint: Callable[[str], Path], family: str) -> None:
-    path, ids = tiny_checkpoint(family), torch.arange(64).reshape(4, 16)
+    path, ids = tiny_checkpoint(family), torch.arange(3, 131).reshape(8, 16)
     stock: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         expected, actual = stock(ids).logits, load_ktft(path)(ids).logits

@@ -21,8 +21,8 @@ def folders(out: Path) -> list[str]:
     return [f"model_name_or_path={out / 'model'}", f"dataset_dir={out / 'data'}", f"output_dir={out / 'lora'}"]
 
 
-def train(overrides: list[str], log: Path, show: bool) -> None:
-    """Runs `llamafactory-cli train` on the YAML; its output goes to `log`, and with `show` to the terminal too.
+def train(overrides: list[str], log: Path, show_from: str = "") -> None:
+    """Runs `llamafactory-cli train` on the YAML with its output in `log`, and on the terminal once `show_from` came.
 
     Raises:
         RuntimeError: it failed; the message has the end of its output.
@@ -41,9 +41,11 @@ def train(overrides: list[str], log: Path, show: bool) -> None:
         ) as process,
     ):
         assert process.stdout is not None
+        shown = False
         while chunk := process.stdout.read1(4096):  # type: ignore[attr-defined]
             file.write(chunk)
-            if show:
+            shown |= bool(show_from) and show_from.encode() in chunk
+            if shown:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.flush()
     if process.returncode:
@@ -53,7 +55,7 @@ def train(overrides: list[str], log: Path, show: bool) -> None:
 
 def evaluate(overrides: list[str], folder: Path, log: Path) -> dict[str, Any]:
     """Held-out loss, in a process of its own that does nothing else."""
-    train([*overrides, "do_train=false", "plot_loss=false", f"output_dir={folder}"], log, show=False)
+    train([*overrides, "do_train=false", "plot_loss=false", f"output_dir={folder}"], log)
     return {"heldout_loss": eval_loss(folder)}
 
 

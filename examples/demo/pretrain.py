@@ -18,11 +18,11 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedToke
 class Recipe:
     """How long and how to pretrain. Training ends after `steps` or `max_seconds`, whichever comes first."""
 
-    steps: int = 420
-    max_seconds: float = 240.0
-    batch_size: int = 8
+    steps: int = 900
+    max_seconds: float = 210.0
+    batch_size: int = 4
     sequence_length: int = 256
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
     bias_update_speed: float = 0.02
@@ -30,7 +30,7 @@ class Recipe:
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> DeepseekV3Config:
-    """DeepSeek-V3's architecture in miniature: latent attention, a dense first layer, a shared expert, grouped routing."""
+    """DeepSeek-V3 in miniature: latent attention, a dense first layer, a shared expert, grouped routing."""
     small: dict[str, Any] = {
         "hidden_size": 256,
         "num_hidden_layers": 5,
@@ -100,6 +100,11 @@ def tokens(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     return torch.tensor([token for encoding in encodings for token in encoding.ids])
 
 
+def windows_of(stream: Tensor, length: int) -> Tensor:
+    """Consecutive windows [N / length, length] of a stream [N], its end left out."""
+    return stream[: stream.numel() // length * length].view(-1, length)
+
+
 def learning_rate(progress: float, recipe: Recipe) -> float:
     """Linear warm-up, then a cosine down to a twentieth; `progress` runs from 0 to 1."""
     cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
@@ -117,8 +122,7 @@ def optimizer_for(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimiz
 def pretrain(model: DeepseekV3ForCausalLM, stream: Tensor, recipe: Recipe) -> dict[str, Any]:
     """Trains `model` in place on windows of `stream`, each seen once per epoch in a seeded order."""
     generator = torch.Generator().manual_seed(recipe.seed)
-    windows = stream[: stream.numel() // recipe.sequence_length * recipe.sequence_length]
-    windows = windows.view(-1, recipe.sequence_length)
+    windows = windows_of(stream, recipe.sequence_length)
     epochs = math.ceil(recipe.steps * recipe.batch_size / len(windows))
     order = torch.cat([torch.randperm(len(windows), generator=generator) for _ in range(epochs)])
     optimizer, balancer = optimizer_for(model, recipe), LoadBalancer(model)
@@ -144,29 +148,23 @@ def pretrain(model: DeepseekV3ForCausalLM, stream: Tensor, recipe: Recipe) -> di
             bar.update(batch.numel())
             bar.set_postfix(loss=f"{loss:.3f}", imbalance=f"{imbalance:.2f}")
     balancer.remove()
-    return {
-        "steps": step,
-        "tokens": step * windows[0].numel() * recipe.batch_size,
-        "loss": loss,
-        "imbalance": imbalance,
-    }
+    tokens_seen = step * recipe.batch_size * recipe.sequence_length
+    return {"steps": step, "tokens": tokens_seen, "loss": loss, "imbalance": imbalance}
 
 
 @torch.no_grad()
-def heldout_loss(model: DeepseekV3ForCausalLM, stream: Tensor, recipe: Recipe, batches: int = 8) -> float:
+def heldout_loss(model: DeepseekV3ForCausalLM, stream: Tensor, recipe: Recipe, batches: int = 16) -> float:
     """Mean loss over the first windows of `stream`."""
     model.eval()
-    windows = stream[: stream.numel() // recipe.sequence_length * recipe.sequence_length].view(
-        -1, recipe.sequence_length
-    )
-    losses = [model(input_ids=b, labels=b).loss.item() for b in windows.split(recipe.batch_size)[:batches]]
+    split = windows_of(stream, recipe.sequence_length).split(recipe.batch_size)[:batches]
+    losses = [model(input_ids=batch, labels=batch).loss.item() for batch in split]
     return sum(losses) / len(losses)
 
 
 def save(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes a bf16 checkpoint as DeepSeek publishes them: per-expert names, the router's bias in fp32."""
     biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
-    model.to(torch.bfloat16)
+    torch.nn.Module.to(model, torch.bfloat16)
     for name, bias in biases.items():
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).register_buffer(leaf, bias)
@@ -186,7 +184,7 @@ def build(
     torch.manual_seed(recipe.seed)
     model = DeepseekV3ForCausalLM(model_config(tokenizer, **overrides))
     model.set_experts_implementation("grouped_mm")  # the fastest of transformers' on CPU
-    figures = {"parameters": sum(p.numel() for p in model.parameters())}
+    figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     figures |= pretrain(model, tokens(tokenizer, train), recipe)
     figures["heldout_loss"] = heldout_loss(model, tokens(tokenizer, heldout), recipe)
     save(model, tokenizer, folder)

@@ -129,7 +129,7 @@ def run_stages(out: Path, scale: Scale) -> Stages:
         return dataset.build(out / "corpus", folder, scale.train_records, scale.heldout_records)
 
     def train_lora(folder: Path) -> dict[str, Any]:
-        factory.train(overrides, out / "logs" / "lora.log", show=True)
+        factory.train(overrides, out / "logs" / "lora.log", show_from="before step 1")
         return {"heldout_loss": factory.eval_loss(folder)}
 
     def loss(name: str, adapter: list[str]) -> Callable[[Path], dict[str, Any]]:

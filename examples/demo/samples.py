@@ -15,7 +15,7 @@ def complete(
     model_folder: Path, adapter: Path, records: list[dict[str, str]], max_new_tokens: int
 ) -> list[dict[str, str]]:
     """Greedy answers to alpaca records: the input, its real answer, and the model's `before` and `after`."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_folder, quantization_config=ktft.KtftConfig(), dtype="float32"
     )

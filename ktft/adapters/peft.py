@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,11 @@ def get_peft_model(model: nn.Module, config: LoraConfig, adapter_name: str = "de
 
 
 def load_adapter(
-    model: nn.Module, path: str | os.PathLike[str], adapter_name: str = "default", is_trainable: bool = False, **hub: Any
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    **hub: Any,
 ) -> PeftModel:
     """Put a saved adapter on a model with ktft's experts, changed in place; every tensor must fit and be used.
 
@@ -84,7 +87,7 @@ def load_adapter(
 class KtftPeftMixin:
     """What a `PeftModel` with expert LoRA does differently: standard names on disk, strict loading, no merging."""
 
-    def add_adapter(self, adapter_name: str, peft_config: LoraConfig, **kwargs: Any) -> None:
+    def add_adapter(self, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
         """Add another adapter, on the routed experts too."""
         with _reaching_experts(self.base_model.model, peft_config, adapter_name):
             super().add_adapter(adapter_name, peft_config, **kwargs)
@@ -146,7 +149,7 @@ def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExpertsLora)}
 
 
-def linear_names(model: nn.Module) -> set[str]:
+def linear_names(model: Any) -> set[str]:
     """Last names of all that LoRA can train: linear layers and experts' projections, less output layer and router."""
     family = family_of(model.config.model_type)
     output = model.get_output_embeddings()
@@ -159,7 +162,7 @@ def linear_names(model: nn.Module) -> set[str]:
     return names
 
 
-def _require_experts(model: nn.Module) -> None:
+def _require_experts(model: Any) -> None:
     require_tested("peft")
     if isinstance(model, PeftModel):
         raise ValueError("the model is a PeftModel already; use its add_adapter or ktft.load_adapter")
@@ -182,7 +185,7 @@ def _with_mixin(cls: type[PeftModel]) -> type[PeftModel]:
 # --- which modules an adapter reaches ---------------------------------------------------------------------------------
 
 
-def _adaptable(model: nn.Module) -> dict[str, nn.Module]:
+def _adaptable(model: Any) -> dict[str, nn.Module]:
     """Module name -> module without LoRA around it, for every module PEFT would consider."""
     found: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
@@ -196,7 +199,7 @@ def _adaptable(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _check_request(model: nn.Module, config: LoraConfig) -> None:
+def _check_request(model: Any, config: Any) -> None:
     """Each requested name must match something that LoRA there would train."""
     modules = _adaptable(model)
     targets = config.target_modules
@@ -227,7 +230,7 @@ class _Reach:
     standard: set[str] | str
 
 
-def _reach(model: nn.Module, config: LoraConfig) -> _Reach:
+def _reach(model: Any, config: Any) -> _Reach:
     if config.peft_type != PeftType.LORA or config.target_parameters:
         raise ValueError(
             f"ktft trains LoRA on target_modules, not {config.peft_type} with "
@@ -250,7 +253,7 @@ def _reach(model: nn.Module, config: LoraConfig) -> _Reach:
     return _Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
 
 
-def _expert_ranks(config: LoraConfig, name: str, experts: KtftExperts, whole: bool) -> dict[str, Rank]:
+def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> dict[str, Rank]:
     """Projection -> rank, for the projections of one layer's experts that the config targets."""
     ranks: dict[str, Rank] = {}
     for projection in PROJECTIONS:
@@ -263,7 +266,10 @@ def _expert_ranks(config: LoraConfig, name: str, experts: KtftExperts, whole: bo
                 f"target_modules match {projection} of {len(targeted)} of the {len(keys)} experts of {name}; ktft "
                 "trains all experts of a layer or none"
             )
-        found = {(_pattern(config.rank_pattern, k, config.r), _pattern(config.alpha_pattern, k, config.lora_alpha)) for k in keys}
+        found = {
+            (_pattern(config.rank_pattern, k, config.r), _pattern(config.alpha_pattern, k, config.lora_alpha))
+            for k in keys
+        }
         if len(found) > 1:
             raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {sorted(found)}")
         ranks[projection] = Rank(*found.pop())
@@ -291,7 +297,7 @@ def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[st
 
 
 @contextmanager
-def _reaching_experts(model: nn.Module, config: LoraConfig, adapter_name: str) -> Iterator[None]:
+def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[None]:
     """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
     reach = _reach(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
@@ -315,9 +321,7 @@ def _reaching_experts(model: nn.Module, config: LoraConfig, adapter_name: str) -
 _HUB_KEYS = ("subfolder", "revision", "cache_dir", "token")
 
 
-def _local_directory(
-    path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any
-) -> Path:
+def _local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
     root = Path(path)
     if not root.is_dir():
         if root.is_absolute() or len(root.parts) != 2:
@@ -338,10 +342,18 @@ def _read_config(directory: Path) -> LoraConfig:
 
 
 def _standard_tensors(model: Any, adapter_name: str) -> Shapes:
-    """Names and shapes of an adapter's tensors on disk."""
-    state_dict = to_standard(model.state_dict(), expert_layers(model))
-    tensors = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter_name)
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    """Names and shapes that an adapter's file must have: PEFT's for all but experts, theirs counted one by one."""
+    layers = {name: layer for name, layer in expert_layers(model).items() if adapter_name in layer.lora_A}
+    stacked = tuple(f"{name}.lora_" for name in layers)
+    others = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(stacked)}
+    tensors = get_peft_model_state_dict(model, state_dict=others, adapter_name=adapter_name)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name, layer in layers.items():
+        for kind, adapters in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            for projection, parameter in adapters[adapter_name].items():
+                for expert in range(layer.get_base_layer().num_experts):
+                    shapes[f"{name}.{expert}.{projection}.{kind}.weight"] = tuple(parameter.shape[1:])
+    return shapes
 
 
 def _check_file(directory: Path, expected: Shapes, values: bool = True) -> None:

@@ -75,7 +75,7 @@ REFUSALS = (
 )
 
 
-def _adapt_parser(module: ModuleType) -> None:
+def _adapt_parser(module: Any) -> None:
     original = module._parse_args
     known = {field.name for field in fields(module.ModelArguments)}
 
@@ -117,8 +117,8 @@ def _split(args: Any, known: set[str]) -> tuple[bool, Any, dict[str, Any], Any]:
         found, rest = ours.parse_known_args(args)
         return found.use_kt, found.kt_config, {}, [*rest, "--use_kt", str(found.use_kt)]
     ours_too = [key for key in args if key.startswith("kt_") and key not in known and key != "kt_config"]
-    rest = {key: value for key, value in args.items() if key != "kt_config" and key not in ours_too}
-    return bool(args.get("use_kt")), args.get("kt_config"), {key: args[key] for key in ours_too}, rest
+    others = {key: value for key, value in args.items() if key != "kt_config" and key not in ours_too}
+    return bool(args.get("use_kt")), args.get("kt_config"), {key: args[key] for key in ours_too}, others
 
 
 def _mapping(kt_config: Any) -> Mapping[str, Any]:
@@ -130,7 +130,7 @@ def _mapping(kt_config: Any) -> Mapping[str, Any]:
     return kt_config or {}
 
 
-def _check_environment(module: ModuleType, args: Any) -> None:
+def _check_environment(module: Any, args: Any) -> None:
     """What can be refused before transformers reads the arguments, which may start process groups and DeepSpeed."""
     for package in ("llamafactory", "transformers", "peft", "accelerate"):
         require_tested(package)
@@ -140,7 +140,9 @@ def _check_environment(module: ModuleType, args: Any) -> None:
     check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")), processes=world_size())
     for name in ("llamafactory.model.loader", "llamafactory.model.adapter"):
         if not hasattr(importlib.import_module(name), _ADAPTED):
-            raise RuntimeError(f"ktft could not adapt {name}, so use_kt: true would load stock experts; run ktft doctor")
+            raise RuntimeError(
+                f"ktft could not adapt {name}, so use_kt: true would load stock experts; run ktft doctor"
+            )
 
 
 def _check_values(arguments: Any) -> None:
@@ -170,7 +172,7 @@ def _carry_settings(model_arguments: Any) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _adapt_loader(module: ModuleType) -> None:
+def _adapt_loader(module: Any) -> None:
     original_config, original_adapter = module.patch_config, module.init_adapter
 
     @functools.wraps(original_config)
@@ -193,7 +195,7 @@ def _adapt_loader(module: ModuleType) -> None:
     module.patch_config, module.init_adapter = patch_config, init_adapter
 
 
-def _adapt_adapter(module: ModuleType) -> None:
+def _adapt_adapter(module: Any) -> None:
     find, get, peft_model = module.find_all_linear_modules, module.get_peft_model, module.PeftModel
 
     @functools.wraps(find)

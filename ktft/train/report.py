@@ -77,7 +77,7 @@ def format_report(report: Report) -> str:
     lines = [
         f"routed experts: {report.layers} layers x {report.num_experts}, {report.format}, "
         f"{report.packed_bytes / 2**20:,.1f} MiB packed in CPU memory",
-        f"kernels: {report.isa}, {report.threads} threads on {report.nodes} NUMA nodes",
+        f"kernels: {report.isa}, threads: {report.threads}, NUMA nodes: {report.nodes}",
         *(f"warning: {warning}" for warning in report.warnings),
         "trainable parameters:",
         *(f"  {g.name:<15}{g.trainable:>16,}  ({g.on_cpu:,} on the CPU)" for g in report.groups),

@@ -50,9 +50,7 @@ def check_arguments(args: TrainingArguments) -> None:
 class KtftCallback(TrainerCallback):
     """Checks and reports a run on a model with ktft's experts before its first step; ignores all other models."""
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check what can be known before training starts."""
         model = kwargs.get("model")
         if model is not None and find_experts(model):
@@ -116,4 +114,4 @@ class Trainer(transformers.Trainer):
 
 # Every Trainer made after this import has the callback: transformers' own, TRL's and LLaMA-Factory's.
 if KtftCallback not in DEFAULT_CALLBACKS:
-    DEFAULT_CALLBACKS.append(KtftCallback)
+    DEFAULT_CALLBACKS.append(KtftCallback)  # type: ignore[arg-type]  # the list is typed by its only member

@@ -1,0 +1,342 @@
+"""LoRA on routed experts through PEFT: what it reaches, what it computes, what it writes and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import ktft
+from ktft.adapters import peft as ktft_peft
+from ktft.adapters.lora import Rank
+from ktft.adapters.peft import expert_layers, get_peft_model, load_adapter
+from ktft.config import PROJECTIONS
+
+Checkpoint = Callable[[str], Path]
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def load(path: Path) -> torch.nn.Module:
+    config = ktft.KtftConfig(expert_format="bf16", threads=1)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
+
+
+def lora_config(**overrides: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | overrides)
+
+
+def randomize(model: torch.nn.Module) -> torch.nn.Module:
+    """B starts at zero; make every adapter matter."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    return model
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    ids = torch.arange(3, 43).reshape(2, 20)
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.fixture
+def qwen(tiny_checkpoint: Checkpoint) -> torch.nn.Module:
+    return load(tiny_checkpoint("qwen3moe"))
+
+
+@pytest.fixture
+def saved(qwen: torch.nn.Module, tmp_path: Path) -> Path:
+    randomize(get_peft_model(qwen, lora_config())).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def merged_stock_model(checkpoint: Path, adapter: Path, scaling: Callable[[str], float]) -> torch.nn.Module:
+    """transformers' own model with W + s·B·A written into its weights, from standard names alone."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    weights, fused = (
+        model.state_dict(),
+        {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"},
+    )
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        delta = scaling(name) * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+        if ".experts." not in name:
+            weights[f"{name}.weight"] += delta
+            continue
+        layer, expert, projection = name.rsplit(".", 2)
+        target = weights[f"{layer}.{fused[projection]}"][int(expert)]
+        half = target.shape[0] // 2
+        {"gate_proj": target[:half], "up_proj": target[half:], "down_proj": target}[projection].add_(delta)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3moe", {}),
+        ("dsv2", {"use_rslora": True}),
+        ("dsv3", {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"gate_proj": 5}}),
+    ],
+)
+def test_saved_adapter_is_standard_and_exact(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    """The file alone, applied by hand to stock transformers, gives the same logits; so does loading it again."""
+    model = randomize(get_peft_model(load(tiny_checkpoint(family)), lora_config(**options)))
+    trained = logits(model)
+    with model.disable_adapter():
+        base = logits(model)
+    model.save_pretrained(tmp_path)
+
+    def scaling(name: str) -> float:
+        leaf = name.rpartition(".")[2]
+        rank = Rank(options.get("rank_pattern", {}).get(leaf, 4), options.get("alpha_pattern", {}).get(leaf, 8))
+        return rank.scaling(options.get("use_rslora", False))
+
+    stock = logits(merged_stock_model(tiny_checkpoint(family), tmp_path, scaling))
+    effect = distance(base, stock)
+    assert distance(trained, stock) < 0.02 * effect
+    again = load_adapter(load(tiny_checkpoint(family)), tmp_path)
+    assert torch.equal(logits(again), trained)
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.2.mlp.experts.7.gate_proj.lora_A.weight" in names
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA"
+    assert set(PROJECTIONS) < set(config["target_modules"])
+    assert "gate" not in config["target_modules"]
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "projections", "others"),
+    [
+        (["down_proj"], {"down_proj"}, False),
+        (["q_proj", "up_proj"], {"up_proj"}, True),
+        (["experts"], set(PROJECTIONS), False),
+        (["q_proj"], set(), True),
+        (r".*experts\.\d+\.(gate|up)_proj", {"gate_proj", "up_proj"}, False),
+        (r".*\.mlp\.experts", set(PROJECTIONS), False),
+    ],
+)
+def test_targets(qwen: torch.nn.Module, tmp_path: Path, targets: Any, projections: set[str], others: bool) -> None:
+    model = get_peft_model(qwen, lora_config(target_modules=targets))
+    layers = expert_layers(model)
+    assert len(layers) == (3 if projections else 0)
+    assert all(set(layer.lora_A["default"]) == projections for layer in layers.values())
+    assert any(".q_proj.lora_A" in name for name, _ in model.named_parameters()) == others
+    randomize(model).save_pretrained(tmp_path)
+    # other software finds the same modules by the same rule
+    config = LoraConfig.from_pretrained(tmp_path)
+    found = {p for p in PROJECTIONS if check_target_module_exists(config, f"model.layers.1.mlp.experts.3.{p}")}
+    assert found == projections
+    assert bool(check_target_module_exists(config, "model.layers.1.self_attn.q_proj")) == others
+    fresh = load_adapter(load(Path(qwen.config._name_or_path)), tmp_path)
+    assert torch.equal(logits(fresh), logits(model))
+
+
+def test_layers_to_transform_counts_layers_not_experts(qwen: torch.nn.Module) -> None:
+    model = get_peft_model(qwen, lora_config(target_modules=["gate_proj"], layers_to_transform=[2]))
+    assert [name.split(".")[-3] for name in expert_layers(model)] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("qwen3moe", {"target_modules": ["q_proj", "qproj"]}, "'qproj' matches nothing.*q_proj"),
+        ("qwen3moe", {"target_modules": r".*nothing"}, "matches nothing"),
+        ("dsv2", {"target_modules": ["q_proj", "gate"]}, "'gate' matches the router"),
+        ("qwen3moe", {"target_modules": ["experts.0.gate_proj"]}, "1 of the 8 experts"),
+        ("qwen3moe", {"rank_pattern": {r"experts\.0\.up_proj": 2}}, "differ between experts"),
+        ("qwen3moe", {"use_dora": True}, "DoRA"),
+        ("qwen3moe", {"init_lora_weights": "olora"}, "needs the experts' full weights"),
+        ("qwen3moe", {"target_parameters": ["mlp.experts.down_proj"]}, "no torch parameters"),
+    ],
+)
+def test_refused_configs(tiny_checkpoint: Checkpoint, family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(load(tiny_checkpoint(family)), lora_config(**options))
+
+
+def test_stock_model_is_refused(tiny_checkpoint: Checkpoint) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"))
+    with pytest.raises(ValueError, match="quantization_config=KtftConfig"):
+        get_peft_model(model, lora_config())
+
+
+KEY = "base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(KEY), f"1 tensors of the model are missing, the first is {KEY}"),
+        (
+            lambda t: t.update({KEY.replace(".5.", ".8."): t[KEY].clone()}),
+            r"left over, the first is .*experts\.8\.up_proj",
+        ),
+        (lambda t: t.update({KEY: t[KEY][:, :2].contiguous()}), r"has shape \(32, 2\) in the adapter and \(32, 4\)"),
+        (lambda t: t[KEY].fill_(float("nan")), f"{KEY} holds NaN"),
+        (
+            lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}),
+            "left over, the first is base_model.model.lm_head",
+        ),
+    ],
+    ids=["missing", "left over", "shape", "nan", "another module"],
+)
+def test_loading_is_strict(
+    tiny_checkpoint: Checkpoint, saved: Path, change: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
+    file = saved / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
+
+
+def test_bad_paths_and_plain_peft(
+    qwen: torch.nn.Module, saved: Path, tmp_path: Path, tiny_checkpoint: Checkpoint
+) -> None:
+    fresh = load(tiny_checkpoint("qwen3moe"))
+    with pytest.raises(ValueError, match="is not a directory"):
+        load_adapter(fresh, tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
+        load_adapter(fresh, tmp_path)
+    with pytest.raises(ValueError, match=r"ktft\.load_adapter"):
+        PeftModel.from_pretrained(fresh, saved)  # would drop the experts' tensors
+
+
+def test_several_adapters_one_active(tiny_checkpoint: Checkpoint, saved: Path) -> None:
+    model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
+    first = logits(model)
+    model.add_adapter("second", lora_config(target_modules=["experts"]))
+    assert torch.equal(logits(model), first)
+    model.set_adapter("second")
+    with model.disable_adapter():
+        base = logits(model)
+    assert torch.equal(logits(model), base)  # its B is zero
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match="one at a time"):
+        logits(model)
+    model.set_adapter("default")
+    model.delete_adapter("second")
+    assert torch.equal(logits(model), first)
+
+
+def test_merging_is_refused_and_changes_nothing(tiny_checkpoint: Checkpoint, saved: Path) -> None:
+    model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
+    before = logits(model)
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError, match="keeps adapters unmerged"):
+            merge()
+    assert torch.equal(logits(model), before)
+
+
+def test_parameters_stay_on_the_cpu_but_follow_casts(qwen: torch.nn.Module) -> None:
+    model = get_peft_model(qwen, lora_config(target_modules=["experts"]))
+    parameters = [p for name, p in model.named_parameters() if ".experts.lora_" in name]
+    assert len(parameters) == 3 * 6
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in parameters)
+    model._apply(lambda t: t.to("meta", torch.bfloat16))  # as .to("cuda", torch.bfloat16) where there is no GPU
+    moved = [p for name, p in model.named_parameters() if ".experts.lora_" in name]
+    assert all(p.device.type == "cpu" and p.dtype == torch.bfloat16 for p in moved)
+    assert model.lm_head.weight.is_meta
+
+
+def test_initialization_is_pefts(qwen: torch.nn.Module) -> None:
+    torch.manual_seed(0)
+    layer = next(iter(expert_layers(get_peft_model(qwen, lora_config(r=16))).values()))
+    for projection, fan_in in (("gate_proj", 64), ("down_proj", 32)):
+        a, b = layer.lora_A["default"][projection].detach(), layer.lora_B["default"][projection]
+        bound = fan_in**-0.5
+        assert a.abs().max() <= bound
+        assert float(a.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+        assert not b.any()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_repeats_in_recomputation_and_rests_in_eval(
+    qwen: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, reentrant: bool
+) -> None:
+    model = get_peft_model(qwen, lora_config(lora_dropout=0.3))
+    seen: list[tuple[float, int]] = []
+    for layer in expert_layers(model).values():
+        forward = layer.base_layer.forward
+
+        def spy(*args: Any, forward: Any = forward, **kwargs: Any) -> Tensor:
+            seen.append((kwargs["lora"].dropout, kwargs["lora"].seed))
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(layer.base_layer, "forward", spy)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.train()
+    ids = torch.arange(3, 19).reshape(1, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert len(seen) == 6
+    assert seen[:3] == seen[:2:-1]  # backward recomputes the last layer first
+    assert len({seed for _, seed in seen}) == 3
+    assert {dropout for dropout, _ in seen} == {0.3}
+    seen.clear()
+    logits(model)
+    assert set(seen) == {(0.0, 0)}
+
+
+def test_training_continues_from_a_saved_adapter(tiny_checkpoint: Checkpoint, saved: Path, tmp_path: Path) -> None:
+    model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved, is_trainable=True).train()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1)
+    ids = torch.arange(3, 35).reshape(2, 16)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(p.grad is not None for p in trainable)
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path / "next")
+    assert torch.equal(logits(load_adapter(load(tiny_checkpoint("qwen3moe")), tmp_path / "next")), logits(model))
+
+
+def test_a_save_that_fails_keeps_the_earlier_file(
+    tiny_checkpoint: Checkpoint, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
+    before = (saved / "adapter_model.safetensors").read_bytes()
+    randomize(model)
+    monkeypatch.setattr(ktft_peft, "to_standard", lambda state_dict, layers: state_dict)  # a conversion gone wrong
+    with pytest.raises(ValueError, match=r"of the model are missing, the first is .*experts\.0\.down_proj"):
+        model.save_pretrained(saved)
+    assert (saved / "adapter_model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in saved.iterdir()) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_plain_load_state_dict_checks_experts(qwen: torch.nn.Module, saved: Path) -> None:
+    """Not through load_adapter: the layer itself still refuses to drop or mix up experts."""
+    model = get_peft_model(load(Path(qwen.config._name_or_path)), lora_config(r=2))
+    tensors = {
+        k.replace(".weight", ".default.weight"): v for k, v in load_file(saved / "adapter_model.safetensors").items()
+    }
+    with pytest.raises(ValueError, match=r"shape \(4, \d\d\) in the adapter and \(2, \d\d\) in the model"):
+        model.load_state_dict({k: v for k, v in tensors.items() if ".experts." in k}, strict=False)
+    del tensors[KEY.replace(".weight", ".default.weight")]
+    with pytest.raises(ValueError, match=r"experts\.5\.up_proj\.lora_B\.default\.weight is missing: .* 7 experts"):
+        model.load_state_dict({k: v for k, v in tensors.items() if "up_proj.lora_B" in k and ".experts." in k}, False)
