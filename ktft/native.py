@@ -16,7 +16,7 @@ from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
 
 try:
-    from ktft import _C
+    import ktft._C as _C
 except ImportError as error:
     raise ImportError(
         f"ktft's native core cannot be loaded ({error}). Install ktft for this Python from its folder: pip install ."

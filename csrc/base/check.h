@@ -15,7 +15,7 @@ template <class... Parts>
 
 }  // namespace ktft
 
-#define KTFT_CHECK(condition, ...)                \
-  do {                                            \
-    if (!(condition)) ::ktft::fail(__VA_ARGS__);  \
+#define KTFT_CHECK(condition, ...)               \
+  do {                                           \
+    if (!(condition)) ::ktft::fail(__VA_ARGS__); \
   } while (0)

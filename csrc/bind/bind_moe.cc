@@ -25,8 +25,8 @@ Format format_from_name(const std::string& name) {
   fail("unknown expert format '", name, "'; ktft has: ", known);
 }
 
-void add_pair(Lora& lora, Projection p, Address a, Dtype a_dtype, Address b, Dtype b_dtype, int rank,
-              int in, int out, float scaling, Address grad_a, Address grad_b) {
+void add_pair(Lora& lora, Projection p, Address a, Dtype a_dtype, Address b, Dtype b_dtype, int rank, int in, int out,
+              float scaling, Address grad_a, Address grad_b) {
   lora.pairs[int(p)] = LoraPair{{at<const void>(a), a_dtype, rank, in},
                                 {at<const void>(b), b_dtype, out, rank},
                                 scaling,
@@ -37,17 +37,17 @@ void add_pair(Lora& lora, Projection p, Address a, Dtype a_dtype, Address b, Dty
 std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights,
                                      int tokens, int top_k, const Lora* lora, Keep keep, Address out) {
   const py::gil_scoped_release release;
-  return layer.forward({at<const void>(hidden), dtype, at<const int64_t>(index), at<const float>(weights), tokens,
-                        top_k},
-                       lora, keep, at<void>(out));
+  return layer.forward(
+      {at<const void>(hidden), dtype, at<const int64_t>(index), at<const float>(weights), tokens, top_k}, lora, keep,
+      at<void>(out));
 }
 
 void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_output, Dtype dtype, Address weights,
                     const Lora* lora, Address grad_hidden, Address grad_weights) {
   const py::gil_scoped_release release;
-  layer.backward(saved, at<const float>(weights), lora,
-                 {at<const void>(hidden), at<const void>(grad_output), dtype, at<void>(grad_hidden),
-                  at<float>(grad_weights)});
+  layer.backward(
+      saved, at<const float>(weights), lora,
+      {at<const void>(hidden), at<const void>(grad_output), dtype, at<void>(grad_hidden), at<float>(grad_weights)});
 }
 
 }  // namespace
@@ -81,9 +81,9 @@ void bind_moe(py::module_& m) {
              return lora;
            }),
            py::arg("dropout"), py::arg("seed"))
-      .def("add", &add_pair, py::arg("projection"), py::arg("a"), py::arg("a_dtype"), py::arg("b"),
-           py::arg("b_dtype"), py::arg("rank"), py::arg("in_features"), py::arg("out_features"), py::arg("scaling"),
-           py::arg("grad_a"), py::arg("grad_b"));
+      .def("add", &add_pair, py::arg("projection"), py::arg("a"), py::arg("a_dtype"), py::arg("b"), py::arg("b_dtype"),
+           py::arg("rank"), py::arg("in_features"), py::arg("out_features"), py::arg("scaling"), py::arg("grad_a"),
+           py::arg("grad_b"));
 
   py::class_<Saved, std::shared_ptr<Saved>>(m, "Saved").def_property_readonly("bytes", &Saved::bytes);
 
@@ -101,8 +101,7 @@ void bind_moe(py::module_& m) {
             const py::gil_scoped_release release;
             layer.load(expert, p, {at<const void>(data), dtype, rows, cols});
           },
-          py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("dtype"), py::arg("rows"),
-          py::arg("cols"))
+          py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("dtype"), py::arg("rows"), py::arg("cols"))
       .def("loaded", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded(e, p); })
       .def("dequantize", [](const MoeLayer& layer, int e, Projection p,
                             Address out) { layer.weights().dequantize(e, p, at<float>(out)); })

@@ -26,8 +26,7 @@ py::list kernel_list() {
   py::list out;
   for (const GemmKernel& k : gemm_table())
     out.append(py::dict(py::arg("name") = k.name, py::arg("isa") = isa_name(k.isa),
-                        py::arg("format") = info(k.format).name,
-                        py::arg("backward") = k.pass == Pass::kBackward));
+                        py::arg("format") = info(k.format).name, py::arg("backward") = k.pass == Pass::kBackward));
   return out;
 }
 

@@ -12,7 +12,9 @@ struct Avx512Bf16 : Avx512 {
   using In = __m512bh;
 
   using Avx512::store;
-  static void store(bf16* p, F v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v)); }
+  static void store(bf16* p, F v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+  }
 
   static In load_in(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static F dot(F acc, In x, In w) { return _mm512_dpbf16_ps(acc, x, w); }

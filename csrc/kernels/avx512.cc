@@ -11,7 +11,7 @@ namespace ktft {
 extern const IsaTable kAvx512Table;
 const IsaTable kAvx512Table = {{
 #include "kernels/formats.inc"
-                            },
-                            vector_table<Avx512>()};
+                               },
+                               vector_table<Avx512>()};
 
 }  // namespace ktft

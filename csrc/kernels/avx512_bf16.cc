@@ -4,14 +4,16 @@
 
 namespace ktft {
 
-#define KTFT_FORMAT(name, Codec)                                                                            \
-  {Isa::kAvx512Bf16, Codec::kFormat, Pass::kForward, "avx512_bf16_" #name "_forward", &gemm_forward<Avx512Bf16, Codec>}, \
-      {Isa::kAvx512Bf16, Codec::kFormat, Pass::kBackward, "avx512_bf16_" #name "_backward", &gemm_backward<Avx512Bf16, Codec>},
+#define KTFT_FORMAT(name, Codec)                                                            \
+  {Isa::kAvx512Bf16, Codec::kFormat, Pass::kForward, "avx512_bf16_" #name "_forward",       \
+   &gemm_forward<Avx512Bf16, Codec>},                                                       \
+      {Isa::kAvx512Bf16, Codec::kFormat, Pass::kBackward, "avx512_bf16_" #name "_backward", \
+       &gemm_backward<Avx512Bf16, Codec>},
 
 extern const IsaTable kAvx512Bf16Table;
 const IsaTable kAvx512Bf16Table = {{
 #include "kernels/formats.inc"
-                            },
-                            vector_table<Avx512Bf16>()};
+                                   },
+                                   vector_table<Avx512Bf16>()};
 
 }  // namespace ktft

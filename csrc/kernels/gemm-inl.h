@@ -31,8 +31,7 @@ void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int tiles, float* 
       }
     }
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < V::kForwardCols; j++)
-      y[r * kBlock[0] + j] += V::sum(acc[r][j]) * (scale ? scale[j] : 1.f);
+    for (int j = 0; j < V::kForwardCols; j++) y[r * kBlock[0] + j] += V::sum(acc[r][j]) * (scale ? scale[j] : 1.f);
 }
 
 // Y[r, 0..32) += sum_n X[r, n] W[n, 0..32) over `strips` decoded tiles that lie `stride` elements apart.
@@ -118,8 +117,10 @@ void decode_columns(const PackedMatrix& w, int first_strip, int strips, int col_
       const bf16* rows = Codec::template decode<V>(w.tile(first_strip + s, (col_begin + t * 32) / tile_cols), spare);
       for (int i = 0; i < std::min(wide, col_tiles - t); i++) {
         bf16* out = panel + (s * 2 + t + i) * kTileElements;
-        if constexpr (V::kPairs) V::interleave_tile(rows + i * kTileElements, out);
-        else std::memcpy(out, rows + i * kTileElements, kTileBytes);
+        if constexpr (V::kPairs)
+          V::interleave_tile(rows + i * kTileElements, out);
+        else
+          std::memcpy(out, rows + i * kTileElements, kTileBytes);
       }
     }
 }

@@ -13,7 +13,7 @@ struct IsaTable {
 
 template <class V>
 constexpr VectorKernels vector_table() {
-  return {&gemm_nt<V>, &gemm_nn<V>, &silu_mul<V>, &silu_mul_backward<V>,
+  return {&gemm_nt<V>, &gemm_nn<V>, &silu_mul<V>,   &silu_mul_backward<V>,
           &widen<V>,   &narrow<V>,  &add_scaled<V>, &dropout<V>};
 }
 

@@ -11,7 +11,7 @@ namespace ktft {
 extern const IsaTable kScalarTable;
 const IsaTable kScalarTable = {{
 #include "kernels/formats.inc"
-                            },
-                            vector_table<Scalar>()};
+                               },
+                               vector_table<Scalar>()};
 
 }  // namespace ktft

@@ -10,13 +10,13 @@ constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
 
 struct Pointers {
-  const bf16 *x, *dy;             // [rows, hidden]; x is null when nothing needs it
+  const bf16 *x, *dy;  // [rows, hidden]; x is null when nothing needs it
   Activations act;
-  std::vector<bf16*> grad[2];     // d gate, d up per node, [rows, width]
-  std::vector<float*> weight_grads;  // per node [blocks, rows]
-  float* low_rank_dy;             // [rows, r]: B_down^T dy
+  std::vector<bf16*> grad[2];            // d gate, d up per node, [rows, width]
+  std::vector<float*> weight_grads;      // per node [blocks, rows]
+  float* low_rank_dy;                    // [rows, r]: B_down^T dy
   std::vector<float*> low_rank_grad[2];  // per node [rows, r]: B^T d gate, B^T d up
-  std::vector<float*> partial;    // per node [tokens, hidden]: d hidden
+  std::vector<float*> partial;           // per node [tokens, hidden]: d hidden
 };
 
 int blocks_of(int width) { return (width + kCols - 1) / kCols; }
@@ -91,9 +91,9 @@ void intermediate_block(const Call& call, const Pointers& at, int node, int expe
                           first, spare, dh);
     for (int r = 0; r < rows; r++) {
       const size_t from = size_t(row + r) * width + col, to = size_t(r) * kCols;
-      at.weight_grads[node][size_t(block) * call.routes.rows + row + r] = vec.silu_mul_backward(
-          cols, call.row_weight(row + r), dh + to, at.act.nodes[node].gate + from, at.act.nodes[node].up + from,
-          grad[0] + to, grad[1] + to, h + to);
+      at.weight_grads[node][size_t(block) * call.routes.rows + row + r] =
+          vec.silu_mul_backward(cols, call.row_weight(row + r), dh + to, at.act.nodes[node].gate + from,
+                                at.act.nodes[node].up + from, grad[0] + to, grad[1] + to, h + to);
       for (int p = 0; p < 2; p++) vec.narrow(cols, grad[p] + to, at.grad[p][node] + from);
       if (!down) continue;
       if (call.lora->drops())
@@ -143,8 +143,7 @@ void hidden_block(const Call& call, const Pointers& at, int node, int block, flo
                                 row, rows, cols, col, spare, y);
       }
       for (int r = 0; r < rows; r++)
-        vec.add_scaled(cols, 1.f, y + size_t(r) * kCols,
-                       partial + size_t(call.routes.token(row + r)) * hidden + col);
+        vec.add_scaled(cols, 1.f, y + size_t(r) * kCols, partial + size_t(call.routes.token(row + r)) * hidden + col);
     }
   }
 }
@@ -182,8 +181,10 @@ void lora_hidden_block(const Call& call, const Pointers& at, int expert, int blo
         for (int j = 0; j < pair->rank(); j++) low[size_t(r) * pair->rank() + j] *= call.row_weight(row + r);
       add_outer(vec, pair->rank(), rows, cols, low, rows_f32, sums);
     }
-    if (down) store_b(*pair, expert, col, cols, sums);
-    else store_a(*pair, expert, col, cols, sums);
+    if (down)
+      store_b(*pair, expert, col, cols, sums);
+    else
+      store_a(*pair, expert, col, cols, sums);
   }
 }
 
@@ -208,8 +209,7 @@ Pointers place(const Call& call, Saved& saved, const BackwardArgs& args) {
   } else {
     gate_up(call, at.x, at.act);
   }
-  if (const LoraPair* pair = call.pair(kDown))
-    at.low_rank_dy = ws.low_rank[int(kDown)].get<float>(rows * pair->rank());
+  if (const LoraPair* pair = call.pair(kDown)) at.low_rank_dy = ws.low_rank[int(kDown)].get<float>(rows * pair->rank());
   for (int n = 0; n < w.nodes(); n++) {
     NodeWorkspace& node = ws.nodes[n];
     const int id = rt.node_ids[n];

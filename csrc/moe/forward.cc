@@ -45,8 +45,8 @@ void gate_up_block(const Call& call, const bf16* x, const Activations& act, int 
   for (int row = call.routes.offset[expert]; row < end; row += kTokenChunk) {
     const int rows = std::min(kTokenChunk, end - row);
     for (int p = 0; p < 2; p++) {
-      run_gemm(call, Pass::kForward, call.weights.matrix(node, expert, kGateUp[p]), col, cols,
-               x + size_t(row) * hidden, hidden, rows, y[p], false, gemm);
+      run_gemm(call, Pass::kForward, call.weights.matrix(node, expert, kGateUp[p]), col, cols, x + size_t(row) * hidden,
+               hidden, rows, y[p], false, gemm);
       if (const LoraPair* pair = call.pair(kGateUp[p]))
         add_low_rank(vec, *pair, act.low_rank[p] + size_t(row) * pair->rank(), b[p], rows, cols, cols, y[p]);
     }
@@ -184,9 +184,8 @@ void gate_up(const Call& call, const bf16* x, const Activations& act) {
     if (const LoraPair* pair = call.pair(kGateUp[p]))
       rt.pool.run(chunks, [&](int task, int thread) {
         rt.scratch[thread].reset();
-        low_rank(call.vec(), routes, *call.lora,
-                 {&pair->a, false, &kGateUp[p], x, hidden, 0, act.low_rank[p]}, routes.chunks[task],
-                 rt.scratch[thread]);
+        low_rank(call.vec(), routes, *call.lora, {&pair->a, false, &kGateUp[p], x, hidden, 0, act.low_rank[p]},
+                 routes.chunks[task], rt.scratch[thread]);
       });
   std::vector<int> counts(w.nodes());
   for (int n = 0; n < w.nodes(); n++) counts[n] = int(routes.active.size()) * (w.width(n) / kBlock[0]);
@@ -221,8 +220,10 @@ void combine(const Call& call, void* out, Dtype dtype) {
       const size_t at = size_t(t) * hidden;
       std::memcpy(sum, partial[0] + at, size_t(hidden) * 4);
       for (int n = 1; n < nodes; n++) call.vec().add_scaled(hidden, 1.f, partial[n] + at, sum);
-      if (dtype == Dtype::kF32) std::memcpy(static_cast<float*>(out) + at, sum, size_t(hidden) * 4);
-      else if (dtype == Dtype::kBf16) call.vec().narrow(hidden, sum, static_cast<bf16*>(out) + at);
+      if (dtype == Dtype::kF32)
+        std::memcpy(static_cast<float*>(out) + at, sum, size_t(hidden) * 4);
+      else if (dtype == Dtype::kBf16)
+        call.vec().narrow(hidden, sum, static_cast<bf16*>(out) + at);
       else
         for (int c = 0; c < hidden; c++) static_cast<uint16_t*>(out)[at + c] = float_to_half(sum[c]);
     }
@@ -239,8 +240,8 @@ void forward(const Call& call, const void* hidden, Dtype dtype, void* out, Saved
   gate_up(call, x, act);
   std::vector<float*> partial(w.nodes());
   for (int n = 0; n < w.nodes(); n++)
-    partial[n] = rt.workspace.nodes[n].partial.get<float>(size_t(call.routes.tokens) * w.shape().hidden,
-                                                          rt.node_ids[n]);
+    partial[n] =
+        rt.workspace.nodes[n].partial.get<float>(size_t(call.routes.tokens) * w.shape().hidden, rt.node_ids[n]);
   std::vector<int> counts(rt.pool.nodes(), 0);
   std::fill(counts.begin(), counts.begin() + w.nodes(), w.shape().hidden / kBlock[0]);
   rt.pool.run(counts, [&](int node, int task, int thread) {

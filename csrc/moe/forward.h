@@ -25,7 +25,7 @@ struct Call {
 // Where one call's intermediate results lie; gate and up are null when nothing needs them after the call.
 struct Activations {
   struct PerNode {
-    bf16 *gate, *up, *h;  // [rows, width]; gate and up before SiLU
+    bf16 *gate, *up, *h;   // [rows, width]; gate and up before SiLU
     float* low_rank_down;  // [rows, r]: this node's part of A_down h
   };
   std::vector<PerNode> nodes;

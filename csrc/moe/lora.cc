@@ -37,8 +37,10 @@ void load_block(const VectorKernels& vec, const LoraMatrix& m, int expert, int r
                 float* out, int64_t ld) {
   for (int r = 0; r < rows; r++) {
     const size_t at = size_t(row + r) * m.cols + col;
-    if (m.dtype == Dtype::kF32) std::memcpy(out + r * ld, f32(m, expert) + at, size_t(cols) * 4);
-    else vec.widen(cols, half(m, expert) + at, out + r * ld);
+    if (m.dtype == Dtype::kF32)
+      std::memcpy(out + r * ld, f32(m, expert) + at, size_t(cols) * 4);
+    else
+      vec.widen(cols, half(m, expert) + at, out + r * ld);
   }
 }
 
@@ -70,8 +72,10 @@ void low_rank(const VectorKernels& vec, const Routes& routes, const Lora& lora, 
     const int depth = std::min(kDepth, job.width - col);
     load_rows(vec, routes, lora, job.dropout, job.x + size_t(chunk.begin) * job.width + col, job.width, chunk.begin,
               rows, col, depth, job.first, x, kDepth);
-    if (job.transposed) load_transposed(*job.matrix, chunk.expert, job.first + col, depth, 0, rank, m, kDepth);
-    else load_block(vec, *job.matrix, chunk.expert, 0, rank, job.first + col, depth, m, kDepth);
+    if (job.transposed)
+      load_transposed(*job.matrix, chunk.expert, job.first + col, depth, 0, rank, m, kDepth);
+    else
+      load_block(vec, *job.matrix, chunk.expert, 0, rank, job.first + col, depth, m, kDepth);
     vec.gemm_nt(rows, rank, depth, x, kDepth, m, kDepth, out, rank, 1.f);
   }
 }

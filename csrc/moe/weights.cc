@@ -57,8 +57,8 @@ void PackedExperts::load(Pool& pool, int expert, Projection projection, const So
   for (int n = 0; n < nodes(); n++) strips[n] = matrix(n, expert, projection).rows / kTileRows;
   std::atomic<int64_t> bad{-1};
   pool.run(strips, [&](int node, int strip, int) {
-    const BadValue v = pack_strip(source, down ? 0 : begin(node), down ? begin(node) : 0,
-                                  matrix(node, expert, projection), strip);
+    const BadValue v =
+        pack_strip(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), strip);
     if (v.row >= 0) bad = int64_t(v.row) * cols + v.col;
   });
   KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");

@@ -59,7 +59,7 @@ struct NodeWorkspace {
 };
 
 struct Workspace {
-  Growing x, dy;  // bf16 [rows, hidden], gathered
+  Growing x, dy;                   // bf16 [rows, hidden], gathered
   Growing low_rank[kProjections];  // fp32 [rows, r]
   std::vector<NodeWorkspace> nodes;
 };

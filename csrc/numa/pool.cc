@@ -53,8 +53,10 @@ Pool::~Pool() {
   round_.fetch_add(1);
   round_.notify_all();
   for (std::thread& worker : workers_) {
-    if (getpid() == owner_) worker.join();
-    else worker.detach();
+    if (getpid() == owner_)
+      worker.join();
+    else
+      worker.detach();
   }
 }
 

@@ -132,8 +132,8 @@ Topology read_topology() {
     topology.nodes.push_back(node);
   }
   if (topology.nodes.empty()) {  // no sysfs: one node with every allowed CPU
-    Node node{0, {cpus.begin(), cpus.end()}, 0, meminfo("/proc/meminfo", "MemTotal"),
-              meminfo("/proc/meminfo", "MemFree")};
+    Node node{
+        0, {cpus.begin(), cpus.end()}, 0, meminfo("/proc/meminfo", "MemTotal"), meminfo("/proc/meminfo", "MemFree")};
     node.cores = count_cores(node.cpus);
     topology.nodes.push_back(node);
   }

@@ -89,11 +89,14 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         self.update_layer(adapter_name, **kwargs)
         self.register_load_state_dict_pre_hook(_stack_experts)
 
-    def get_base_layer(self) -> KtftExperts:
-        """The experts."""
-        return self.base_layer
+    @property
+    def experts(self) -> KtftExperts:
+        """The layer that this one wraps."""
+        experts = self.get_base_layer()
+        assert isinstance(experts, KtftExperts)
+        return experts
 
-    def update_layer(
+    def update_layer(  # type: ignore[override]  # PEFT's options that do not apply here are in `options`
         self,
         adapter_name: str,
         r: int,
@@ -130,7 +133,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     def _add_pair(self, adapter_name: str, projection: str, r: int, init: bool | str) -> None:
         if r < 1:
             raise ValueError(f"rank of {projection} is {r}; it must be at least 1")
-        base = self.get_base_layer()
+        base = self.experts
         wide, narrow = base.hidden_size, base.intermediate_size
         fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
         # a default device of meta (PEFT's low_cpu_mem_usage) is honoured: weights follow at loading
@@ -147,7 +150,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' forward with the active adapter, if one is active and adapters are not disabled."""
-        return self.base_layer(hidden_states, top_k_index, top_k_weights, lora=self.active_lora())
+        return self.experts(hidden_states, top_k_index, top_k_weights, lora=self.active_lora())
 
     def active_lora(self) -> ExpertLora | None:
         """What the experts apply now. Draws a dropout seed from torch's CPU generator when dropout is on.
@@ -164,7 +167,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
             raise ValueError(f"{len(names)} adapters are active: {', '.join(names)}; ktft applies one at a time")
         (name,) = names
         pairs = {projection: self._pair(name, projection) for projection in self.ranks[name]}
-        dropout = self.lora_dropout[name].p if self.training else 0.0
+        dropout = self.dropout[name] if self.training else 0.0
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
         return ExpertLora(pairs, dropout, seed)
 
@@ -218,7 +221,7 @@ def to_standard(state_dict: dict[str, Any], layers: dict[str, KtftExpertsLora]) 
 
 def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: take each expert's tensors, under their standard names, into the stacked parameters."""
-    count = layer.get_base_layer().num_experts
+    count = layer.experts.num_experts
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for key in list(state_dict):
         match = _EXPERT_KEY.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None

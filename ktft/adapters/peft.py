@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -22,6 +22,7 @@ from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SAFETENSORS_WE
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, to_standard
 from ktft.checkpoint.families import family_of
@@ -31,7 +32,7 @@ from ktft.model.experts import KtftExperts
 Shapes = dict[str, tuple[int, ...]]
 
 
-def get_peft_model(model: nn.Module, config: LoraConfig, adapter_name: str = "default") -> PeftModel:
+def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str = "default") -> PeftModel:
     """PEFT's `get_peft_model` for a model with ktft's experts; the model is changed in place.
 
     `config.target_modules` follows PEFT's rule, applied to the standard names of the experts' projections
@@ -47,12 +48,11 @@ def get_peft_model(model: nn.Module, config: LoraConfig, adapter_name: str = "de
         config.target_modules = linear_names(model)
     _check_request(model, config)
     with _reaching_experts(model, config, adapter_name):
-        peft_model = peft_get_peft_model(model, config, adapter_name=adapter_name)
-    return _adapt(peft_model)
+        return _adapt(peft_get_peft_model(model, config, adapter_name=adapter_name))
 
 
 def load_adapter(
-    model: nn.Module,
+    model: PreTrainedModel | PeftModel,
     path: str | os.PathLike[str],
     adapter_name: str = "default",
     is_trainable: bool = False,
@@ -71,20 +71,25 @@ def load_adapter(
         ValueError: a tensor is missing, left over, of another shape, NaN or Inf; or as for `get_peft_model`.
     """
     directory = _local_directory(path, **hub)
+    adapted: Any = model
     if not isinstance(model, KtftPeftMixin):
         _require_experts(model)
         config = _read_config(directory)
         config.inference_mode = not is_trainable
         with _reaching_experts(model, config, adapter_name):
-            model = _adapt(peft_get_peft_model(model, config, adapter_name=adapter_name))
-    model.load_adapter(str(directory), adapter_name, is_trainable=is_trainable)
-    model.set_adapter(adapter_name)
+            adapted = _adapt(peft_get_peft_model(adapted, config, adapter_name=adapter_name))
+    adapted.load_adapter(str(directory), adapter_name, is_trainable=is_trainable)
+    adapted.set_adapter(adapter_name)
     if not is_trainable:
-        model.set_requires_grad(adapter_name, False)
-    return model
+        adapted.set_requires_grad(adapter_name, False)
+    return adapted
 
 
-class KtftPeftMixin:
+# mypy is to see what the mixin is mixed into
+_Base = PeftModel if TYPE_CHECKING else object
+
+
+class KtftPeftMixin(_Base):
     """What a `PeftModel` with expert LoRA does differently: standard names on disk, strict loading, no merging."""
 
     def add_adapter(self, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
@@ -172,13 +177,13 @@ def _require_experts(model: Any) -> None:
         )
 
 
-def _adapt(model: PeftModel) -> PeftModel:
+def _adapt(model: Any) -> PeftModel:
     model.__class__ = _with_mixin(type(model))
     return model
 
 
 @functools.cache
-def _with_mixin(cls: type[PeftModel]) -> type[PeftModel]:
+def _with_mixin(cls: Any) -> Any:
     return type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
 
 
@@ -351,7 +356,7 @@ def _standard_tensors(model: Any, adapter_name: str) -> Shapes:
     for name, layer in layers.items():
         for kind, adapters in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             for projection, parameter in adapters[adapter_name].items():
-                for expert in range(layer.get_base_layer().num_experts):
+                for expert in range(layer.experts.num_experts):
                     shapes[f"{name}.{expert}.{projection}.{kind}.weight"] = tuple(parameter.shape[1:])
     return shapes
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -68,7 +70,7 @@ def _groups(model: nn.Module) -> tuple[Group, ...]:
 
 def _model_type(model: nn.Module) -> str:
     """The family's key; wrappers such as TRL's value head do not carry the config themselves."""
-    configs = (getattr(module, "config", None) for module in model.modules())
+    configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     return next(config.model_type for config in configs if getattr(config, "model_type", None))
 
 
