@@ -69,7 +69,7 @@ class Settings:
 
     Attributes:
         expert_format: weights' format in memory, one of `EXPERT_FORMATS`.
-        threads: CPU threads of the kernels; None takes the physical cores this process may use, less one.
+        threads: CPU threads of the kernels; None takes one per physical core that this process may use.
         numa_nodes: NUMA nodes to spread the experts over; None takes all nodes this process may use.
         activation: `retain` keeps gate and up outputs for backward, `recompute` computes them again to save memory.
         expert_checkpoint: directory of a safetensors checkpoint to read the experts from; None takes the model's own.

@@ -62,6 +62,15 @@ def test_transparent_hugepages(tmp_path: Path, text: str, chosen: str | None) ->
     assert system.transparent_hugepages(tmp_path) == chosen
 
 
+@pytest.mark.parametrize(("name", "status"), [("scalar", "warn"), ("z80", "fail")])
+def test_isa_chosen_by_hand(monkeypatch: pytest.MonkeyPatch, name: str, status: str) -> None:
+    monkeypatch.setenv("KTFT_ISA", name)
+    row = by_check(doctor.cpu())["isa"]
+    assert row.status == status
+    assert row.cure.startswith("unset KTFT_ISA")
+    assert name in row.value
+
+
 def test_numa_warns_when_several_nodes_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"id": i, "cpus": [i], "cores": 1, "memory_bytes": 1, "free_bytes": 1} for i in range(2)]
     monkeypatch.setattr(native, "topology", lambda: {"nodes": nodes, "cgroup_cpus": 1.5, "mbind": "EPERM"})

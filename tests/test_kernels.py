@@ -79,9 +79,7 @@ def compare(layer, lora, x, index, weights, activation="retain") -> dict[str, fl
     actual_grads = torch.autograd.grad(out, list(leaves.values()), direction)
     expected_grads = torch.autograd.grad(expected, list(leaves.values()), direction.float())
     errors = {"output": relative(out, expected)}
-    return errors | {
-        name: relative(a, e) for name, a, e in zip(leaves, actual_grads, expected_grads, strict=True)
-    }
+    return errors | {name: relative(a, e) for name, a, e in zip(leaves, actual_grads, expected_grads, strict=True)}
 
 
 def assert_contract(errors: dict[str, float]) -> None:
@@ -95,7 +93,9 @@ def assert_contract(errors: dict[str, float]) -> None:
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("fmt", native.FORMATS)
 def test_contract(fmt: str, isa: str, threads: int, activation: str) -> None:
-    for (hidden, intermediate), rows, rank in zip([(96, 64), (64, 160), (160, 96), (32, 32)], TAILS, [8, 1, 33, 5], strict=True):
+    for (hidden, intermediate), rows, rank in zip(
+        [(96, 64), (64, 160), (160, 96), (32, 32)], TAILS, [8, 1, 33, 5], strict=True
+    ):
         layer = make_layer(hidden, intermediate, fmt, isa, threads)
         lora = make_lora(hidden, intermediate, rank, torch.float32)
         assert_contract(compare(layer, lora, *inputs_for(rows, hidden), activation))

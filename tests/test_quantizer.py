@@ -15,7 +15,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, write_checkpoint
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    MixtralConfig,
+    PreTrainedModel,
+)
 
 from ktft.checkpoint.families import FAMILIES as ROWS
 from ktft.checkpoint.families import group_of
@@ -111,6 +118,19 @@ def test_base_model_without_head(tiny_checkpoint: Checkpoint) -> None:
         torch.testing.assert_close(model(IDS).last_hidden_state, stock(IDS).last_hidden_state, atol=2e-2, rtol=2e-2)
 
 
+def test_new_task_head_is_left_to_transformers(tiny_checkpoint: Checkpoint) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_checkpoint("dsv3"), num_labels=1, quantization_config=KtftConfig(threads=1)
+    )
+    assert len(find_experts(model)) == 2
+    assert logits(model).shape == (2, 1)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    model = load(write_checkpoint("qwen3moe", tmp_path, tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_experts_from_another_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = tiny_checkpoint("dsv3")
 
@@ -134,7 +154,15 @@ def test_bad_checkpoints(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
         ),
         "dtype": (
             lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}),
-            f"{EXPERT} is F8_E4M3; experts are read from BF16, F16, F32",
+            f"{EXPERT} is F8_E4M3; weights are read from BF16, F16, F32",
+        ),
+        "norm shape": (
+            lambda t: t.update({"model.norm.weight": torch.ones(32)}),
+            "model.norm.weight has shape (32,), the model's config needs (64,)",
+        ),
+        "norm dtype": (
+            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+            "model.norm.weight is I8; weights are read from",
         ),
         "NaN": (lambda t: t[EXPERT][3].fill_(float("nan")), f"{EXPERT}: "),
         "infinity": (lambda t: t[EXPERT][0].fill_(float("inf")), f"{EXPERT}: "),

@@ -31,6 +31,7 @@ def train(overrides: list[str], log: Path, show_from: str = "") -> None:
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(log.parent / "cache"),
+        "OMP_WAIT_POLICY": "passive",  # torch's idle threads must not spin on the cores that the experts use
         "LLAMAFACTORY_VERBOSITY": "WARN",  # of its lines and transformers'; ktft's report is not among them
     }
     log.parent.mkdir(parents=True, exist_ok=True)

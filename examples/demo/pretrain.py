@@ -33,7 +33,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Deepse
     """DeepSeek-V3 in miniature: latent attention, a dense first layer, a shared expert, grouped routing."""
     small: dict[str, Any] = {
         "hidden_size": 256,
-        "num_hidden_layers": 5,
+        "num_hidden_layers": 4,
         "intermediate_size": 512,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,

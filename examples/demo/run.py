@@ -63,7 +63,14 @@ QUICK = Scale(
     },
     train_records=64,
     heldout_records=16,
-    yaml_overrides=("max_steps=8", "eval_steps=4", "logging_steps=1", "warmup_steps=1", "cutoff_len=128"),
+    yaml_overrides=(
+        "max_steps=8",
+        "eval_steps=4",
+        "logging_steps=1",
+        "warmup_steps=1",
+        "learning_rate=5.0e-3",
+        "cutoff_len=128",
+    ),
     sample_tokens=4,
     required_drop=0.0,
 )

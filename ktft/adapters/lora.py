@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts
+
+KINDS = ("lora_A", "lora_B")
 
 UNSUPPORTED = {
     "use_dora": "DoRA",
@@ -136,9 +138,8 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         base = self.experts
         wide, narrow = base.hidden_size, base.intermediate_size
         fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
-        # a default device of meta (PEFT's low_cpu_mem_usage) is honoured: weights follow at loading
-        a = nn.Parameter(torch.empty(base.num_experts, r, fan_in, dtype=torch.float32))
-        b = nn.Parameter(torch.zeros(base.num_experts, fan_out, r, dtype=torch.float32))
+        a = nn.Parameter(torch.empty(base.num_experts, r, fan_in, dtype=torch.float32, device="cpu"))
+        b = nn.Parameter(torch.zeros(base.num_experts, fan_out, r, dtype=torch.float32, device="cpu"))
         for expert_a, expert_b in zip(a.data, b.data, strict=True):
             if init == "gaussian":
                 nn.init.normal_(expert_a, std=1 / r)
@@ -146,7 +147,8 @@ class KtftExpertsLora(nn.Module, LoraLayer):
                 nn.init.kaiming_uniform_(expert_a, a=math.sqrt(5))
             if init is False:
                 nn.init.kaiming_uniform_(expert_b, a=math.sqrt(5))
-        self.lora_A[adapter_name][projection], self.lora_B[adapter_name][projection] = a, b
+        for kind, parameter in zip(KINDS, (a, b), strict=True):
+            self.stacked(kind, adapter_name)[projection] = parameter
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' forward with the active adapter, if one is active and adapters are not disabled."""
@@ -166,13 +168,12 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         if len(names) > 1:
             raise ValueError(f"{len(names)} adapters are active: {', '.join(names)}; ktft applies one at a time")
         (name,) = names
-        pairs = {projection: self._pair(name, projection) for projection in self.ranks[name]}
-        dropout = self.dropout[name] if self.training else 0.0
+        dropout = cast(nn.Dropout, self.lora_dropout[name]).p if self.training else 0.0
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-        return ExpertLora(pairs, dropout, seed)
+        return ExpertLora({projection: self._pair(name, projection) for projection in self.ranks[name]}, dropout, seed)
 
     def _pair(self, adapter_name: str, projection: str) -> LoraPair:
-        a, b = self.lora_A[adapter_name][projection], self.lora_B[adapter_name][projection]
+        a, b = (self.stacked(kind, adapter_name)[projection] for kind in KINDS)
         if a.device.type != "cpu" or b.device.type != "cpu":
             raise ValueError(
                 f"expert LoRA {adapter_name}.{projection} is on {a.device}, but it is computed on the CPU; load the "
@@ -183,6 +184,16 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         common = Rank(self.r[adapter_name], self.lora_alpha[adapter_name]).scaling(rslora)
         own = self.ranks[adapter_name][projection].scaling(rslora)
         return LoraPair(a, b, own if common == 0 else self.scaling[adapter_name] * own / common)
+
+    def stacked(self, kind: str, adapter_name: str) -> CpuParameters:
+        """Projection -> stacked tensor of `lora_A` or `lora_B`."""
+        return cast(CpuParameters, getattr(self, kind)[adapter_name])
+
+    def tensors(self, adapter_name: str) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind (`lora_A`, `lora_B`), projection and stacked tensor of everything an adapter has here."""
+        for kind in KINDS:
+            for projection, tensor in self.stacked(kind, adapter_name).items():
+                yield kind, projection, tensor
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Forget an adapter."""
@@ -210,12 +221,10 @@ def to_standard(state_dict: dict[str, Any], layers: dict[str, KtftExpertsLora]) 
     """
     standard = dict(state_dict)
     for name, layer in layers.items():
-        for kind in ("lora_A", "lora_B"):
-            for adapter, parameters in getattr(layer, kind).items():
-                for projection in parameters:
-                    stacked = standard.pop(f"{name}.{kind}.{adapter}.{projection}", ())
-                    for expert, tensor in enumerate(stacked):
-                        standard[f"{name}.{expert}.{projection}.{kind}.{adapter}.weight"] = tensor
+        for adapter in layer.lora_A:
+            for kind, projection, _ in layer.tensors(adapter):
+                for expert, tensor in enumerate(standard.pop(f"{name}.{kind}.{adapter}.{projection}", ())):
+                    standard[f"{name}.{expert}.{projection}.{kind}.{adapter}.weight"] = tensor
     return standard
 
 

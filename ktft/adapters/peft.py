@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import tempfile
@@ -45,7 +44,7 @@ def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str
     """
     _require_experts(model)
     if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
-        config.target_modules = linear_names(model)
+        config.target_modules = list(linear_names(model))
     _check_request(model, config)
     with _reaching_experts(model, config, adapter_name):
         return _adapt(peft_get_peft_model(model, config, adapter_name=adapter_name))
@@ -85,17 +84,19 @@ def load_adapter(
     return adapted
 
 
-# mypy is to see what the mixin is mixed into
-_Base = PeftModel if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from peft import PeftModel as _Base  # what the mixin is mixed into
+else:
+    _Base = object
 
 
 class KtftPeftMixin(_Base):
     """What a `PeftModel` with expert LoRA does differently: standard names on disk, strict loading, no merging."""
 
-    def add_adapter(self, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
+    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add another adapter, on the routed experts too."""
         with _reaching_experts(self.base_model.model, peft_config, adapter_name):
-            super().add_adapter(adapter_name, peft_config, **kwargs)
+            super().add_adapter(adapter_name, peft_config, *args, **kwargs)
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, but refuse one of which a tensor is missing, left over, misshapen or NaN."""
@@ -169,8 +170,8 @@ def linear_names(model: Any) -> set[str]:
 
 def _require_experts(model: Any) -> None:
     require_tested("peft")
-    if isinstance(model, PeftModel):
-        raise ValueError("the model is a PeftModel already; use its add_adapter or ktft.load_adapter")
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError("the model has adapters already; add one with its add_adapter or with ktft.load_adapter")
     if not any(isinstance(module, KtftExperts) for module in model.modules()):
         raise ValueError(
             "the model has no experts held by ktft; load it with from_pretrained(..., quantization_config=KtftConfig())"
@@ -178,13 +179,9 @@ def _require_experts(model: Any) -> None:
 
 
 def _adapt(model: Any) -> PeftModel:
-    model.__class__ = _with_mixin(type(model))
+    cls = type(model)
+    model.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
     return model
-
-
-@functools.cache
-def _with_mixin(cls: Any) -> Any:
-    return type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
 
 
 # --- which modules an adapter reaches ---------------------------------------------------------------------------------
@@ -349,15 +346,14 @@ def _read_config(directory: Path) -> LoraConfig:
 def _standard_tensors(model: Any, adapter_name: str) -> Shapes:
     """Names and shapes that an adapter's file must have: PEFT's for all but experts, theirs counted one by one."""
     layers = {name: layer for name, layer in expert_layers(model).items() if adapter_name in layer.lora_A}
-    stacked = tuple(f"{name}.lora_" for name in layers)
-    others = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(stacked)}
+    prefixes = tuple(f"{name}.lora_" for name in layers)
+    others = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
     tensors = get_peft_model_state_dict(model, state_dict=others, adapter_name=adapter_name)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, layer in layers.items():
-        for kind, adapters in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-            for projection, parameter in adapters[adapter_name].items():
-                for expert in range(layer.experts.num_experts):
-                    shapes[f"{name}.{expert}.{projection}.{kind}.weight"] = tuple(parameter.shape[1:])
+        for kind, projection, stacked in layer.tensors(adapter_name):
+            for expert in range(layer.experts.num_experts):
+                shapes[f"{name}.{expert}.{projection}.{kind}.weight"] = tuple(stacked.shape[1:])
     return shapes
 
 

@@ -126,7 +126,7 @@ class CheckpointReader:
         entry = self.tensors[name]
         if entry.dtype not in READABLE:
             raise ValueError(
-                f"{entry.file}: tensor {name} is {entry.dtype}; experts are read from {', '.join(READABLE)}, "
+                f"{entry.file}: tensor {name} is {entry.dtype}; weights are read from {', '.join(READABLE)}, "
                 "convert the checkpoint to BF16 first"
             )
         if len(self._buffer) < entry.nbytes:

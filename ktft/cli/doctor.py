@@ -37,7 +37,12 @@ def cpu() -> Iterator[Row]:
 
     features = [name for name, usable in native.cpu_features().items() if usable]
     yield Row("cpu features", "ok", " ".join(features) or "none")
-    isa, forced = native.runtime(threads=1).isa, os.environ.get("KTFT_ISA")
+    forced = os.environ.get("KTFT_ISA")
+    try:
+        isa = native.default_isa()
+    except ValueError as error:
+        yield Row("isa", "fail", str(error), "unset KTFT_ISA")
+        return
     value = f"{isa} (KTFT_ISA={forced})" if forced else isa
     if isa != "scalar":
         yield Row("isa", "ok", value)

@@ -47,7 +47,7 @@ def isa() -> str:
     try:
         from ktft import native
 
-        return native.runtime(threads=1).isa
+        return native.default_isa()
     except Exception as error:
         return f"none: {error}"
 

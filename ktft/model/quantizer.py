@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktft import native
 from ktft.checkpoint.families import Family, family_of
-from ktft.checkpoint.reader import READABLE, CheckpointReader
+from ktft.checkpoint.reader import READABLE, CheckpointReader, TensorEntry
 from ktft.config import PROJECTIONS, SETTINGS, Settings, unknown_key, world_size
 from ktft.model.experts import KtftExperts
 
@@ -170,17 +170,8 @@ class _LoadPlan:
             (name for name in tensors if is_expert.match(name) and name not in targets and not _any(ignored, name)),
         )
         for name, (module, _, projection) in targets.items():
-            entry = tensors[name]
-            shape: tuple[int, ...] = (module.intermediate_size, module.hidden_size)
-            if projection == "down_proj":
-                shape = shape[::-1]
-            if entry.shape != shape:
-                raise ValueError(f"{entry.file}: {name} has shape {entry.shape}, the model's config needs {shape}")
-            if entry.dtype not in READABLE:
-                raise ValueError(
-                    f"{entry.file}: {name} is {entry.dtype}; experts are read from {', '.join(READABLE)}, convert the "
-                    "checkpoint to BF16 first"
-                )
+            shape = (module.intermediate_size, module.hidden_size)
+            _check_entry(tensors[name], shape[::-1] if projection == "down_proj" else shape)
         return targets
 
     def load_experts(self) -> None:
@@ -234,28 +225,40 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
 def _check_other_weights(
     model: PreTrainedModel, checkpoint: CheckpointReader, is_expert: re.Pattern[str], ignored: list[str]
 ) -> None:
-    """The backbone must match the checkpoint both ways; transformers would fill a missing weight at random.
+    """The backbone must match the checkpoint both ways: transformers would fill a missing weight at random, and lets a
+    quantized model take wrong shapes.
 
-    Task heads other than the tied or untied LM head are left to transformers: a new one is legitimate.
+    Task heads other than the LM head are left to transformers: a new one is legitimate.
     """
     backbone = model.base_model_prefix + "."
     prefix = "" if hasattr(model, model.base_model_prefix) else backbone
-    heads = {f"{name}.weight" for name, m in model.named_modules() if m is model.get_output_embeddings()}
-    expected = {prefix + name for name in model.state_dict() if name not in model.all_tied_weights_keys}
-    required = (name for name in expected if name.startswith(backbone) or name in heads)
-    _refuse("the checkpoint lacks tensors that the model needs", (n for n in required if n not in checkpoint.tensors))
+    expected = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     tied = {prefix + name for name in model.all_tied_weights_keys}
+    heads = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    required = {name for name in expected.keys() - tied if name.startswith(backbone) or name in heads}
+    _refuse("the checkpoint lacks tensors that the model needs", required - checkpoint.tensors.keys())
     _refuse(
         "the checkpoint holds tensors that the model has no place for",
         (
             name
-            for name in checkpoint.tensors
+            for name in checkpoint.tensors.keys() - expected.keys()
             if name.startswith(backbone)
-            and name not in expected | tied
             and not is_expert.match(name)
             and not _any([*ignored, r"rotary_emb\.inv_freq"], name)
         ),
     )
+    for name in required:
+        _check_entry(checkpoint.tensors[name], tuple(expected[name].shape))
+
+
+def _check_entry(entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape:
+        raise ValueError(f"{entry.file}: {entry.name} has shape {entry.shape}, the model's config needs {shape}")
+    if entry.dtype not in READABLE:
+        raise ValueError(
+            f"{entry.file}: {entry.name} is {entry.dtype}; weights are read from {', '.join(READABLE)}, convert the "
+            "checkpoint to BF16 first"
+        )
 
 
 def _any(patterns: list[str], name: str) -> bool:

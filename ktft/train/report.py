@@ -91,10 +91,11 @@ def format_report(report: Report) -> str:
 def logger() -> logging.Logger:
     """ktft's logger, which reaches the console even where nobody set up logging."""
     log = logging.getLogger("ktft")
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
     if not log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(levelname)s|ktft] %(message)s"))
         log.addHandler(handler)
-        log.setLevel(logging.INFO)
         log.propagate = False  # a root logger configured later would print each line a second time
     return log

@@ -1,0 +1,81 @@
+"""The hook that torch runs at import: harmless when anything is wrong, inert until `use_kt: true`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+from ktft import _autoload
+
+ARGUMENTS = """
+args = {"model_name_or_path": "x", "stage": "sft", "do_train": True, "finetuning_type": "lora", "dataset": "d",
+        "template": "default", "output_dir": "/nonexistent/out", "use_cpu": True, "report_to": "none"}
+"""
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("KTFT_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD")}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment | env
+    )
+
+
+def test_import_torch_only_adds_a_finder() -> None:
+    done = python(
+        "import sys, torch\n"
+        "print([type(f).__module__ for f in sys.meta_path].count('ktft._autoload'))\n"
+        "print([m for m in ('transformers', 'peft', 'ktft.train', 'yaml') if m in sys.modules])"
+    )
+    assert done.stdout.splitlines() == ["1", "[]"], done.stderr
+    assert "ktft" not in done.stderr
+
+
+def test_ktft_disable() -> None:
+    code = "import sys, torch; print('ktft._autoload' in [type(finder).__module__ for finder in sys.meta_path])"
+    done = python(code, KTFT_DISABLE="1")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_broken_ktft_never_breaks_torch() -> None:
+    done = python("import sys; sys.modules['ktft.config'] = None\nimport torch; print(torch.ones(2).sum().item())")
+    assert done.stdout.strip() == "2.0", done.stderr
+    assert done.stderr.count("ktft: its LLaMA-Factory integration is off") == 1
+
+
+def test_a_broken_hook_leaves_llamafactory_as_it_was() -> None:
+    """Stock behaviour without use_kt; with it, LLaMA-Factory's own refusal and never a stock model."""
+    code = (
+        "import sys; sys.modules['ktft.train.llamafactory'] = None\n"
+        "import llamafactory.model\nfrom llamafactory.hparams import get_train_args\n"
+        + ARGUMENTS
+        + "print(get_train_args(dict(args))[0].use_kt)\n"
+        "try: get_train_args({**args, 'use_kt': True})\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    done = python(code)
+    assert done.stdout.splitlines()[-2:] == ["False", "PackageNotFoundError"], done.stdout + done.stderr
+    assert done.stderr.count("ktft: its LLaMA-Factory integration is off") == 1
+
+
+def test_modules_imported_before_are_adapted_too() -> None:
+    code = (
+        "import llamafactory.train.tuner\nfrom llamafactory.hparams import get_train_args\n"
+        "from ktft import _autoload\n_autoload.install(); _autoload.install()\n"
+        "from ktft.train.llamafactory import settings_of\n"
+        + ARGUMENTS
+        + "model_args = get_train_args({**args, 'use_kt': True, 'kt_config': {'threads': 3}})[0]\n"
+        "print(settings_of(model_args).threads)"
+    )
+    done = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout.splitlines()[-1] == "3", done.stdout + done.stderr
+
+
+def test_install_is_idempotent_and_finds_nothing_else() -> None:
+    _autoload.install()
+    _autoload.install()
+    (finder,) = [finder for finder in sys.meta_path if isinstance(finder, _autoload._Finder)]
+    assert finder.find_spec("json") is None
+    spec: Any = finder.find_spec(_autoload.MODULES[0], [])
+    assert spec is None

@@ -1,0 +1,141 @@
+"""The demo, in its quick form, and what its stages promise one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ["corpus", "tokenizer", "model", "data", "before", "lora", "after", "samples"]
+
+
+def run_demo(out: Path) -> str:
+    """Output of the quick demo; a failure of it fails the test."""
+    command = [sys.executable, str(ROOT / "examples" / "demo" / "run.py"), "--quick", "--out", str(out)]
+    environment = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a finished quick demo."""
+    out = tmp_path_factory.mktemp("demo")
+    run_demo(out)
+    return out
+
+
+@pytest.fixture
+def summary(demo: Path) -> dict[str, Any]:
+    """What the quick demo found."""
+    return json.loads((demo / "summary.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the demo's modules importable."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
+
+
+def test_summary(demo: Path, summary: dict[str, Any]) -> None:
+    assert list(summary["seconds"]) == list(summary["stages"]) == STAGES
+    assert summary["failures"] == []
+    assert all(math.isfinite(loss) for loss in summary["heldout_loss"].values())
+    assert math.isfinite(summary["stages"]["model"]["loss"])
+    assert Path(summary["loss_curve"]).read_bytes().startswith(b"\x89PNG")
+    assert [set(sample) for sample in summary["samples"]] == [{"input", "reference", "before", "after"}] * 2
+
+
+def test_reload_reproduces_the_loss_and_lora_changed_it(summary: dict[str, Any]) -> None:
+    loss = summary["heldout_loss"]
+    assert abs(loss["after_reload"] - loss["after_training"]) <= 1e-3
+    assert loss["before"] - loss["after_reload"] > 2e-3, "too small a change for the reload to prove anything"
+
+
+def test_checkpoint_is_what_deepseek_publishes(demo: Path) -> None:
+    from safetensors import safe_open
+
+    config = json.loads((demo / "model" / "config.json").read_text())
+    assert config["model_type"] == "deepseek_v3"
+    with safe_open(demo / "model" / "model.safetensors", framework="pt") as tensors:
+        names = set(tensors.keys())
+        assert tensors.get_slice("model.layers.1.mlp.experts.7.down_proj.weight").get_dtype() == "BF16"
+        bias = tensors.get_tensor("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert bias.dtype.itemsize == 4 and bias.abs().max() > 0, "the router's bias is fp32, and pretraining balanced it"
+    assert not any("gate_up_proj" in name for name in names)
+
+
+def test_finished_stages_are_not_run_again(demo: Path) -> None:
+    record = demo / "records" / "samples.json"
+    before = {path.name: path.stat().st_mtime_ns for path in (demo / "records").iterdir()}
+    record.unlink()  # as after a kill in the last stage
+    output = run_demo(demo)
+    assert output.count("done before") == len(STAGES) - 1
+    after = {path.name: path.stat().st_mtime_ns for path in (demo / "records").iterdir()}
+    assert {name for name in before if before[name] != after[name]} == {"samples.json"}
+
+
+def test_heldout_functions_come_from_other_files(demo: Path, modules: None) -> None:
+    import corpus
+    import dataset
+
+    train, heldout = (corpus.read(demo / "corpus", split) for split in ("train", "heldout"))
+    assert {file["path"] for file in train}.isdisjoint(file["path"] for file in heldout)
+    summaries = [[record["output"] for record in dataset.read(demo / "data", split)] for split in ("train", "heldout")]
+    assert len(set(summaries[0] + summaries[1])) == len(summaries[0]) + len(summaries[1])
+
+
+def test_records_hold_code_without_its_docstring(modules: None) -> None:
+    import dataset
+
+    docstring = '"""Return the area\n    of a rectangle.\n\n    More."""'
+    source = f"def area(width, height):\n    {docstring}\n    return width * height"
+    assert list(dataset.records(source)) == [
+        {
+            "instruction": dataset.INSTRUCTION,
+            "input": "def area(width, height):\n    return width * height",
+            "output": "Return the area of a rectangle.",
+        }
+    ]
+    assert list(dataset.records("def undocumented(): return 1")) == []
+    assert list(dataset.records("a template {{ of }} no language")) == []
+
+
+def test_tokenizer_takes_any_text(demo: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo / "model")
+    text = "def f(x):\n    return 'żółć 漢字 🙂'\x00"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
+
+
+def test_chat_template_is_llamafactorys(demo: Path) -> None:
+    from llamafactory.data.template import TEMPLATES
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo / "model")
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    prompt, answer = TEMPLATES["deepseek3"].encode_oneturn(tokenizer, messages)
+    ours = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer(ours, add_special_tokens=False)["input_ids"] == prompt + answer
+    assert answer[-1] == tokenizer.eos_token_id
+
+
+def test_learning_rate_warms_up_and_ends_low(modules: None) -> None:
+    from pretrain import Recipe, learning_rate
+
+    recipe = Recipe(learning_rate=1.0, warmup=0.1)
+    rates = [learning_rate(step / 100, recipe) for step in range(101)]
+    assert rates[0] < 0.05 and max(rates) > 0.9 and rates[-1] == pytest.approx(0.05)
+    assert rates.index(max(rates)) == 10

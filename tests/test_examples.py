@@ -1,0 +1,73 @@
+"""The example YAML and the Trainer script."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ktft.config import SETTINGS, parse_kt_config
+
+ROOT = Path(__file__).resolve().parents[1]
+YAML = ROOT / "examples" / "yaml" / "kt_deepseek_lora.yaml"
+
+
+@pytest.fixture
+def docstrings(tmp_path: Path) -> Path:
+    """A data folder with the demo's two data sets, of a few records."""
+    records = [{"instruction": "Add.", "input": f"{n} + {n}", "output": f"The sum is {2 * n}."} for n in range(16)]
+    for name in ("docstrings", "docstrings_heldout"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(records))
+    info = {name: {"file_name": f"{name}.json"} for name in ("docstrings", "docstrings_heldout")}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    return tmp_path
+
+
+def test_yaml_explains_every_key_of_kt_config() -> None:
+    config = yaml.safe_load(YAML.read_text())
+    assert set(config["kt_config"]) == set(SETTINGS)
+    assert parse_kt_config(config["kt_config"])[1] == [], "no key of the example is without effect"
+    lines = YAML.read_text().splitlines()
+    for key in SETTINGS:
+        assert re.search(rf"^  {key}: \S+ +# \S", "\n".join(lines), re.MULTILINE), f"{key} has no comment"
+
+
+def test_yaml_marks_two_lines_and_names_the_demos_folders() -> None:
+    marked = [line.split(":")[0] for line in YAML.read_text().splitlines() if re.search(r"# \(\d\)", line)]
+    assert marked == ["model_name_or_path", "template"]
+    config = yaml.safe_load(YAML.read_text())
+    folders = {key: config[key] for key in ("model_name_or_path", "dataset_dir", "output_dir")}
+    assert folders == {
+        "model_name_or_path": "build/demo/model",
+        "dataset_dir": "build/demo/data",
+        "output_dir": "build/demo/lora",
+    }
+
+
+def test_yaml_trains_another_deepseek_by_its_two_lines(
+    tiny_checkpoint: Callable[[str], Path],
+    docstrings: Path,
+    tmp_path: Path,
+    run_cli: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    changed = [f"model_name_or_path={tiny_checkpoint('dsv2')}", "template=default"]
+    short = [f"dataset_dir={docstrings}", f"output_dir={tmp_path / 'out'}", "max_steps=2", "logging_steps=1"]
+    run_cli(["llamafactory-cli", "train", str(YAML), *changed, *short])
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "out" / "training_loss.png").is_file()
+    assert "eval_loss" in json.loads((tmp_path / "out" / "eval_results.json").read_text())
+
+
+def test_trainer_api(tiny_checkpoint: Callable[[str], Path], docstrings: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "trainer_api.py"), "--steps", "2"]
+    command += ["--model", str(tiny_checkpoint("dsv3")), "--data", str(docstrings), "--out", str(tmp_path / "adapter")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "before step 1" in done.stdout and "reloaded from" in done.stdout
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

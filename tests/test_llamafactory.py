@@ -1,0 +1,373 @@
+"""`use_kt: true` through unmodified LLaMA-Factory: training stages, evaluation, chat, the API and bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import ktft
+from ktft import config as ktft_config
+from ktft.model.experts import find_experts
+from ktft.train.llamafactory import settings_of
+
+Checkpoint = Callable[[str], Path]
+TrainYaml = Callable[..., dict[str, Any]]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+TRAIN = ["llamafactory-cli", "train"]
+
+
+def load(path: Path, **options: Any) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=ktft.KtftConfig(expert_format="bf16", threads=1), **options
+    )
+
+
+def logged_losses(output: Path) -> dict[int, float]:
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+def trained_experts(output: Path) -> int:
+    """How many experts' tensors of an adapter were moved away from B = 0."""
+    tensors = load_file(output / "adapter_model.safetensors")
+    return sum(bool(t.any()) for name, t in tensors.items() if ".mlp.experts." in name and "lora_B" in name)
+
+
+@pytest.fixture(scope="module")
+def big_adapter(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for qwen3moe, on experts alone, that changes what the model says."""
+    from peft import LoraConfig
+
+    model = load(tiny_checkpoint("qwen3moe"))
+    model = ktft.get_peft_model(model, LoraConfig(r=4, target_modules=["experts"], task_type="CAUSAL_LM"))
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.5)
+    path = tmp_path_factory.mktemp("big_adapter")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """LLaMA-Factory as a library, in this process."""
+    from llamafactory.train.tuner import run_exp
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    verbosity, grad = logging.getLogger("transformers").level, torch.is_grad_enabled()
+    yield run_exp
+    logging.getLogger("transformers").setLevel(verbosity)
+    torch.set_grad_enabled(grad)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_sft_reports_saves_evaluates_and_resumes(train_yaml: TrainYaml, run_cli: RunCli, tmp_path: Path) -> None:
+    options = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "lora_dropout": 0.1,
+        "val_size": 0.25,
+        "do_eval": True,
+        "compute_accuracy": True,
+        "bf16": True,
+        "kt_config": {"kt_backend": "AMXINT8", "kt_num_threads": 1, "kt_max_cache_depth": 2},
+    }
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    log = run_cli(TRAIN, train_yaml("dsv3", output_dir=str(whole), **options)).stdout
+    before, after = log.split("before step 1", 1)
+    assert "kt_config.kt_max_cache_depth has no effect" in before
+    for expected in ("2 layers x 8, int8", "threads: 1", "routed experts             18,432", "'loss':"):
+        assert expected in after
+    assert "eval_accuracy" in json.loads((whole / "eval_results.json").read_text())
+    assert trained_experts(whole) > 0
+    targets = json.loads((whole / "adapter_config.json").read_text())["target_modules"]
+    assert {"q_a_proj", "gate_proj", "up_proj", "down_proj"} < set(targets)
+
+    shutil.copytree(whole / "checkpoint-2", tmp_path / "checkpoint-2")
+    resume = train_yaml("dsv3", output_dir=str(rest), resume_from_checkpoint=str(tmp_path / "checkpoint-2"), **options)
+    run_cli(TRAIN, resume)
+    assert logged_losses(rest) == logged_losses(whole)
+    resumed, uninterrupted = (load_file(path / "adapter_model.safetensors") for path in (rest, whole))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())
+
+
+@pytest.mark.parametrize(
+    ("stage", "family", "options"),
+    [
+        ("pt", "dsv2", {"disable_gradient_checkpointing": True}),
+        ("dpo", "qwen3moe", {"use_rslora": True}),
+        ("kto", "dsv3", {"lora_target": "experts,o_proj"}),
+        ("rm", "dsv3", {}),
+    ],
+)
+def test_stages(
+    train_yaml: TrainYaml,
+    run_cli: RunCli,
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    stage: str,
+    family: str,
+    options: dict[str, Any],
+) -> None:
+    log = run_cli(TRAIN, train_yaml(family, stage=stage, **options)).stdout
+    output = tmp_path / "out"
+    assert "before step 1" in log
+    assert set(logged_losses(output)) == {1, 2}
+    assert trained_experts(output) > 0
+    ktft.load_adapter(load(tiny_checkpoint(family)), output)  # strict: standard names, nothing left over
+    if stage == "rm":
+        assert set(load_file(output / "value_head.safetensors")) == {"v_head.summary.weight", "v_head.summary.bias"}
+
+
+def test_runs_in_one_process_do_not_mix(
+    train_yaml: TrainYaml, run_exp: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stock run between two ktft runs, the second continuing the adapter of the first; then evaluation alone."""
+    import llamafactory.train.sft.workflow as workflow
+
+    seen: list[set[str]] = []
+    original = workflow.load_model
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        seen.append({module.layer.format for module in find_experts(model).values()})
+        return model
+
+    monkeypatch.setattr(workflow, "load_model", spy)
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_exp(train_yaml("qwen3moe", output_dir=str(first), kt_config={"expert_format": "bf16", "threads": 1}))
+    stock = train_yaml("qwen3moe", output_dir=str(tmp_path / "stock"), use_kt=False)
+    del stock["kt_config"]
+    run_exp(stock)
+    run_exp(train_yaml("qwen3moe", output_dir=str(second), kt_config=None, adapter_name_or_path=str(first)))
+    assert seen == [{"bf16"}, set(), {"int8"}]
+    one, two = (load_file(path / "adapter_model.safetensors") for path in (first, second))
+    assert one.keys() == two.keys()
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+
+    evaluate = {"do_train": False, "do_eval": True, "eval_dataset": "sft", "per_device_eval_batch_size": 4}
+    results = {}
+    for name, adapter in (("base", None), ("adapted", str(second))):
+        output = tmp_path / name
+        run_exp(train_yaml("qwen3moe", output_dir=str(output), adapter_name_or_path=adapter, dataset=None, **evaluate))
+        results[name] = json.loads((output / "eval_results.json").read_text())["eval_loss"]
+    assert results["adapted"] < results["base"]
+
+
+def test_dpo_reference_leaves_out_expert_lora(
+    train_yaml: TrainYaml,
+    run_exp: Callable[[dict[str, Any]], None],
+    big_adapter: Path,
+    tiny_checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from llamafactory.train.dpo.trainer import CustomDPOTrainer
+
+    original = CustomDPOTrainer.compute_reference_log_probs
+    found: dict[str, torch.Tensor] = {}
+
+    def spy(self: Any, model: Any, batch: Any) -> Any:
+        reference = original(self, model, batch)
+        with torch.no_grad():
+            found["policy"] = self.concatenated_forward(model, batch)["chosen_logps"]
+            found["base"] = self.concatenated_forward(base.train(), batch)["chosen_logps"]
+        found["reference"] = reference[0]
+        return reference
+
+    base = load(tiny_checkpoint("qwen3moe"))
+    monkeypatch.setattr(CustomDPOTrainer, "compute_reference_log_probs", spy)
+    run_exp(train_yaml("qwen3moe", stage="dpo", adapter_name_or_path=str(big_adapter), max_steps=1))
+    assert torch.allclose(found["reference"], found["base"], rtol=1e-5)
+    assert (found["policy"] - found["base"]).abs().min() > 1
+
+
+# --- inference --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat_config(tiny_checkpoint: Checkpoint, big_adapter: Path) -> dict[str, Any]:
+    return {
+        "model_name_or_path": str(tiny_checkpoint("qwen3moe")),
+        "adapter_name_or_path": str(big_adapter),
+        "template": "default",
+        "use_kt": True,
+        "kt_config": {"expert_format": "bf16", "threads": 1},
+        "do_sample": False,
+        "max_new_tokens": 12,
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(chat_config: dict[str, Any]) -> dict[str, str]:
+    """What the model says with the adapter and without, in this process."""
+    from llamafactory.chat import ChatModel
+
+    stock = {key: value for key, value in chat_config.items() if key != "adapter_name_or_path"}
+    said = {
+        name: "".join(ChatModel(dict(config)).stream_chat([{"role": "user", "content": "add 2 and 3"}]))
+        for name, config in (("adapter", chat_config), ("base", stock))
+    }
+    assert said["adapter"].strip() != said["base"].strip()
+    return said
+
+
+def command(tmp_path: Path, verb: str, settings: dict[str, Any]) -> list[str]:
+    path = tmp_path / f"{verb}.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return [str(Path(sys.executable).parent / "llamafactory-cli"), verb, str(path)]
+
+
+def test_chat_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path, "chat", chat_config),
+        input="add 2 and 3\nexit\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"Assistant: {answers['adapter']}" in done.stdout
+
+
+def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict[str, str], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open(tmp_path / "log", "w+") as log:
+        server = subprocess.Popen(
+            command(tmp_path, "api", chat_config),
+            env=os.environ | {"API_HOST": "127.0.0.1", "API_PORT": str(port)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+                deadline = time.monotonic() + 200
+                while True:
+                    try:
+                        client.get("/v1/models").raise_for_status()
+                        break
+                    except httpx.TransportError:
+                        assert server.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
+                        time.sleep(0.3)
+                body = {"model": "ktft", "messages": [{"role": "user", "content": "add 2 and 3"}]}
+                reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+        finally:
+            server.terminate()
+            server.wait(30)
+    assert reply["choices"][0]["message"]["content"].strip() == answers["adapter"].strip()
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kt_config": {"expert_fromat": "int8"}},
+            "unknown key 'expert_fromat'; the nearest valid key is 'expert_format'",
+        ),
+        ({"kt_config": {"expert_format": "int3"}}, "expert_format is 'int3'"),
+        ({"kt_config": "absent.yaml"}, "kt_config is 'absent.yaml'; give a mapping"),
+        ({"kt_threadz": 2}, "unknown key 'kt_threadz'"),
+        ({"kt_use_lora_experts": True}, "no dense LoRA experts"),
+        ({"use_kt": False}, "kt_config is given without use_kt: true"),
+        ({"finetuning_type": "full"}, "finetuning_type is 'full'.*set finetuning_type: lora"),
+        ({"finetuning_type": "freeze"}, "finetuning_type is 'freeze'"),
+        ({"finetuning_type": "oft"}, "finetuning_type is 'oft'"),
+        ({"quantization_bit": 4}, "quantization_bit is 4"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"train_from_scratch": True}, "train_from_scratch is True"),
+        ({"adapter_name_or_path": "a,b"}, "give one adapter"),
+        ({"fsdp": "full_shard"}, "ktft does not support FSDP"),
+        ({"deepspeed": "z3.json"}, "ktft does not support DeepSpeed"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_refused_arguments(train_yaml: TrainYaml, options: dict[str, Any], message: str) -> None:
+    from llamafactory.hparams import get_train_args
+
+    with pytest.raises(ValueError, match=message):
+        get_train_args(train_yaml("qwen3moe", **options))
+
+
+def test_argument_forms_and_untested_versions(
+    train_yaml: TrainYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.hparams import get_infer_args, get_train_args
+
+    given = train_yaml("qwen3moe", kt_config=None, kt_cpu_activation="recompute")
+    (tmp_path / "kt.yaml").write_text("threads: 2\n")
+    assert settings_of(get_train_args(given)[0]).activation == "recompute"
+    assert settings_of(get_train_args(given | {"kt_config": str(tmp_path / "kt.yaml")})[0]).threads == 2
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(given | {"kt_config": {"threads": 1}}))
+    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "train.yaml"), "kt_config.expert_format=bf16"])
+    settings = settings_of(get_train_args()[0])
+    assert (settings.expert_format, settings.threads) == ("bf16", 1)
+    flags = ["--model_name_or_path", "m", "--template", "default", "--use_kt", "--kt_config", '{"threads": 4}']
+    assert settings_of(get_infer_args(flags)[0]).threads == 4
+    assert settings_of(get_infer_args(flags[:4])[0]) is None
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="training in 2 processes.*CUDA_VISIBLE_DEVICES"):
+        get_train_args(given)
+    monkeypatch.setitem(ktft_config.TESTED_VERSIONS, "llamafactory", ("0.9.6", "0.9.7"))
+    with pytest.raises(ValueError, match=r"llamafactory 0\.9\.5 is installed.*pip install 'llamafactory>=0\.9\.6"):
+        get_train_args(given)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert settings_of(get_infer_args(flags[:4])[0]) is None  # without use_kt, any version goes on as it is
+
+
+def test_targets_that_match_nothing_and_nan_end_the_run_clearly(
+    train_yaml: TrainYaml,
+    run_exp: Callable[[dict[str, Any]], None],
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="'nothing' matches nothing in the model; it has"):
+        run_exp(train_yaml("qwen3moe", lora_target="q_proj,nothing"))
+    with pytest.raises(ValueError, match="router"):
+        run_exp(train_yaml("dsv2", lora_target="q_proj,gate"))
+
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+    monkeypatch.setattr(Qwen3MoeRMSNorm, "forward", lambda self, x: x * float("nan"))
+    with pytest.raises(ValueError, match=r"mlp\.experts.*NaN"):
+        run_exp(train_yaml("qwen3moe"))
+
+
+def test_refusals_end_the_command_without_a_crash(
+    train_yaml: TrainYaml, run_cli: RunCli, chat_config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two ranks through torchrun, and export: an exit code of 1 and ktft's message, before a model is loaded."""
+    two = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = run_cli(TRAIN, train_yaml("qwen3moe"), check=False, env=two)
+    assert done.returncode == 1
+    assert "ktft does not support training in 2 processes in this release; set CUDA_VISIBLE_DEVICES" in done.stdout
+    export = {key: value for key, value in chat_config.items() if not key.startswith(("do_", "max_"))}
+    done = run_cli(["llamafactory-cli", "export"], export | {"export_dir": str(tmp_path / "merged")}, check=False)
+    assert done.returncode == 1
+    assert "ktft keeps adapters unmerged" in done.stdout
+    assert "Loading" not in done.stdout

@@ -1,0 +1,163 @@
+"""Training through transformers' own Trainer and through ktft's: reports, checks, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import ktft
+from ktft.train.report import examine, format_report
+from ktft.train.trainer import check_launch
+
+Checkpoint = Callable[[str], Path]
+DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
+
+
+def load(path: Path, **settings: Any) -> torch.nn.Module:
+    config = ktft.KtftConfig(**{"expert_format": "bf16", "threads": 1} | settings)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
+
+
+def adapted(path: Path, **options: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    return ktft.get_peft_model(load(path), LoraConfig(**lora))
+
+
+def arguments(output: Path, **overrides: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(output),
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**settings | overrides)
+
+
+def losses(trainer: transformers.Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_plain_trainer_trains_reports_and_resumes_exactly(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, options = tiny_checkpoint("dsv3"), {"lora_dropout": 0.1}
+    whole = transformers.Trainer(adapted(path, **options), arguments(tmp_path / "whole"), train_dataset=DATA)
+    with caplog.at_level(logging.INFO, "ktft"):
+        whole.train()
+    (report,) = [record.message for record in caplog.records if "before step 1" in record.message]
+    for expected in ("2 layers x 8, bf16", "threads: 1", "attention", "shared experts", "routed experts", "router"):
+        assert expected in report
+    assert losses(whole)[-1] < losses(whole)[0]
+    whole.save_model()
+    tensors = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+    trained = [t for name, t in tensors.items() if ".mlp.experts." in name and "lora_B" in name]
+    assert len(trained) == 2 * 8 * 3
+    assert any(tensor.any() for tensor in trained)
+
+    rest = transformers.Trainer(adapted(path, **options), arguments(tmp_path / "rest"), train_dataset=DATA)
+    rest.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert losses(rest)[-2:] == losses(whole)[-2:]
+    rest.save_model()
+    resumed = load_file(tmp_path / "rest" / "adapter_model.safetensors")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in tensors.items())
+
+
+def test_ktft_trainer_trains_int8_with_gradient_checkpointing(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = ktft.get_peft_model(
+        load(tiny_checkpoint("qwen3moe"), expert_format="int8", activation="recompute"),
+        LoraConfig(r=4, target_modules=["experts"], task_type="CAUSAL_LM"),
+    )
+    args = arguments(
+        tmp_path, gradient_checkpointing=True, bf16=True, save_strategy="no", max_steps=16, learning_rate=2e-2
+    )
+    trainer = ktft.Trainer(model, args, train_dataset=DATA)
+    trainer.train()
+    assert sum(losses(trainer)[-4:]) < 0.9 * sum(losses(trainer)[:4])
+
+
+def test_report_counts_what_trains(tiny_checkpoint: Checkpoint) -> None:
+    model = adapted(tiny_checkpoint("dsv3"))
+    report = examine(model)
+    assert report is not None
+    counts = {group.name: group.trainable for group in report.groups}
+    # r = 4; hidden 64, experts 32 wide: 2 layers x 8 experts x 3 projections x r x (64 + 32)
+    assert counts["routed experts"] == 2 * 8 * 3 * 4 * 96
+    assert counts["shared experts"] == 2 * 3 * 4 * 96
+    assert counts["router"] == 0
+    assert sum(counts.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert all(group.on_cpu == group.trainable for group in report.groups)
+    assert report.packed_bytes >= 2 * 8 * 3 * 64 * 32 * 2
+    assert f"{counts['routed experts']:,}" in format_report(report)
+    assert examine(torch.nn.Linear(2, 2)) is None
+
+
+def test_frozen_or_forgotten_lora_is_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = adapted(tiny_checkpoint("qwen3moe"))
+    optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if p.requires_grad and ".experts." not in n])
+    trainer = transformers.Trainer(
+        model,
+        arguments(tmp_path),
+        train_dataset=DATA,
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
+    )
+    with pytest.raises(ValueError, match=r"optimizer lacks 18 trainable parameters.*\.experts\.lora_A"):
+        trainer.train()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.requires_grad = False
+    with pytest.raises(ValueError, match="requested on routed experts, but none of it is trainable"):
+        transformers.Trainer(model, arguments(tmp_path), train_dataset=DATA).train()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no parameter is trainable"):
+        transformers.Trainer(model, arguments(tmp_path), train_dataset=DATA, optimizers=(optimizer, None)).train()
+
+
+def test_several_gpus_are_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args._n_gpu = 2  # what a machine with two GPUs gives: transformers would wrap the model in DataParallel
+    model = adapted(tiny_checkpoint("qwen3moe"))
+    for trainer in (transformers.Trainer, ktft.Trainer):
+        with pytest.raises(ValueError, match="DataParallel over 2 GPUs.*CUDA_VISIBLE_DEVICES"):
+            trainer(model, args, train_dataset=DATA)
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [({"fsdp": True}, "FSDP"), ({"deepspeed": True}, "DeepSpeed"), ({"processes": 2}, "2 processes"), ({}, "")],
+)
+def test_unsupported_launches(launch: dict[str, Any], message: str) -> None:
+    if not launch:
+        return check_launch()
+    with pytest.raises(ValueError, match=f"ktft does not support .*{message}.*;"):
+        check_launch(**launch)
+
+
+def test_stock_models_are_left_alone_and_told_apart(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"), dtype=torch.float32)
+    transformers.Trainer(model, arguments(tmp_path, max_steps=1, save_strategy="no"), train_dataset=DATA).train()
+    with pytest.raises(ValueError, match="no experts held by ktft"):
+        ktft.Trainer(model, arguments(tmp_path))
+
+
+def test_report_reaches_a_console_without_logging_set_up() -> None:
+    code = "from ktft.train.report import logger; logger().info('seen'); logger().info('again')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-2:] == ["[INFO|ktft] seen", "[INFO|ktft] again"], done.stderr
