@@ -109,7 +109,8 @@ def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str 
 @dataclass
 class Gradients:
     """What one backward returns: `[T, H]` in the input's dtype, `[T, k]` fp32, and a, b of each adapted projection in
-    the order of `PROJECTIONS`, in their parameters' dtypes."""
+    the order of `PROJECTIONS`, in their parameters' dtypes.
+    """
 
     hidden_states: Tensor
     top_k_weights: Tensor
@@ -153,7 +154,8 @@ class ExpertLayer:
         """
         if weight.dtype not in _DTYPES or weight.dim() != 2 or weight.device.type != "cpu":
             raise ValueError(
-                f"expected a 2-D fp32, bf16 or fp16 CPU tensor, got {weight.dtype} {list(weight.shape)} on {weight.device}"
+                "expected a 2-D fp32, bf16 or fp16 CPU tensor, "
+                f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
             )
         if 0 <= expert < self.num_experts and self._layer.loaded(expert, _PROJECTIONS[projection]):
             raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
@@ -244,9 +246,7 @@ class ExpertLayer:
             grad_hidden.data_ptr(),
             grad_weights.data_ptr(),
         )
-        return Gradients(
-            grad_hidden, grad_weights, [g.to(p.dtype) for g, p in zip(grads, keep_alive, strict=True)]
-        )
+        return Gradients(grad_hidden, grad_weights, [g.to(p.dtype) for g, p in zip(grads, keep_alive, strict=True)])
 
     def _inputs(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if x.dim() != 2 or x.shape[1] != self.hidden_size or x.dtype not in _DTYPES:

@@ -4,26 +4,43 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
+#include <cstdio>
+#include <cstdlib>
 #include <set>
-#include <sstream>
 
 namespace ktft {
 namespace {
 
+std::vector<std::string> split_text(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find(separator, at), text.size());
+    parts.push_back(text.substr(at, end - at));
+    at = end + 1;
+  }
+  return parts;
+}
+
+// Empty when the file cannot be read.
+std::vector<std::string> lines(const std::string& path) {
+  std::string text;
+  if (std::FILE* file = std::fopen(path.c_str(), "r")) {
+    char part[4096];
+    for (size_t n; (n = std::fread(part, 1, sizeof part, file)) > 0;) text.append(part, n);
+    std::fclose(file);
+  }
+  return split_text(text, '\n');
+}
+
 std::string first_line(const std::string& path) {
-  std::ifstream in(path);
-  std::string line;
-  std::getline(in, line);
-  return line;
+  const std::vector<std::string> all = lines(path);
+  return all.empty() ? "" : all[0];
 }
 
 // "0-3,8,10-11" -> numbers
 std::vector<int> parse_list(const std::string& text) {
   std::vector<int> out;
-  std::stringstream in(text);
-  for (std::string part; std::getline(in, part, ',');) {
+  for (const std::string& part : split_text(text, ',')) {
     int first = 0, last = 0;
     const int n = std::sscanf(part.c_str(), "%d-%d", &first, &last);
     if (n < 1) continue;
@@ -48,8 +65,7 @@ std::set<int> allowed_cpus() {
 }
 
 std::set<int> allowed_nodes() {
-  std::ifstream in("/proc/self/status");
-  for (std::string line; std::getline(in, line);)
+  for (const std::string& line : lines("/proc/self/status"))
     if (line.rfind("Mems_allowed_list:", 0) == 0) {
       const std::vector<int> ids = parse_list(line.substr(line.find(':') + 1));
       return {ids.begin(), ids.end()};
@@ -69,8 +85,7 @@ int count_cores(const std::vector<int>& cpus) {
 }
 
 int64_t meminfo(const std::string& path, const std::string& key) {
-  std::ifstream in(path);
-  for (std::string line; std::getline(in, line);) {
+  for (const std::string& line : lines(path)) {
     const size_t at = line.find(key + ":");
     if (at != std::string::npos) return std::atoll(line.c_str() + at + key.size() + 1) * 1024;
   }
@@ -93,8 +108,7 @@ double read_quota() {
     const double quota = quota_of(dir);
     if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
   };
-  std::ifstream in("/proc/self/cgroup");
-  for (std::string line; std::getline(in, line);) {
+  for (const std::string& line : lines("/proc/self/cgroup")) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);

@@ -140,7 +140,9 @@ def measure(name: str, shape: Shape, tokens: int, fmt: str, rank: int, runs: int
         tflops = flops * (2 if backward else 1) / ours / 1e12
         speedup = statistics.median(b / a for a, b in pairs)
         results.append(
-            Result(name, tokens, fmt, runtime.isa, runtime.threads, rank, step, ours * 1e3, tflops, theirs * 1e3, speedup)
+            Result(
+                name, tokens, fmt, runtime.isa, runtime.threads, rank, step, ours * 1e3, tflops, theirs * 1e3, speedup
+            )
         )
     return results
 
@@ -161,7 +163,13 @@ def main(
                 for r in measure(name, SHAPES[name], count, kind, rank, runs):
                     print(json.dumps(asdict(r)), flush=True)
                     table.add_row(
-                        r.shape, str(r.tokens), r.format, r.step, f"{r.ms:.2f}", f"{r.tflops:.3f}", f"{r.torch_ms:.2f}",
+                        r.shape,
+                        str(r.tokens),
+                        r.format,
+                        r.step,
+                        f"{r.ms:.2f}",
+                        f"{r.tflops:.3f}",
+                        f"{r.torch_ms:.2f}",
                         f"{r.speedup:.2f}",
                     )
     Console(stderr=True).print(table)
