@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +55,8 @@ def build(corpus_folder: Path, out: Path, max_train: int, max_heldout: int) -> d
                     rows.append(record)
         if not rows:
             raise RuntimeError(f"No documented function in the {split} split of {corpus_folder}.")
-        rows = rows[:: math.ceil(len(rows) / limit)]  # from all files, not from the first ones
+        kept = min(limit, len(rows))
+        rows = [rows[index * len(rows) // kept] for index in range(kept)]  # from all files, not from the first ones
         (out / f"{DATASETS[split]}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
         figures[f"{split}_records"] = len(rows)
     info = {name: {"file_name": f"{name}.json"} for name in DATASETS.values()}  # alpaca's columns are the default
