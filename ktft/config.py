@@ -22,6 +22,8 @@ TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "safetensors": ("0.5", "0.9"),
     "numpy": ("1.26", "3"),
     "llamafactory": ("0.9.5", "0.9.6"),
+    "trl": ("0.24.0", "0.25"),
+    "datasets": ("4.0.0", "4.1"),
 }
 """Package -> (lowest version, first version that is too new)."""
 
@@ -108,10 +110,10 @@ class Settings:
 SETTINGS = tuple(field.name for field in fields(Settings))
 
 
-def unknown_key(key: str, known: Mapping[str, Any] | tuple[str, ...]) -> ValueError:
-    """The error for a key that is in nobody's table, with the nearest one that is."""
+def unknown_key(key: str, known: Mapping[str, Any] | tuple[str, ...], shown: str = "") -> ValueError:
+    """The error for a key that is in nobody's table, with the nearest one that is; `shown` says where it stood."""
     near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
-    return ValueError(f"unknown key {key!r}; the nearest valid key is {near[0]!r}")
+    return ValueError(f"unknown key {(shown or key)!r}; the nearest valid key is {near[0]!r}")
 
 
 def _format(value: Any) -> str | None:
@@ -246,7 +248,7 @@ def parse_kt_config(
     notes: list[str] = []
     for shown, key, value in given:
         if key not in KT_KEYS:
-            raise unknown_key(key, KT_KEYS)
+            raise unknown_key(key, KT_KEYS, shown)
         if value is None:
             continue
         row = KT_KEYS[key]

@@ -51,7 +51,7 @@ def test_keys_that_steer_nothing_are_noted() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"expert_fromat": "bf16"}, "unknown key 'expert_fromat'; the nearest valid key is 'expert_format'"),
+        ({"expert_fromat": "bf16"}, "unknown key 'kt_config.expert_fromat'; the nearest valid key is 'expert_format'"),
         ({"kt_num_thread": 4}, "the nearest valid key is 'kt_num_threads'"),
         ({"kt_backend": "FP8"}, "kt_config.kt_backend: 'FP8' is not a supported expert format; supported: bf16, int8"),
         ({"expert_format": "int4"}, "kt_config.expert_format: expert_format is 'int4'; supported: bf16, int8"),

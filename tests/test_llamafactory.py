@@ -286,7 +286,7 @@ def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict
     [
         (
             {"kt_config": {"expert_fromat": "int8"}},
-            "unknown key 'expert_fromat'; the nearest valid key is 'expert_format'",
+            "unknown key 'kt_config.expert_fromat'; the nearest valid key is 'expert_format'",
         ),
         ({"kt_config": {"expert_format": "int3"}}, "expert_format is 'int3'"),
         ({"kt_config": "absent.yaml"}, "kt_config is 'absent.yaml'; give a mapping"),
