@@ -111,8 +111,10 @@ def test_contract(isa: str, fmt: str, threads: int, activation: str) -> None:
 
 @pytest.mark.parametrize(("isa", "fmt"), CASES)
 def test_reduction_longer_than_one_block(isa: str, fmt: str) -> None:
-    layer = make_layer(1120, 1056, fmt, isa, 2)
-    assert_contract(compare(layer, make_lora(1120, 1056, 4, torch.float32), *inputs_for((3, 14, 0, 1, 2), 1120)))
+    for hidden, intermediate in ((1120, 64), (64, 1056)):
+        layer = make_layer(hidden, intermediate, fmt, isa, 2)
+        lora = make_lora(hidden, intermediate, 4, torch.float32)
+        assert_contract(compare(layer, lora, *inputs_for((3, 14, 0, 1, 2), hidden)))
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
@@ -288,3 +290,12 @@ def test_no_tokens() -> None:
     out = routed_experts(layer, x, torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
     out.sum().backward()
     assert out.shape == (0, 64) and x.grad.shape == (0, 64)
+
+
+def test_isa_that_this_cpu_lacks_is_refused() -> None:
+    known = {k["isa"] for k in native.kernels()}
+    for isa in known - set(native.isas()):
+        with pytest.raises(ValueError, match=f"{isa} cannot run on this CPU"):
+            native.runtime(1, 1, isa)
+    with pytest.raises(ValueError, match="unknown ISA 'sse9'"):
+        native.runtime(1, 1, "sse9")

@@ -11,7 +11,7 @@
 namespace ktft {
 namespace {
 
-constexpr const char* kIsaNames[kIsas] = {"scalar", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kIsaNames[kIsas] = {"amx_emu", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
 
 uint64_t enabled_state() {
   uint32_t low, high;
@@ -48,10 +48,12 @@ CpuFeatures detect() {
 bool runs(Isa isa) {
   const CpuFeatures& f = cpu_features();
   switch (isa) {
+    case Isa::kAmxEmu:
     case Isa::kScalar: return true;
     case Isa::kAvx2: return f.avx2 && f.fma;
     case Isa::kAvx512: return f.avx512;
     case Isa::kAvx512Bf16: return f.avx512_bf16;
+    case Isa::kAmxBf16: return f.amx_bf16 && f.avx512_bf16;
   }
   return false;
 }
@@ -85,6 +87,11 @@ Isa isa_from_name(const std::string& name) {
     known += std::string(i ? ", " : "") + kIsaNames[i];
   }
   fail("unknown ISA '", name, "'; ktft has: ", known);
+}
+
+void require_isa(Isa isa) {
+  KTFT_CHECK(runs(isa), "the ISA ", isa_name(isa), " cannot run on this CPU; the fastest that can is ",
+             isa_name(supported_isas().back()));
 }
 
 std::vector<Isa> supported_isas() {

@@ -20,6 +20,9 @@ std::vector<std::pair<std::string, bool>> cpu_feature_list();
 const char* isa_name(Isa isa);
 Isa isa_from_name(const std::string& name);  // throws, listing the names
 
+// Throws when this process cannot run it; for AMX this is what asks the operating system for its tile state.
+void require_isa(Isa isa);
+
 // ISAs this CPU runs, slowest first.
 std::vector<Isa> supported_isas();
 

@@ -1,8 +1,8 @@
 // The GEMM over one block of outputs, for any ISA and codec.
 //
 // Weights are decoded to bf16 tiles one reduction block at a time (64 KB or 128 KB, in L2) and all tokens pass over
-// them before the next block, so that a weight is read from memory and decoded once. A per-row scale is applied to the
-// outputs in forward, and to X in backward, so decoded values are the exact integers.
+// them before the next block, so that a weight is read from memory and decoded once. Decoded values are the exact
+// integers; a per-row scale is applied to the outputs in forward, and was applied to X in backward.
 #pragma once
 
 #include <algorithm>
@@ -129,31 +129,17 @@ template <class V, class Codec>
 void gemm_backward(const GemmArgs& a) {
   const PackedMatrix& w = *a.w;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  bf16* const scaled = panel + kReductionBlock * 64;
-  bf16* const spare = scaled + kReductionBlock * 16;
-  static_assert(V::kBackwardRows <= 16);
+  bf16* const spare = panel + kReductionBlock * 64;
   clear(a, kBlock[1]);
   for (int begin = 0; begin < w.rows; begin += kReductionBlock) {
     const int rows = std::min(kReductionBlock, w.rows - begin), strips = rows / kTileRows;
     decode_columns<V, Codec>(w, begin / kTileRows, strips, a.out_begin, a.out_count / 32, panel, spare);
-    for (int t = 0; t < a.tokens; t += V::kBackwardRows) {
-      const int count = std::min(V::kBackwardRows, a.tokens - t);
-      const bf16* x = a.x + t * a.ldx + begin;
-      int64_t ldx = a.ldx;
-      if (w.row_scale) {
-        for (int r = 0; r < count; r++)
-          for (int n = 0; n < rows; n += V::kWidth)
-            V::store(scaled + r * kReductionBlock + n,
-                     V::mul(V::load(x + r * ldx + n), V::load(w.row_scale + begin + n)));
-        x = scaled;
-        ldx = kReductionBlock;
-      }
+    for (int t = 0; t < a.tokens; t += V::kBackwardRows)
       for (int c = 0; c < a.out_count / 32; c++)
-        with_rows<V::kBackwardRows>(count, [&]<int R>() {
-          backward_micro<V, R>(x, ldx, panel + c * kTileElements, 2 * kTileElements, strips,
+        with_rows<V::kBackwardRows>(std::min(V::kBackwardRows, a.tokens - t), [&]<int R>() {
+          backward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, panel + c * kTileElements, 2 * kTileElements, strips,
                                a.y + int64_t(t) * kBlock[1] + c * 32);
         });
-    }
   }
 }
 

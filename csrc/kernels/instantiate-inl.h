@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gemm-inl.h"
+#include "kernels/tile_gemm-inl.h"
 #include "kernels/vector-inl.h"
 
 namespace ktft {
@@ -13,8 +14,8 @@ struct IsaTable {
 
 template <class V>
 constexpr VectorKernels vector_table() {
-  return {&gemm_nt<V>, &gemm_nn<V>, &silu_mul<V>,   &silu_mul_backward<V>,
-          &widen<V>,   &narrow<V>,  &add_scaled<V>, &dropout<V>};
+  return {&gemm_nt<V>,       &gemm_nn<V>,    &silu_mul<V>, &silu_mul_backward<V>, &widen<V>, &narrow<V>,
+          &narrow_scaled<V>, &add_scaled<V>, &dropout<V>};
 }
 
 }  // namespace ktft

@@ -12,19 +12,23 @@ constexpr int kBlock[kPasses] = {32, 64};
 // Rows of W forward (columns backward) are decoded this many reduction elements at a time; the block stays in L2.
 constexpr int kReductionBlock = 1024;
 
-// forward:   Y[t, j] (+)= sum_i X[t, i] W[out_begin + j, i]
-// backward:  Y[t, j] (+)= sum_i X[t, i] W[i, out_begin + j]
+// A caller's X ends with this many readable rows that do not count: tile kernels take tokens 32 at a time.
+constexpr int kTokenPad = 32;
+
+// forward:   Y[t, j] (+)= row_scale[j] sum_i X[t, i] Q[out_begin + j, i]
+// backward:  Y[t, j] (+)= sum_i X[t, i] Q[i, out_begin + j]
+// W = diag(row_scale) Q; backward's caller has multiplied X by row_scale, once for all blocks.
 struct GemmArgs {
   const PackedMatrix* w;
   int out_begin, out_count;  // a multiple of 32 outputs, at most kBlock[pass]
   const bf16* x;             // [tokens, reduction], row stride ldx
   int64_t ldx;
   int tokens;
-  float* y;  // [tokens, out_count], row stride kBlock[pass]
-  bool accumulate;
-  char* scratch;  // kGemmScratch bytes, 64-byte aligned
+  float* y;         // [tokens rounded up to 32, out_count], row stride kBlock[pass]
+  bool accumulate;  // add to y; backward only
+  char* scratch;    // kGemmScratch bytes, 64-byte aligned
 };
-constexpr size_t kGemmScratch = size_t(kReductionBlock) * 64 * 2 + size_t(kReductionBlock) * 16 * 2 + kTileBytes * 2;
+constexpr size_t kGemmScratch = size_t(kReductionBlock) * 64 * 2 + kTileBytes * 4;
 
 struct GemmKernel {
   Isa isa;
@@ -49,7 +53,8 @@ struct VectorKernels {
                              float* h);
   void (*widen)(int n, const bf16* x, float* y);
   void (*narrow)(int n, const float* x, bf16* y);
-  void (*add_scaled)(int n, float alpha, const float* x, float* y);  // y += alpha x
+  void (*narrow_scaled)(int n, const float* x, const float* scale, bf16* y);  // y = x * scale, element by element
+  void (*add_scaled)(int n, float alpha, const float* x, float* y);           // y += alpha x
   // Zeroes element i where hash(key, first + i) < probability, and scales the others by 1 / (1 - probability).
   void (*dropout)(int n, float* x, uint64_t key, uint32_t first, float probability);
 };

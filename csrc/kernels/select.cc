@@ -4,10 +4,11 @@
 
 namespace ktft {
 
-extern const IsaTable kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table;
+extern const IsaTable kAmxEmuTable, kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table, kAmxBf16Table;
 
 namespace {
-const IsaTable* const kTables[kIsas] = {&kScalarTable, &kAvx2Table, &kAvx512Table, &kAvx512Bf16Table};
+const IsaTable* const kTables[kIsas] = {&kAmxEmuTable, &kScalarTable,     &kAvx2Table,
+                                        &kAvx512Table, &kAvx512Bf16Table, &kAmxBf16Table};
 }  // namespace
 
 const std::vector<GemmKernel>& gemm_table() {

@@ -136,6 +136,11 @@ void narrow(int n, const float* x, bf16* y) {
 }
 
 template <class V>
+void narrow_scaled(int n, const float* x, const float* scale, bf16* y) {
+  for (int i = 0; i < n; i += V::kWidth) V::store(y + i, V::mul(V::load(x + i), V::load(scale + i)));
+}
+
+template <class V>
 void add_scaled(int n, float alpha, const float* x, float* y) {
   for (int i = 0; i < n; i += V::kWidth) V::store(y + i, V::fma(V::set1(alpha), V::load(x + i), V::load(y + i)));
 }

@@ -10,9 +10,11 @@ constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
 
 struct Pointers {
-  const bf16 *x, *dy;  // [rows, hidden]; x is null when nothing needs it
+  const bf16 *x, *dy;     // [rows, hidden]; x is null when nothing needs it
+  const bf16* dy_scaled;  // dy times down's row scales; dy itself when the format has none
   Activations act;
   std::vector<bf16*> grad[2];            // d gate, d up per node, [rows, width]
+  std::vector<bf16*> grad_scaled[2];     // the same times gate's and up's row scales
   std::vector<float*> weight_grads;      // per node [blocks, rows]
   float* low_rank_dy;                    // [rows, r]: B_down^T dy
   std::vector<float*> low_rank_grad[2];  // per node [rows, r]: B^T d gate, B^T d up
@@ -81,11 +83,13 @@ void intermediate_block(const Call& call, const Pointers& at, int node, int expe
   for (int p = 0; p < 2; p++)
     if (const LoraPair* pair = call.pair(kGateUp[p])) sums[p] = zeroed(scratch, pair->rank());
 
+  const float* const scale[2] = {w.matrix(node, expert, Projection::kGate).row_scale,
+                                 w.matrix(node, expert, Projection::kUp).row_scale};
   const int end = call.routes.offset[expert + 1];
   for (int row = call.routes.offset[expert]; row < end; row += kTokenChunk) {
     const int rows = std::min(kTokenChunk, end - row);
-    run_gemm(call, Pass::kBackward, w.matrix(node, expert, kDown), col, cols, at.dy + size_t(row) * hidden, hidden,
-             rows, dh, false, gemm);
+    run_gemm(call, Pass::kBackward, w.matrix(node, expert, kDown), col, cols, at.dy_scaled + size_t(row) * hidden,
+             hidden, rows, dh, false, gemm);
     if (down)
       add_masked_low_rank(call, kDown, *down, at.low_rank_dy + size_t(row) * down->rank(), a_down, row, rows, cols,
                           first, spare, dh);
@@ -94,7 +98,10 @@ void intermediate_block(const Call& call, const Pointers& at, int node, int expe
       at.weight_grads[node][size_t(block) * call.routes.rows + row + r] =
           vec.silu_mul_backward(cols, call.row_weight(row + r), dh + to, at.act.nodes[node].gate + from,
                                 at.act.nodes[node].up + from, grad[0] + to, grad[1] + to, h + to);
-      for (int p = 0; p < 2; p++) vec.narrow(cols, grad[p] + to, at.grad[p][node] + from);
+      for (int p = 0; p < 2; p++) {
+        vec.narrow(cols, grad[p] + to, at.grad[p][node] + from);
+        if (scale[p]) vec.narrow_scaled(cols, grad[p] + to, scale[p] + col, at.grad_scaled[p][node] + from);
+      }
       if (!down) continue;
       if (call.lora->drops())
         vec.dropout(cols, h + to, call.lora->key(kDown, call.routes.row_route[row + r]), uint32_t(first),
@@ -134,7 +141,7 @@ void hidden_block(const Call& call, const Pointers& at, int node, int block, flo
       const int rows = std::min(kTokenChunk, end - row);
       for (int p = 0; p < 2; p++) {
         run_gemm(call, Pass::kBackward, w.matrix(node, expert, kGateUp[p]), col, cols,
-                 at.grad[p][node] + size_t(row) * width, width, rows, y, p == 1, gemm);
+                 at.grad_scaled[p][node] + size_t(row) * width, width, rows, y, p == 1, gemm);
         // LoRA comes after both products: the first one clears y
         if (p == 0) continue;
         for (int q = 0; q < 2; q++)
@@ -188,6 +195,24 @@ void lora_hidden_block(const Call& call, const Pointers& at, int expert, int blo
   }
 }
 
+// dy [rows, hidden] times the row scales of each row's expert's down projection.
+const bf16* scale_rows(const Call& call, const bf16* dy) {
+  const int hidden = call.weights.shape().hidden;
+  bf16* const out = call.runtime.workspace.dy_scaled.get<bf16>(size_t(call.routes.rows + kTokenPad) * hidden);
+  call.runtime.pool.run(int(call.routes.chunks.size()), [&](int task, int thread) {
+    const RowChunk& chunk = call.routes.chunks[task];
+    Scratch& scratch = call.runtime.scratch[thread];
+    scratch.reset();
+    float* const wide = scratch.take<float>(size_t(hidden));
+    const float* const scale = call.weights.matrix(0, chunk.expert, kDown).row_scale;
+    for (int row = chunk.begin; row < chunk.end; row++) {
+      call.vec().widen(hidden, dy + size_t(row) * hidden, wide);
+      call.vec().narrow_scaled(hidden, wide, scale, out + size_t(row) * hidden);
+    }
+  });
+  return out;
+}
+
 Pointers place(const Call& call, Saved& saved, const BackwardArgs& args) {
   const PackedExperts& w = call.weights;
   Runtime& rt = call.runtime;
@@ -197,6 +222,7 @@ Pointers place(const Call& call, Saved& saved, const BackwardArgs& args) {
   const bool needs_x = !saved.retained || call.pair(Projection::kGate) || call.pair(Projection::kUp);
   if (needs_x) at.x = gather(call, args.hidden, args.dtype, false, ws.x);
   at.dy = gather(call, args.grad_output, args.dtype, false, ws.dy);
+  at.dy_scaled = info(w.format()).row_scaled ? scale_rows(call, at.dy) : at.dy;
   at.act = place_activations(call, nullptr, !saved.retained);
   if (saved.retained) {
     for (int p = 0; p < 2; p++) at.act.low_rank[p] = reinterpret_cast<float*>(saved.low_rank[p].data());
@@ -213,8 +239,12 @@ Pointers place(const Call& call, Saved& saved, const BackwardArgs& args) {
   for (int n = 0; n < w.nodes(); n++) {
     NodeWorkspace& node = ws.nodes[n];
     const int id = rt.node_ids[n];
-    at.grad[0].push_back(node.dgate.get<bf16>(rows * w.width(n), id));
-    at.grad[1].push_back(node.dup.get<bf16>(rows * w.width(n), id));
+    for (int p = 0; p < 2; p++) {
+      const size_t count = (rows + kTokenPad) * w.width(n);
+      at.grad[p].push_back(node.grad[p].get<bf16>(count, id));
+      at.grad_scaled[p].push_back(info(w.format()).row_scaled ? node.grad_scaled[p].get<bf16>(count, id)
+                                                              : at.grad[p][n]);
+    }
     at.weight_grads.push_back(node.weight_grads.get<float>(rows * blocks_of(w.width(n)), id));
     at.partial.push_back(node.partial.get<float>(size_t(call.routes.tokens) * w.shape().hidden, id));
     for (int p = 0; p < 2; p++) {

@@ -117,7 +117,7 @@ void add_low_rank(const VectorKernels& vec, const LoraPair& pair, const float* l
 const bf16* gather(const Call& call, const void* tokens, Dtype dtype, bool check, Growing& out) {
   const Routes& routes = call.routes;
   const int hidden = call.weights.shape().hidden, tasks = (routes.tokens + kTokensPerTask - 1) / kTokensPerTask;
-  bf16* const rows = out.get<bf16>(size_t(routes.rows) * hidden);
+  bf16* const rows = out.get<bf16>(size_t(routes.rows + kTokenPad) * hidden);
   std::atomic<int> bad{-1};
   call.runtime.pool.run(tasks, [&](int task, int thread) {
     Scratch& scratch = call.runtime.scratch[thread];
@@ -153,7 +153,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
     const int id = call.runtime.node_ids[n];
     const size_t count = rows * w.width(n);
     NodeWorkspace& node = ws.nodes[n];
-    Activations::PerNode out{nullptr, nullptr, node.h.get<bf16>(count, id), nullptr};
+    Activations::PerNode out{nullptr, nullptr, node.h.get<bf16>(count + size_t(kTokenPad) * w.width(n), id), nullptr};
     if (saved) {
       Saved::PerNode& s = saved->nodes[n];
       s.gate = NodeBuffer(count * sizeof(bf16), id);

@@ -1,5 +1,7 @@
 #include "moe/workspace.h"
 
+#include "base/cpu.h"
+
 namespace ktft {
 
 Runtime::Runtime(Isa isa, Topology topology, std::vector<int> node_ids, const std::vector<std::vector<int>>& cpus,
@@ -13,6 +15,7 @@ Runtime::Runtime(Isa isa, Topology topology, std::vector<int> node_ids, const st
 }
 
 std::shared_ptr<Runtime> Runtime::create(Isa isa, int threads, int nodes) {
+  require_isa(isa);
   Topology topology = read_topology();
   const int real = int(topology.nodes.size()), wanted = nodes > 0 ? nodes : real;
   const int total = threads > 0 ? threads : topology.cores();
@@ -32,10 +35,12 @@ std::shared_ptr<Runtime> Runtime::create(Isa isa, int threads, int nodes) {
 }
 
 size_t Runtime::workspace_bytes() const {
-  size_t total = workspace.x.bytes() + workspace.dy.bytes();
+  size_t total = workspace.x.bytes() + workspace.dy.bytes() + workspace.dy_scaled.bytes();
   for (const Growing& g : workspace.low_rank) total += g.bytes();
   for (const NodeWorkspace& n : workspace.nodes) {
-    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.dgate, &n.dup, &n.partial, &n.weight_grads}) total += g->bytes();
+    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.grad[0], &n.grad[1], &n.grad_scaled[0], &n.grad_scaled[1],
+                             &n.partial, &n.weight_grads})
+      total += g->bytes();
     for (const Growing& g : n.low_rank) total += g.bytes();
   }
   for (const Scratch& s : scratch) total += s.bytes();

@@ -52,14 +52,15 @@ class Scratch {
 };
 
 struct NodeWorkspace {
-  Growing gate, up, h, dgate, dup;  // bf16 [rows, width]
+  Growing gate, up, h;              // bf16 [rows, width]
+  Growing grad[2], grad_scaled[2];  // bf16 [rows, width]: d gate, d up; times the weights' row scales
   Growing partial;                  // fp32 [tokens, hidden]
   Growing low_rank[kProjections];   // fp32 [rows, r]
   Growing weight_grads;             // fp32 [blocks, rows]
 };
 
 struct Workspace {
-  Growing x, dy;                   // bf16 [rows, hidden], gathered
+  Growing x, dy, dy_scaled;        // bf16 [rows, hidden], gathered; dy times down's row scales
   Growing low_rank[kProjections];  // fp32 [rows, r]
   std::vector<NodeWorkspace> nodes;
 };

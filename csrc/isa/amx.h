@@ -1,0 +1,69 @@
+// AMX-BF16 tile registers over AVX-512-BF16 vectors.
+#pragma once
+
+#include "isa/avx512_bf16.h"
+
+namespace ktft {
+
+// Tiles 0-3 are accumulators (16 x 16 fp32), 4-7 operands (16 rows x 64 bytes).
+//   dot<C, A, B>: C[m, n] += sum_k A[m, 2k] B[k, 2n] + A[m, 2k + 1] B[k, 2n + 1]     (TDPBF16PS)
+// Inline assembly, because GCC's tile intrinsics lack the memory clobber and may be moved past the stores they read.
+struct AmxTiles {
+  static void configure() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  }
+  static void release() { __asm__ volatile("tilerelease" ::); }
+
+  template <int T>
+  static void zero() {
+    __asm__ volatile("tilezero %%tmm%c0" ::"i"(T));
+  }
+  template <int T>
+  static void load(const void* at, int64_t row_bytes) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(T) : "memory");
+  }
+  template <int T>
+  static void store(void* at, int64_t row_bytes) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at), "r"(row_bytes), "i"(T) : "memory");
+  }
+  template <int C, int A, int B>
+  static void dot() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  }
+};
+
+struct AmxBf16 : Avx512Bf16 {
+  using Tiles = AmxTiles;
+
+  // Row-major 16 rows x 32 columns of W -> the 16 x 16 transpose of its column pairs: B operand of X W^T.
+  static void transpose_tile(const bf16* tile, bf16* out) {
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(tile + i * 32);
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+      r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+      r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+      r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+      r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) {  // r[4 g + c] holds, in 128-bit lane l, column 4 l + c of rows 4 g to 4 g + 3
+      const __m512i low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+      const __m512i low2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+      const __m512i high2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+      _mm512_storeu_si512(out + c * 32, _mm512_shuffle_i32x4(low, low2, 0x88));
+      _mm512_storeu_si512(out + (4 + c) * 32, _mm512_shuffle_i32x4(high, high2, 0x88));
+      _mm512_storeu_si512(out + (8 + c) * 32, _mm512_shuffle_i32x4(low, low2, 0xdd));
+      _mm512_storeu_si512(out + (12 + c) * 32, _mm512_shuffle_i32x4(high, high2, 0xdd));
+    }
+  }
+};
+
+}  // namespace ktft

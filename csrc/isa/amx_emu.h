@@ -1,0 +1,68 @@
+// AMX's tile registers in plain C++: runs the tile code path where there is no AMX, for tests.
+#pragma once
+
+#include "isa/scalar.h"
+
+namespace ktft {
+
+struct EmulatedTiles {
+  static constexpr int kRowBytes = 64;
+  using Register = uint8_t[16][kRowBytes];
+  static inline thread_local Register registers[8];
+
+  static void configure() {}
+  static void release() {}
+
+  template <int T>
+  static void zero() {
+    std::memset(registers[T], 0, sizeof(Register));
+  }
+  template <int T>
+  static void load(const void* at, int64_t row_bytes) {
+    for (int r = 0; r < 16; r++) std::memcpy(registers[T][r], static_cast<const char*>(at) + r * row_bytes, kRowBytes);
+  }
+  template <int T>
+  static void store(void* at, int64_t row_bytes) {
+    for (int r = 0; r < 16; r++) std::memcpy(static_cast<char*>(at) + r * row_bytes, registers[T][r], kRowBytes);
+  }
+
+  // Intel's definition: even and odd products are summed apart, then together, then onto C; subnormals are zero.
+  template <int C, int A, int B>
+  static void dot() {
+    for (int m = 0; m < 16; m++) {
+      float sum[32] = {}, acc[16];
+      for (int k = 0; k < 16; k++)
+        for (int n = 0; n < 32; n++)
+          sum[n] = flush(__builtin_fmaf(element(A, m, 2 * k + n % 2), element(B, k, n), sum[n]));
+      std::memcpy(acc, registers[C][m], sizeof acc);
+      for (int n = 0; n < 16; n++) acc[n] = flush(flush(acc[n]) + flush(sum[2 * n] + sum[2 * n + 1]));
+      std::memcpy(registers[C][m], acc, sizeof acc);
+    }
+  }
+
+ private:
+  static float flush(float v) { return v > -1.17549435e-38f && v < 1.17549435e-38f ? 0.f * v : v; }
+  static float element(int tile, int row, int i) {
+    bf16 v;
+    std::memcpy(&v, registers[tile][row] + 2 * i, 2);
+    return flush(to_float(v));
+  }
+};
+
+struct AmxEmu : Scalar {
+  using Tiles = EmulatedTiles;
+
+  static void transpose_tile(const bf16* tile, bf16* out) {
+    for (int k = 0; k < 16; k++)
+      for (int n = 0; n < 16; n++) std::memcpy(out + k * 32 + n * 2, tile + n * 32 + k * 2, 4);
+  }
+  static void interleave_tile(const bf16* tile, bf16* out) {
+    for (int pair = 0; pair < 8; pair++)
+      for (int c = 0; c < 32; c++) {
+        out[pair * 64 + c * 2] = tile[pair * 64 + c];
+        out[pair * 64 + c * 2 + 1] = tile[pair * 64 + 32 + c];
+      }
+  }
+};
+
+}  // namespace ktft
