@@ -2,6 +2,7 @@
 #   make demo    a small MoE, trained with LoRA through llamafactory-cli
 #   make test    all tests         make lint    style, types, C++ format
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
+#   make sanitize  the kernel tests under AddressSanitizer, UBSan and ThreadSanitizer
 # With a CUDA torch: make STUBS= TORCH='torch==2.13.0 torchvision torchaudio'
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test lint bench native format clean
+.PHONY: demo test lint bench sanitize native format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
@@ -39,6 +40,19 @@ format: native
 
 bench: native
 	$(BIN)/python -m ktft.bench.kernels
+
+# An editable install holds one core at a time: the sanitized ones replace it, and the next target builds it anew.
+SANITIZED := address,undefined:libasan.so thread:libtsan.so
+sanitize: native
+	@rm $(VENV)/.native
+	@for pair in $(SANITIZED); do \
+	  kind=$${pair%:*}; echo "ktft: C++ core with $$kind sanitizer ..."; \
+	  $(PIP) install --no-build-isolation --no-deps --editable . \
+	    -Cbuild-dir=build/sanitize-$$kind -Ccmake.define.KTFT_SANITIZE=$$kind || exit 1; \
+	  OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=exitcode=66:ignore_noninstrumented_modules=1 \
+	    LD_PRELOAD="$$($(CXX) -print-file-name=$${pair#*:}) $$($(CXX) -print-file-name=libstdc++.so)" \
+	    $(BIN)/python -m pytest -p no:cacheprovider tests/test_kernels.py || exit 1; \
+	done
 
 native: $(VENV)/.native
 

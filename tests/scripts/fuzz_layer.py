@@ -1,0 +1,65 @@
+"""Compares the layer with the fp32 reference on random shapes, routings, formats, ISAs, threads, splits and ranks.
+
+    python tests/scripts/fuzz_layer.py [--cases 2000] [--seed 0]
+
+A case that misses the numeric contract is printed with what reproduces it, and the script exits 1.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import track
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import test_kernels as kernels
+
+from ktft import native
+from ktft.config import PROJECTIONS
+
+
+def run_case(rng: random.Random) -> tuple[str, dict[str, float]]:
+    """One random case: its description, and the relative errors."""
+    hidden, intermediate = (32 * rng.choice([1, 2, 3, 4, 5, 7, 9, 17, 33]) for _ in range(2))
+    isa, fmt = rng.choice(native.isas()), rng.choice(native.FORMATS)
+    if isa in ("amx_emu", "scalar"):
+        hidden, intermediate = min(hidden, 160), min(intermediate, 160)
+    threads, nodes = rng.randint(1, 4), rng.randint(1, 3)
+    rows = tuple(rng.choice([0, 0, 1, 2, 5, 16, 31, 33, 64, 70, 257]) for _ in range(kernels.EXPERTS))
+    rows = rows if sum(rows) else (1, *rows[1:])
+    names = [name for name in PROJECTIONS if rng.random() < 0.7]
+    rank, activation = rng.choice([1, 2, 3, 8, 16, 17, 64, 256]), rng.choice(["retain", "recompute"])
+    dtype = rng.choice([torch.float32, torch.bfloat16])
+    shown = (
+        f"H={hidden} I={intermediate} {isa} {fmt} threads={threads} nodes={nodes} rows={rows} r={rank} "
+        f"lora={','.join(names) or 'none'} {dtype} {activation}"
+    )
+    layer = kernels.make_layer(hidden, intermediate, fmt, isa, threads, nodes)
+    lora = kernels.make_lora(hidden, intermediate, rank, torch.float32, names)
+    return shown, kernels.compare(layer, lora, *kernels.inputs_for(rows, hidden, dtype), activation)
+
+
+def main(
+    cases: Annotated[int, typer.Option(help="random cases")] = 2000,
+    seed: Annotated[int, typer.Option(help="of the first case; case i uses seed + i")] = 0,
+) -> None:
+    """Fuzz the layer."""
+    failed = 0
+    for i in track(range(cases), "fuzzing"):
+        shown, errors = run_case(random.Random(seed + i))
+        try:
+            kernels.assert_contract(errors)
+        except AssertionError as error:
+            failed += 1
+            print(f"seed {seed + i}: {shown}: {error}")
+    print(f"{cases} cases, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
