@@ -46,8 +46,7 @@ struct VectorKernels {
   // A(i, p) = a[i * row_stride + p * col_stride]; B row-major [k, n], n a multiple of 16.
   void (*gemm_nn)(int m, int n, int k, const float* a, int64_t row_stride, int64_t col_stride, const float* b,
                   int64_t ldb, float* c, int64_t ldc, float alpha);
-  // h = SiLU(g) * u, over n values; g and u are first rounded to bf16 in place, as they are saved.
-  void (*silu_mul)(int n, float* g, float* u, bf16* h);
+  void (*silu_mul)(int n, const float* g, const float* u, bf16* h);  // h = SiLU(g) * u
   // Given dh (before the routing weight w), g and u: dg, du = w * dh * d(SiLU(g) u), h = SiLU(g) u; returns <dh, h>.
   float (*silu_mul_backward)(int n, float w, const float* dh, const bf16* g, const bf16* u, float* dg, float* du,
                              float* h);
