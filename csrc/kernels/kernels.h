@@ -21,7 +21,9 @@ constexpr int kTokenPad = 32;
 struct GemmArgs {
   const PackedMatrix* w;
   int out_begin, out_count;  // a multiple of 32 outputs, at most kBlock[pass]
-  const bf16* x;             // [tokens, reduction], row stride ldx
+  // [tokens, reduction] row-major with stride ldx; or, forward where VectorKernels::pack_tokens is set, what that made
+  // of the rows: strips of 16 tokens, ldx does not count.
+  const bf16* x;
   int64_t ldx;
   int tokens;
   float* y;         // [tokens rounded up to 32, out_count], row stride kBlock[pass]
@@ -29,6 +31,7 @@ struct GemmArgs {
   char* scratch;    // kGemmScratch bytes, 64-byte aligned
 };
 constexpr size_t kGemmScratch = size_t(kReductionBlock) * 64 * 2 + kTileBytes * 4;
+static_assert(kTokenPad == 32);
 
 struct GemmKernel {
   Isa isa;
@@ -53,7 +56,9 @@ struct VectorKernels {
   void (*widen)(int n, const bf16* x, float* y);
   void (*narrow)(int n, const float* x, bf16* y);
   void (*narrow_scaled)(int n, const float* x, const float* scale, bf16* y);  // y = x * scale, element by element
-  void (*add_scaled)(int n, float alpha, const float* x, float* y);           // y += alpha x
+  // Rows for a forward GEMM as its ISA wants them, [tokens rounded up to 16, cols] elements; null: as they are.
+  void (*pack_tokens)(int tokens, int cols, const bf16* x, int64_t ldx, bf16* out);
+  void (*add_scaled)(int n, float alpha, const float* x, float* y);  // y += alpha x
   // Zeroes element i where hash(key, first + i) < probability, and scales the others by 1 / (1 - probability).
   void (*dropout)(int n, float* x, uint64_t key, uint32_t first, float probability);
 };
