@@ -112,6 +112,13 @@ void down_block(const Call& call, const GemmRows& h, const Activations& act, int
 
 }  // namespace
 
+Saved::~Saved() {
+  for (NodeBuffer& buffer : low_rank) runtime->buffers.give(std::move(buffer), -1);
+  for (size_t n = 0; n < nodes.size(); n++)
+    for (NodeBuffer* buffer : {&nodes[n].gate, &nodes[n].up, &nodes[n].low_rank_down})
+      runtime->buffers.give(std::move(*buffer), runtime->node_ids[n]);
+}
+
 size_t Saved::bytes() const {
   size_t total = low_rank[0].size() + low_rank[1].size();
   for (const PerNode& node : nodes) total += node.gate.size() + node.up.size() + node.low_rank_down.size();
@@ -168,7 +175,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
   for (int p = 0; p < 2; p++)
     if (const LoraPair* pair = call.pair(kGateUp[p])) {
       const size_t count = rows * pair->rank();
-      if (saved) saved->low_rank[p] = NodeBuffer(count * sizeof(float), -1);
+      if (saved) saved->low_rank[p] = call.runtime.buffers.take(count * sizeof(float), -1);
       act.low_rank[p] = saved ? reinterpret_cast<float*>(saved->low_rank[p].data()) : ws.low_rank[p].get<float>(count);
     }
   for (int n = 0; n < w.nodes(); n++) {
@@ -178,8 +185,8 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
     Activations::PerNode out{nullptr, nullptr, node.h.get<bf16>(count + size_t(kTokenPad) * w.width(n), id), nullptr};
     if (saved) {
       Saved::PerNode& s = saved->nodes[n];
-      s.gate = NodeBuffer(count * sizeof(bf16), id);
-      s.up = NodeBuffer(count * sizeof(bf16), id);
+      s.gate = call.runtime.buffers.take(count * sizeof(bf16), id);
+      s.up = call.runtime.buffers.take(count * sizeof(bf16), id);
       out.gate = reinterpret_cast<bf16*>(s.gate.data());
       out.up = reinterpret_cast<bf16*>(s.up.data());
     } else if (keep_gate_up) {
@@ -188,7 +195,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
     }
     if (const LoraPair* pair = call.pair(Projection::kDown)) {
       const size_t low = rows * pair->rank();
-      if (saved) saved->nodes[n].low_rank_down = NodeBuffer(low * sizeof(float), id);
+      if (saved) saved->nodes[n].low_rank_down = call.runtime.buffers.take(low * sizeof(float), id);
       out.low_rank_down = saved ? reinterpret_cast<float*>(saved->nodes[n].low_rank_down.data())
                                 : node.low_rank[int(Projection::kDown)].get<float>(low, id);
     }

@@ -74,7 +74,8 @@ struct Runtime {
   Pool pool;
   std::vector<Scratch> scratch;  // one a thread
   Workspace workspace;
-  std::mutex mutex;  // one layer call at a time
+  std::mutex mutex;    // one layer call at a time
+  BufferPool buffers;  // of what forward keeps for backward
 
   // threads < 1: every physical core the process may use. nodes < 1: the machine's; more than that emulates a split.
   static std::shared_ptr<Runtime> create(Isa isa, int threads, int nodes);
