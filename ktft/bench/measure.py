@@ -14,6 +14,7 @@ from ktft.bench.layers import Batch, Ktft, Runner
 
 # Short cases are repeated within a run until they have taken about this long together.
 RUN_SECONDS, MOST_REPEATS = 0.05, 20
+WARM_REPEATS = 3
 # Threads of the library that ran before may still spin: torch's do for a millisecond, kt-kernel's for 50 to 100.
 SETTLE_SECONDS = 0.15
 
@@ -124,7 +125,7 @@ def measure(
     """One record a step. The first run warms up and is not counted; bandwidth is measured before and after."""
     errors = accuracy.errors(ktft, batch)
     reads = [bandwidth.measure() for _ in range(2)]
-    warm = _run(ktft, peers, batch, 2).ktft["forward+backward"]
+    warm = _run(ktft, peers, batch, WARM_REPEATS).ktft["forward+backward"]
     repeats = max(1, min(MOST_REPEATS, round(RUN_SECONDS / warm)))
     timed = [_run(ktft, peers, batch, repeats) for _ in range(runs)]
     reads += [bandwidth.measure() for _ in range(2)]

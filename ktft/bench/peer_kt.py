@@ -6,7 +6,6 @@ largest batch, and the fastest is timed.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -115,7 +114,9 @@ class KtRunner:
         return lambda: (moe.backward(*addresses, 0, 0, 0, *extra), grad_x, grad_weights)
 
 
-def _trial(runner: KtRunner, batch: Batch) -> float:
+def _trial(ext: Any, job: Job, threads: int) -> float:
+    """Seconds a step with that many threads, which end with it."""
+    runner, batch = KtRunner(ext, job, threads), job.batch
     times = []
     for _ in range(TRIALS + 1):
         start = time.perf_counter()
@@ -144,13 +145,12 @@ class KtKernel:
         return ""
 
     def make(self, job: Job) -> Runner:
-        """The fastest of several thread counts. Raises ValueError for formats the peer lacks."""
+        """The fastest of several thread counts. Raises ValueError for formats and sizes the peer lacks."""
         if job.case.format not in MODES:
             raise ValueError(f"kt-kernel has no counterpart of {job.case.format}")
-        ext, times = import_module("kt_kernel").kt_kernel_ext, {}
-        for threads in thread_counts(job.threads):
-            runner = KtRunner(ext, job, threads)
-            times[threads] = _trial(runner, job.batch)
-            del runner
-            gc.collect()  # its threads end before the next ones start
-        return KtRunner(ext, job, min(times, key=lambda threads: times[threads]))
+        ext = import_module("kt_kernel").kt_kernel_ext
+        try:
+            times = {threads: _trial(ext, job, threads) for threads in thread_counts(job.threads)}
+            return KtRunner(ext, job, min(times, key=lambda threads: times[threads]))
+        except RuntimeError as error:
+            raise ValueError(f"kt-kernel refuses this layer: {error}") from error
