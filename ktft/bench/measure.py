@@ -15,7 +15,7 @@ from ktft.bench.layers import Batch, Ktft, Runner
 # Short cases are repeated within a run until they have taken about this long together.
 RUN_SECONDS, MOST_REPEATS = 0.05, 20
 WARM_REPEATS = 3
-# Threads of the library that ran before may still spin: torch's do for a millisecond, kt-kernel's for 50 to 100.
+# Threads of the library that ran before may still spin: torch's did for 7 ms, kt-kernel's for 50.
 SETTLE_SECONDS = 0.15
 
 Times = dict[str, float]  # step -> seconds
