@@ -59,7 +59,7 @@ struct VectorKernels {
   void (*dropout)(int n, float* x, uint64_t key, uint32_t first, float probability);
 };
 
-// Loops for the benchmark's ceilings. Each runs some microseconds (emulated tiles: milliseconds) on kRateMemory
+// Loops for the benchmark's ceilings. Each runs some microseconds (emulated tiles: up to 0.1 s) on kRateMemory
 // bytes that fill() wrote, 64-byte aligned, and returns the FLOPs it did.
 struct RateKernels {
   void (*fill)(char* memory);
