@@ -39,7 +39,7 @@ format: native
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: native
-	$(BIN)/python -m ktft.bench.kernels
+	$(BIN)/ktft bench kernels
 
 # An editable install holds one core at a time: the sanitized ones replace it, and the next target builds it anew.
 SANITIZED := address,undefined:libasan.so thread:libtsan.so

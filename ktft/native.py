@@ -106,6 +106,25 @@ def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str 
     return Runtime(_C.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
 
 
+def compute_ceilings(runtime: Runtime, seconds: float = 0.01) -> tuple[float, float]:
+    """FLOP/s of all the runtime's threads now: products of registers only (P), and the forward kernel's inner loop on
+    operands in L1 and L2 with nothing decoded (H). Takes twice `seconds`.
+    """
+    measure, handle = _C.measure_flops, runtime.handle
+    return float(measure(handle, _C.Ceiling.registers, seconds)), float(measure(handle, _C.Ceiling.hot, seconds))
+
+
+class ReadBandwidth:
+    """Memory that the runtime's threads read to see how fast memory is. Take far more `bytes` than the caches hold."""
+
+    def __init__(self, runtime: Runtime, bytes: int) -> None:
+        self._native = _C.ReadBandwidth(runtime.handle, bytes)
+
+    def measure(self) -> float:
+        """Bytes per second of all threads together, reading everything once."""
+        return float(self._native.measure())
+
+
 @dataclass
 class Gradients:
     """What one backward returns: `[T, H]` in the input's dtype, `[T, k]` fp32, and a, b of each adapted projection in

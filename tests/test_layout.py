@@ -27,10 +27,10 @@ PYTHON_RANKS = {
     "train": 5,
     "_autoload": 6,
     "serve": 6,
-    "cli": 7,
     "bench": 7,
+    "cli": 8,
 }
-CPP_RANKS = {"base": 0, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "bind": 5}
+CPP_RANKS = {"base": 0, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "bench": 5, "bind": 6}
 # The one file that may import a module which the rest must reach through it.
 GATEWAYS = {"ktft._C": "ktft/native.py", "llamafactory": "ktft/train/llamafactory.py"}
 

@@ -12,6 +12,7 @@ extern const IsaTable kAmxBf16Table;
 const IsaTable kAmxBf16Table = {{
 #include "kernels/formats.inc"
                                 },
-                                vector_table<AmxBf16>()};
+                                vector_table<AmxBf16>(),
+                                rate_table<AmxBf16>()};
 
 }  // namespace ktft

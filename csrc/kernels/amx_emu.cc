@@ -13,6 +13,7 @@ extern const IsaTable kAmxEmuTable;
 const IsaTable kAmxEmuTable = {{
 #include "kernels/formats.inc"
                                },
-                               vector_table<AmxEmu>()};
+                               vector_table<AmxEmu>(),
+                               rate_table<AmxEmu>()};
 
 }  // namespace ktft

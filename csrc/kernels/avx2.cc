@@ -12,6 +12,7 @@ extern const IsaTable kAvx2Table;
 const IsaTable kAvx2Table = {{
 #include "kernels/formats.inc"
                              },
-                             vector_table<Avx2>()};
+                             vector_table<Avx2>(),
+                             rate_table<Avx2>()};
 
 }  // namespace ktft

@@ -12,6 +12,7 @@ extern const IsaTable kAvx512Table;
 const IsaTable kAvx512Table = {{
 #include "kernels/formats.inc"
                                },
-                               vector_table<Avx512>()};
+                               vector_table<Avx512>(),
+                               rate_table<Avx512>()};
 
 }  // namespace ktft

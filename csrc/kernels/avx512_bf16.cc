@@ -14,6 +14,7 @@ extern const IsaTable kAvx512Bf16Table;
 const IsaTable kAvx512Bf16Table = {{
 #include "kernels/formats.inc"
                                    },
-                                   vector_table<Avx512Bf16>()};
+                                   vector_table<Avx512Bf16>(),
+                                   rate_table<Avx512Bf16>()};
 
 }  // namespace ktft

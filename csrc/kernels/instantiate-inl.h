@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gemm-inl.h"
+#include "kernels/rates-inl.h"
 #include "kernels/tile_gemm-inl.h"
 #include "kernels/vector-inl.h"
 
@@ -10,6 +11,7 @@ namespace ktft {
 struct IsaTable {
   GemmKernel gemms[kFormats * kPasses];
   VectorKernels vectors;
+  RateKernels rates;
 };
 
 template <class V>

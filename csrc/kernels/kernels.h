@@ -63,8 +63,18 @@ struct VectorKernels {
   void (*dropout)(int n, float* x, uint64_t key, uint32_t first, float probability);
 };
 
+// Loops for the benchmark's ceilings. Each runs some microseconds (emulated tiles: up to 0.1 s) on kRateMemory
+// bytes that fill() wrote, 64-byte aligned, and returns the FLOPs it did.
+struct RateKernels {
+  void (*fill)(char* memory);
+  int64_t (*registers)(const char* memory);  // products of registers only
+  int64_t (*hot)(char* memory);              // the forward GEMM's inner loop, operands in L1 and L2
+};
+constexpr size_t kRateMemory = size_t(160) << 10;
+
 const std::vector<GemmKernel>& gemm_table();
 const GemmKernel& find_gemm(Isa isa, Format format, Pass pass);
 const VectorKernels& vector_kernels(Isa isa);
+const RateKernels& rate_kernels(Isa isa);
 
 }  // namespace ktft

@@ -12,6 +12,7 @@ extern const IsaTable kScalarTable;
 const IsaTable kScalarTable = {{
 #include "kernels/formats.inc"
                                },
-                               vector_table<Scalar>()};
+                               vector_table<Scalar>(),
+                               rate_table<Scalar>()};
 
 }  // namespace ktft

@@ -28,4 +28,6 @@ const GemmKernel& find_gemm(Isa isa, Format format, Pass pass) {
 
 const VectorKernels& vector_kernels(Isa isa) { return kTables[int(isa)]->vectors; }
 
+const RateKernels& rate_kernels(Isa isa) { return kTables[int(isa)]->rates; }
+
 }  // namespace ktft

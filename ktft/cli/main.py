@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ktft import config
+from ktft.cli import bench
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Fine-tune Mixture-of-Experts models whose experts live in CPU memory.",
 )
+
+app.add_typer(bench.app, name="bench")
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERSION_PACKAGES = ("torch", "transformers", "peft", "accelerate", "llamafactory")

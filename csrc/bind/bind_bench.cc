@@ -1,0 +1,18 @@
+#include "bench/ceilings.h"
+#include "bind/bind.h"
+
+namespace py = pybind11;
+
+namespace ktft {
+
+void bind_bench(py::module_& m) {
+  py::enum_<Ceiling>(m, "Ceiling").value("registers", Ceiling::kRegisters).value("hot", Ceiling::kHot);
+  m.def("measure_flops", &measure_flops, py::arg("runtime"), py::arg("ceiling"), py::arg("seconds"),
+        py::call_guard<py::gil_scoped_release>());
+  py::class_<ReadBandwidth>(m, "ReadBandwidth")
+      .def(py::init<std::shared_ptr<Runtime>, size_t>(), py::arg("runtime"), py::arg("bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("measure", &ReadBandwidth::measure, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace ktft

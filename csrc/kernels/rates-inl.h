@@ -1,0 +1,99 @@
+// Loops that show how fast an ISA multiplies at most: from registers, and by the GEMMs' own inner loop on operands that
+// stay in L1 and L2, with nothing decoded. The benchmark compares whole layers with them.
+#pragma once
+
+#include "kernels/gemm-inl.h"
+#include "kernels/tile_gemm-inl.h"
+
+namespace ktft {
+
+constexpr int kRateTokens = 96;  // a multiple of every ISA's token block; 96 x 544 x 2 bytes stay in L2
+constexpr int kRateReduction = kTileReduction;
+constexpr int64_t kRateStride = kRateReduction + 32;  // not a power of two: rows spread over all cache sets
+
+template <class V>
+constexpr bool kHasTiles = requires { typename V::Tiles; };
+
+// Values small enough that sums stay finite, and not zero, which would cost less power.
+static inline void fill_rate_memory(char* memory) {
+  bf16* const values = reinterpret_cast<bf16*>(memory);
+  for (size_t i = 0; i < kRateMemory / sizeof(bf16); i++)
+    values[i] = to_bf16((i % 2 ? 1.f : -1.f) * float(i * 37 % 101 + 1) / 4096);
+}
+
+template <class Tiles>
+int64_t tile_register_rate(const char* memory) {
+  constexpr int kRounds = 1024;  // so many that configuring costs nothing
+  Tiles::configure();
+  Tiles::template zero<0>();
+  Tiles::template zero<1>();
+  Tiles::template zero<2>();
+  Tiles::template zero<3>();
+  Tiles::template load<4>(memory, 64);
+  Tiles::template load<5>(memory + kTileBytes, 64);
+  Tiles::template load<6>(memory + 2 * kTileBytes, 64);
+  Tiles::template load<7>(memory + 3 * kTileBytes, 64);
+  for (int i = 0; i < kRounds; i++) {
+    Tiles::template dot<0, 4, 6>();
+    Tiles::template dot<1, 4, 7>();
+    Tiles::template dot<2, 5, 6>();
+    Tiles::template dot<3, 5, 7>();
+  }
+  Tiles::release();
+  return int64_t(kRounds) * 4 * 2 * 16 * 16 * 32;
+}
+
+template <class V>
+int64_t vector_register_rate(const char* memory) {
+  constexpr int kRounds = 1 << 16, kChains = 12;  // with two operands within 16 registers
+  const bf16* const values = reinterpret_cast<const bf16*>(memory);
+  const typename V::In x = V::load_in(values), w = V::load_in(values + V::kStep);
+  typename V::F acc[kChains];
+  for (auto& a : acc) a = V::zero();
+  for (int i = 0; i < kRounds; i++)
+    for (auto& a : acc) {
+      a = V::dot(a, x, w);
+      __asm__ volatile("" : "+x"(a));  // keeps the products apart and in registers
+    }
+  return int64_t(kRounds) * kChains * 2 * V::kStep;
+}
+
+template <class V>
+int64_t register_rate(const char* memory) {
+  if constexpr (kHasTiles<V>)
+    return tile_register_rate<typename V::Tiles>(memory);
+  else
+    return vector_register_rate<V>(memory);
+}
+
+// One strip of weights under kRateTokens tokens: 32 outputs on tiles, 16 on vectors.
+template <class V>
+int64_t hot_rate(char* memory) {
+  const bf16* const panel = reinterpret_cast<const bf16*>(memory);
+  const bf16* const x = panel + kRateReduction * 32;
+  float* const y = reinterpret_cast<float*>(memory + kRateMemory - size_t(kRateTokens) * kBlock[0] * 4);
+  if constexpr (kHasTiles<V>) {
+    V::Tiles::configure();
+    constexpr int kRounds = 8;
+    for (int t = 0; t < kRateTokens * kRounds; t += 32) {
+      const int row = t % kRateTokens;
+      tile_block<typename V::Tiles>(x + row * kRateStride, kRateStride, panel, 64, kTilePanel, 2 * kTilePanel,
+                                    kRateReduction / 32, true, false, y + row * kBlock[0], kBlock[0]);
+    }
+    V::Tiles::release();
+    return int64_t(kRounds) * kRateTokens * 32 * kRateReduction * 2;
+  } else {
+    for (int t = 0; t < kRateTokens; t += V::kForwardRows)
+      for (int j = 0; j < kTileRows; j += V::kForwardCols)
+        forward_micro<V, V::kForwardRows>(x + t * kRateStride, kRateStride, panel + j * 32, kRateReduction / 32,
+                                          y + t * kBlock[0] + j, nullptr);
+    return int64_t(kRateTokens) * kTileRows * kRateReduction * 2;
+  }
+}
+
+template <class V>
+constexpr RateKernels rate_table() {
+  return {&fill_rate_memory, &register_rate<V>, &hot_rate<V>};
+}
+
+}  // namespace ktft

@@ -1,0 +1,71 @@
+"""Compares the layer with the fp32 reference on a few tokens of a case's own batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ktft import reference
+from ktft.bench.layers import Batch, Ktft
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.autograd import routed_experts
+
+SAMPLES = 4
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    return float((value.float() - exact.float()).norm() / exact.float().norm().clamp_min(1e-30))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def _parameters(lora: ExpertLora | None) -> list[Tensor]:
+    return [tensor for pair in lora.pairs.values() for tensor in (pair.a, pair.b)] if lora else []
+
+
+def _token(ktft: Ktft, batch: Batch, token: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """One token's reference: output, gradients of x, routing weights and its experts' adapters, those experts.
+
+    One token at a time, because its experts in fp32 are all that has to fit in memory.
+    """
+    layer, experts = ktft.layers[0], batch.index[token]
+    gate, up, down = (
+        torch.stack([layer.dequantize(expert, name) for expert in experts.tolist()]) for name in PROJECTIONS
+    )
+    lora = None
+    if ktft.lora is not None:
+        pairs = ktft.lora.pairs.items()
+        lora = ExpertLora({n: LoraPair(_leaf(p.a[experts]), _leaf(p.b[experts]), p.scaling) for n, p in pairs})
+    x, weights = _leaf(batch.x[token, None].float()), _leaf(batch.weights[token, None])
+    out = reference.moe(x, torch.arange(len(experts))[None], weights, gate, up, down, lora)
+    grads = torch.autograd.grad(out, [x, weights, *_parameters(lora)], batch.grad_output[token, None].float())
+    return out.detach(), list(grads), experts
+
+
+def errors(ktft: Ktft, batch: Batch) -> dict[str, float]:
+    """The largest relative L2 error of the output (`forward`) and of any gradient (`backward`).
+
+    Only the sampled tokens get a gradient from above, so that the adapters' gradients are theirs alone.
+    """
+    tokens = torch.randperm(len(batch.x))[:SAMPLES].tolist()
+    mask = torch.zeros(len(batch.x), 1, dtype=batch.x.dtype)
+    mask[tokens] = 1
+    sampled = replace(batch, grad_output=batch.grad_output * mask)
+    leaves = [_leaf(batch.x), _leaf(batch.weights), *_parameters(ktft.lora)]
+    out = routed_experts(ktft.layers[0], leaves[0], batch.index, leaves[1], ktft.lora)
+    grads = torch.autograd.grad(out, leaves, sampled.grad_output)
+    exact = [torch.zeros(grad.shape) for grad in grads]
+    forward: list[float] = []
+    for token in tokens:
+        y, wanted, experts = _token(ktft, sampled, token)
+        forward.append(_error(out[token].detach(), y[0]))
+        exact[0][token], exact[1][token] = wanted[0][0], wanted[1][0]
+        for total, part in zip(exact[2:], wanted[2:], strict=True):
+            total[experts] += part
+    backward = [_error(grad, total) for grad, total in zip(grads, exact, strict=True)]
+    return {"forward": max(forward), "backward": max(backward), "forward+backward": max(forward + backward)}

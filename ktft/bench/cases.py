@@ -1,0 +1,115 @@
+"""What is timed: shapes, routings and one case's numbers. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer: experts held here, experts per token, sizes."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+    def dims(self, projection: str) -> tuple[int, int]:
+        """`[out_features, in_features]` of one expert's projection."""
+        dims = (self.intermediate_size, self.hidden_size)
+        return dims[::-1] if projection == "down_proj" else dims
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("deepseek-v3", 32, 8, 7168, 2048),  # 32 of the model's 256 experts
+        Shape("qwen3-30b-a3b", 128, 8, 2048, 768),
+        Shape("deepseek-v2-lite", 64, 6, 2048, 1408),
+        Shape("small", 16, 4, 1024, 512),
+    )
+}
+ROUTINGS = ("uniform", "zipf")
+# Forward alone keeps nothing for backward; the other two belong to one training step. Passes are of 6·T·k·H·I FLOPs.
+STEPS = {"forward": 1, "backward": 1, "forward+backward": 2}
+
+
+def parse_shape(text: str) -> Shape:
+    """A name of `SHAPES`, or `E,k,H,I`. Raises ValueError."""
+    if text in SHAPES:
+        return SHAPES[text]
+    try:
+        experts, top_k, hidden, intermediate = (int(part) for part in text.split(","))
+    except ValueError:
+        names = ", ".join(SHAPES)
+        raise ValueError(
+            f"unknown shape {text!r}: one of {names}, or E,k,H,I (experts, experts per token, sizes)"
+        ) from None
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"shape {text!r}: {top_k} experts per token of {experts}")
+    return Shape(text, experts, top_k, hidden, intermediate)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's call: its shape, how many tokens, how they are routed, how weights are held, and the LoRA rank."""
+
+    shape: Shape
+    tokens: int
+    routing: str
+    format: str
+    rank: int
+
+    @property
+    def pass_flops(self) -> int:
+        """Useful FLOPs of one pass, forward or backward: LoRA and packing add time, not FLOPs."""
+        return 6 * self.tokens * self.shape.top_k * self.shape.hidden_size * self.shape.intermediate_size
+
+
+@dataclass(frozen=True)
+class PeerFigure:
+    """A peer's median time and the median of peer time / ktft time, pair by pair: above 1, ktft is faster."""
+
+    ms: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """Medians of one step of one case, as printed; None where a figure does not apply.
+
+    `percent_of_registers` and `percent_of_hot` are paired with the ceilings measured just before each run; `gbs` is
+    the packed weights of the experts in use, read once a pass, over the time. `max_error` is the largest relative L2
+    error, against the fp32 reference, of the output or of any gradient over the sampled tokens.
+    """
+
+    shape: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    tokens: int
+    routing: str
+    format: str
+    rank: int
+    step: str
+    cpu: str
+    isa: str
+    threads: int
+    nodes: int
+    runs: int
+    copies: int
+    rotated_bytes: int
+    ms: float
+    tflops: float
+    registers_tflops: float
+    hot_tflops: float
+    percent_of_registers: float
+    percent_of_hot: float
+    gbs: float
+    read_gbs: float
+    percent_of_read: float
+    max_error: float
+    peers: dict[str, PeerFigure]
+    absent_peers: dict[str, str]

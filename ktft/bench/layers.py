@@ -1,0 +1,128 @@
+"""What the cases run on: random weights, adapters and batches, and ktft's layers made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ktft import native
+from ktft.bench import machine
+from ktft.bench.cases import Case, Shape
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.autograd import routed_experts
+
+Weights = dict[str, Tensor]  # projection -> [E, out_features, in_features] bf16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call's inputs: `x` and `grad_output` `[T, H]` bf16, `index` `[T, k]` int64, `weights` `[T, k]` fp32."""
+
+    x: Tensor
+    index: Tensor
+    weights: Tensor
+    grad_output: Tensor
+
+
+class Runner(Protocol):
+    """One implementation of the layer, ready to run. Successive calls use different copies of the weights."""
+
+    has_backward: bool
+
+    def forward(self, batch: Batch) -> Tensor:
+        """`[T, H]`, when no backward follows."""
+
+    def train(self, batch: Batch) -> Callable[[], object]:
+        """Forward, keeping what backward needs; returns the backward."""
+
+
+def make_weights(shape: Shape) -> Weights:
+    """Random bf16 weights of a layer, as a checkpoint would hold them."""
+    return {
+        name: torch.stack(
+            [torch.randn(shape.dims(name), dtype=torch.bfloat16).div_(64) for _ in range(shape.num_experts)]
+        )
+        for name in PROJECTIONS
+    }
+
+
+def make_lora(shape: Shape, rank: int) -> ExpertLora | None:
+    """Random fp32 adapters of all projections; None for rank 0."""
+    if rank == 0:
+        return None
+    pairs = {}
+    for name in PROJECTIONS:
+        outputs, inputs = shape.dims(name)
+        a = torch.randn(shape.num_experts, rank, inputs) / inputs**0.5
+        b = torch.randn(shape.num_experts, outputs, rank) / (64 * rank**0.5)
+        pairs[name] = LoraPair(a.requires_grad_(), b.requires_grad_(), 1.0)
+    return ExpertLora(pairs)
+
+
+def make_batch(case: Case) -> Batch:
+    """Random tokens; expert i is chosen with weight 1 (uniform) or 1 / its rank in a random order (zipf)."""
+    shape = case.shape
+    popularity = torch.zeros(shape.num_experts)
+    if case.routing == "zipf":
+        popularity = -torch.log1p(torch.randperm(shape.num_experts).float())
+    # The k largest of log-weight + Gumbel noise are k draws without replacement.
+    noise = -torch.log(torch.empty(case.tokens, shape.num_experts).exponential_())
+    index = (popularity + noise).topk(shape.top_k).indices
+    weights = torch.rand(index.shape) + 0.5
+    x, grad = (torch.randn(case.tokens, shape.hidden_size, dtype=torch.bfloat16) for _ in range(2))
+    return Batch(x, index, weights / weights.sum(-1, keepdim=True), grad)
+
+
+def _pack(shape: Shape, fmt: str, runtime: native.Runtime, weights: Weights) -> native.ExpertLayer:
+    layer = native.ExpertLayer(
+        runtime,
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        format=fmt,
+    )
+    for name, stacked in weights.items():
+        for expert, weight in enumerate(stacked):
+            layer.load(expert, name, weight)
+    return layer
+
+
+class Ktft:
+    """ktft's own layer, in as many copies as caches must not hold."""
+
+    has_backward = True
+
+    def __init__(
+        self, shape: Shape, fmt: str, runtime: native.Runtime, weights: Weights, lora: ExpertLora | None
+    ) -> None:
+        self.lora, self._turn = lora, 0
+        self.layers = [_pack(shape, fmt, runtime, weights)]
+        copies = machine.copies(self.layers[0].packed_bytes)
+        self.layers += [_pack(shape, fmt, runtime, weights) for _ in range(copies - 1)]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Packed bytes of one copy."""
+        return self.layers[0].packed_bytes
+
+    def _next(self) -> native.ExpertLayer:
+        self._turn += 1
+        return self.layers[self._turn % len(self.layers)]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """`[T, H]`, when no backward follows."""
+        with torch.no_grad():
+            return routed_experts(self._next(), batch.x, batch.index, batch.weights, self.lora)
+
+    def train(self, batch: Batch) -> Callable[[], object]:
+        """Forward under autograd; the backward gives every gradient of a training step."""
+        for pair in self.lora.pairs.values() if self.lora else ():
+            pair.a.grad = pair.b.grad = None
+        x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
+        out = routed_experts(self._next(), x, batch.index, weights, self.lora)
+        return lambda: out.backward(batch.grad_output)

@@ -1,0 +1,133 @@
+"""Times one case: in every run the ceilings, ktft and each peer, one after the other, so that all see one machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ktft import native
+from ktft.bench import accuracy, machine
+from ktft.bench.cases import STEPS, Case, PeerFigure, Record
+from ktft.bench.layers import Batch, Ktft, Runner
+
+# Short cases are repeated within a run until they have taken about this long together.
+RUN_SECONDS, MOST_REPEATS = 0.05, 20
+WARM_REPEATS = 3
+# Threads of the library that ran before may still spin: torch's did for 7 ms, kt-kernel's for 50.
+SETTLE_SECONDS = 0.15
+
+Times = dict[str, float]  # step -> seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: FLOP/s of the ceilings, ktft's times, the peers' times by name."""
+
+    registers: float
+    hot: float
+    ktft: Times
+    peers: dict[str, Times]
+
+
+def _once(runner: Runner, batch: Batch) -> Times:
+    start = time.perf_counter()
+    runner.forward(batch)
+    forward = time.perf_counter() - start
+    if not runner.has_backward:
+        return {"forward": forward}
+    start = time.perf_counter()
+    backward = runner.train(batch)
+    middle = time.perf_counter()
+    backward()
+    end = time.perf_counter()
+    return {"forward": forward, "backward": end - middle, "forward+backward": end - start}
+
+
+def _steps(runner: Runner, batch: Batch, repeats: int) -> Times:
+    times = [_once(runner, batch) for _ in range(repeats)]
+    return {step: statistics.median(one[step] for one in times) for step in times[0]}
+
+
+def _run(ktft: Ktft, peers: dict[str, Runner], batch: Batch, repeats: int) -> Run:
+    time.sleep(SETTLE_SECONDS)
+    registers, hot = native.compute_ceilings(ktft.layers[0].runtime)
+    ours = _steps(ktft, batch, repeats)
+    theirs = {}
+    for name, peer in peers.items():
+        time.sleep(SETTLE_SECONDS)
+        theirs[name] = _steps(peer, batch, repeats)
+    return Run(registers, hot, ours, theirs)
+
+
+def _peer_figures(step: str, runs: list[Run]) -> Iterator[tuple[str, PeerFigure]]:
+    for name in runs[0].peers:
+        pairs = [(run.ktft[step], run.peers[name][step]) for run in runs if step in run.peers[name]]
+        if pairs:
+            ratio = statistics.median(theirs / ours for ours, theirs in pairs)
+            yield name, PeerFigure(statistics.median(theirs for _, theirs in pairs) * 1e3, ratio)
+
+
+def _median(runs: list[Run], figure: Callable[[Run], float]) -> float:
+    return statistics.median(figure(run) for run in runs)
+
+
+def _record(
+    case: Case, step: str, runs: list[Run], ktft: Ktft, batch: Batch, read: float, error: float, absent: dict[str, str]
+) -> Record:
+    shape, runtime = case.shape, ktft.layers[0].runtime
+    flops, seconds = case.pass_flops * STEPS[step], _median(runs, lambda run: run.ktft[step])
+    used = len(batch.index.unique()) / shape.num_experts
+    bandwidth = ktft.layer_bytes * used * STEPS[step] / seconds
+    return Record(
+        shape=shape.name,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        tokens=case.tokens,
+        routing=case.routing,
+        format=case.format,
+        rank=case.rank,
+        step=step,
+        cpu=machine.cpu_name(),
+        isa=runtime.isa,
+        threads=runtime.threads,
+        nodes=runtime.nodes,
+        runs=len(runs),
+        copies=len(ktft.layers),
+        rotated_bytes=len(ktft.layers) * ktft.layer_bytes,
+        ms=seconds * 1e3,
+        tflops=flops / seconds / 1e12,
+        registers_tflops=_median(runs, lambda run: run.registers) / 1e12,
+        hot_tflops=_median(runs, lambda run: run.hot) / 1e12,
+        percent_of_registers=100 * _median(runs, lambda run: flops / run.ktft[step] / run.registers),
+        percent_of_hot=100 * _median(runs, lambda run: flops / run.ktft[step] / run.hot),
+        gbs=bandwidth / 1e9,
+        read_gbs=read / 1e9,
+        percent_of_read=100 * bandwidth / read,
+        max_error=error,
+        peers=dict(_peer_figures(step, runs)),
+        absent_peers=absent,
+    )
+
+
+def measure(
+    case: Case,
+    ktft: Ktft,
+    batch: Batch,
+    peers: dict[str, Runner],
+    absent: dict[str, str],
+    bandwidth: native.ReadBandwidth,
+    runs: int,
+) -> list[Record]:
+    """One record a step. The first run warms up and is not counted; bandwidth is measured before and after."""
+    errors = accuracy.errors(ktft, batch)
+    reads = [bandwidth.measure() for _ in range(2)]
+    warm = _run(ktft, peers, batch, WARM_REPEATS).ktft["forward+backward"]
+    repeats = max(1, min(MOST_REPEATS, round(RUN_SECONDS / warm)))
+    timed = [_run(ktft, peers, batch, repeats) for _ in range(runs)]
+    reads += [bandwidth.measure() for _ in range(2)]
+    read = statistics.median(reads)
+    return [_record(case, step, timed, ktft, batch, read, errors[step], absent) for step in STEPS]

@@ -1,0 +1,102 @@
+"""Shows the records: JSON lines, a table for 120 columns, a plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ktft.bench.cases import Record
+
+STEP_NAMES = {"forward": "fwd", "backward": "bwd", "forward+backward": "both"}
+NOT_ASKED = "not asked for"
+PEER_NAMES = {"torch-eager": "eager", "torch-grouped": "grouped", "kt-kernel": "kt"}
+
+
+def json_line(record: Record) -> str:
+    """One record, without a line break."""
+    return json.dumps(_rounded(asdict(record)))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.1 else f"{value:.3f}"
+
+
+def make_table(records: Iterable[Record]) -> Table:
+    """A row a record; the last columns are the peers' times over ktft's."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold")
+    table.add_column("shape", overflow="ellipsis", no_wrap=True, max_width=16)
+    for heading in ("T", "routing", "format", "step"):
+        table.add_column(heading, no_wrap=True)
+    figures = ("ms", "TFLOPS", "%P", "%H", "GB/s", "%read", "error%")
+    for heading in (*figures, *(f"{name} x" for name in PEER_NAMES.values())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for r in records:
+        speeds = (r.ms, r.tflops, r.percent_of_registers, r.percent_of_hot, r.gbs, r.percent_of_read)
+        ratios = [f"{r.peers[name].ratio:.2f}" if name in r.peers else "-" for name in PEER_NAMES]
+        table.add_row(
+            r.shape,
+            str(r.tokens),
+            r.routing,
+            r.format,
+            STEP_NAMES[r.step],
+            *(_short(value) for value in speeds),
+            f"{100 * r.max_error:.2f}",
+            *ratios,
+        )
+    return table
+
+
+def explain(records: Sequence[Record], console: Console) -> None:
+    """The machine, the ceilings' medians, and the peers that did not run, below the table."""
+    first = records[0]
+    registers, hot, read = (
+        statistics.median(getattr(record, name) for record in records)
+        for name in ("registers_tflops", "hot_tflops", "read_gbs")
+    )
+    console.print(
+        f"{first.cpu}, {first.isa}, {first.threads} threads, {first.nodes} NUMA nodes, rank {first.rank}: "
+        f"P {registers:.3g} TFLOPS, H {hot:.3g} TFLOPS, read {read:.3g} GB/s",
+        highlight=False,
+    )
+    absent = {f"{name}: {reason}" for record in records for name, reason in record.absent_peers.items()}
+    absent = {line for line in absent if not line.endswith(NOT_ASKED)}
+    for line in sorted(absent):
+        console.print(f"without {line}", highlight=False, markup=False)
+
+
+def plot(records: Iterable[Record], path: Path) -> None:
+    """TFLOPS over tokens, a panel a shape and routing, a line a format and pass. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[str, str], dict[tuple[str, str], list[Record]]] = {}
+    for record in records:
+        if record.step in ("forward", "backward"):
+            lines = panels.setdefault((record.shape, record.routing), {})
+            lines.setdefault((record.format, record.step), []).append(record)
+    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
+    for panel, axes in zip(panels.items(), figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        (shape, routing), lines = panel
+        for (name, step), line in lines.items():
+            line.sort(key=lambda record: record.tokens)
+            tokens, style = [record.tokens for record in line], "-o" if step == "forward" else "--o"
+            axes.plot(tokens, [record.tflops for record in line], style, label=f"{name} {step}")
+        hot = [record.hot_tflops for line in lines.values() for record in line]
+        axes.axhline(sorted(hot)[len(hot) // 2], color="gray", linestyle=":", label="H")
+        axes.set(title=f"{shape}, {routing}", xlabel="tokens", ylabel="TFLOPS", ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,101 @@
+"""`ktft bench`: timings, for who tunes or compares. torch is imported when a command runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+
+from ktft.bench.cases import ROUTINGS, SHAPES, parse_shape
+
+app = typer.Typer(no_args_is_help=True, help="Time ktft on this machine.")
+
+LARGEST_RANK = 256
+TABLE_WIDTH = 120
+
+
+@app.callback()
+def bench() -> None:
+    """Keep `kernels` a command of its own while it is the only one."""
+
+
+def _chosen(option: str, given: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> list[str]:
+    for name in given or ():
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
+    return given or list(default)
+
+
+@contextmanager
+def _lines(output: Path | None) -> Iterator[TextIO]:
+    """Where JSON lines go. Peers' native code writes to descriptor 1: meanwhile that is stderr, and ours a copy."""
+    if output is not None:
+        with output.open("w") as file:
+            yield file
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as file:
+        os.dup2(2, 1)
+        try:
+            yield file
+        finally:
+            os.dup2(file.fileno(), 1)
+
+
+@app.command()
+def kernels(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or E,k,H,I; repeatable.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens in the batch; repeatable.")] = None,
+    fmt: Annotated[list[str] | None, typer.Option("--format", help="Expert format; repeatable. [all]")] = None,
+    routing: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(ROUTINGS)}; repeatable.")] = None,
+    rank: Annotated[int, typer.Option(min=0, max=LARGEST_RANK, help="LoRA rank, 0 for none.")] = 8,
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs a case; medians are reported.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [all that run here]")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of TFLOPS over tokens; needs matplotlib.")] = None,
+) -> None:
+    """Time one layer's experts, forward and backward, beside the machine's ceilings and the peers installed."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+    try:
+        shapes = [parse_shape(text) for text in shape or ["small"]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+
+    from ktft import native
+    from ktft.bench import report
+    from ktft.bench.kernels import Plan, run
+    from ktft.bench.peers import PEERS
+
+    names = tuple(p.name for p in PEERS)
+    plan = Plan(
+        shapes=shapes,
+        tokens=tokens or [64, 1024],
+        routings=_chosen("--routing", routing, ROUTINGS, ROUTINGS[:1]),
+        formats=_chosen("--format", fmt, native.FORMATS, native.FORMATS),
+        rank=rank,
+        runs=runs,
+        threads=threads,
+        peers=[] if peer == ["none"] else _chosen("--peer", peer, names, names),
+    )
+    records = []
+    with _lines(output) as file, console.status("starting ...") as status:
+        try:
+            for record in run(plan, status.update):
+                records.append(record)
+                print(report.json_line(record), file=file, flush=True)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    console.print(report.make_table(records))
+    report.explain(records, console)
+    if plot is not None:
+        report.plot(records, plot)

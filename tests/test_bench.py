@@ -1,0 +1,174 @@
+"""`ktft bench kernels`: the records and what they hold, on tiny shapes. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ktft import native
+from ktft.bench import layers, machine, measure, peer_kt, report
+from ktft.bench.cases import SHAPES, STEPS, Case, PeerFigure, Record, Shape, parse_shape
+from ktft.bench.layers import Ktft
+from ktft.bench.peer import Job
+from ktft.bench.peers import PEERS
+from ktft.cli.main import app
+
+TINY = "4,2,64,96"
+CONTRACT = {"forward": 0.005, "backward": 0.01, "forward+backward": 0.01}
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "kernels", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(machine, "MAX_COPIES", 3)
+    monkeypatch.setattr(machine, "read_bytes", lambda: 32 << 20)
+    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(measure, "MOST_REPEATS", 2)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_records(tmp_path: Path) -> None:
+    output = tmp_path / "records.jsonl"
+    done = bench("--shape", TINY, "--tokens", "40", "--routing", "uniform", "--routing", "zipf", "--runs", "1",
+                 "--threads", "2", "--output", str(output))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(records) == len(native.FORMATS) * 2 * len(STEPS)
+    assert {(r["format"], r["routing"], r["step"]) for r in records} == {
+        (fmt, routing, step) for fmt in native.FORMATS for routing in ("uniform", "zipf") for step in STEPS
+    }
+    for r in records:
+        assert set(r) == {field.name for field in fields(Record)}
+        assert (r["shape"], r["tokens"], r["rank"], r["threads"], r["copies"]) == (TINY, 40, 8, 2, 3)
+        assert r["isa"] == native.default_isa()
+        assert r["max_error"] <= CONTRACT[r["step"]], r
+        numbers = [r[f.name] for f in fields(Record) if f.type == "float"]
+        assert all(math.isfinite(n) and n >= 0 for n in numbers), r
+        assert r["ms"] > 0 and r["registers_tflops"] > 0 and r["hot_tflops"] > 0 and r["read_gbs"] > 0
+        assert r["tflops"] * r["ms"] * 1e9 == pytest.approx(6 * 40 * 2 * 64 * 96 * STEPS[r["step"]], rel=1e-3)
+        assert r["percent_of_read"] == pytest.approx(100 * r["gbs"] / r["read_gbs"], rel=1e-3)
+        assert set(r["peers"]) | set(r["absent_peers"]) == {peer.name for peer in PEERS}
+        assert r["peers"]["torch-eager"]["ratio"] > 0
+
+
+def test_json_lines_on_stdout_are_alone_there() -> None:
+    """In a process of its own: descriptor 1 is lent to stderr meanwhile."""
+    command = [sys.executable, "-P", "-c", "from ktft.cli.main import app; app()", "bench", "kernels"]
+    command += ["--shape", TINY, "--tokens", "1", "--format", "int8", "--rank", "0", "--runs", "1", "--peer", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == list(STEPS)
+    assert "%read" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "huge"], "unknown shape 'huge'"),
+        (["--shape", "2,4,64,64"], "4 experts per token of 2"),
+        (["--format", "int3"], "'int3' is none of"),
+        (["--routing", "skewed"], "uniform, zipf"),
+        (["--peer", "numpy"], "torch-eager"),
+        (["--shape", "4,2,60,64", "--peer", "none"], "multiple"),
+    ],
+)
+def test_wrong_options_are_told(arguments: list[str], message: str) -> None:
+    done = bench(*arguments)
+    assert done.exit_code == 2
+    # rich breaks the message at the terminal's width
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_shapes() -> None:
+    assert parse_shape("deepseek-v3") is SHAPES["deepseek-v3"]
+    assert parse_shape("8,2,64,32") == Shape("8,2,64,32", 8, 2, 64, 32)
+
+
+def test_zipf_is_skewed_and_draws_without_replacement() -> None:
+    torch.manual_seed(0)
+    case = Case(Shape("s", 32, 4, 32, 32), 512, "zipf", "bf16", 0)
+    batch, even = layers.make_batch(case), layers.make_batch(Case(case.shape, 512, "uniform", "bf16", 0))
+    assert all(len(set(row)) == 4 for row in batch.index.tolist())
+    assert batch.index.flatten().bincount().max() > 2 * even.index.flatten().bincount().max()
+    torch.testing.assert_close(batch.weights.sum(-1), torch.ones(512))
+
+
+@pytest.mark.parametrize("isa", native.isas())
+def test_ceilings(isa: str) -> None:
+    runtime = native.runtime(threads=2, isa=isa)
+    assert all(rate > 0 for rate in native.compute_ceilings(runtime, seconds=0.001))
+    assert native.ReadBandwidth(native.runtime(threads=3, numa_nodes=2, isa=isa), 20 << 20).measure() > 0
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_peers_compute_the_same_layer(peer: Any) -> None:
+    """Without LoRA, which torch's peers do not have; bf16 products in another order: 2%."""
+    if reason := peer.absent():
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    case = Case(parse_shape("4,2,256,256"), 24, "uniform", "bf16", 0)
+    weights, batch = layers.make_weights(case.shape), layers.make_batch(case)
+    ours = Ktft(case.shape, case.format, native.runtime(threads=2), weights, None)
+    runner = peer.make(Job(case, weights, None, batch, copies=2, threads=2))
+    wanted = ours.forward(batch).float()
+    for _ in range(2):
+        assert (runner.forward(batch).float() - wanted).norm() <= 0.02 * wanted.norm()
+    if runner.has_backward:
+        runner.train(batch)()
+
+
+def test_kt_kernel_says_why_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kt_kernel", None)
+    assert "does not import" in peer_kt.KtKernel().absent()
+    bare = SimpleNamespace(kt_kernel_ext=SimpleNamespace(moe=SimpleNamespace()))
+    monkeypatch.setitem(sys.modules, "kt_kernel", bare)
+    assert "no AMX experts" in peer_kt.KtKernel().absent()
+    assert peer_kt.thread_counts(16) == [16, 15, 12, 8]
+    assert peer_kt.thread_counts(1) == [1]
+
+
+def a_record(**changes: Any) -> Record:
+    values: dict[str, Any] = {f.name: {"str": "deepseek-v2-lite", "int": 8192, "float": 1234.5678}.get(str(f.type)) for
+                              f in fields(Record)}  # fmt: skip
+    figures = {peer.name: PeerFigure(123.4, 123.45) for peer in PEERS}
+    return Record(**values | {"step": "forward", "routing": "uniform", "peers": figures, "absent_peers": {}} | changes)
+
+
+def test_table_fits_120_columns() -> None:
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(report.make_table([a_record(format="mxfp4", tflops=35.4321, max_error=0.0123)]))
+    text = console.export_text()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 120
+    assert "…" not in text.replace("deepseek-v2-li", "")
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot([a_record(tokens=t, routing=r) for t in (8, 1) for r in ("uniform", "zipf")], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_machine(tmp_path: Path) -> None:
+    assert machine.cache_bytes(tmp_path) == 32 << 20
+    assert machine.cache_bytes() > 0
+    assert machine.free_bytes() > 0
+    assert 1 <= machine.copies(1 << 20) <= machine.MAX_COPIES
+    assert machine.copies(1 << 50) == 1
