@@ -77,8 +77,11 @@ int64_t hot_rate(char* memory) {
     constexpr int kRounds = 8;
     for (int t = 0; t < kRateTokens * kRounds; t += 32) {
       const int row = t % kRateTokens;
-      tile_block<typename V::Tiles>(x + row * kRateStride, kRateStride, panel, 64, kTilePanel, 2 * kTilePanel,
-                                    kRateReduction / 32, true, false, y + row * kBlock[0], kBlock[0]);
+      const bf16* const tokens = x + row * kRateReduction;
+      float* const c = y + row * kBlock[0];
+      tile_block<typename V::Tiles>({panel, panel + kRateReduction * 16, 64, 512, false},
+                                    {tokens, tokens + kRateReduction * 16, 64, 512, false}, kRateReduction / 32, true,
+                                    {{c, c + 256, c + 512, c + 768}, 64});
     }
     V::Tiles::release();
     return int64_t(kRounds) * kRateTokens * 32 * kRateReduction * 2;
