@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-EXPERT_FORMATS = ("bf16", "int8")
+EXPERT_FORMATS = ("bf16", "int8", "fp8", "k4", "int4", "mxfp4")
 ACTIVATIONS = ("retain", "recompute")
 
 TESTED_VERSIONS: dict[str, tuple[str, str]] = {

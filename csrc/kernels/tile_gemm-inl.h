@@ -1,15 +1,14 @@
 // The GEMM on tile registers: X [tokens, reduction] is operand A as it lies in memory, the weights are decoded into B
 // tiles, one reduction block at a time, and stay in L1 while all tokens pass over them.
 //
-// Forward decodes W's 16 x 32 tiles to the transpose of their column pairs, backward to interleaved row pairs. Tokens
+// Forward decodes W's 16 x 32 pieces to the transpose of their column pairs, backward to interleaved row pairs. Tokens
 // are taken 32 at a time without tails: callers leave kTokenPad readable rows behind X, and y holds whole 32s.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels/kernels.h"
-#include "quant/bf16-inl.h"
-#include "quant/int8-inl.h"
+#include "quant/codecs.h"
 
 namespace ktft {
 
@@ -66,19 +65,15 @@ template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   const PackedMatrix& w = *a.w;
-  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const spare = panel + kTileReduction * 32 + kTilePanel;
   Tiles::configure();
   for (int begin = 0; begin < w.cols; begin += kTileReduction) {
     const int steps = std::min(kTileReduction, w.cols - begin) / 32;
     for (int strip = 0; strip < 2; strip++)
-      for (int t = 0; t < steps; t += wide) {
-        const bf16* tiles =
-            Codec::template decode<V>(w.tile(a.out_begin / kTileRows + strip, (begin + t * 32) / tile_cols), spare);
-        for (int i = 0; i < std::min(wide, steps - t); i++)
-          V::transpose_tile(tiles + i * kTilePanel, panel + ((t + i) * 2 + strip) * kTilePanel);
-      }
+      for (int t = 0; t < steps; t++)
+        V::transpose_tile(Codec::template decode<V>(w, a.out_begin / kTileRows + strip, begin / 32 + t, spare),
+                          panel + (t * 2 + strip) * kTilePanel);
     tile_tokens<Tiles>(a, begin, panel, 64, kTilePanel, 2 * kTilePanel, steps, 0, kBlock[0],
                        begin == 0 && !a.accumulate);
   }
@@ -95,20 +90,17 @@ template <class V, class Codec>
 void tile_gemm_backward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   const PackedMatrix& w = *a.w;
-  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32, col_tiles = a.out_count / 32;
+  const int pieces = a.out_count / 32;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const spare = panel + kTileReduction * 64 + kTilePanel;
   Tiles::configure();
   for (int begin = 0; begin < w.rows; begin += kTileReduction) {
     const int strips = std::min(kTileReduction, w.rows - begin) / kTileRows;
     for (int s = 0; s < strips; s++)
-      for (int t = 0; t < col_tiles; t += wide) {
-        const bf16* tiles =
-            Codec::template decode<V>(w.tile(begin / kTileRows + s, (a.out_begin + t * 32) / tile_cols), spare);
-        for (int i = 0; i < std::min(wide, col_tiles - t); i++)
-          V::interleave_tile(tiles + i * kTilePanel, panel + (int64_t(t + i) * strips + s) * kTilePanel);
-      }
-    for (int t = 0; t < col_tiles; t++)  // a row pair is 128 bytes: columns 0-15, then 16-31
+      for (int t = 0; t < pieces; t++)
+        V::interleave_tile(Codec::template decode<V>(w, begin / kTileRows + s, a.out_begin / 32 + t, spare),
+                           panel + (int64_t(t) * strips + s) * kTilePanel);
+    for (int t = 0; t < pieces; t++)  // a row pair is 128 bytes: columns 0-15, then 16-31
       tile_tokens<Tiles>(a, begin, panel + int64_t(t) * strips * kTilePanel, 128, 32, 2 * kTilePanel, strips / 2,
                          t * 32, kBlock[1], begin == 0 && !a.accumulate);
   }
