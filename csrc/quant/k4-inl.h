@@ -1,7 +1,7 @@
 // k4: 4.25 bits: W = row_scale * sub * codebook[q], q 4 bits, sub in [1, 63] for each 32 inputs, row_scale in fp32.
 //
 // The codebook is Lloyd-Max's for Gaussian groups of 32 under this encoder's own choice of scale, rounded to integers
-// (tests/scripts/k4_codebook.py finds it). It is symmetric and has no zero: sub = 0 is kept for groups of zeros.
+// (tests/scripts/k4_codebook.py finds it). It is symmetric and has no zero: sub = 0 makes a group of zeros.
 // Decoding rounds sub * codebook[q], at most 63 * 127, to bf16. Bit 3 of a code is the sign.
 //
 // The encoder takes a group's scale from a few candidates, each refined to the least squares scale of the codes it
@@ -39,12 +39,12 @@ struct K4Policy {
 
   static uint8_t nearest(float size) { return kNearest[std::lrintf(std::min(127.f, size))]; }
 
-  // The scale of a group alone, 0 when all of it is zero.
+  // The scale of a group alone, 0 for a group of zeros.
   static float group_scale(const float* v) {
     float largest = 0;
     for (int i = 0; i < kGroup; i++) largest = std::max(largest, std::fabs(v[i]));
-    if (largest == 0) return 0;
-    float best = -1, best_inverse = 0;
+    if (largest < kTiny) return 0;
+    float best = 0, best_inverse = 0;
     for (float candidate : kCandidates) {
       const float inverse = candidate / largest;
       float vc = 0, cc = 0;
@@ -54,7 +54,7 @@ struct K4Policy {
         cc += c * c;
       }
       // Left of sum (v - s c)^2 at the best s is sum v^2 - (sum v c)^2 / sum c^2
-      const float score = vc * vc / (cc * inverse * inverse);
+      const float score = vc * vc / (cc * candidate * candidate);  // v in units of the largest: no overflow
       if (score > best) best = score, best_inverse = inverse;
     }
     double vc = 0, cc = 0;
@@ -78,7 +78,8 @@ struct K4Policy {
   static Scale encode_group(const float* v, float row_scale, float hint, uint8_t* codes) {
     if (!(row_scale > 0) || hint == 0) return 0;
     const int near = int(std::lrintf(std::min(float(kLargestSub), hint / row_scale)));
-    float least = INFINITY;
+    float least = 0;  // of sub = 0, which is best for a group that is tiny beside its row's largest
+    for (int i = 0; i < kGroup; i++) least += (v[i] / row_scale) * (v[i] / row_scale);
     int sub = 0;
     for (int s = std::max(1, near - 1); s <= std::min(kLargestSub, near + 1); s++) {
       const float scale = row_scale * float(s), inverse = 1 / scale;
@@ -87,10 +88,11 @@ struct K4Policy {
       for (int i = 0; i < kGroup; i++) {
         const float size = std::fabs(v[i]);
         found[i] = nearest(size * inverse);
-        const float d = size - kTable[found[i]] * scale;
+        const float d = size * inverse - kTable[found[i]];
         error += d * d;
         found[i] |= v[i] < 0 ? 8 : 0;
       }
+      error *= float(s * s);  // in units of row_scale: no overflow
       if (!(error < least)) continue;
       least = error;
       sub = s;

@@ -10,7 +10,7 @@ namespace ktft {
 
 // 2^(e - 127); e = 255, NaN in the specification, is never written.
 static inline float power_of_two(uint8_t e) {
-  const uint32_t bits = e ? uint32_t(e) << 23 : 0x00400000;
+  const uint32_t bits = e ? uint32_t(e) << 23 : 0x00400000;  // 2^-127 is subnormal
   float f;
   std::memcpy(&f, &bits, 4);
   return f;
@@ -31,8 +31,8 @@ struct Mxfp4Policy {
   static Scale encode_group(const float* v, float, float, uint8_t* codes) {
     float largest = 0;
     for (int i = 0; i < kGroup; i++) largest = std::max(largest, std::fabs(v[i]));
-    if (largest == 0) return 0;
-    const Scale e = Scale(std::clamp(std::ilogb(largest) - 2 + 127, 0, 254));
+    if (largest < kTiny) return 0;
+    const Scale e = Scale(std::ilogb(largest) - 2 + 127);
     for (int i = 0; i < kGroup; i++) {
       const float q = std::fabs(v[i]) / power_of_two(e);
       const int size = (q > 0.25f) + (q >= 0.75f) + (q > 1.25f) + (q >= 1.75f) + (q > 2.5f) + (q >= 3.5f) + (q > 5);

@@ -15,6 +15,9 @@
 
 namespace ktft {
 
+// Groups of nothing larger are packed as zeros, so that no scale is subnormal and no reciprocal overflows.
+constexpr float kTiny = 1e-30f;
+
 template <class Policy>
 struct NibbleCodec {
   static constexpr Format kFormat = Policy::kFormat;
