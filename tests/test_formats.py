@@ -89,9 +89,10 @@ def representable(fmt: str, rows: int, cols: int) -> Tensor:
         scales = 1.375 * powers(((rows + 127) // 128, (cols + 127) // 128), 2)
         return codes * scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
     if fmt == "k4":
-        subs = choose(torch.arange(1.0, 64.0), grouped[:2], 2)
-        subs[:, -1] = 63
-        return in_groups(choose(signed(K4_CODEBOOK), grouped, 1), subs * 1.375 * powers((rows, 1), 3), -127)
+        subs = choose(torch.arange(1.0, 65.0), grouped[:2], 2)
+        subs[:, -1] = 64
+        values = in_groups(choose(signed(K4_CODEBOOK), grouped, 1), subs, -127).bfloat16().float()
+        return values * 1.375 * powers((rows, 1), 3)
     if fmt == "int4":
         scales = (torch.rand(grouped[:2], generator=torch.Generator().manual_seed(2)) + 2**-7).bfloat16().float()
         codes = choose(torch.arange(-8.0, 8.0), grouped, 1)
@@ -137,7 +138,7 @@ def test_an_outlier_leaves_its_neighbours_no_worse_than_zero(fmt: str, outlier: 
     weights[:, 5] = outlier
     actual = round_trip(fmt, weights)
     assert error_percent(actual[:, 32:], weights[:, 32:]) <= 100
-    assert error_percent(actual[:, 5], weights[:, 5]) <= 15
+    assert error_percent(actual[:, 5], weights[:, 5]) <= 25
 
 
 @pytest.mark.parametrize("fmt", native.FORMATS)

@@ -1,11 +1,12 @@
-// k4: 4.25 bits: W = row_scale * sub * codebook[q], q 4 bits, sub in [1, 63] for each 32 inputs, row_scale in fp32.
+// k4: 4.25 bits: W = row_scale * bf16(sub * codebook[q]), q 4 bits, sub in [1, 64] for each 32 inputs, row_scale fp32.
 //
-// The codebook is Lloyd-Max's for Gaussian groups of 32 under this encoder's own choice of scale, rounded to integers
-// (tests/scripts/k4_codebook.py finds it). It is symmetric and has no zero: sub = 0 makes a group of zeros.
-// Decoding rounds sub * codebook[q], at most 63 * 127, to bf16. Bit 3 of a code is the sign.
+// The rounding to bf16 belongs to the format, so that decoding is exact; with sub = 64, the row's largest group,
+// nothing is rounded. The codebook is Lloyd-Max's for Gaussian groups of 32 under this encoder's own choice of scale,
+// rounded to integers (tests/scripts/k4_codebook.py finds it). It is symmetric and has no zero: sub = 0 makes a group
+// of zeros. Bit 3 of a code is the sign.
 //
 // The encoder takes a group's scale from a few candidates, each refined to the least squares scale of the codes it
-// leads to; the row's scale is the largest of them / 63; sub is then the best of the three nearest.
+// leads to; the row's scale is the largest of them / 64; sub is then the best of the three nearest.
 #pragma once
 
 #include <array>
@@ -16,11 +17,12 @@ namespace ktft {
 
 struct K4Policy {
   static constexpr Format kFormat = Format::kK4;
+  static constexpr bool kRounds = true;
   using Scale = uint8_t;
   static constexpr float kTable[16] = {6, 18, 31, 45, 60, 77, 98, 127, -6, -18, -31, -45, -60, -77, -98, -127};
   // What the largest magnitude of a group is taken for, in units of the codebook.
   static constexpr float kCandidates[] = {127, 112, 119, 136, 147, 160};
-  static constexpr int kLargestSub = 63;
+  static constexpr int kLargestSub = 64;
 
   // Code of the magnitude nearest to i.
   static constexpr std::array<uint8_t, 128> kNearest = [] {

@@ -4,7 +4,7 @@
 // low half and column 16 + i in the high half of byte i, so that both halves are whole vectors.
 //
 // A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kTable[16] (codes' values),
-// multiplier<V>(scale), prepare (see format.h), and
+// multiplier<V>(scale), kRounds (whether the product is bf16 by definition), prepare (see format.h), and
 //   encode_group(values, row_scale, hint, codes) -> Scale
 #pragma once
 
@@ -41,7 +41,8 @@ struct NibbleCodec {
     const int row = r % kTileRows, group = c % 128 / kGroup, i = c % kGroup;
     const int code = tile[row * kRowBytes + group * 16 + i % 16] >> (i / 16 * 4) & 15;
     const Scale scale = reinterpret_cast<const Scale*>(tile + kCodeBytes)[row * 4 + group];
-    return Policy::kTable[code] * Policy::template multiplier<void>(scale) * (w.row_scale ? w.row_scale[r] : 1.f);
+    const float value = Policy::kTable[code] * Policy::template multiplier<void>(scale);
+    return (Policy::kRounds ? to_float(to_bf16(value)) : value) * (w.row_scale ? w.row_scale[r] : 1.f);
   }
 
   template <class V>
