@@ -133,7 +133,8 @@ def test_chat_template_is_llamafactorys(demo: Path) -> None:
 
 
 def test_learning_rate_warms_up_and_ends_low(modules: None) -> None:
-    from pretrain import Recipe, learning_rate
+    from pretrain import learning_rate
+    from scale import Recipe
 
     recipe = Recipe(learning_rate=1.0, warmup=0.1)
     rates = [learning_rate(step / 100, recipe) for step in range(101)]

@@ -40,10 +40,12 @@ struct AmxTiles {
 struct AmxBf16 : Avx512Bf16 {
   using Tiles = AmxTiles;
 
-  // Row-major 16 rows x 32 columns of W -> the 16 x 16 transpose of its column pairs: B operand of X W^T.
-  static void transpose_tile(const bf16* tile, bf16* out) {
+  // out[j][i] = in[i][j] for 16 x 16 dwords: fp32 values, or pairs of bf16.
+  static void transpose_dwords(const void* in, int64_t in_bytes, void* out_at, int64_t out_bytes) {
+    const char* const rows = static_cast<const char*>(in);
+    char* const out = static_cast<char*>(out_at);
     __m512i r[16], t[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(tile + i * 32);
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows + i * in_bytes);
     for (int i = 0; i < 16; i += 2) {
       t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
       t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -58,10 +60,10 @@ struct AmxBf16 : Avx512Bf16 {
       const __m512i low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
       const __m512i low2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
       const __m512i high2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-      _mm512_storeu_si512(out + c * 32, _mm512_shuffle_i32x4(low, low2, 0x88));
-      _mm512_storeu_si512(out + (4 + c) * 32, _mm512_shuffle_i32x4(high, high2, 0x88));
-      _mm512_storeu_si512(out + (8 + c) * 32, _mm512_shuffle_i32x4(low, low2, 0xdd));
-      _mm512_storeu_si512(out + (12 + c) * 32, _mm512_shuffle_i32x4(high, high2, 0xdd));
+      _mm512_storeu_si512(out + c * out_bytes, _mm512_shuffle_i32x4(low, low2, 0x88));
+      _mm512_storeu_si512(out + (4 + c) * out_bytes, _mm512_shuffle_i32x4(high, high2, 0x88));
+      _mm512_storeu_si512(out + (8 + c) * out_bytes, _mm512_shuffle_i32x4(low, low2, 0xdd));
+      _mm512_storeu_si512(out + (12 + c) * out_bytes, _mm512_shuffle_i32x4(high, high2, 0xdd));
     }
   }
 };

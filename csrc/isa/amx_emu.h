@@ -52,9 +52,11 @@ struct EmulatedTiles {
 struct AmxEmu : Scalar {
   using Tiles = EmulatedTiles;
 
-  static void transpose_tile(const bf16* tile, bf16* out) {
-    for (int k = 0; k < 16; k++)
-      for (int n = 0; n < 16; n++) std::memcpy(out + k * 32 + n * 2, tile + n * 32 + k * 2, 4);
+  static void transpose_dwords(const void* in, int64_t in_bytes, void* out, int64_t out_bytes) {
+    for (int i = 0; i < 16; i++)
+      for (int j = 0; j < 16; j++)
+        std::memcpy(static_cast<char*>(out) + j * out_bytes + i * 4,
+                    static_cast<const char*>(in) + i * in_bytes + j * 4, 4);
   }
   static void interleave_tile(const bf16* tile, bf16* out) {
     for (int pair = 0; pair < 8; pair++)

@@ -13,9 +13,17 @@ struct IsaTable {
 };
 
 template <class V>
+constexpr auto token_packer() -> void (*)(int, int, const bf16*, int64_t, bf16*) {
+  if constexpr (requires { typename V::Tiles; })
+    return &pack_tokens<V>;
+  else
+    return nullptr;
+}
+
+template <class V>
 constexpr VectorKernels vector_table() {
-  return {&gemm_nt<V>,       &gemm_nn<V>,    &silu_mul<V>, &silu_mul_backward<V>, &widen<V>, &narrow<V>,
-          &narrow_scaled<V>, &add_scaled<V>, &dropout<V>};
+  return {&gemm_nt<V>, &gemm_nn<V>,       &silu_mul<V>,      &silu_mul_backward<V>, &widen<V>,
+          &narrow<V>,  &narrow_scaled<V>, token_packer<V>(), &add_scaled<V>,        &dropout<V>};
 }
 
 }  // namespace ktft

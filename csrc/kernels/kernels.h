@@ -21,7 +21,9 @@ constexpr int kTokenPad = 32;
 struct GemmArgs {
   const PackedMatrix* w;
   int out_begin, out_count;  // a multiple of 32 outputs, at most kBlock[pass]
-  const bf16* x;             // [tokens, reduction], row stride ldx
+  // [tokens, reduction] row-major with stride ldx; or, forward where VectorKernels::pack_tokens is set, what that made
+  // of the rows: strips of 16 tokens, ldx does not count.
+  const bf16* x;
   int64_t ldx;
   int tokens;
   float* y;         // [tokens rounded up to 32, out_count], row stride kBlock[pass]
@@ -29,6 +31,7 @@ struct GemmArgs {
   char* scratch;    // kGemmScratch bytes, 64-byte aligned
 };
 constexpr size_t kGemmScratch = size_t(kReductionBlock + kTileRows) * 64 * sizeof(bf16);  // a panel, spare pieces
+static_assert(kTokenPad == 32);
 
 struct GemmKernel {
   Isa isa;
@@ -46,15 +49,16 @@ struct VectorKernels {
   // A(i, p) = a[i * row_stride + p * col_stride]; B row-major [k, n], n a multiple of 16.
   void (*gemm_nn)(int m, int n, int k, const float* a, int64_t row_stride, int64_t col_stride, const float* b,
                   int64_t ldb, float* c, int64_t ldc, float alpha);
-  // h = SiLU(g) * u, over n values; g and u are first rounded to bf16 in place, as they are saved.
-  void (*silu_mul)(int n, float* g, float* u, bf16* h);
+  void (*silu_mul)(int n, const float* g, const float* u, bf16* h);  // h = SiLU(g) * u
   // Given dh (before the routing weight w), g and u: dg, du = w * dh * d(SiLU(g) u), h = SiLU(g) u; returns <dh, h>.
   float (*silu_mul_backward)(int n, float w, const float* dh, const bf16* g, const bf16* u, float* dg, float* du,
                              float* h);
   void (*widen)(int n, const bf16* x, float* y);
   void (*narrow)(int n, const float* x, bf16* y);
   void (*narrow_scaled)(int n, const float* x, const float* scale, bf16* y);  // y = x * scale, element by element
-  void (*add_scaled)(int n, float alpha, const float* x, float* y);           // y += alpha x
+  // Rows for a forward GEMM as its ISA wants them, [tokens rounded up to 16, cols] elements; null: as they are.
+  void (*pack_tokens)(int tokens, int cols, const bf16* x, int64_t ldx, bf16* out);
+  void (*add_scaled)(int n, float alpha, const float* x, float* y);  // y += alpha x
   // Zeroes element i where hash(key, first + i) < probability, and scales the others by 1 / (1 - probability).
   void (*dropout)(int n, float* x, uint64_t key, uint32_t first, float probability);
 };

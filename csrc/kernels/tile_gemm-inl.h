@@ -1,8 +1,10 @@
-// The GEMM on tile registers: X [tokens, reduction] is operand A as it lies in memory, the weights are decoded into B
-// tiles, one reduction block at a time, and stay in L1 while all tokens pass over them.
+// The GEMM on tile registers, 32 x 32 outputs at a time.
 //
-// Forward decodes W's 16 x 32 pieces to the transpose of their column pairs, backward to interleaved row pairs. Tokens
-// are taken 32 at a time without tails: callers leave kTokenPad readable rows behind X, and y holds whole 32s.
+// Forward computes Y^T = W X^T: tiles of W are operand A as they lie (or, for other formats, decoded to bf16 once per
+// reduction block), X was packed once a call into B operands: strips of 16 tokens, each a row of 1 KB tiles that hold
+// the transpose of the tokens' column pairs. C comes out transposed and is turned at the end.
+// Backward computes dX = dY W: rows of dY are operand A as they lie, tiles of W are decoded into interleaved row pairs.
+// Tokens are taken without tails: callers leave kTokenPad readable rows behind X, and y holds whole 32s.
 #pragma once
 
 #include <algorithm>
@@ -12,78 +14,107 @@
 
 namespace ktft {
 
-constexpr int kTileReduction = 512;  // 32 outputs x 512 x 2 bytes = 32 KB
-constexpr int kTilePanel = 512;      // elements of one B tile
+constexpr int kTileReduction = 512;  // 32 x 512 weights x 2 bytes = 32 KB stay in L1 while all tokens pass over them
+constexpr int kTilePanel = 512;      // elements of one bf16 tile
 
-// C (32 x 32) of 2 x 2 tiles at y (row stride `block` floats) += or = X . panel. Panel: per 32 reduction elements two B
-// tiles, `b_rows` bytes from row to row, `b_next` elements from the first to the second, `b_step` to the next pair.
+struct TileOperand {  // two tiles side by side in M or N
+  const bf16 *first, *second;
+  int64_t row_bytes;  // from row to row of a tile
+  int64_t step;       // elements to the tiles of the next 32 reduction elements
+  bool half;          // the second tile does not count
+};
+
+struct TileOutput {  // tiles (0, 0), (0, 1), (1, 0), (1, 1) of C
+  float* at[4];
+  int64_t row_bytes;
+};
+
+// C += or = A . B over 32 * steps reduction elements.
 template <class Tiles>
-void tile_block(const bf16* x, int64_t ldx, const bf16* panel, int64_t b_rows, int64_t b_next, int64_t b_step,
-                int steps, bool first, bool half, float* y, int block) {
-  const int64_t x_rows = ldx * 2, y_rows = int64_t(block) * 4;
-  float* const below = y + 16 * block;
+void tile_block(TileOperand a, TileOperand b, int steps, bool first, const TileOutput& c) {
+  const bool used[4] = {true, !b.half, !a.half, !a.half && !b.half};
   if (first) {
     Tiles::template zero<0>();
     Tiles::template zero<1>();
     Tiles::template zero<2>();
     Tiles::template zero<3>();
   } else {
-    Tiles::template load<0>(y, y_rows);
-    Tiles::template load<1>(y + 16, y_rows);
-    if (!half) {
-      Tiles::template load<2>(below, y_rows);
-      Tiles::template load<3>(below + 16, y_rows);
-    }
+    Tiles::template load<0>(c.at[0], c.row_bytes);
+    if (used[1]) Tiles::template load<1>(c.at[1], c.row_bytes);
+    if (used[2]) Tiles::template load<2>(c.at[2], c.row_bytes);
+    if (used[3]) Tiles::template load<3>(c.at[3], c.row_bytes);
   }
-  for (int s = 0; s < steps; s++, x += 32, panel += b_step) {
-    Tiles::template load<4>(x, x_rows);
-    Tiles::template load<6>(panel, b_rows);
+  for (int s = 0; s < steps; s++) {
+    Tiles::template load<4>(a.first + s * a.step, a.row_bytes);
+    Tiles::template load<6>(b.first + s * b.step, b.row_bytes);
     Tiles::template dot<0, 4, 6>();
-    Tiles::template load<7>(panel + b_next, b_rows);
-    Tiles::template dot<1, 4, 7>();
-    if (half) continue;
-    Tiles::template load<5>(x + 16 * ldx, x_rows);
-    Tiles::template dot<2, 5, 6>();
-    Tiles::template dot<3, 5, 7>();
+    if (used[1]) {
+      Tiles::template load<7>(b.second + s * b.step, b.row_bytes);
+      Tiles::template dot<1, 4, 7>();
+    }
+    if (used[2]) {
+      Tiles::template load<5>(a.second + s * a.step, a.row_bytes);
+      Tiles::template dot<2, 5, 6>();
+    }
+    if (used[3]) Tiles::template dot<3, 5, 7>();
   }
-  Tiles::template store<0>(y, y_rows);
-  Tiles::template store<1>(y + 16, y_rows);
-  if (half) return;
-  Tiles::template store<2>(below, y_rows);
-  Tiles::template store<3>(below + 16, y_rows);
+  Tiles::template store<0>(c.at[0], c.row_bytes);
+  if (used[1]) Tiles::template store<1>(c.at[1], c.row_bytes);
+  if (used[2]) Tiles::template store<2>(c.at[2], c.row_bytes);
+  if (used[3]) Tiles::template store<3>(c.at[3], c.row_bytes);
 }
 
-template <class Tiles>
-void tile_tokens(const GemmArgs& a, int begin, const bf16* panel, int64_t b_rows, int64_t b_next, int64_t b_step,
-                 int steps, int col, int block, bool first) {
-  for (int t = 0; t < a.tokens; t += 32)
-    tile_block<Tiles>(a.x + t * a.ldx + begin, a.ldx, panel, b_rows, b_next, b_step, steps, first, a.tokens - t <= 16,
-                      a.y + int64_t(t) * block + col, block);
+// Row-major rows -> packed strips; see GemmArgs::x.
+template <class V>
+void pack_tokens(int tokens, int cols, const bf16* x, int64_t ldx, bf16* out) {
+  for (int t = 0; t < tokens; t += 16)
+    for (int c = 0; c < cols; c += 32, out += kTilePanel) V::transpose_dwords(x + t * ldx + c, ldx * 2, out, 64);
+}
+
+// C^T blocks of 32 x 32 in `sums` -> y [tokens, 32], times the row scales.
+template <class V>
+void turn_outputs(const GemmArgs& a, const float* sums) {
+  for (int t = 0; t < a.tokens; t += 16) {
+    const float* const tiles = sums + (t / 32) * 1024 + (t / 16 % 2) * 256;
+    float* const y = a.y + int64_t(t) * kBlock[0];
+    V::transpose_dwords(tiles, 64, y, kBlock[0] * 4);
+    V::transpose_dwords(tiles + 512, 64, y + 16, kBlock[0] * 4);
+    if (!a.w->row_scale) continue;
+    const float* const scale = a.w->row_scale + a.out_begin;
+    for (int r = 0; r < 16; r++)
+      for (int j = 0; j < kBlock[0]; j += V::kWidth)
+        V::store(y + r * kBlock[0] + j, V::mul(V::load(y + r * kBlock[0] + j), V::load(scale + j)));
+  }
 }
 
 template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   const PackedMatrix& w = *a.w;
-  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  bf16* const spare = panel + kTileReduction * 32 + kTilePanel;
+  const int row_tile = a.out_begin / kTileRows;
+  bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const below = panel + (kTileReduction + 32) * 16;
+  float* const sums = reinterpret_cast<float*>(panel + (kTileReduction + 64) * 32);
+  const int64_t strip = int64_t(w.cols) * 16;  // elements of one packed strip
   Tiles::configure();
   for (int begin = 0; begin < w.cols; begin += kTileReduction) {
     const int steps = std::min(kTileReduction, w.cols - begin) / 32;
-    for (int strip = 0; strip < 2; strip++)
-      for (int t = 0; t < steps; t++)
-        V::transpose_tile(Codec::template decode<V>(w, a.out_begin / kTileRows + strip, begin / 32 + t, spare),
-                          panel + (t * 2 + strip) * kTilePanel);
-    tile_tokens<Tiles>(a, begin, panel, 64, kTilePanel, 2 * kTilePanel, steps, 0, kBlock[0],
-                       begin == 0 && !a.accumulate);
+    // As they lie, or decoded to the panel
+    TileOperand rows{Codec::template decode<V>(w, row_tile, begin / 32, panel),
+                     Codec::template decode<V>(w, row_tile + 1, begin / 32, below), 64, kTilePanel, false};
+    if (rows.first == panel)
+      for (int t = 1; t < steps; t++) {
+        Codec::template decode<V>(w, row_tile, begin / 32 + t, panel + t * kTilePanel);
+        Codec::template decode<V>(w, row_tile + 1, begin / 32 + t, below + t * kTilePanel);
+      }
+    for (int t = 0; t < a.tokens; t += 32) {
+      const bf16* const x = a.x + t / 16 * strip + begin * 16;
+      float* const c = sums + t / 32 * 1024;
+      tile_block<Tiles>(rows, {x, x + strip, 64, kTilePanel, a.tokens - t <= 16}, steps, begin == 0,
+                        {{c, c + 256, c + 512, c + 768}, 64});
+    }
   }
   Tiles::release();
-  if (!w.row_scale) return;
-  for (int t = 0; t < a.tokens; t++)
-    for (int j = 0; j < a.out_count; j += V::kWidth) {
-      float* const at = a.y + int64_t(t) * kBlock[0] + j;
-      V::store(at, V::mul(V::load(at), V::load(w.row_scale + a.out_begin + j)));
-    }
+  turn_outputs<V>(a, sums);
 }
 
 template <class V, class Codec>
@@ -93,6 +124,7 @@ void tile_gemm_backward(const GemmArgs& a) {
   const int pieces = a.out_count / 32;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const spare = panel + kTileReduction * 64 + kTilePanel;
+  constexpr int64_t kRow = kBlock[1];
   Tiles::configure();
   for (int begin = 0; begin < w.rows; begin += kTileReduction) {
     const int strips = std::min(kTileReduction, w.rows - begin) / kTileRows;
@@ -100,9 +132,16 @@ void tile_gemm_backward(const GemmArgs& a) {
       for (int t = 0; t < pieces; t++)
         V::interleave_tile(Codec::template decode<V>(w, begin / kTileRows + s, a.out_begin / 32 + t, spare),
                            panel + (int64_t(t) * strips + s) * kTilePanel);
-    for (int t = 0; t < pieces; t++)  // a row pair is 128 bytes: columns 0-15, then 16-31
-      tile_tokens<Tiles>(a, begin, panel + int64_t(t) * strips * kTilePanel, 128, 32, 2 * kTilePanel, strips / 2,
-                         t * 32, kBlock[1], begin == 0 && !a.accumulate);
+    for (int i = 0; i < pieces; i++) {
+      const bf16* const pairs = panel + int64_t(i) * strips * kTilePanel;  // 128 bytes a pair: columns 0-15, 16-31
+      for (int t = 0; t < a.tokens; t += 32) {
+        const bf16* const x = a.x + t * a.ldx + begin;
+        float* const y = a.y + t * kRow + i * 32;
+        tile_block<Tiles>({x, x + 16 * a.ldx, a.ldx * 2, 32, a.tokens - t <= 16},
+                          {pairs, pairs + 32, 128, 2 * kTilePanel, false}, strips / 2, begin == 0 && !a.accumulate,
+                          {{y, y + 16, y + 16 * kRow, y + 16 * kRow + 16}, kRow * 4});
+      }
+    }
   }
   Tiles::release();
 }

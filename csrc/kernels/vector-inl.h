@@ -91,19 +91,10 @@ typename V::F sigmoid(typename V::F x) {
 }
 
 template <class V>
-typename V::F round_to_bf16(float* at) {
-  bf16 rounded[V::kWidth];
-  V::store(rounded, V::load(at));
-  const typename V::F v = V::load(rounded);
-  V::store(at, v);
-  return v;
-}
-
-template <class V>
-void silu_mul(int n, float* g, float* u, bf16* h) {
+void silu_mul(int n, const float* g, const float* u, bf16* h) {
   for (int i = 0; i < n; i += V::kWidth) {
-    const typename V::F gate = round_to_bf16<V>(g + i), up = round_to_bf16<V>(u + i);
-    V::store(h + i, V::mul(V::mul(gate, sigmoid<V>(gate)), up));
+    const typename V::F gate = V::load(g + i);
+    V::store(h + i, V::mul(V::mul(gate, sigmoid<V>(gate)), V::load(u + i)));
   }
 }
 

@@ -26,8 +26,29 @@ bool narrow_token(const VectorKernels& vec, const void* tokens, Dtype dtype, int
   return !bad;
 }
 
+// Rows as the forward GEMM of this ISA takes them.
+struct GemmRows {
+  const bf16* data;
+  bool packed;  // expert by expert, each with whole 32s of rows
+  int cols;
+
+  const bf16* at(const Routes& routes, int expert, int row) const {
+    return data + size_t(packed ? routes.packed[expert] + row - routes.offset[expert] : row) * cols;
+  }
+};
+
+GemmRows packed_buffer(const Call& call, const bf16* rows, int cols, Growing& out, int node_id) {
+  if (!call.vec().pack_tokens) return {rows, false, cols};
+  return {out.get<bf16>(size_t(call.routes.packed_rows) * cols, node_id), true, cols};
+}
+
+void pack_chunk(const Call& call, const bf16* rows, const RowChunk& chunk, const GemmRows& out) {
+  call.vec().pack_tokens(chunk.end - chunk.begin, out.cols, rows + size_t(chunk.begin) * out.cols, out.cols,
+                         const_cast<bf16*>(out.at(call.routes, chunk.expert, chunk.begin)));
+}
+
 // One 32-column block of gate, up and h for all rows of an expert.
-void gate_up_block(const Call& call, const bf16* x, const Activations& act, int node, int expert, int block,
+void gate_up_block(const Call& call, const GemmRows& x, const Activations& act, int node, int expert, int block,
                    Scratch& scratch) {
   const VectorKernels& vec = call.vec();
   const int hidden = call.weights.shape().hidden, width = call.weights.width(node), cols = kBlock[0];
@@ -45,8 +66,8 @@ void gate_up_block(const Call& call, const bf16* x, const Activations& act, int 
   for (int row = call.routes.offset[expert]; row < end; row += kTokenChunk) {
     const int rows = std::min(kTokenChunk, end - row);
     for (int p = 0; p < 2; p++) {
-      run_gemm(call, Pass::kForward, call.weights.matrix(node, expert, kGateUp[p]), col, cols, x + size_t(row) * hidden,
-               hidden, rows, y[p], false, gemm);
+      run_gemm(call, Pass::kForward, call.weights.matrix(node, expert, kGateUp[p]), col, cols,
+               x.at(call.routes, expert, row), hidden, rows, y[p], false, gemm);
       if (const LoraPair* pair = call.pair(kGateUp[p]))
         add_low_rank(vec, *pair, act.low_rank[p] + size_t(row) * pair->rank(), b[p], rows, cols, cols, y[p]);
     }
@@ -63,7 +84,8 @@ void gate_up_block(const Call& call, const bf16* x, const Activations& act, int 
 
 // One 32-column block of the layer's output: every expert in turn, so that no two threads add to one place and the
 // order of additions is fixed.
-void down_block(const Call& call, const Activations& act, int node, int block, float* partial, Scratch& scratch) {
+void down_block(const Call& call, const GemmRows& h, const Activations& act, int node, int block, float* partial,
+                Scratch& scratch) {
   const VectorKernels& vec = call.vec();
   const int hidden = call.weights.shape().hidden, width = call.weights.width(node), cols = kBlock[0];
   const int col = block * cols;
@@ -78,7 +100,7 @@ void down_block(const Call& call, const Activations& act, int node, int block, f
     for (int row = call.routes.offset[expert]; row < end; row += kTokenChunk) {
       const int rows = std::min(kTokenChunk, end - row);
       run_gemm(call, Pass::kForward, call.weights.matrix(node, expert, Projection::kDown), col, cols,
-               act.nodes[node].h + size_t(row) * width, width, rows, y, false, gemm);
+               h.at(call.routes, expert, row), width, rows, y, false, gemm);
       if (pair)
         add_low_rank(vec, *pair, act.nodes[node].low_rank_down + size_t(row) * pair->rank(), b, rows, cols, cols, y);
       for (int r = 0; r < rows; r++)
@@ -89,6 +111,13 @@ void down_block(const Call& call, const Activations& act, int node, int block, f
 }
 
 }  // namespace
+
+Saved::~Saved() {
+  for (NodeBuffer& buffer : low_rank) runtime->buffers.give(std::move(buffer), -1);
+  for (size_t n = 0; n < nodes.size(); n++)
+    for (NodeBuffer* buffer : {&nodes[n].gate, &nodes[n].up, &nodes[n].low_rank_down})
+      runtime->buffers.give(std::move(*buffer), runtime->node_ids[n]);
+}
 
 size_t Saved::bytes() const {
   size_t total = low_rank[0].size() + low_rank[1].size();
@@ -146,7 +175,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
   for (int p = 0; p < 2; p++)
     if (const LoraPair* pair = call.pair(kGateUp[p])) {
       const size_t count = rows * pair->rank();
-      if (saved) saved->low_rank[p] = NodeBuffer(count * sizeof(float), -1);
+      if (saved) saved->low_rank[p] = call.runtime.buffers.take(count * sizeof(float), -1);
       act.low_rank[p] = saved ? reinterpret_cast<float*>(saved->low_rank[p].data()) : ws.low_rank[p].get<float>(count);
     }
   for (int n = 0; n < w.nodes(); n++) {
@@ -156,8 +185,8 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
     Activations::PerNode out{nullptr, nullptr, node.h.get<bf16>(count + size_t(kTokenPad) * w.width(n), id), nullptr};
     if (saved) {
       Saved::PerNode& s = saved->nodes[n];
-      s.gate = NodeBuffer(count * sizeof(bf16), id);
-      s.up = NodeBuffer(count * sizeof(bf16), id);
+      s.gate = call.runtime.buffers.take(count * sizeof(bf16), id);
+      s.up = call.runtime.buffers.take(count * sizeof(bf16), id);
       out.gate = reinterpret_cast<bf16*>(s.gate.data());
       out.up = reinterpret_cast<bf16*>(s.up.data());
     } else if (keep_gate_up) {
@@ -166,7 +195,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
     }
     if (const LoraPair* pair = call.pair(Projection::kDown)) {
       const size_t low = rows * pair->rank();
-      if (saved) saved->nodes[n].low_rank_down = NodeBuffer(low * sizeof(float), id);
+      if (saved) saved->nodes[n].low_rank_down = call.runtime.buffers.take(low * sizeof(float), id);
       out.low_rank_down = saved ? reinterpret_cast<float*>(saved->nodes[n].low_rank_down.data())
                                 : node.low_rank[int(Projection::kDown)].get<float>(low, id);
     }
@@ -187,13 +216,15 @@ void gate_up(const Call& call, const bf16* x, const Activations& act) {
         low_rank(call.vec(), routes, *call.lora, {&pair->a, false, &kGateUp[p], x, hidden, 0, act.low_rank[p]},
                  routes.chunks[task], rt.scratch[thread]);
       });
+  const GemmRows in = packed_buffer(call, x, hidden, rt.workspace.x_packed, -1);
+  if (in.packed) rt.pool.run(chunks, [&](int task, int) { pack_chunk(call, x, routes.chunks[task], in); });
   std::vector<int> counts(w.nodes());
   for (int n = 0; n < w.nodes(); n++) counts[n] = int(routes.active.size()) * (w.width(n) / kBlock[0]);
   counts.resize(rt.pool.nodes(), 0);
   rt.pool.run(counts, [&](int node, int task, int thread) {
     const int blocks = w.width(node) / kBlock[0];
     rt.scratch[thread].reset();
-    gate_up_block(call, x, act, node, routes.active[task / blocks], task % blocks, rt.scratch[thread]);
+    gate_up_block(call, in, act, node, routes.active[task / blocks], task % blocks, rt.scratch[thread]);
   });
   const LoraPair* pair = call.pair(Projection::kDown);
   if (!pair) return;
@@ -242,11 +273,19 @@ void forward(const Call& call, const void* hidden, Dtype dtype, void* out, Saved
   for (int n = 0; n < w.nodes(); n++)
     partial[n] =
         rt.workspace.nodes[n].partial.get<float>(size_t(call.routes.tokens) * w.shape().hidden, rt.node_ids[n]);
+  std::vector<GemmRows> h;
+  for (int n = 0; n < w.nodes(); n++)
+    h.push_back(packed_buffer(call, act.nodes[n].h, w.width(n), rt.workspace.nodes[n].h_packed, rt.node_ids[n]));
   std::vector<int> counts(rt.pool.nodes(), 0);
+  std::fill(counts.begin(), counts.begin() + w.nodes(), int(call.routes.chunks.size()));
+  if (h[0].packed)
+    rt.pool.run(counts, [&](int node, int task, int) {
+      pack_chunk(call, act.nodes[node].h, call.routes.chunks[task], h[node]);
+    });
   std::fill(counts.begin(), counts.begin() + w.nodes(), w.shape().hidden / kBlock[0]);
   rt.pool.run(counts, [&](int node, int task, int thread) {
     rt.scratch[thread].reset();
-    down_block(call, act, node, task, partial[node], rt.scratch[thread]);
+    down_block(call, h[node], act, node, task, partial[node], rt.scratch[thread]);
   });
   combine(call, out, dtype);
 }

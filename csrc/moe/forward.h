@@ -34,6 +34,12 @@ struct Activations {
 
 // What `retain` keeps from forward to backward; empty with `recompute`.
 struct Saved {
+  explicit Saved(std::shared_ptr<Runtime> runtime) : runtime(std::move(runtime)) {}
+  ~Saved();
+  Saved(const Saved&) = delete;
+  Saved& operator=(const Saved&) = delete;
+
+  std::shared_ptr<Runtime> runtime;  // takes the buffers back
   Routes routes;
   bool retained = false;
   struct PerNode {

@@ -53,7 +53,7 @@ void MoeLayer::check_lora(const Lora* lora) const {
 
 std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lora, Keep keep, void* out) {
   check_lora(lora);
-  const auto saved = std::make_shared<Saved>();
+  const auto saved = std::make_shared<Saved>(runtime_);
   saved->routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
   if (input.tokens > 0) {
     const std::lock_guard<std::mutex> lock(runtime_->mutex);

@@ -22,6 +22,11 @@ Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts) {
     if (r.offset[size_t(e) + 1]) r.active.push_back(e);
     r.offset[size_t(e) + 1] += r.offset[e];
   }
+  r.packed.assign(size_t(experts), 0);
+  for (int e : r.active) {
+    r.packed[e] = r.packed_rows;
+    r.packed_rows += (r.offset[size_t(e) + 1] - r.offset[e] + 31) / 32 * 32;
+  }
   std::vector<int> next(r.offset.begin(), r.offset.end() - 1);
   r.row_route.resize(r.rows);
   r.route_row.resize(r.rows);

@@ -13,10 +13,12 @@ struct RowChunk {  // rows of one expert
 
 struct Routes {
   int tokens = 0, top_k = 0, rows = 0;
-  std::vector<int> active;       // experts with at least one row, ascending
-  std::vector<int> offset;       // [experts + 1]: expert e owns rows [offset[e], offset[e + 1])
-  std::vector<int> row_route;    // [rows]
-  std::vector<int> route_row;    // [rows], its inverse
+  std::vector<int> active;     // experts with at least one row, ascending
+  std::vector<int> offset;     // [experts + 1]: expert e owns rows [offset[e], offset[e + 1])
+  std::vector<int> row_route;  // [rows]
+  std::vector<int> route_row;  // [rows], its inverse
+  std::vector<int> packed;     // [experts]: where expert e's rows begin when each expert has whole 32s of rows
+  int packed_rows = 0;
   std::vector<RowChunk> chunks;  // every expert's rows, at most kChunkRows at a time
 
   static constexpr int kChunkRows = 64;

@@ -35,11 +35,11 @@ std::shared_ptr<Runtime> Runtime::create(Isa isa, int threads, int nodes) {
 }
 
 size_t Runtime::workspace_bytes() const {
-  size_t total = workspace.x.bytes() + workspace.dy.bytes() + workspace.dy_scaled.bytes();
+  size_t total = workspace.x.bytes() + workspace.x_packed.bytes() + workspace.dy.bytes() + workspace.dy_scaled.bytes();
   for (const Growing& g : workspace.low_rank) total += g.bytes();
   for (const NodeWorkspace& n : workspace.nodes) {
-    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.grad[0], &n.grad[1], &n.grad_scaled[0], &n.grad_scaled[1],
-                             &n.partial, &n.weight_grads})
+    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.h_packed, &n.grad[0], &n.grad[1], &n.grad_scaled[0],
+                             &n.grad_scaled[1], &n.partial, &n.weight_grads})
       total += g->bytes();
     for (const Growing& g : n.low_rank) total += g.bytes();
   }

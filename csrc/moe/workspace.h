@@ -52,6 +52,7 @@ class Scratch {
 };
 
 struct NodeWorkspace {
+  Growing h_packed;                 // bf16 [packed rows, width]
   Growing gate, up, h;              // bf16 [rows, width]
   Growing grad[2], grad_scaled[2];  // bf16 [rows, width]: d gate, d up; times the weights' row scales
   Growing partial;                  // fp32 [tokens, hidden]
@@ -60,6 +61,7 @@ struct NodeWorkspace {
 };
 
 struct Workspace {
+  Growing x_packed;                // bf16 [packed rows, hidden]
   Growing x, dy, dy_scaled;        // bf16 [rows, hidden], gathered; dy times down's row scales
   Growing low_rank[kProjections];  // fp32 [rows, r]
   std::vector<NodeWorkspace> nodes;
@@ -72,7 +74,8 @@ struct Runtime {
   Pool pool;
   std::vector<Scratch> scratch;  // one a thread
   Workspace workspace;
-  std::mutex mutex;  // one layer call at a time
+  std::mutex mutex;    // one layer call at a time
+  BufferPool buffers;  // of what forward keeps for backward
 
   // threads < 1: every physical core the process may use. nodes < 1: the machine's; more than that emulates a split.
   static std::shared_ptr<Runtime> create(Isa isa, int threads, int nodes);

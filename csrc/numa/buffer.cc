@@ -54,6 +54,32 @@ NodeBuffer::~NodeBuffer() {
   if (map_) munmap(map_, map_size_);
 }
 
+NodeBuffer BufferPool::take(size_t bytes, int node) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int best = -1, smallest = -1;
+  for (int i = 0; i < int(free_.size()); i++) {
+    if (free_[i].node != node) continue;
+    const size_t size = free_[i].buffer.size();
+    if (size >= bytes && size <= 2 * bytes && (best < 0 || size < free_[best].buffer.size())) best = i;
+    if (smallest < 0 || size < free_[smallest].buffer.size()) smallest = i;
+  }
+  NodeBuffer found;
+  const int leaves = best >= 0 ? best : smallest;  // when none fits, one makes room for the new one
+  if (leaves >= 0) {
+    found = std::move(free_[leaves].buffer);
+    free_.erase(free_.begin() + leaves);
+  }
+  if (best >= 0) return found;
+  found = NodeBuffer();
+  return NodeBuffer(bytes, node);
+}
+
+void BufferPool::give(NodeBuffer buffer, int node) {
+  if (buffer.size() == 0) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  free_.push_back({node, std::move(buffer)});
+}
+
 std::string node_binding_status() {
   void* page = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) return std::strerror(errno);

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace ktft {
 
@@ -24,6 +26,23 @@ class NodeBuffer {
   char* data_ = nullptr;
   char* map_ = nullptr;
   size_t size_ = 0, map_size_ = 0;
+};
+
+// Buffers that come and go with every step: given back ones are used again, since fresh memory costs a page fault for
+// every page. What is kept never exceeds what was once in use at the same time.
+class BufferPool {
+ public:
+  // At least `bytes` on `node`; content undefined.
+  NodeBuffer take(size_t bytes, int node);
+  void give(NodeBuffer buffer, int node);
+
+ private:
+  struct Free {
+    int node;
+    NodeBuffer buffer;
+  };
+  std::mutex mutex_;
+  std::vector<Free> free_;
 };
 
 // "ok", or why the kernel refuses to place memory on a node (containers often do).

@@ -31,7 +31,6 @@ def train(overrides: list[str], log: Path, show_from: str = "") -> None:
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(log.parent / "cache"),
-        "OMP_WAIT_POLICY": "passive",  # torch's idle threads must not spin on the cores that the experts use
         "LLAMAFACTORY_VERBOSITY": "WARN",  # of its lines and transformers'; ktft's report is not among them
     }
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +44,8 @@ def train(overrides: list[str], log: Path, show_from: str = "") -> None:
         shown = False
         while chunk := process.stdout.read1(4096):  # type: ignore[attr-defined]
             file.write(chunk)
-            shown |= bool(show_from) and show_from.encode() in chunk
+            if show_from and not shown and (at := chunk.find(show_from.encode())) >= 0:
+                chunk, shown = chunk[at:], True
             if shown:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.flush()

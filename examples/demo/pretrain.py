@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from scale import Recipe
 from torch import Tensor
 from tqdm import tqdm
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How long and how to pretrain. Training ends after `steps` or `max_seconds`, whichever comes first."""
-
-    steps: int = 900
-    max_seconds: float = 210.0
-    batch_size: int = 4
-    sequence_length: int = 256
-    learning_rate: float = 2e-3
-    warmup: float = 0.05
-    weight_decay: float = 0.1
-    bias_update_speed: float = 0.02
-    seed: int = 0
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> DeepseekV3Config:
