@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-EXPERT_FORMATS = ("bf16", "int8")
+EXPERT_FORMATS = ("bf16", "int8", "fp8", "k4", "int4", "mxfp4")
 ACTIVATIONS = ("retain", "recompute")
 
 TESTED_VERSIONS: dict[str, tuple[str, str]] = {
@@ -116,10 +116,16 @@ def unknown_key(key: str, known: Mapping[str, Any] | tuple[str, ...], shown: str
     return ValueError(f"unknown key {(shown or key)!r}; the nearest valid key is {near[0]!r}")
 
 
+_KT_FORMATS = {"amxbf16": "bf16", "amxint8": "int8", "amxfp8": "fp8", "amxint4": "k4", "rawint4": "int4"}
+"""KTransformers' names of formats -> the nearest of `EXPERT_FORMATS`. FP8 and MXFP4 are called the same here."""
+_AMXINT4 = {"amxint4": "becomes k4: also 4 bits, with a scale for each 32 inputs and not one a row, so more accurate"}
+
+
 def _format(value: Any) -> str | None:
-    name = str(value).lower().removeprefix("amx")
+    name = str(value).lower()
     if name == "auto":
         return None
+    name = _KT_FORMATS.get(name, name)
     if name not in EXPERT_FORMATS:
         raise ValueError(f"{value!r} is not a supported expert format; supported: {', '.join(EXPERT_FORMATS)}")
     return name
@@ -158,11 +164,15 @@ def _refused(cure: str) -> Callable[[Any], None]:
 
 @dataclass(frozen=True)
 class KtKey:
-    """What ktft makes of one key: the setting it sets, how its value converts (None sets nothing), or a note."""
+    """What ktft makes of one key: the setting it sets, how its value converts (None sets nothing), or a note.
+
+    `remarks`: lower-case values whose meaning here needs a word to the user.
+    """
 
     setting: str | None = None
     convert: Callable[[Any], Any] = _identity
     note: str = ""
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 _ELSEWHERE = "set {} at the top level of the YAML, where LLaMA-Factory reads it"
@@ -172,8 +182,8 @@ _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts t
 KT_KEYS: dict[str, KtKey] = {
     **{name: KtKey(name) for name in SETTINGS},
     # KTransformers' keys that have a meaning here
-    "kt_expert_weight_format": KtKey("expert_format", _format),
-    "kt_backend": KtKey("expert_format", _format),
+    "kt_expert_weight_format": KtKey("expert_format", _format, remarks=_AMXINT4),
+    "kt_backend": KtKey("expert_format", _format, remarks=_AMXINT4),
     "kt_num_threads": KtKey("threads"),
     "kt_threadpool_count": KtKey("numa_nodes"),
     "kt_tp_enabled": KtKey("numa_nodes", _one_node_if_false),
@@ -236,7 +246,7 @@ def parse_kt_config(
     Values that are None count as absent.
 
     Returns:
-        The settings, and one line for each key that ktft reads but that steers nothing.
+        The settings, and one line for each key that steers nothing or whose value means something else here.
 
     Raises:
         ValueError: an unknown key (naming the nearest valid one), a value that is not accepted, or two keys that set
@@ -260,6 +270,8 @@ def parse_kt_config(
             raise ValueError(f"{shown}: {error}") from None
         if row.note:
             notes.append(f"{shown} has no effect: {row.note}")
+        if remark := row.remarks.get(str(value).lower()):
+            notes.append(f"{shown}: {value} {remark}")
         if row.setting is None or converted is None:
             continue
         other, earlier = chosen.setdefault(row.setting, (shown, converted))

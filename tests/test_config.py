@@ -23,6 +23,10 @@ def test_defaults() -> None:
         ({"expert_format": "bf16", "threads": 3, "numa_nodes": 2}, Settings("bf16", 3, 2)),
         ({"kt_backend": "AMXBF16", "kt_num_threads": 4, "kt_threadpool_count": 2}, Settings("bf16", 4, 2)),
         ({"kt_backend": "AMXINT8"}, Settings("int8")),
+        ({"kt_backend": "FP8"}, Settings("fp8")),
+        ({"kt_backend": "MXFP4"}, Settings("mxfp4")),
+        ({"kt_expert_weight_format": "RAWINT4"}, Settings("int4")),
+        ({"expert_format": "k4"}, Settings("k4")),
         ({"kt_backend": "auto", "enabled": True}, Settings()),
         ({"kt_expert_weight_format": "int8", "kt_backend": "INT8"}, Settings("int8")),
         ({"kt_tp_enabled": False}, Settings(numa_nodes=1)),
@@ -48,13 +52,19 @@ def test_keys_that_steer_nothing_are_noted() -> None:
     ]
 
 
+def test_amxint4_is_noted_as_another_format() -> None:
+    settings, notes = parse_kt_config({"kt_backend": "AMXINT4"})
+    assert settings == Settings("k4")
+    assert len(notes) == 1 and notes[0].startswith("kt_config.kt_backend: AMXINT4 becomes k4")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"expert_fromat": "bf16"}, "unknown key 'kt_config.expert_fromat'; the nearest valid key is 'expert_format'"),
         ({"kt_num_thread": 4}, "the nearest valid key is 'kt_num_threads'"),
-        ({"kt_backend": "FP8"}, "kt_config.kt_backend: 'FP8' is not a supported expert format; supported: bf16, int8"),
-        ({"expert_format": "int4"}, "kt_config.expert_format: expert_format is 'int4'; supported: bf16, int8"),
+        ({"kt_backend": "FP6"}, "kt_config.kt_backend: 'FP6' is not a supported expert format; supported: bf16, int8"),
+        ({"expert_format": "int3"}, "kt_config.expert_format: expert_format is 'int3'; supported: bf16, int8"),
         ({"threads": 0}, "threads is 0; give a whole number"),
         ({"kt_num_threads": "many"}, "kt_config.kt_num_threads: threads is 'many'"),
         ({"numa_nodes": True}, "numa_nodes is True; give a whole number"),

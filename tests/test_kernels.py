@@ -120,9 +120,10 @@ def test_reduction_longer_than_one_block(isa: str, fmt: str) -> None:
 @pytest.mark.parametrize("nodes", [2, 3])
 @pytest.mark.parametrize("fmt", native.FORMATS)
 def test_numa_split(fmt: str, nodes: int) -> None:
-    layer = make_layer(96, 160, fmt, native.default_isa(), 2, nodes)
-    assert_contract(compare(layer, make_lora(96, 160, 8, torch.float32), *inputs_for(TAILS[1], 96)))
-    whole = make_layer(96, 160, fmt, native.default_isa(), 2, 1)
+    # Slices begin at multiples of 128: 4 units of columns, the last one of 32
+    layer = make_layer(96, 416, fmt, native.default_isa(), 2, nodes)
+    assert_contract(compare(layer, make_lora(96, 416, 8, torch.float32), *inputs_for(TAILS[1], 96)))
+    whole = make_layer(96, 416, fmt, native.default_isa(), 2, 1)
     for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
         assert torch.equal(layer.dequantize(expert, name), whole.dequantize(expert, name))
 
@@ -275,13 +276,6 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"NaN or Inf.*\[40, 2\]"):
         fresh.load(0, "gate_proj", bad)
     assert len(fresh.missing()) == 3
-
-
-def test_int8_quantization_error() -> None:
-    """Per-row absmax int8 on Gaussian rows: about 0.8% relative RMS."""
-    layer = make_layer(512, 512, "int8", native.default_isa())
-    torch.manual_seed(1024)
-    assert relative(layer.dequantize(0, "gate_proj"), torch.randn(512, 512) / 512**0.5) < 0.011
 
 
 def test_no_tokens() -> None:

@@ -1,4 +1,4 @@
-// AVX2 + FMA: 8 lanes.
+// AVX2 + FMA + F16C: 8 lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -13,6 +13,9 @@ struct Avx2 {
   static constexpr int kForwardRows = 4, kForwardCols = 2, kBackwardRows = 2;
   using F = __m256;
   using In = __m256;
+  struct Table {
+    __m256 low, high;
+  };
 
   static F zero() { return _mm256_setzero_ps(); }
   static F set1(float v) { return _mm256_set1_ps(v); }
@@ -23,6 +26,18 @@ struct Avx2 {
   }
   static F load_int8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static F load_fp8(const uint8_t* p) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(short(0xbfff))));
+  }
+  static Table load_table(const float* values) { return {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)}; }
+  template <int kShift>
+  static F lookup16(Table table, const uint8_t* p) {  // a permute takes three bits of the code, the blend the fourth
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i code = _mm256_srli_epi32(wide, kShift);
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, code), _mm256_permutevar8x32_ps(table.high, code),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)));
   }
   static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
   static void store(bf16* p, F v) {

@@ -13,6 +13,7 @@ struct Avx512 {
   static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 12;
   using F = __m512;
   using In = __m512;
+  using Table = __m512;
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set1(float v) { return _mm512_set1_ps(v); }
@@ -23,6 +24,16 @@ struct Avx512 {
   }
   static F load_int8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static F load_fp8(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbfff))));
+  }
+  static Table load_table(const float* values) { return _mm512_loadu_ps(values); }
+  template <int kShift>
+  static F lookup16(Table table, const uint8_t* p) {  // the permute takes the lowest four bits
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(wide, kShift), table);
   }
   static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
   static void store(bf16* p, F v) {

@@ -9,6 +9,8 @@ namespace ktft {
 
 // Every ISA struct has these members; the loops in csrc/kernels/*-inl.h use nothing else.
 //   F            kWidth fp32 lanes            In   kStep bf16 inputs of dot()
+//   load_fp8     E4M3 codes as 1/256 of their value, which is what they are as the upper bits of half precision
+//   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, load_pairs, dot), instead of rows
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
@@ -18,12 +20,19 @@ struct Scalar {
   static constexpr int kForwardRows = 2, kForwardCols = 4, kBackwardRows = 1;
   using F = float;
   using In = float;
+  using Table = const float*;
 
   static F zero() { return 0; }
   static F set1(float v) { return v; }
   static F load(const float* p) { return *p; }
   static F load(const bf16* p) { return to_float(*p); }
   static F load_int8(const int8_t* p) { return float(*p); }
+  static F load_fp8(const uint8_t* p) { return half_to_float(uint16_t((*p & 0x80) << 8 | (*p & 0x7f) << 7)); }
+  static Table load_table(const float* values) { return values; }
+  template <int kShift>
+  static F lookup16(Table table, const uint8_t* p) {
+    return table[*p >> kShift & 15];
+  }
   static void store(float* p, F v) { *p = v; }
   static void store(bf16* p, F v) { *p = to_bf16(v); }
   static F add(F a, F b) { return a + b; }

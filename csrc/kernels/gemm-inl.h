@@ -1,30 +1,27 @@
 // The GEMM over one block of outputs, for any ISA and codec.
 //
-// Weights are decoded to bf16 tiles one reduction block at a time (64 KB or 128 KB, in L2) and all tokens pass over
-// them before the next block, so that a weight is read from memory and decoded once. Decoded values are the exact
-// integers; a per-row scale is applied to the outputs in forward, and was applied to X in backward.
+// Weights are decoded to bf16 pieces one reduction block at a time (64 KB or 128 KB, in L2) and all tokens pass over
+// them before the next block, so that a weight is read from memory and decoded once. Decoding leaves a per-row scale
+// out: it is applied to the outputs in forward, and was applied to X in backward.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels/kernels.h"
-#include "quant/bf16-inl.h"
-#include "quant/int8-inl.h"
+#include "quant/codecs.h"
 
 namespace ktft {
 
-constexpr int kTileElements = kTileRows * 32;  // of a decoded tile: 16 rows x 32 columns of bf16
-
-// Y[r, j] += sum_i X[r, i] W[j, i] for kForwardCols rows of W inside one strip of decoded tiles.
+// Y[r, j] += sum_i X[r, i] W[j, i] for kForwardCols rows of W inside one strip of decoded pieces.
 template <class V, int R>
-void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int tiles, float* y, const float* scale) {
+void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int pieces, float* y, const float* scale) {
   typename V::F acc[R][V::kForwardCols];
   for (auto& row : acc)
     for (auto& a : row) a = V::zero();
-  for (int t = 0; t < tiles; t++)
+  for (int t = 0; t < pieces; t++)
     for (int s = 0; s < 32; s += V::kStep) {
       typename V::In in[V::kForwardCols];
-      for (int j = 0; j < V::kForwardCols; j++) in[j] = V::load_in(w + t * kTileElements + j * 32 + s);
+      for (int j = 0; j < V::kForwardCols; j++) in[j] = V::load_in(w + t * kPieceElements + j * 32 + s);
       for (int r = 0; r < R; r++) {
         const typename V::In v = V::load_in(x + r * ldx + t * 32 + s);
         for (int j = 0; j < V::kForwardCols; j++) acc[r][j] = V::dot(acc[r][j], v, in[j]);
@@ -34,7 +31,7 @@ void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int tiles, float* 
     for (int j = 0; j < V::kForwardCols; j++) y[r * kBlock[0] + j] += V::sum(acc[r][j]) * (scale ? scale[j] : 1.f);
 }
 
-// Y[r, 0..32) += sum_n X[r, n] W[n, 0..32) over `strips` decoded tiles that lie `stride` elements apart.
+// Y[r, 0..32) += sum_n X[r, n] W[n, 0..32) over `strips` decoded pieces that lie `stride` elements apart.
 template <class V, int R>
 void backward_micro(const bf16* x, int64_t ldx, const bf16* w, int64_t stride, int strips, float* y) {
   constexpr int kVectors = 32 / V::kWidth;
@@ -83,23 +80,21 @@ static inline void clear(const GemmArgs& a, int block) {
 template <class V, class Codec>
 void gemm_forward(const GemmArgs& a) {
   const PackedMatrix& w = *a.w;
-  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   clear(a, kBlock[0]);
   for (int begin = 0; begin < w.cols; begin += kReductionBlock) {
-    const int tiles = std::min(kReductionBlock, w.cols - begin) / 32;
+    const int pieces = std::min(kReductionBlock, w.cols - begin) / 32;
     for (int strip = 0; strip < a.out_count / kTileRows; strip++) {
       const int row = a.out_begin + strip * kTileRows;
-      const bf16* weights = reinterpret_cast<const bf16*>(w.tile(row / kTileRows, begin / tile_cols));
-      if constexpr (Codec::kFormat != Format::kBf16) {
-        for (int t = 0; t < tiles; t += wide)
-          Codec::template decode<V>(w.tile(row / kTileRows, (begin + t * 32) / tile_cols), panel + t * kTileElements);
-        weights = panel;
-      }
+      // Without a codec's work, weights are read where they lie: the first piece, and the others after it
+      const bf16* const weights = Codec::template decode<V>(w, row / kTileRows, begin / 32, panel);
+      if (weights == panel)
+        for (int t = 1; t < pieces; t++)
+          Codec::template decode<V>(w, row / kTileRows, begin / 32 + t, panel + t * kPieceElements);
       for (int t = 0; t < a.tokens; t += V::kForwardRows)
         for (int j = 0; j < kTileRows; j += V::kForwardCols)
           with_rows<V::kForwardRows>(std::min(V::kForwardRows, a.tokens - t), [&]<int R>() {
-            forward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, weights + j * 32, tiles,
+            forward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, weights + j * 32, pieces,
                                 a.y + int64_t(t) * kBlock[0] + strip * kTileRows + j,
                                 w.row_scale ? w.row_scale + row + j : nullptr);
           });
@@ -107,20 +102,18 @@ void gemm_forward(const GemmArgs& a) {
   }
 }
 
-// Decoded tiles of `strips` row strips x 64 columns; each strip's one or two tiles follow each other.
+// Decoded pieces of `strips` row strips x 64 columns; each strip's one or two pieces follow each other.
 template <class V, class Codec>
-void decode_columns(const PackedMatrix& w, int first_strip, int strips, int col_begin, int col_tiles, bf16* panel,
+void decode_columns(const PackedMatrix& w, int first_strip, int strips, int first_piece, int pieces, bf16* panel,
                     bf16* spare) {
-  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32;
   for (int s = 0; s < strips; s++)
-    for (int t = 0; t < col_tiles; t += wide) {
-      const bf16* rows = Codec::template decode<V>(w.tile(first_strip + s, (col_begin + t * 32) / tile_cols), spare);
-      for (int i = 0; i < std::min(wide, col_tiles - t); i++) {
-        bf16* out = panel + (s * 2 + t + i) * kTileElements;
-        if constexpr (V::kPairs)
-          V::interleave_tile(rows + i * kTileElements, out);
-        else
-          std::memcpy(out, rows + i * kTileElements, kTileBytes);
+    for (int t = 0; t < pieces; t++) {
+      bf16* const out = panel + (s * 2 + t) * kPieceElements;
+      if constexpr (V::kPairs) {
+        V::interleave_tile(Codec::template decode<V>(w, first_strip + s, first_piece + t, spare), out);
+      } else {
+        const bf16* piece = Codec::template decode<V>(w, first_strip + s, first_piece + t, out);
+        if (piece != out) std::memcpy(out, piece, kPieceElements * sizeof(bf16));
       }
     }
 }
@@ -133,11 +126,11 @@ void gemm_backward(const GemmArgs& a) {
   clear(a, kBlock[1]);
   for (int begin = 0; begin < w.rows; begin += kReductionBlock) {
     const int rows = std::min(kReductionBlock, w.rows - begin), strips = rows / kTileRows;
-    decode_columns<V, Codec>(w, begin / kTileRows, strips, a.out_begin, a.out_count / 32, panel, spare);
+    decode_columns<V, Codec>(w, begin / kTileRows, strips, a.out_begin / 32, a.out_count / 32, panel, spare);
     for (int t = 0; t < a.tokens; t += V::kBackwardRows)
       for (int c = 0; c < a.out_count / 32; c++)
         with_rows<V::kBackwardRows>(std::min(V::kBackwardRows, a.tokens - t), [&]<int R>() {
-          backward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, panel + c * kTileElements, 2 * kTileElements, strips,
+          backward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, panel + c * kPieceElements, 2 * kPieceElements, strips,
                                a.y + int64_t(t) * kBlock[1] + c * 32);
         });
   }

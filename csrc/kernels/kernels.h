@@ -30,7 +30,7 @@ struct GemmArgs {
   bool accumulate;  // add to y; backward only
   char* scratch;    // kGemmScratch bytes, 64-byte aligned
 };
-constexpr size_t kGemmScratch = size_t(kReductionBlock) * 64 * 2 + kTileBytes * 4;
+constexpr size_t kGemmScratch = size_t(kReductionBlock + kTileRows) * 64 * sizeof(bf16);  // a panel, spare pieces
 static_assert(kTokenPad == 32);
 
 struct GemmKernel {

@@ -10,8 +10,7 @@
 #include <algorithm>
 
 #include "kernels/kernels.h"
-#include "quant/bf16-inl.h"
-#include "quant/int8-inl.h"
+#include "quant/codecs.h"
 
 namespace ktft {
 
@@ -92,24 +91,21 @@ template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   const PackedMatrix& w = *a.w;
-  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32, row_tile = a.out_begin / kTileRows;
-  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
+  const int row_tile = a.out_begin / kTileRows;
+  bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const below = panel + (kTileReduction + 32) * 16;
   float* const sums = reinterpret_cast<float*>(panel + (kTileReduction + 64) * 32);
   const int64_t strip = int64_t(w.cols) * 16;  // elements of one packed strip
   Tiles::configure();
   for (int begin = 0; begin < w.cols; begin += kTileReduction) {
     const int steps = std::min(kTileReduction, w.cols - begin) / 32;
-    TileOperand rows{panel, panel + (kTileReduction + 32) * 16, 64, kTilePanel, false};
-    if constexpr (Codec::kFormat == Format::kBf16) {
-      rows.first = reinterpret_cast<const bf16*>(w.tile(row_tile, begin / 32));
-      rows.second = reinterpret_cast<const bf16*>(w.tile(row_tile + 1, begin / 32));
-    } else {
-      for (int t = 0; t < steps; t += wide) {
-        Codec::template decode<V>(w.tile(row_tile, (begin + t * 32) / tile_cols), panel + t * kTilePanel);
-        Codec::template decode<V>(w.tile(row_tile + 1, (begin + t * 32) / tile_cols),
-                                  panel + (kTileReduction + 32) * 16 + t * kTilePanel);
+    // As they lie, or decoded to the panel
+    TileOperand rows{Codec::template decode<V>(w, row_tile, begin / 32, panel),
+                     Codec::template decode<V>(w, row_tile + 1, begin / 32, below), 64, kTilePanel, false};
+    if (rows.first == panel)
+      for (int t = 1; t < steps; t++) {
+        Codec::template decode<V>(w, row_tile, begin / 32 + t, panel + t * kTilePanel);
+        Codec::template decode<V>(w, row_tile + 1, begin / 32 + t, below + t * kTilePanel);
       }
-    }
     for (int t = 0; t < a.tokens; t += 32) {
       const bf16* const x = a.x + t / 16 * strip + begin * 16;
       float* const c = sums + t / 32 * 1024;
@@ -125,7 +121,7 @@ template <class V, class Codec>
 void tile_gemm_backward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   const PackedMatrix& w = *a.w;
-  const int tile_cols = info(Codec::kFormat).tile_cols, wide = tile_cols / 32, col_tiles = a.out_count / 32;
+  const int pieces = a.out_count / 32;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const spare = panel + kTileReduction * 64 + kTilePanel;
   constexpr int64_t kRow = kBlock[1];
@@ -133,13 +129,10 @@ void tile_gemm_backward(const GemmArgs& a) {
   for (int begin = 0; begin < w.rows; begin += kTileReduction) {
     const int strips = std::min(kTileReduction, w.rows - begin) / kTileRows;
     for (int s = 0; s < strips; s++)
-      for (int t = 0; t < col_tiles; t += wide) {
-        const bf16* tiles =
-            Codec::template decode<V>(w.tile(begin / kTileRows + s, (a.out_begin + t * 32) / tile_cols), spare);
-        for (int i = 0; i < std::min(wide, col_tiles - t); i++)
-          V::interleave_tile(tiles + i * kTilePanel, panel + (int64_t(t + i) * strips + s) * kTilePanel);
-      }
-    for (int i = 0; i < col_tiles; i++) {
+      for (int t = 0; t < pieces; t++)
+        V::interleave_tile(Codec::template decode<V>(w, begin / kTileRows + s, a.out_begin / 32 + t, spare),
+                           panel + (int64_t(t) * strips + s) * kTilePanel);
+    for (int i = 0; i < pieces; i++) {
       const bf16* const pairs = panel + int64_t(i) * strips * kTilePanel;  // 128 bytes a pair: columns 0-15, 16-31
       for (int t = 0; t < a.tokens; t += 32) {
         const bf16* const x = a.x + t * a.ldx + begin;

@@ -1,5 +1,6 @@
 #include "moe/weights.h"
 
+#include <algorithm>
 #include <atomic>
 
 #include "base/check.h"
@@ -14,20 +15,20 @@ void PackedExperts::matrix_dims(int node, Projection projection, int& rows, int&
 
 PackedExperts::PackedExperts(ExpertShape shape, Format format, const std::vector<int>& node_ids)
     : shape_(shape), format_(format), loaded_(size_t(shape.experts) * kProjections) {
-  const int units = shape.intermediate / kDimMultiple, nodes = std::min(units, int(node_ids.size()));
+  const int units = ceil_div(shape.intermediate, kSliceMultiple), nodes = std::min(units, int(node_ids.size()));
   for (int n = 0; n < nodes; n++) {
     Slice slice{};
-    slice.begin = split(units, nodes, n) * kDimMultiple;
-    slice.width = split(units, nodes, n + 1) * kDimMultiple - slice.begin;
+    slice.begin = split(units, nodes, n) * kSliceMultiple;
+    slice.width = std::min(split(units, nodes, n + 1) * kSliceMultiple, shape.intermediate) - slice.begin;
     slices_.push_back(std::move(slice));
     Slice& s = slices_.back();
     for (int p = 0; p < kProjections; p++) {
       int rows, cols;
       matrix_dims(n, Projection(p), rows, cols);
       s.offset[p] = s.expert_bytes;
-      s.expert_bytes += tile_bytes(format, rows, cols);
+      s.expert_bytes += tiles_bytes(format, rows, cols);
       s.scale_offset[p] = s.expert_bytes;
-      if (info(format).row_scaled) s.expert_bytes += (size_t(rows) * sizeof(float) + 63) / 64 * 64;
+      s.expert_bytes += (scale_count(format, rows, cols) * sizeof(float) + 63) / 64 * 64;
     }
     s.memory = NodeBuffer(s.expert_bytes * shape.experts, node_ids[n]);
   }
@@ -42,9 +43,11 @@ size_t PackedExperts::bytes() const {
 PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) const {
   const Slice& s = slices_[node];
   char* base = s.memory.data() + s.expert_bytes * expert;
-  PackedMatrix m{format_, 0, 0, reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]), nullptr};
+  PackedMatrix m{format_, 0, 0, reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]), nullptr, nullptr};
   matrix_dims(node, projection, m.rows, m.cols);
-  if (info(format_).row_scaled) m.row_scale = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
+  float* const scales = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
+  if (info(format_).row_scaled) m.row_scale = scales;
+  if (info(format_).block_scaled) m.block_scale = scales;
   return m;
 }
 
@@ -53,12 +56,12 @@ void PackedExperts::load(Pool& pool, int expert, Projection projection, const So
   const int rows = down ? shape_.hidden : shape_.intermediate, cols = down ? shape_.intermediate : shape_.hidden;
   KTFT_CHECK(source.rows == rows && source.cols == cols, "its shape is [", source.rows, ", ", source.cols,
              "], the model's config says [", rows, ", ", cols, "]");
-  std::vector<int> strips(pool.nodes(), 0);
-  for (int n = 0; n < nodes(); n++) strips[n] = matrix(n, expert, projection).rows / kTileRows;
+  std::vector<int> units(pool.nodes(), 0);
+  for (int n = 0; n < nodes(); n++) units[n] = ceil_div(matrix(n, expert, projection).rows, pack_rows(format_));
   std::atomic<int64_t> bad{-1};
-  pool.run(strips, [&](int node, int strip, int) {
+  pool.run(units, [&](int node, int unit, int) {
     const BadValue v =
-        pack_strip(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), strip);
+        pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit);
     if (v.row >= 0) bad = int64_t(v.row) * cols + v.col;
   });
   KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");

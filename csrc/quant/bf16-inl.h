@@ -8,20 +8,21 @@ namespace ktft {
 struct Bf16Codec {
   static constexpr Format kFormat = Format::kBf16;
 
-  static float scale_of(const float*, int) { return 1.f; }
+  static float prepare(const float*, int, float*) { return 1.f; }
 
-  // row[0..32) -> 64 bytes; `cols` < 32 at the right edge.
-  static void encode(const float* row, int cols, float, uint8_t* out) {
-    bf16* v = reinterpret_cast<bf16*>(out);
-    for (int c = 0; c < 32; c++) v[c] = c < cols ? to_bf16(row[c]) : bf16{0};
+  static void encode(const float* values, int cols, float, const float*, uint8_t* tile, int r) {
+    bf16* v = reinterpret_cast<bf16*>(tile + r * kRowBytes);
+    for (int c = 0; c < 32; c++) v[c] = c < cols ? to_bf16(values[c]) : bf16{0};
   }
 
-  static float decode_one(const uint8_t* row, int col) { return to_float(reinterpret_cast<const bf16*>(row)[col]); }
+  static float decode_one(const PackedMatrix& w, int r, int c) {
+    return to_float(reinterpret_cast<const bf16*>(w.tile(r / kTileRows, c / 32))[r % kTileRows * 32 + c % 32]);
+  }
 
-  // The tile as bf16 tiles of 16 x 32, row-major: here it is one already.
+  // A tile is a piece already, and a strip's pieces follow each other.
   template <class V>
-  static const bf16* decode(const uint8_t* tile, bf16*) {
-    return reinterpret_cast<const bf16*>(tile);
+  static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16*) {
+    return reinterpret_cast<const bf16*>(w.tile(strip, piece));
   }
 };
 

@@ -1,9 +1,14 @@
 // How one weight matrix W [rows, cols] lies in memory.
 //
-// Tiles of 16 rows x 64 bytes, row-major inside (1 KB each); the tiles of one 16-row strip follow each other along the
-// columns, strips follow each other. 64 bytes hold `tile_cols` columns. Columns are padded with zeros to a whole tile,
-// rows are a multiple of 16. One copy serves both passes: forward reads a tile's rows as they are, backward pairs rows
-// while decoding.
+// Tiles of 16 rows x 64 bytes, row-major inside, followed by the scales of the tile's 32-column groups where a format
+// has them. 64 bytes hold `tile_cols` columns. The tiles of one 16-row strip follow each other along the columns,
+// strips follow each other. Columns are padded to a whole tile, rows are a multiple of 16. One copy serves both passes,
+// which read it through its codec (one file a format) in pieces: 16 rows x 32 columns as bf16, row-major.
+//
+// A codec has
+//   kFormat
+//   decode<V>(w, strip, piece, spare)  a piece, without the row scale; in place or in spare. The kernels' side.
+//   prepare, encode, decode_one        one row's scale, one row of a tile, one value. For pack.cc only.
 #pragma once
 
 #include <cstddef>
@@ -13,34 +18,61 @@
 namespace ktft {
 
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 1024;
 constexpr int kRowBytes = 64;
-constexpr int kDimMultiple = 32;  // hidden and intermediate sizes: one tile of bf16 columns, two tiles of rows
+constexpr int kCodeBytes = kTileRows * kRowBytes;  // of a tile, scales apart
+constexpr int kGroup = 32;                         // columns that share a scale in the 4-bit formats; width of a piece
+constexpr int kPieceElements = kTileRows * kGroup;
+constexpr int kScaleBlock = 128;  // rows and columns of an fp8 scale's block
+constexpr int kDimMultiple = 32;  // hidden and intermediate sizes: one piece of columns, two tiles of rows
+// Slices of a matrix begin at multiples of this, so that whole tiles and whole scale blocks lie in each.
+constexpr int kSliceMultiple = 128;
 
 struct FormatInfo {
   const char* name;
-  int tile_cols;    // columns in one tile
-  bool row_scaled;  // W = diag(scale) * Q, one fp32 scale a row
+  int tile_cols;      // columns in one tile
+  int tile_bytes;     // codes and group scales; a multiple of 64
+  bool row_scaled;    // W = diag(scale) * Q, one fp32 scale a row; the kernels' callers apply it
+  bool block_scaled;  // one fp32 scale a block of 128 x 128; decoding applies it
 };
 
-constexpr FormatInfo kFormatInfo[kFormats] = {{"bf16", 32, false}, {"int8", 64, true}};
+constexpr FormatInfo kFormatInfo[kFormats] = {
+    {"bf16", 32, kCodeBytes, false, false},
+    {"int8", 64, kCodeBytes, true, false},
+    {"fp8", 64, kCodeBytes, false, true},
+    {"k4", 128, kCodeBytes + kTileRows * 4, true, false},
+    {"int4", 128, kCodeBytes + kTileRows * 4 * 2, false, false},
+    {"mxfp4", 128, kCodeBytes + kTileRows * 4, false, false},
+};
 
 constexpr const FormatInfo& info(Format format) { return kFormatInfo[int(format)]; }
+
+static constexpr int ceil_div(int value, int unit) { return (value + unit - 1) / unit; }
 
 struct PackedMatrix {
   Format format;
   int rows, cols;
   uint8_t* tiles;
-  float* row_scale;  // [rows], or null when the format has none
+  float* row_scale;    // [rows], or null when the format has none
+  float* block_scale;  // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
 
-  int col_tiles() const { return (cols + info(format).tile_cols - 1) / info(format).tile_cols; }
+  int col_tiles() const { return ceil_div(cols, info(format).tile_cols); }
   uint8_t* tile(int row_tile, int col_tile) const {
-    return tiles + (size_t(row_tile) * col_tiles() + col_tile) * kTileBytes;
+    return tiles + (size_t(row_tile) * col_tiles() + col_tile) * info(format).tile_bytes;
+  }
+  float& block_scale_at(int row, int col) const {
+    return block_scale[size_t(row / kScaleBlock) * ceil_div(cols, kScaleBlock) + col / kScaleBlock];
   }
 };
 
-static inline size_t tile_bytes(Format format, int rows, int cols) {
-  return size_t(rows / kTileRows) * ((cols + info(format).tile_cols - 1) / info(format).tile_cols) * kTileBytes;
+static inline size_t tiles_bytes(Format format, int rows, int cols) {
+  return size_t(rows / kTileRows) * ceil_div(cols, info(format).tile_cols) * info(format).tile_bytes;
+}
+
+// fp32 scales that lie outside of the tiles.
+static inline size_t scale_count(Format format, int rows, int cols) {
+  if (info(format).row_scaled) return size_t(rows);
+  if (info(format).block_scaled) return size_t(ceil_div(rows, kScaleBlock)) * ceil_div(cols, kScaleBlock);
+  return 0;
 }
 
 }  // namespace ktft

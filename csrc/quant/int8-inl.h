@@ -10,29 +10,30 @@ namespace ktft {
 struct Int8Codec {
   static constexpr Format kFormat = Format::kInt8;
 
-  static float scale_of(const float* row, int cols) {
+  static float prepare(const float* row, int cols, float*) {
     float largest = 0;
     for (int c = 0; c < cols; c++) largest = std::fmax(largest, std::fabs(row[c]));
     return largest / 127;
   }
 
-  static void encode(const float* row, int cols, float scale, uint8_t* out) {
-    int8_t* q = reinterpret_cast<int8_t*>(out);
-    // The clamp matters for rows so small that their scale is subnormal and row / scale imprecise.
+  static void encode(const float* values, int cols, float scale, const float*, uint8_t* tile, int r) {
+    int8_t* q = reinterpret_cast<int8_t*>(tile + r * kRowBytes);
+    // The clamp matters for rows so small that their scale is subnormal and value / scale imprecise.
     for (int c = 0; c < 64; c++)
-      q[c] = c < cols && scale > 0 ? int8_t(std::lrintf(std::fmax(-127.f, std::fmin(127.f, row[c] / scale)))) : 0;
+      q[c] = c < cols && scale > 0 ? int8_t(std::lrintf(std::fmax(-127.f, std::fmin(127.f, values[c] / scale)))) : 0;
   }
 
-  static float decode_one(const uint8_t* row, int col) { return float(reinterpret_cast<const int8_t*>(row)[col]); }
+  static float decode_one(const PackedMatrix& w, int r, int c) {
+    return float(reinterpret_cast<const int8_t*>(w.tile(r / kTileRows, c / 64))[r % kTileRows * kRowBytes + c % 64]) *
+           w.row_scale[r];
+  }
 
-  // Two bf16 tiles of 16 x 32 (columns 0-31, then 32-63), without the row scale: |q| <= 127 is exact in bf16.
+  // |q| <= 127 is exact in bf16.
   template <class V>
-  static const bf16* decode(const uint8_t* tile, bf16* out) {
+  static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16* out) {
+    const int8_t* q = reinterpret_cast<const int8_t*>(w.tile(strip, piece / 2)) + piece % 2 * 32;
     for (int r = 0; r < kTileRows; r++)
-      for (int c = 0; c < 64; c += V::kWidth) {
-        const auto q = V::load_int8(reinterpret_cast<const int8_t*>(tile) + r * kRowBytes + c);
-        V::store(out + (c / 32) * kTileRows * 32 + r * 32 + c % 32, q);
-      }
+      for (int c = 0; c < 32; c += V::kWidth) V::store(out + r * 32 + c, V::load_int8(q + r * kRowBytes + c));
     return out;
   }
 };

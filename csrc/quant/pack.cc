@@ -4,8 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "quant/bf16-inl.h"
-#include "quant/int8-inl.h"
+#include "quant/codecs.h"
 
 namespace ktft {
 namespace {
@@ -32,19 +31,41 @@ int widen_row(const SourceMatrix& s, int r, float* out) {
   return int(std::find_if(out, out + s.cols, [](float v) { return !std::isfinite(v); }) - out);
 }
 
+// Scales of the blocks that rows [row, row + rows) of the slice lie in; rows begin at a block's first.
 template <class Codec>
-BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int strip) {
-  const int tile_cols = info(Codec::kFormat).tile_cols;
-  std::vector<float> row(source.cols);
-  for (int i = 0; i < kTileRows; i++) {
-    const int r = row_begin + strip * kTileRows + i;
-    const int bad = widen_row(source, r, row.data());
-    if (bad >= 0) return {r, bad};
-    const float scale = Codec::scale_of(row.data(), source.cols);
-    if (out.row_scale) out.row_scale[strip * kTileRows + i] = scale;
-    for (int t = 0; t < out.col_tiles(); t++) {
-      const int left = std::min(tile_cols, out.cols - t * tile_cols);
-      Codec::encode(row.data() + col_begin + t * tile_cols, left, scale, out.tile(strip, t) + i * kRowBytes);
+BadValue scale_blocks(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int row,
+                      int rows) {
+  std::vector<float> values(source.cols), largest(ceil_div(out.cols, kScaleBlock), 0.f);
+  for (int r = row; r < row + rows; r++) {
+    const int bad = widen_row(source, row_begin + r, values.data());
+    if (bad >= 0) return {row_begin + r, bad};
+    for (int c = 0; c < out.cols; c++)
+      largest[c / kScaleBlock] = std::max(largest[c / kScaleBlock], std::fabs(values[col_begin + c]));
+  }
+  for (size_t b = 0; b < largest.size(); b++)
+    out.block_scale_at(row, int(b) * kScaleBlock) = largest[b] / Codec::kLargest;
+  return {};
+}
+
+template <class Codec>
+BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit) {
+  constexpr FormatInfo format = info(Codec::kFormat);
+  const int first = unit * pack_rows(out.format), end = std::min(out.rows, first + pack_rows(out.format));
+  std::vector<float> row(source.cols), hints(source.cols / kGroup);
+  if constexpr (format.block_scaled) {
+    const BadValue bad = scale_blocks<Codec>(source, row_begin, col_begin, out, first, end - first);
+    if (bad.row >= 0) return bad;
+  }
+  for (int r = first; r < end; r++) {
+    const int bad = widen_row(source, row_begin + r, row.data());
+    if (bad >= 0) return {row_begin + r, bad};
+    float scale = Codec::prepare(row.data(), source.cols, hints.data());
+    if (out.row_scale) out.row_scale[r] = scale;
+    for (int c = 0; c < out.cols; c += format.tile_cols) {
+      if constexpr (format.block_scaled) scale = out.block_scale_at(r, c);
+      Codec::encode(row.data() + col_begin + c, std::min(format.tile_cols, out.cols - c), scale,
+                    hints.data() + (col_begin + c) / kGroup, out.tile(r / kTileRows, c / format.tile_cols),
+                    r % kTileRows);
     }
   }
   return {};
@@ -52,31 +73,33 @@ BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, con
 
 template <class Codec>
 void unpack_with(const PackedMatrix& m, float* dst, size_t ld) {
-  const int tile_cols = info(Codec::kFormat).tile_cols;
-  for (int r = 0; r < m.rows; r++) {
-    const float scale = m.row_scale ? m.row_scale[r] : 1.f;
-    for (int c = 0; c < m.cols; c++) {
-      const uint8_t* row = m.tile(r / kTileRows, c / tile_cols) + (r % kTileRows) * kRowBytes;
-      dst[size_t(r) * ld + c] = Codec::decode_one(row, c % tile_cols) * scale;
-    }
+  for (int r = 0; r < m.rows; r++)
+    for (int c = 0; c < m.cols; c++) dst[size_t(r) * ld + c] = Codec::decode_one(m, r, c);
+}
+
+// Calls f.template operator()<Codec>() with the format's codec.
+template <class Fn>
+auto with_codec(Format format, const Fn& f) {
+  switch (format) {
+    case Format::kBf16: break;
+    case Format::kInt8: return f.template operator()<Int8Codec>();
+    case Format::kFp8: return f.template operator()<Fp8Codec>();
+    case Format::kK4: return f.template operator()<K4Codec>();
+    case Format::kInt4: return f.template operator()<Int4Codec>();
+    case Format::kMxfp4: return f.template operator()<Mxfp4Codec>();
   }
+  return f.template operator()<Bf16Codec>();
 }
 
 }  // namespace
 
-BadValue pack_strip(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int strip) {
-  switch (out.format) {
-    case Format::kBf16: return pack_with<Bf16Codec>(source, row_begin, col_begin, out, strip);
-    case Format::kInt8: return pack_with<Int8Codec>(source, row_begin, col_begin, out, strip);
-  }
-  return {};
+BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit) {
+  return with_codec(out.format,
+                    [&]<class Codec>() { return pack_with<Codec>(source, row_begin, col_begin, out, unit); });
 }
 
 void unpack(const PackedMatrix& matrix, float* dst, size_t ld) {
-  switch (matrix.format) {
-    case Format::kBf16: return unpack_with<Bf16Codec>(matrix, dst, ld);
-    case Format::kInt8: return unpack_with<Int8Codec>(matrix, dst, ld);
-  }
+  with_codec(matrix.format, [&]<class Codec>() { unpack_with<Codec>(matrix, dst, ld); });
 }
 
 }  // namespace ktft

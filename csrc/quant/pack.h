@@ -15,10 +15,13 @@ struct BadValue {
   int row = -1, col = -1;  // row < 0: none
 };
 
-// Packs source rows [row_begin + 16 * strip, +16), columns [col_begin, col_begin + out.cols) into strip `strip` of
-// `out`. A row's scale comes from the whole source row, so that slices of one matrix agree. Returns the first NaN or
-// Inf met, and then the strip's content is undefined.
-BadValue pack_strip(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int strip);
+// Rows that are packed together, because they share scales: a unit. The last one may be short.
+constexpr int pack_rows(Format format) { return info(format).block_scaled ? kScaleBlock : kTileRows; }
+
+// Packs unit `unit` of `out`, whose first row and column are row_begin and col_begin of the source, multiples of
+// kSliceMultiple. A row's scale comes from the whole source row, so that slices of one matrix agree. Returns the first
+// NaN or Inf met, and then the unit's content is undefined.
+BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit);
 
 // Dequantized rows of the matrix into dst, row stride ld.
 void unpack(const PackedMatrix& matrix, float* dst, size_t ld);

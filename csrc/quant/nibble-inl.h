@@ -1,0 +1,66 @@
+// What the 4-bit formats share: 128 columns a tile, value = table[code] * the multiplier of its group of 32 columns.
+//
+// A tile is 16 rows x 64 bytes of codes, then 16 rows x 4 group scales. The 16 bytes of a group hold column i in the
+// low half and column 16 + i in the high half of byte i, so that both halves are whole vectors.
+//
+// A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kTable[16] (codes' values),
+// multiplier<V>(scale), kRounds (whether the product is bf16 by definition), prepare (see format.h), and
+//   encode_group(values, row_scale, hint, codes) -> Scale
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "quant/format.h"
+
+namespace ktft {
+
+// Groups of nothing larger are packed as zeros, so that no scale is subnormal and no reciprocal overflows.
+constexpr float kTiny = 1e-30f;
+
+template <class Policy>
+struct NibbleCodec {
+  static constexpr Format kFormat = Policy::kFormat;
+  using Scale = typename Policy::Scale;
+  static_assert(info(kFormat).tile_bytes == kCodeBytes + kTileRows * 4 * sizeof(Scale));
+
+  static float prepare(const float* row, int cols, float* hints) { return Policy::prepare(row, cols, hints); }
+
+  static void encode(const float* values, int cols, float row_scale, const float* hints, uint8_t* tile, int r) {
+    Scale* const scales = reinterpret_cast<Scale*>(tile + kCodeBytes) + r * 4;
+    for (int g = 0; g < 4; g++) {
+      uint8_t codes[kGroup] = {};
+      scales[g] = g * kGroup < cols ? Policy::encode_group(values + g * kGroup, row_scale, hints ? hints[g] : 0, codes)
+                                    : Scale{};
+      for (int i = 0; i < 16; i++) tile[r * kRowBytes + g * 16 + i] = uint8_t(codes[i] | codes[16 + i] << 4);
+    }
+  }
+
+  static float decode_one(const PackedMatrix& w, int r, int c) {
+    const uint8_t* tile = w.tile(r / kTileRows, c / 128);
+    const int row = r % kTileRows, group = c % 128 / kGroup, i = c % kGroup;
+    const int code = tile[row * kRowBytes + group * 16 + i % 16] >> (i / 16 * 4) & 15;
+    const Scale scale = reinterpret_cast<const Scale*>(tile + kCodeBytes)[row * 4 + group];
+    const float value = Policy::kTable[code] * Policy::template multiplier<void>(scale);
+    return (Policy::kRounds ? to_float(to_bf16(value)) : value) * (w.row_scale ? w.row_scale[r] : 1.f);
+  }
+
+  template <class V>
+  static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16* out) {
+    const uint8_t* tile = w.tile(strip, piece / 4);
+    const uint8_t* codes = tile + piece % 4 * 16;
+    const Scale* scales = reinterpret_cast<const Scale*>(tile + kCodeBytes) + piece % 4;
+    const auto table = V::load_table(Policy::kTable);
+    for (int r = 0; r < kTileRows; r++) {
+      const auto scale = V::set1(Policy::template multiplier<V>(scales[r * 4]));
+      for (int i = 0; i < 16; i += V::kWidth) {
+        const uint8_t* at = codes + r * kRowBytes + i;
+        V::store(out + r * 32 + i, V::mul(V::template lookup16<0>(table, at), scale));
+        V::store(out + r * 32 + 16 + i, V::mul(V::template lookup16<4>(table, at), scale));
+      }
+    }
+    return out;
+  }
+};
+
+}  // namespace ktft
