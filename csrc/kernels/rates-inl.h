@@ -30,9 +30,9 @@ int64_t tile_register_rate(const char* memory) {
   Tiles::template zero<2>();
   Tiles::template zero<3>();
   Tiles::template load<4>(memory, 64);
-  Tiles::template load<5>(memory + kTileBytes, 64);
-  Tiles::template load<6>(memory + 2 * kTileBytes, 64);
-  Tiles::template load<7>(memory + 3 * kTileBytes, 64);
+  Tiles::template load<5>(memory + kCodeBytes, 64);
+  Tiles::template load<6>(memory + 2 * kCodeBytes, 64);
+  Tiles::template load<7>(memory + 3 * kCodeBytes, 64);
   for (int i = 0; i < kRounds; i++) {
     Tiles::template dot<0, 4, 6>();
     Tiles::template dot<1, 4, 7>();
@@ -79,9 +79,9 @@ int64_t hot_rate(char* memory) {
       const int row = t % kRateTokens;
       const bf16* const tokens = x + row * kRateReduction;
       float* const c = y + row * kBlock[0];
-      tile_block<typename V::Tiles>({panel, panel + kRateReduction * 16, 64, 512, false},
-                                    {tokens, tokens + kRateReduction * 16, 64, 512, false}, kRateReduction / 32, true,
-                                    {{c, c + 256, c + 512, c + 768}, 64});
+      tile_block<typename V::Tiles>({panel, panel + kRateReduction * 16, 64, kPieceElements, false},
+                                    {tokens, tokens + kRateReduction * 16, 64, kPieceElements, false},
+                                    kRateReduction / 32, true, {{c, c + 256, c + 512, c + 768}, 64});
     }
     V::Tiles::release();
     return int64_t(kRounds) * kRateTokens * 32 * kRateReduction * 2;

@@ -1,7 +1,8 @@
-// fp8: 64 columns a tile of E4M3 codes (OCP: no infinity, largest 448), W = code * scale[row / 128, col / 128] in fp32.
+// fp8: 64 columns a tile of E4M3 codes (OCP: no infinity, largest 448), W = bf16(code * scale[row / 128, col / 128]).
 //
 // Blocks are those of the whole matrix: slices begin at multiples of 128, and the last block of a dimension may be
-// short. scale = absmax / 448. Decoding folds the scale in; the product rounds to bf16.
+// short. scale = absmax / 448 in fp32. The product is rounded to bf16 by definition, as it is wherever FP8 checkpoints are
+// cast to BF16: so decoding is exact.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,8 @@ struct Fp8Codec {
 
   static float decode_one(const PackedMatrix& w, int r, int c) {
     const uint8_t code = w.tile(r / kTileRows, c / 64)[r % kTileRows * kRowBytes + c % 64];
-    return half_to_float(uint16_t((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256 * w.block_scale_at(r, c);
+    const float value = half_to_float(uint16_t((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256;
+    return to_float(to_bf16(value * w.block_scale_at(r, c)));
   }
 
   template <class V>
