@@ -1,8 +1,8 @@
 // fp8: 64 columns a tile of E4M3 codes (OCP: no infinity, largest 448), W = bf16(code * scale[row / 128, col / 128]).
 //
 // Blocks are those of the whole matrix: slices begin at multiples of 128, and the last block of a dimension may be
-// short. scale = absmax / 448 in fp32. The product is rounded to bf16 by definition, as it is wherever FP8 checkpoints are
-// cast to BF16: so decoding is exact.
+// short. scale = absmax / 448 in fp32. The product is rounded to bf16 by definition, as it is wherever FP8 checkpoints
+// are cast to BF16: so decoding is exact.
 #pragma once
 
 #include <algorithm>
