@@ -37,7 +37,8 @@ double measure_flops(Runtime& runtime, Ceiling ceiling, double seconds) {
     char* const memory = scratch.take<char>(kRateMemory);
     kernels.fill(memory);
     int64_t mine = 0;
-    while (since(start) < seconds) mine += ceiling == Ceiling::kHot ? kernels.hot(memory) : kernels.registers(memory);
+    do mine += ceiling == Ceiling::kHot ? kernels.hot(memory) : kernels.registers(memory);
+    while (since(start) < seconds);
     flops += mine;
   });
   return double(flops) / since(start);

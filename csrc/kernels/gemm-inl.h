@@ -28,7 +28,7 @@ void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int pieces, float*
       }
     }
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < V::kForwardCols; j++) y[r * kBlock[0] + j] += V::sum(acc[r][j]) * (scale ? scale[j] : 1.f);
+    for (int j = 0; j < V::kForwardCols; j++) y[r * kMaxOutputs + j] += V::sum(acc[r][j]) * (scale ? scale[j] : 1.f);
 }
 
 // Y[r, 0..32) += sum_n X[r, n] W[n, 0..32) over `strips` decoded pieces that lie `stride` elements apart.
@@ -37,7 +37,7 @@ void backward_micro(const bf16* x, int64_t ldx, const bf16* w, int64_t stride, i
   constexpr int kVectors = 32 / V::kWidth;
   typename V::F acc[R][kVectors];
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < kVectors; c++) acc[r][c] = V::load(y + r * kBlock[1] + c * V::kWidth);
+    for (int c = 0; c < kVectors; c++) acc[r][c] = V::load(y + r * kMaxOutputs + c * V::kWidth);
   for (int t = 0; t < strips; t++, w += stride, x += kTileRows) {
     if constexpr (V::kPairs) {
       for (int n = 0; n < kTileRows; n += 2) {
@@ -60,7 +60,7 @@ void backward_micro(const bf16* x, int64_t ldx, const bf16* w, int64_t stride, i
     }
   }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < kVectors; c++) V::store(y + r * kBlock[1] + c * V::kWidth, acc[r][c]);
+    for (int c = 0; c < kVectors; c++) V::store(y + r * kMaxOutputs + c * V::kWidth, acc[r][c]);
 }
 
 // Calls f.template operator()<R>() with R = rows, 1 <= rows <= Max: a tail needs no masked code.
@@ -72,16 +72,16 @@ void with_rows(int rows, const Fn& f) {
   f.template operator()<Max>();
 }
 
-static inline void clear(const GemmArgs& a, int block) {
+static inline void clear(const GemmArgs& a) {
   if (a.accumulate) return;
-  for (int t = 0; t < a.tokens; t++) std::memset(a.y + int64_t(t) * block, 0, size_t(a.out_count) * 4);
+  for (int t = 0; t < a.tokens; t++) std::memset(a.y + int64_t(t) * kMaxOutputs, 0, size_t(a.out_count) * 4);
 }
 
 template <class V, class Codec>
 void gemm_forward(const GemmArgs& a) {
   const PackedMatrix& w = *a.w;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  clear(a, kBlock[0]);
+  clear(a);
   for (int begin = 0; begin < w.cols; begin += kReductionBlock) {
     const int pieces = std::min(kReductionBlock, w.cols - begin) / 32;
     for (int strip = 0; strip < a.out_count / kTileRows; strip++) {
@@ -95,7 +95,7 @@ void gemm_forward(const GemmArgs& a) {
         for (int j = 0; j < kTileRows; j += V::kForwardCols)
           with_rows<V::kForwardRows>(std::min(V::kForwardRows, a.tokens - t), [&]<int R>() {
             forward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, weights + j * 32, pieces,
-                                a.y + int64_t(t) * kBlock[0] + strip * kTileRows + j,
+                                a.y + int64_t(t) * kMaxOutputs + strip * kTileRows + j,
                                 w.row_scale ? w.row_scale + row + j : nullptr);
           });
     }
@@ -123,16 +123,19 @@ void gemm_backward(const GemmArgs& a) {
   const PackedMatrix& w = *a.w;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const spare = panel + kReductionBlock * 64;
-  clear(a, kBlock[1]);
+  clear(a);
   for (int begin = 0; begin < w.rows; begin += kReductionBlock) {
     const int rows = std::min(kReductionBlock, w.rows - begin), strips = rows / kTileRows;
-    decode_columns<V, Codec>(w, begin / kTileRows, strips, a.out_begin / 32, a.out_count / 32, panel, spare);
-    for (int t = 0; t < a.tokens; t += V::kBackwardRows)
-      for (int c = 0; c < a.out_count / 32; c++)
-        with_rows<V::kBackwardRows>(std::min(V::kBackwardRows, a.tokens - t), [&]<int R>() {
-          backward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, panel + c * kPieceElements, 2 * kPieceElements, strips,
-                               a.y + int64_t(t) * kBlock[1] + c * 32);
-        });
+    for (int col = 0; col < a.out_count; col += 64) {
+      const int pieces = std::min(64, a.out_count - col) / 32;
+      decode_columns<V, Codec>(w, begin / kTileRows, strips, (a.out_begin + col) / 32, pieces, panel, spare);
+      for (int t = 0; t < a.tokens; t += V::kBackwardRows)
+        for (int c = 0; c < pieces; c++)
+          with_rows<V::kBackwardRows>(std::min(V::kBackwardRows, a.tokens - t), [&]<int R>() {
+            backward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, panel + c * kPieceElements, 2 * kPieceElements, strips,
+                                 a.y + int64_t(t) * kMaxOutputs + col + c * 32);
+          });
+    }
   }
 }
 

@@ -7,8 +7,10 @@
 
 namespace ktft {
 
-// Outputs a GEMM call computes at once: rows of W forward, columns of W backward.
-constexpr int kBlock[kPasses] = {32, 64};
+// A GEMM call computes at most so many outputs (rows of W forward, columns backward) for at most so many tokens: as
+// large as its operands and results fit in L2, so that X is read from memory once for many outputs.
+constexpr int kMaxOutputs = 256;
+constexpr int kMaxTokens = 256;
 // Rows of W forward (columns backward) are decoded this many reduction elements at a time; the block stays in L2.
 constexpr int kReductionBlock = 1024;
 
@@ -20,17 +22,19 @@ constexpr int kTokenPad = 32;
 // W = diag(row_scale) Q; backward's caller has multiplied X by row_scale, once for all blocks.
 struct GemmArgs {
   const PackedMatrix* w;
-  int out_begin, out_count;  // a multiple of 32 outputs, at most kBlock[pass]
+  int out_begin, out_count;  // a multiple of 32 outputs, at most kMaxOutputs
   // [tokens, reduction] row-major with stride ldx; or, forward where VectorKernels::pack_tokens is set, what that made
   // of the rows: strips of 16 tokens, ldx does not count.
   const bf16* x;
   int64_t ldx;
   int tokens;
-  float* y;         // [tokens rounded up to 32, out_count], row stride kBlock[pass]
+  float* y;         // [tokens rounded up to 32, out_count], row stride kMaxOutputs
   bool accumulate;  // add to y; backward only
   char* scratch;    // kGemmScratch bytes, 64-byte aligned
 };
-constexpr size_t kGemmScratch = size_t(kReductionBlock + kTileRows) * 64 * sizeof(bf16);  // a panel, spare pieces
+// A decoded panel, spare pieces, and sums before they are turned.
+constexpr size_t kGemmScratch =
+    size_t(kReductionBlock + kTileRows) * 64 * sizeof(bf16) + size_t(kMaxOutputs) * kMaxTokens * sizeof(float);
 static_assert(kTokenPad == 32);
 
 struct GemmKernel {
@@ -70,7 +74,7 @@ struct RateKernels {
   int64_t (*registers)(const char* memory);  // products of registers only
   int64_t (*hot)(char* memory);              // the forward GEMM's inner loop, operands in L1 and L2
 };
-constexpr size_t kRateMemory = size_t(160) << 10;
+constexpr size_t kRateMemory = size_t(256) << 10;
 
 const std::vector<GemmKernel>& gemm_table();
 const GemmKernel& find_gemm(Isa isa, Format format, Pass pass);

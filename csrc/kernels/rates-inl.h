@@ -71,14 +71,14 @@ template <class V>
 int64_t hot_rate(char* memory) {
   const bf16* const panel = reinterpret_cast<const bf16*>(memory);
   const bf16* const x = panel + kRateReduction * 32;
-  float* const y = reinterpret_cast<float*>(memory + kRateMemory - size_t(kRateTokens) * kBlock[0] * 4);
+  float* const y = reinterpret_cast<float*>(memory + kRateMemory - size_t(kRateTokens) * kMaxOutputs * 4);
   if constexpr (kHasTiles<V>) {
     V::Tiles::configure();
     constexpr int kRounds = 8;
     for (int t = 0; t < kRateTokens * kRounds; t += 32) {
       const int row = t % kRateTokens;
       const bf16* const tokens = x + row * kRateReduction;
-      float* const c = y + row * kBlock[0];
+      float* const c = y + row * 32;
       tile_block<typename V::Tiles>({panel, panel + kRateReduction * 16, 64, kPieceElements, false},
                                     {tokens, tokens + kRateReduction * 16, 64, kPieceElements, false},
                                     kRateReduction / 32, true, {{c, c + 256, c + 512, c + 768}, 64});
@@ -89,7 +89,7 @@ int64_t hot_rate(char* memory) {
     for (int t = 0; t < kRateTokens; t += V::kForwardRows)
       for (int j = 0; j < kTileRows; j += V::kForwardCols)
         forward_micro<V, V::kForwardRows>(x + t * kRateStride, kRateStride, panel + j * 32, kRateReduction / 32,
-                                          y + t * kBlock[0] + j, nullptr);
+                                          y + t * kMaxOutputs + j, nullptr);
     return int64_t(kRateTokens) * kTileRows * kRateReduction * 2;
   }
 }

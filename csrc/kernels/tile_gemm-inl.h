@@ -15,7 +15,6 @@
 namespace ktft {
 
 constexpr int kTileReduction = 512;  // 32 x 512 weights x 2 bytes = 32 KB stay in L1 while all tokens pass over them
-constexpr int kTilePanel = 512;      // elements of one bf16 tile
 
 struct TileOperand {  // two tiles side by side in M or N
   const bf16 *first, *second;
@@ -68,49 +67,56 @@ void tile_block(TileOperand a, TileOperand b, int steps, bool first, const TileO
 template <class V>
 void pack_tokens(int tokens, int cols, const bf16* x, int64_t ldx, bf16* out) {
   for (int t = 0; t < tokens; t += 16)
-    for (int c = 0; c < cols; c += 32, out += kTilePanel) V::transpose_dwords(x + t * ldx + c, ldx * 2, out, 64);
+    for (int c = 0; c < cols; c += 32, out += kPieceElements) V::transpose_dwords(x + t * ldx + c, ldx * 2, out, 64);
 }
 
-// C^T blocks of 32 x 32 in `sums` -> y [tokens, 32], times the row scales.
+// C^T blocks of 32 x 32 in `sums`, [outputs / 32][tokens / 32] -> y, times the row scales.
 template <class V>
 void turn_outputs(const GemmArgs& a, const float* sums) {
-  for (int t = 0; t < a.tokens; t += 16) {
-    const float* const tiles = sums + (t / 32) * 1024 + (t / 16 % 2) * 256;
-    float* const y = a.y + int64_t(t) * kBlock[0];
-    V::transpose_dwords(tiles, 64, y, kBlock[0] * 4);
-    V::transpose_dwords(tiles + 512, 64, y + 16, kBlock[0] * 4);
-    if (!a.w->row_scale) continue;
-    const float* const scale = a.w->row_scale + a.out_begin;
-    for (int r = 0; r < 16; r++)
-      for (int j = 0; j < kBlock[0]; j += V::kWidth)
-        V::store(y + r * kBlock[0] + j, V::mul(V::load(y + r * kBlock[0] + j), V::load(scale + j)));
-  }
+  constexpr int64_t kRow = kMaxOutputs;
+  for (int out = 0; out < a.out_count; out += 32)
+    for (int t = 0; t < a.tokens; t += 16) {
+      const float* const tiles = sums + (out / 32 * (kMaxTokens / 32) + t / 32) * 1024 + t / 16 % 2 * 256;
+      float* const y = a.y + t * kRow + out;
+      V::transpose_dwords(tiles, 64, y, kRow * 4);
+      V::transpose_dwords(tiles + 512, 64, y + 16, kRow * 4);
+      if (!a.w->row_scale) continue;
+      const float* const scale = a.w->row_scale + a.out_begin + out;
+      for (int r = 0; r < 16; r++)
+        for (int j = 0; j < 32; j += V::kWidth)
+          V::store(y + r * kRow + j, V::mul(V::load(y + r * kRow + j), V::load(scale + j)));
+    }
+}
+
+// Pieces [first, first + pieces) of one strip: where they lie, when the codec has no work, or decoded into `panel`.
+template <class V, class Codec>
+const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces, bf16* panel) {
+  const bf16* const at = Codec::template decode<V>(w, strip, first, panel);
+  if (at == panel)
+    for (int t = 1; t < pieces; t++) Codec::template decode<V>(w, strip, first + t, panel + t * kPieceElements);
+  return at;
 }
 
 template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   const PackedMatrix& w = *a.w;
-  const int row_tile = a.out_begin / kTileRows;
-  bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const below = panel + (kTileReduction + 32) * 16;
-  float* const sums = reinterpret_cast<float*>(panel + (kTileReduction + 64) * 32);
-  const int64_t strip = int64_t(w.cols) * 16;  // elements of one packed strip
+  bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const below = panel + kTileReduction * kTileRows;
+  float* const sums = reinterpret_cast<float*>(panel + kTileReduction * 32);
+  const int64_t strip = int64_t(w.cols) * 16;  // elements of one packed strip of tokens
   Tiles::configure();
   for (int begin = 0; begin < w.cols; begin += kTileReduction) {
     const int steps = std::min(kTileReduction, w.cols - begin) / 32;
-    // As they lie, or decoded to the panel
-    TileOperand rows{Codec::template decode<V>(w, row_tile, begin / 32, panel),
-                     Codec::template decode<V>(w, row_tile + 1, begin / 32, below), 64, kTilePanel, false};
-    if (rows.first == panel)
-      for (int t = 1; t < steps; t++) {
-        Codec::template decode<V>(w, row_tile, begin / 32 + t, panel + t * kTilePanel);
-        Codec::template decode<V>(w, row_tile + 1, begin / 32 + t, below + t * kTilePanel);
+    for (int out = 0; out < a.out_count; out += 32) {
+      const int row = (a.out_begin + out) / kTileRows;
+      const TileOperand rows{decode_strip<V, Codec>(w, row, begin / 32, steps, panel),
+                             decode_strip<V, Codec>(w, row + 1, begin / 32, steps, below), 64, kPieceElements, false};
+      for (int t = 0; t < a.tokens; t += 32) {
+        const bf16* const x = a.x + t / 16 * strip + begin * 16;
+        float* const c = sums + (out / 32 * (kMaxTokens / 32) + t / 32) * 1024;
+        tile_block<Tiles>(rows, {x, x + strip, 64, kPieceElements, a.tokens - t <= 16}, steps, begin == 0,
+                          {{c, c + 256, c + 512, c + 768}, 64});
       }
-    for (int t = 0; t < a.tokens; t += 32) {
-      const bf16* const x = a.x + t / 16 * strip + begin * 16;
-      float* const c = sums + t / 32 * 1024;
-      tile_block<Tiles>(rows, {x, x + strip, 64, kTilePanel, a.tokens - t <= 16}, steps, begin == 0,
-                        {{c, c + 256, c + 512, c + 768}, 64});
     }
   }
   Tiles::release();
@@ -121,24 +127,21 @@ template <class V, class Codec>
 void tile_gemm_backward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   const PackedMatrix& w = *a.w;
-  const int pieces = a.out_count / 32;
-  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  bf16* const spare = panel + kTileReduction * 64 + kTilePanel;
-  constexpr int64_t kRow = kBlock[1];
+  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);  // row pairs of 128 bytes: columns 0-15, then 16-31
+  bf16* const spare = panel + kTileReduction * 32;
+  constexpr int64_t kRow = kMaxOutputs;
   Tiles::configure();
   for (int begin = 0; begin < w.rows; begin += kTileReduction) {
     const int strips = std::min(kTileReduction, w.rows - begin) / kTileRows;
-    for (int s = 0; s < strips; s++)
-      for (int t = 0; t < pieces; t++)
-        V::interleave_tile(Codec::template decode<V>(w, begin / kTileRows + s, a.out_begin / 32 + t, spare),
-                           panel + (int64_t(t) * strips + s) * kTilePanel);
-    for (int i = 0; i < pieces; i++) {
-      const bf16* const pairs = panel + int64_t(i) * strips * kTilePanel;  // 128 bytes a pair: columns 0-15, 16-31
+    for (int out = 0; out < a.out_count; out += 32) {
+      for (int s = 0; s < strips; s++)
+        V::interleave_tile(Codec::template decode<V>(w, begin / kTileRows + s, (a.out_begin + out) / 32, spare),
+                           panel + s * kPieceElements);
       for (int t = 0; t < a.tokens; t += 32) {
         const bf16* const x = a.x + t * a.ldx + begin;
-        float* const y = a.y + t * kRow + i * 32;
+        float* const y = a.y + t * kRow + out;
         tile_block<Tiles>({x, x + 16 * a.ldx, a.ldx * 2, 32, a.tokens - t <= 16},
-                          {pairs, pairs + 32, 128, 2 * kTilePanel, false}, strips / 2, begin == 0 && !a.accumulate,
+                          {panel, panel + 32, 128, 2 * kPieceElements, false}, strips / 2, begin == 0 && !a.accumulate,
                           {{y, y + 16, y + 16 * kRow, y + 16 * kRow + 16}, kRow * 4});
       }
     }

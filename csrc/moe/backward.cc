@@ -5,7 +5,7 @@
 namespace ktft {
 namespace {
 
-constexpr int kCols = kBlock[1];
+constexpr int kCols = kMaxOutputs;  // row stride of blocks
 constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
 
@@ -20,8 +20,6 @@ struct Pointers {
   std::vector<float*> low_rank_grad[2];  // per node [rows, r]: B^T d gate, B^T d up
   std::vector<float*> partial;           // per node [tokens, hidden]: d hidden
 };
-
-int blocks_of(int width) { return (width + kCols - 1) / kCols; }
 
 // y += scaling * low_rank . block, where the product's input went through dropout: the mask applies to the result.
 void add_masked_low_rank(const Call& call, Projection p, const LoraPair& pair, const float* low_rank,
@@ -66,8 +64,8 @@ float* zeroed(Scratch& scratch, int rank) {
 void intermediate_block(const Call& call, const Pointers& at, int node, int expert, int block, Scratch& scratch) {
   const VectorKernels& vec = call.vec();
   const PackedExperts& w = call.weights;
-  const int hidden = w.shape().hidden, width = w.width(node), col = block * kCols;
-  const int cols = std::min(kCols, width - col), first = w.begin(node) + col;
+  const int hidden = w.shape().hidden, width = w.width(node), col = block * call.block;
+  const int cols = std::min(call.block, width - col), first = w.begin(node) + col;
   const size_t count = size_t(kTokenChunk) * kCols;
   char* const gemm = scratch.take<char>(kGemmScratch);
   float *const dh = scratch.take<float>(count), *const h = scratch.take<float>(count);
@@ -119,12 +117,13 @@ void intermediate_block(const Call& call, const Pointers& at, int node, int expe
   if (down) store_a(*down, expert, first, cols, sum_down);
 }
 
-// One block of the hidden dimension of d hidden: every expert in turn, as in forward.
-void hidden_block(const Call& call, const Pointers& at, int node, int block, float* partial, Scratch& scratch) {
+// One block of the hidden dimension of d hidden: a group's experts in turn, as in forward.
+void hidden_block(const Call& call, const Pointers& at, int node, int block, int group, float* partial,
+                  Scratch& scratch) {
   const VectorKernels& vec = call.vec();
   const PackedExperts& w = call.weights;
-  const int hidden = w.shape().hidden, width = w.width(node), col = block * kCols;
-  const int cols = std::min(kCols, hidden - col);
+  const int hidden = w.shape().hidden, width = w.width(node), col = block * call.block;
+  const int cols = std::min(call.block, hidden - col), active = int(call.routes.active.size());
   char* const gemm = scratch.take<char>(kGemmScratch);
   float* const y = scratch.take<float>(size_t(kTokenChunk) * kCols);
   float* const spare = scratch.take<float>(size_t(kTokenChunk) * kCols);
@@ -132,7 +131,8 @@ void hidden_block(const Call& call, const Pointers& at, int node, int block, flo
   for (int p = 0; p < 2; p++)
     if (const LoraPair* pair = call.pair(kGateUp[p])) a[p] = scratch.take<float>(size_t(pair->rank()) * kCols);
   for (int t = 0; t < call.routes.tokens; t++) std::memset(partial + size_t(t) * hidden + col, 0, size_t(cols) * 4);
-  for (int expert : call.routes.active) {
+  for (int i = split(active, call.groups, group); i < split(active, call.groups, group + 1); i++) {
+    const int expert = call.routes.active[i];
     for (int p = 0; p < 2; p++)
       if (const LoraPair* pair = call.pair(kGateUp[p]))
         load_block(vec, pair->a, expert, 0, pair->rank(), col, cols, a[p], kCols);
@@ -166,7 +166,8 @@ void sum_nodes(const std::vector<const float*>& parts, int rank, int row, int ro
 // The LoRA gradients that live on one block of the hidden dimension: A of gate and up, B of down.
 void lora_hidden_block(const Call& call, const Pointers& at, int expert, int block, Scratch& scratch) {
   const VectorKernels& vec = call.vec();
-  const int hidden = call.weights.shape().hidden, col = block * kCols, cols = std::min(kCols, hidden - col);
+  const int hidden = call.weights.shape().hidden, col = block * call.block;
+  const int cols = std::min(call.block, hidden - col);
   float* const rows_f32 = scratch.take<float>(size_t(Routes::kChunkRows) * kCols);
   float* const low = scratch.take<float>(size_t(Routes::kChunkRows) * call.lora->max_rank());
   for (int p = 0; p < kProjections; p++) {
@@ -245,8 +246,8 @@ Pointers place(const Call& call, Saved& saved, const BackwardArgs& args) {
       at.grad_scaled[p].push_back(info(w.format()).row_scaled ? node.grad_scaled[p].get<bf16>(count, id)
                                                               : at.grad[p][n]);
     }
-    at.weight_grads.push_back(node.weight_grads.get<float>(rows * blocks_of(w.width(n)), id));
-    at.partial.push_back(node.partial.get<float>(size_t(call.routes.tokens) * w.shape().hidden, id));
+    at.weight_grads.push_back(node.weight_grads.get<float>(rows * ceil_div(w.width(n), call.block), id));
+    at.partial.push_back(node.partial.get<float>(size_t(call.groups) * call.routes.tokens * w.shape().hidden, id));
     for (int p = 0; p < 2; p++) {
       const LoraPair* pair = call.pair(kGateUp[p]);
       at.low_rank_grad[p].push_back(pair ? node.low_rank[p].get<float>(rows * pair->rank(), id) : nullptr);
@@ -260,7 +261,7 @@ void reduce_weight_grads(const Call& call, const Pointers& at, float* out) {
   for (int row = 0; row < call.routes.rows; row++) {
     float sum = 0;
     for (int n = 0; n < call.weights.nodes(); n++)
-      for (int b = 0; b < blocks_of(call.weights.width(n)); b++)
+      for (int b = 0; b < ceil_div(call.weights.width(n), call.block); b++)
         sum += at.weight_grads[n][size_t(b) * call.routes.rows + row];
     out[call.routes.row_route[row]] = sum;
   }
@@ -290,9 +291,9 @@ void backward(const Call& call, Saved& saved, const BackwardArgs& args) {
       low_rank(call.vec(), routes, *call.lora, {&pair->b, true, nullptr, at.dy, hidden, 0, at.low_rank_dy},
                routes.chunks[task], rt.scratch[thread]);
     });
-  each_node([&](int n) { return active * blocks_of(w.width(n)); },
+  each_node([&](int n) { return active * ceil_div(w.width(n), call.block); },
             [&](int node, int task, int thread) {
-              const int blocks = blocks_of(w.width(node));
+              const int blocks = ceil_div(w.width(node), call.block);
               intermediate_block(call, at, node, routes.active[task / blocks], task % blocks, rt.scratch[thread]);
             });
   reduce_weight_grads(call, at, args.grad_weights);
@@ -305,13 +306,15 @@ void backward(const Call& call, Saved& saved, const BackwardArgs& args) {
                             at.low_rank_grad[p][node]},
                            routes.chunks[task], rt.scratch[thread]);
                 });
-  each_node([&](int) { return blocks_of(hidden); },
+  each_node([&](int) { return ceil_div(hidden, call.block) * call.groups; },
             [&](int node, int task, int thread) {
-              hidden_block(call, at, node, task, at.partial[node], rt.scratch[thread]);
+              const int group = task % call.groups;
+              hidden_block(call, at, node, task / call.groups, group,
+                           at.partial[node] + size_t(group) * routes.tokens * hidden, rt.scratch[thread]);
             });
   if (call.lora)
-    rt.pool.run(active * blocks_of(hidden), [&](int task, int thread) {
-      const int blocks = blocks_of(hidden);
+    rt.pool.run(active * ceil_div(hidden, call.block), [&](int task, int thread) {
+      const int blocks = ceil_div(hidden, call.block);
       rt.scratch[thread].reset();
       lora_hidden_block(call, at, routes.active[task / blocks], task % blocks, rt.scratch[thread]);
     });

@@ -47,19 +47,20 @@ void pack_chunk(const Call& call, const bf16* rows, const RowChunk& chunk, const
                          const_cast<bf16*>(out.at(call.routes, chunk.expert, chunk.begin)));
 }
 
-// One 32-column block of gate, up and h for all rows of an expert.
+// One block of columns of gate, up and h for all rows of an expert.
 void gate_up_block(const Call& call, const GemmRows& x, const Activations& act, int node, int expert, int block,
                    Scratch& scratch) {
   const VectorKernels& vec = call.vec();
-  const int hidden = call.weights.shape().hidden, width = call.weights.width(node), cols = kBlock[0];
-  const int col = block * cols, first = call.weights.begin(node) + col;
+  const int hidden = call.weights.shape().hidden, width = call.weights.width(node);
+  const int col = block * call.block, cols = std::min(call.block, width - col), first = call.weights.begin(node) + col;
   char* const gemm = scratch.take<char>(kGemmScratch);
-  float* y[2] = {scratch.take<float>(size_t(kTokenChunk) * cols), scratch.take<float>(size_t(kTokenChunk) * cols)};
+  float* y[2] = {scratch.take<float>(size_t(kTokenChunk) * kMaxOutputs),
+                 scratch.take<float>(size_t(kTokenChunk) * kMaxOutputs)};
   float* b[2] = {nullptr, nullptr};
   for (int p = 0; p < 2; p++)
     if (const LoraPair* pair = call.pair(kGateUp[p])) {
-      b[p] = scratch.take<float>(size_t(pair->rank()) * cols);
-      load_transposed(pair->b, expert, first, cols, 0, pair->rank(), b[p], cols);
+      b[p] = scratch.take<float>(size_t(pair->rank()) * kMaxOutputs);
+      load_transposed(pair->b, expert, first, cols, 0, pair->rank(), b[p], kMaxOutputs);
     }
   const Activations::PerNode& out = act.nodes[node];
   const int end = call.routes.offset[expert + 1];
@@ -69,42 +70,45 @@ void gate_up_block(const Call& call, const GemmRows& x, const Activations& act, 
       run_gemm(call, Pass::kForward, call.weights.matrix(node, expert, kGateUp[p]), col, cols,
                x.at(call.routes, expert, row), hidden, rows, y[p], false, gemm);
       if (const LoraPair* pair = call.pair(kGateUp[p]))
-        add_low_rank(vec, *pair, act.low_rank[p] + size_t(row) * pair->rank(), b[p], rows, cols, cols, y[p]);
+        add_low_rank(vec, *pair, act.low_rank[p] + size_t(row) * pair->rank(), b[p], rows, cols, kMaxOutputs, y[p]);
     }
     for (int r = 0; r < rows; r++) {
       const size_t at = size_t(row + r) * width + col;
-      vec.silu_mul(cols, y[0] + r * cols, y[1] + r * cols, out.h + at);
+      vec.silu_mul(cols, y[0] + r * kMaxOutputs, y[1] + r * kMaxOutputs, out.h + at);
       if (out.gate) {
-        vec.narrow(cols, y[0] + r * cols, out.gate + at);
-        vec.narrow(cols, y[1] + r * cols, out.up + at);
+        vec.narrow(cols, y[0] + r * kMaxOutputs, out.gate + at);
+        vec.narrow(cols, y[1] + r * kMaxOutputs, out.up + at);
       }
     }
   }
 }
 
-// One 32-column block of the layer's output: every expert in turn, so that no two threads add to one place and the
-// order of additions is fixed.
-void down_block(const Call& call, const GemmRows& h, const Activations& act, int node, int block, float* partial,
-                Scratch& scratch) {
+// One block of columns of the layer's output: a group's experts in turn, so that no two threads add to one place and
+// the order of additions is fixed.
+void down_block(const Call& call, const GemmRows& h, const Activations& act, int node, int block, int group,
+                float* partial, Scratch& scratch) {
   const VectorKernels& vec = call.vec();
-  const int hidden = call.weights.shape().hidden, width = call.weights.width(node), cols = kBlock[0];
-  const int col = block * cols;
+  const int hidden = call.weights.shape().hidden, width = call.weights.width(node);
+  const int col = block * call.block, cols = std::min(call.block, hidden - col);
   const LoraPair* pair = call.pair(Projection::kDown);
   char* const gemm = scratch.take<char>(kGemmScratch);
-  float* const y = scratch.take<float>(size_t(kTokenChunk) * cols);
-  float* const b = pair ? scratch.take<float>(size_t(pair->rank()) * cols) : nullptr;
+  float* const y = scratch.take<float>(size_t(kTokenChunk) * kMaxOutputs);
+  float* const b = pair ? scratch.take<float>(size_t(pair->rank()) * kMaxOutputs) : nullptr;
   for (int t = 0; t < call.routes.tokens; t++) std::memset(partial + size_t(t) * hidden + col, 0, size_t(cols) * 4);
-  for (int expert : call.routes.active) {
-    if (pair) load_transposed(pair->b, expert, col, cols, 0, pair->rank(), b, cols);
+  const int active = int(call.routes.active.size());
+  for (int i = split(active, call.groups, group); i < split(active, call.groups, group + 1); i++) {
+    const int expert = call.routes.active[i];
+    if (pair) load_transposed(pair->b, expert, col, cols, 0, pair->rank(), b, kMaxOutputs);
     const int end = call.routes.offset[expert + 1];
     for (int row = call.routes.offset[expert]; row < end; row += kTokenChunk) {
       const int rows = std::min(kTokenChunk, end - row);
       run_gemm(call, Pass::kForward, call.weights.matrix(node, expert, Projection::kDown), col, cols,
                h.at(call.routes, expert, row), width, rows, y, false, gemm);
       if (pair)
-        add_low_rank(vec, *pair, act.nodes[node].low_rank_down + size_t(row) * pair->rank(), b, rows, cols, cols, y);
+        add_low_rank(vec, *pair, act.nodes[node].low_rank_down + size_t(row) * pair->rank(), b, rows, cols, kMaxOutputs,
+                     y);
       for (int r = 0; r < rows; r++)
-        vec.add_scaled(cols, call.row_weight(row + r), y + r * cols,
+        vec.add_scaled(cols, call.row_weight(row + r), y + r * kMaxOutputs,
                        partial + size_t(call.routes.token(row + r)) * hidden + col);
     }
   }
@@ -125,9 +129,19 @@ size_t Saved::bytes() const {
   return total;
 }
 
+void choose_blocks(Call& call) {
+  constexpr int kManyRows = 32, kSmallBlock = 64, kTasks = 64, kMaxGroups = 8;
+  const int active = std::max(1, int(call.routes.active.size()));
+  const bool many = call.routes.rows >= active * kManyRows;
+  call.block = many ? kMaxOutputs : kSmallBlock;
+  const int wanted = kTasks / ceil_div(call.weights.shape().hidden, call.block);
+  call.groups = many ? std::clamp(wanted, 1, std::min(kMaxGroups, active)) : 1;
+}
+
 void reserve_scratch(const Call& call) {
   const size_t rank = call.lora ? size_t(call.lora->max_rank()) : 0;
-  const size_t blocks = kTokenChunk * 64 * 5 + rank * 64 * 7 + Routes::kChunkRows * (rank * 3 + 64 * 3) + 8192;
+  const size_t blocks =
+      kTokenChunk * kMaxOutputs * 5 + rank * kMaxOutputs * 7 + Routes::kChunkRows * (rank * 3 + kMaxOutputs) + 8192;
   const size_t bytes = kGemmScratch + (blocks + size_t(call.weights.shape().hidden)) * 4 + lora_scratch(call.lora);
   for (Scratch& scratch : call.runtime.scratch) scratch.reserve(bytes);
 }
@@ -219,10 +233,10 @@ void gate_up(const Call& call, const bf16* x, const Activations& act) {
   const GemmRows in = packed_buffer(call, x, hidden, rt.workspace.x_packed, -1);
   if (in.packed) rt.pool.run(chunks, [&](int task, int) { pack_chunk(call, x, routes.chunks[task], in); });
   std::vector<int> counts(w.nodes());
-  for (int n = 0; n < w.nodes(); n++) counts[n] = int(routes.active.size()) * (w.width(n) / kBlock[0]);
+  for (int n = 0; n < w.nodes(); n++) counts[n] = int(routes.active.size()) * ceil_div(w.width(n), call.block);
   counts.resize(rt.pool.nodes(), 0);
   rt.pool.run(counts, [&](int node, int task, int thread) {
-    const int blocks = w.width(node) / kBlock[0];
+    const int blocks = ceil_div(w.width(node), call.block);
     rt.scratch[thread].reset();
     gate_up_block(call, in, act, node, routes.active[task / blocks], task % blocks, rt.scratch[thread]);
   });
@@ -241,8 +255,10 @@ void gate_up(const Call& call, const bf16* x, const Activations& act) {
 
 void combine(const Call& call, void* out, Dtype dtype) {
   const int hidden = call.weights.shape().hidden, tokens = call.routes.tokens, nodes = call.weights.nodes();
-  std::vector<const float*> partial(nodes);
-  for (int n = 0; n < nodes; n++) partial[n] = call.runtime.workspace.nodes[n].partial.get<float>(0);
+  std::vector<const float*> partial;
+  for (int n = 0; n < nodes; n++)
+    for (int g = 0; g < call.groups; g++)
+      partial.push_back(call.runtime.workspace.nodes[n].partial.get<float>(0) + size_t(g) * tokens * hidden);
   call.runtime.pool.run((tokens + kTokensPerTask - 1) / kTokensPerTask, [&](int task, int thread) {
     Scratch& scratch = call.runtime.scratch[thread];
     scratch.reset();
@@ -250,7 +266,7 @@ void combine(const Call& call, void* out, Dtype dtype) {
     for (int t = task * kTokensPerTask; t < std::min(tokens, (task + 1) * kTokensPerTask); t++) {
       const size_t at = size_t(t) * hidden;
       std::memcpy(sum, partial[0] + at, size_t(hidden) * 4);
-      for (int n = 1; n < nodes; n++) call.vec().add_scaled(hidden, 1.f, partial[n] + at, sum);
+      for (size_t n = 1; n < partial.size(); n++) call.vec().add_scaled(hidden, 1.f, partial[n] + at, sum);
       if (dtype == Dtype::kF32)
         std::memcpy(static_cast<float*>(out) + at, sum, size_t(hidden) * 4);
       else if (dtype == Dtype::kBf16)
@@ -271,8 +287,8 @@ void forward(const Call& call, const void* hidden, Dtype dtype, void* out, Saved
   gate_up(call, x, act);
   std::vector<float*> partial(w.nodes());
   for (int n = 0; n < w.nodes(); n++)
-    partial[n] =
-        rt.workspace.nodes[n].partial.get<float>(size_t(call.routes.tokens) * w.shape().hidden, rt.node_ids[n]);
+    partial[n] = rt.workspace.nodes[n].partial.get<float>(size_t(call.groups) * call.routes.tokens * w.shape().hidden,
+                                                          rt.node_ids[n]);
   std::vector<GemmRows> h;
   for (int n = 0; n < w.nodes(); n++)
     h.push_back(packed_buffer(call, act.nodes[n].h, w.width(n), rt.workspace.nodes[n].h_packed, rt.node_ids[n]));
@@ -282,10 +298,12 @@ void forward(const Call& call, const void* hidden, Dtype dtype, void* out, Saved
     rt.pool.run(counts, [&](int node, int task, int) {
       pack_chunk(call, act.nodes[node].h, call.routes.chunks[task], h[node]);
     });
-  std::fill(counts.begin(), counts.begin() + w.nodes(), w.shape().hidden / kBlock[0]);
+  std::fill(counts.begin(), counts.begin() + w.nodes(), ceil_div(w.shape().hidden, call.block) * call.groups);
   rt.pool.run(counts, [&](int node, int task, int thread) {
     rt.scratch[thread].reset();
-    down_block(call, h[node], act, node, task, partial[node], rt.scratch[thread]);
+    const int group = task % call.groups;
+    down_block(call, h[node], act, node, task / call.groups, group,
+               partial[node] + size_t(group) * call.routes.tokens * w.shape().hidden, rt.scratch[thread]);
   });
   combine(call, out, dtype);
 }

@@ -6,8 +6,7 @@
 
 namespace ktft {
 
-// Tokens that pass over one decoded block of weights before their epilogue runs.
-constexpr int kTokenChunk = 256;
+constexpr int kTokenChunk = kMaxTokens;
 
 struct Call {
   Runtime& runtime;
@@ -16,6 +15,9 @@ struct Call {
   const float* top_k_weights;  // [tokens, top_k]
   const Lora* lora;            // or null
   const char* name;            // the layer, for messages
+  // How the work is cut; from shapes and routing alone, so that no sum depends on the threads.
+  int block;   // outputs of one task
+  int groups;  // of experts, whose results for one block of hidden are partial sums of their own
 
   const VectorKernels& vec() const { return runtime.vec(); }
   const LoraPair* pair(Projection p) const { return lora ? lora->pair(p) : nullptr; }
@@ -31,6 +33,10 @@ struct Activations {
   std::vector<PerNode> nodes;
   float* low_rank[2];  // [rows, r]: A_gate x, A_up x
 };
+
+// With many rows an expert, blocks are as large as a GEMM call takes, and experts are cut into groups so that there
+// are tasks enough; with few, small blocks spread the reading of weights over the threads.
+void choose_blocks(Call& call);
 
 // What `retain` keeps from forward to backward; empty with `recompute`.
 struct Saved {

@@ -57,7 +57,8 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   saved->routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
   if (input.tokens > 0) {
     const std::lock_guard<std::mutex> lock(runtime_->mutex);
-    const Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str()};
+    Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str(), 0, 0};
+    choose_blocks(call);
     ktft::forward(call, input.hidden, input.dtype, out, saved.get(), keep == Keep::kActivations);
   }
   return keep == Keep::kNothing ? nullptr : saved;
@@ -67,7 +68,8 @@ void MoeLayer::backward(Saved& saved, const float* top_k_weights, const Lora* lo
   check_lora(lora);
   if (saved.routes.tokens == 0) return;
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
-  const Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, name_.c_str()};
+  Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, name_.c_str(), 0, 0};
+  choose_blocks(call);
   ktft::backward(call, saved, args);
 }
 
