@@ -28,6 +28,10 @@ struct AmxTiles {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(T) : "memory");
   }
   template <int T>
+  static void stream(const void* at, int64_t row_bytes) {  // for data that L1 need not keep
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(T) : "memory");
+  }
+  template <int T>
   static void store(void* at, int64_t row_bytes) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at), "r"(row_bytes), "i"(T) : "memory");
   }
@@ -39,6 +43,14 @@ struct AmxTiles {
 
 struct AmxBf16 : Avx512Bf16 {
   using Tiles = AmxTiles;
+
+  // p[2 i] = bf16(even[i]), p[2 i + 1] = bf16(odd[i])
+  static void store_pairs(bf16* p, F even, F odd) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, both));
+  }
 
   // out[j][i] = in[i][j] for 16 x 16 dwords: fp32 values, or pairs of bf16.
   static void transpose_dwords(const void* in, int64_t in_bytes, void* out_at, int64_t out_bytes) {

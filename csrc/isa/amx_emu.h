@@ -22,6 +22,10 @@ struct EmulatedTiles {
     for (int r = 0; r < 16; r++) std::memcpy(registers[T][r], static_cast<const char*>(at) + r * row_bytes, kRowBytes);
   }
   template <int T>
+  static void stream(const void* at, int64_t row_bytes) {
+    load<T>(at, row_bytes);
+  }
+  template <int T>
   static void store(void* at, int64_t row_bytes) {
     for (int r = 0; r < 16; r++) std::memcpy(static_cast<char*>(at) + r * row_bytes, registers[T][r], kRowBytes);
   }
@@ -51,6 +55,11 @@ struct EmulatedTiles {
 
 struct AmxEmu : Scalar {
   using Tiles = EmulatedTiles;
+
+  static void store_pairs(bf16* p, F even, F odd) {
+    p[0] = to_bf16(even);
+    p[1] = to_bf16(odd);
+  }
 
   static void transpose_dwords(const void* in, int64_t in_bytes, void* out, int64_t out_bytes) {
     for (int i = 0; i < 16; i++)

@@ -8,7 +8,7 @@ namespace ktft {
 struct Avx512Bf16 : Avx512 {
   static constexpr int kStep = 32;
   static constexpr bool kPairs = true;
-  static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 12;
+  static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 8;
   using In = __m512bh;
 
   using Avx512::store;

@@ -1,8 +1,7 @@
-// The GEMM over one block of outputs, for any ISA and codec.
+// The GEMM on vector registers, for any ISA and codec.
 //
 // Weights are decoded to bf16 pieces one reduction block at a time (64 KB or 128 KB, in L2) and all tokens pass over
-// them before the next block, so that a weight is read from memory and decoded once. Decoding leaves a per-row scale
-// out: it is applied to the outputs in forward, and was applied to X in backward.
+// them before the next block, so that a weight is read from memory and decoded once.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +11,9 @@
 
 namespace ktft {
 
-// Y[r, j] += sum_i X[r, i] W[j, i] for kForwardCols rows of W inside one strip of decoded pieces.
+// C[r, j] += sum_i X[r, i] W[j, i] for kForwardCols rows of W inside one strip of decoded pieces.
 template <class V, int R>
-void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int pieces, float* y, const float* scale) {
+void forward_micro(const bf16* x, const bf16* w, int pieces, float* c) {
   typename V::F acc[R][V::kForwardCols];
   for (auto& row : acc)
     for (auto& a : row) a = V::zero();
@@ -23,27 +22,28 @@ void forward_micro(const bf16* x, int64_t ldx, const bf16* w, int pieces, float*
       typename V::In in[V::kForwardCols];
       for (int j = 0; j < V::kForwardCols; j++) in[j] = V::load_in(w + t * kPieceElements + j * 32 + s);
       for (int r = 0; r < R; r++) {
-        const typename V::In v = V::load_in(x + r * ldx + t * 32 + s);
+        const typename V::In v = V::load_in(x + t * kPieceElements + r * 32 + s);
         for (int j = 0; j < V::kForwardCols; j++) acc[r][j] = V::dot(acc[r][j], v, in[j]);
       }
     }
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < V::kForwardCols; j++) y[r * kMaxOutputs + j] += V::sum(acc[r][j]) * (scale ? scale[j] : 1.f);
+    for (int j = 0; j < V::kForwardCols; j++) c[r * 32 + j] += V::sum(acc[r][j]);
 }
 
-// Y[r, 0..32) += sum_n X[r, n] W[n, 0..32) over `strips` decoded pieces that lie `stride` elements apart.
+// C[r, 0..32) += sum_n X[r, n] W[n, 0..32) over `strips` decoded pieces that lie `stride` elements apart.
 template <class V, int R>
-void backward_micro(const bf16* x, int64_t ldx, const bf16* w, int64_t stride, int strips, float* y) {
+void backward_micro(const bf16* x, const bf16* w, int64_t stride, int strips, float* c) {
   constexpr int kVectors = 32 / V::kWidth;
   typename V::F acc[R][kVectors];
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < kVectors; c++) acc[r][c] = V::load(y + r * kMaxOutputs + c * V::kWidth);
-  for (int t = 0; t < strips; t++, w += stride, x += kTileRows) {
+    for (int v = 0; v < kVectors; v++) acc[r][v] = V::load(c + r * 32 + v * V::kWidth);
+  for (int t = 0; t < strips; t++, w += stride) {
+    const bf16* const in = x + t / 2 * kPieceElements + t % 2 * kTileRows;
     if constexpr (V::kPairs) {
       for (int n = 0; n < kTileRows; n += 2) {
         const typename V::In w0 = V::load_in(w + n * 32), w1 = V::load_in(w + n * 32 + 32);
         for (int r = 0; r < R; r++) {
-          const typename V::In v = V::broadcast_pair(x + r * ldx + n);
+          const typename V::In v = V::broadcast_pair(in + r * 32 + n);
           acc[r][0] = V::dot(acc[r][0], v, w0);
           acc[r][1] = V::dot(acc[r][1], v, w1);
         }
@@ -51,54 +51,69 @@ void backward_micro(const bf16* x, int64_t ldx, const bf16* w, int64_t stride, i
     } else {
       for (int n = 0; n < kTileRows; n++) {
         typename V::F row[kVectors];
-        for (int c = 0; c < kVectors; c++) row[c] = V::load(w + n * 32 + c * V::kWidth);
+        for (int v = 0; v < kVectors; v++) row[v] = V::load(w + n * 32 + v * V::kWidth);
         for (int r = 0; r < R; r++) {
-          const typename V::F v = V::set1(to_float(x[r * ldx + n]));
-          for (int c = 0; c < kVectors; c++) acc[r][c] = V::fma(v, row[c], acc[r][c]);
+          const typename V::F value = V::set1(to_float(in[r * 32 + n]));
+          for (int v = 0; v < kVectors; v++) acc[r][v] = V::fma(value, row[v], acc[r][v]);
         }
       }
     }
   }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < kVectors; c++) V::store(y + r * kMaxOutputs + c * V::kWidth, acc[r][c]);
+    for (int v = 0; v < kVectors; v++) V::store(c + r * 32 + v * V::kWidth, acc[r][v]);
 }
 
-// Calls f.template operator()<R>() with R = rows, 1 <= rows <= Max: a tail needs no masked code.
-template <int Max, class Fn>
-void with_rows(int rows, const Fn& f) {
-  if constexpr (Max > 1) {
-    if (rows < Max) return with_rows<Max - 1>(rows, f);
+// Calls f.template operator()<R>(first) for runs of 1 <= R <= Max rows that cover the strip's `rows`: a tail needs no
+// masked code, and runs are of like length.
+template <int Max, int R = Max, class Fn>
+void with_rows(int rows, int first, const Fn& f) {
+  if constexpr (R > 1) {
+    if (rows < R) return with_rows<Max, R - 1>(rows, first, f);
   }
-  f.template operator()<Max>();
+  f.template operator()<R>(first);
+}
+template <int Max, class Fn>
+void each_run(int rows, const Fn& f) {
+  const int runs = (rows + Max - 1) / Max;
+  for (int i = 0; i < runs; i++) with_rows<Max>(rows * (i + 1) / runs - rows * i / runs, rows * i / runs, f);
 }
 
-static inline void clear(const GemmArgs& a) {
-  if (a.accumulate) return;
-  for (int t = 0; t < a.tokens; t++) std::memset(a.y + int64_t(t) * kMaxOutputs, 0, size_t(a.out_count) * 4);
+static inline void clear(const GemmArgs& a, float* c) {
+  std::memset(c, 0, size_t(result_piece(a.out_count / 32, 0, a.tokens)) * sizeof(float));
+}
+
+// C += X W^T for one matrix.
+template <class V, class Codec>
+void forward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
+  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
+  for (int begin = 0; begin < w.cols; begin += kReductionBlock) {
+    const int pieces = std::min(kReductionBlock, w.cols - begin) / 32;
+    for (int out = 0; out < a.out_count; out += kTileRows) {
+      // Without a codec's work, weights are read where they lie: the first piece, and the others after it
+      const int strip = (out_begin + out) / kTileRows;
+      const bf16* const weights = Codec::template decode<V>(w, strip, begin / 32, panel);
+      if (weights == panel)
+        for (int t = 1; t < pieces; t++)
+          Codec::template decode<V>(w, strip, begin / 32 + t, panel + t * kPieceElements);
+      for (int t = 0; t < a.tokens; t += kTileRows) {
+        const bf16* const rows = x + int64_t(t) * w.cols + begin * kTileRows;
+        float* const at = c + result_piece(out / 32, t / kTileRows, a.tokens) + out % 32;
+        for (int j = 0; j < kTileRows; j += V::kForwardCols)
+          each_run<V::kForwardRows>(std::min(kTileRows, a.tokens - t), [&]<int R>(int r) {
+            forward_micro<V, R>(rows + r * 32, weights + j * 32, pieces, at + r * 32 + j);
+          });
+      }
+    }
+  }
 }
 
 template <class V, class Codec>
 void gemm_forward(const GemmArgs& a) {
-  const PackedMatrix& w = *a.w;
-  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  clear(a);
-  for (int begin = 0; begin < w.cols; begin += kReductionBlock) {
-    const int pieces = std::min(kReductionBlock, w.cols - begin) / 32;
-    for (int strip = 0; strip < a.out_count / kTileRows; strip++) {
-      const int row = a.out_begin + strip * kTileRows;
-      // Without a codec's work, weights are read where they lie: the first piece, and the others after it
-      const bf16* const weights = Codec::template decode<V>(w, row / kTileRows, begin / 32, panel);
-      if (weights == panel)
-        for (int t = 1; t < pieces; t++)
-          Codec::template decode<V>(w, row / kTileRows, begin / 32 + t, panel + t * kPieceElements);
-      for (int t = 0; t < a.tokens; t += V::kForwardRows)
-        for (int j = 0; j < kTileRows; j += V::kForwardCols)
-          with_rows<V::kForwardRows>(std::min(V::kForwardRows, a.tokens - t), [&]<int R>() {
-            forward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, weights + j * 32, pieces,
-                                a.y + int64_t(t) * kMaxOutputs + strip * kTileRows + j,
-                                w.row_scale ? w.row_scale + row + j : nullptr);
-          });
-    }
+  for (int i = 0; i < a.count; i++) {
+    const GemmTerm& term = a.terms[i];
+    clear(a, term.c);
+    if (term.lora) forward_product<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, term.c);
+    forward_product<V, Codec>(a, *term.w, term.out_begin, term.x, term.c);
   }
 }
 
@@ -118,24 +133,36 @@ void decode_columns(const PackedMatrix& w, int first_strip, int strips, int firs
     }
 }
 
+// C += X W for one matrix.
 template <class V, class Codec>
-void gemm_backward(const GemmArgs& a) {
-  const PackedMatrix& w = *a.w;
+void backward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const spare = panel + kReductionBlock * 64;
-  clear(a);
   for (int begin = 0; begin < w.rows; begin += kReductionBlock) {
-    const int rows = std::min(kReductionBlock, w.rows - begin), strips = rows / kTileRows;
+    const int strips = std::min(kReductionBlock, w.rows - begin) / kTileRows;
     for (int col = 0; col < a.out_count; col += 64) {
       const int pieces = std::min(64, a.out_count - col) / 32;
-      decode_columns<V, Codec>(w, begin / kTileRows, strips, (a.out_begin + col) / 32, pieces, panel, spare);
-      for (int t = 0; t < a.tokens; t += V::kBackwardRows)
-        for (int c = 0; c < pieces; c++)
-          with_rows<V::kBackwardRows>(std::min(V::kBackwardRows, a.tokens - t), [&]<int R>() {
-            backward_micro<V, R>(a.x + t * a.ldx + begin, a.ldx, panel + c * kPieceElements, 2 * kPieceElements, strips,
-                                 a.y + int64_t(t) * kMaxOutputs + col + c * 32);
+      decode_columns<V, Codec>(w, begin / kTileRows, strips, (out_begin + col) / 32, pieces, panel, spare);
+      for (int t = 0; t < a.tokens; t += kTileRows)
+        for (int p = 0; p < pieces; p++) {
+          const bf16* const rows = x + int64_t(t) * w.rows + begin * kTileRows;
+          float* const at = c + result_piece(col / 32 + p, t / kTileRows, a.tokens);
+          each_run<V::kBackwardRows>(std::min(kTileRows, a.tokens - t), [&]<int R>(int r) {
+            backward_micro<V, R>(rows + r * 32, panel + p * kPieceElements, 2 * kPieceElements, strips, at + r * 32);
           });
+        }
     }
+  }
+}
+
+template <class V, class Codec>
+void gemm_backward(const GemmArgs& a) {
+  float* const c = a.terms[0].c;
+  clear(a, c);
+  for (int i = 0; i < a.count; i++) {
+    const GemmTerm& term = a.terms[i];
+    if (term.lora) backward_product<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, c);
+    backward_product<V, Codec>(a, *term.w, term.out_begin, term.x, c);
   }
 }
 

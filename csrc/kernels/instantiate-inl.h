@@ -1,6 +1,7 @@
 // KTFT_INSTANTIATE(isa enum, ISA struct, name) defines the table of one ISA from formats.inc.
 #pragma once
 
+#include "kernels/epilogue-inl.h"
 #include "kernels/gemm-inl.h"
 #include "kernels/rates-inl.h"
 #include "kernels/tile_gemm-inl.h"
@@ -15,17 +16,11 @@ struct IsaTable {
 };
 
 template <class V>
-constexpr auto token_packer() -> void (*)(int, int, const bf16*, int64_t, bf16*) {
-  if constexpr (requires { typename V::Tiles; })
-    return &pack_tokens<V>;
-  else
-    return nullptr;
-}
-
-template <class V>
 constexpr VectorKernels vector_table() {
-  return {&gemm_nt<V>, &gemm_nn<V>,       &silu_mul<V>,      &silu_mul_backward<V>, &widen<V>,
-          &narrow<V>,  &narrow_scaled<V>, token_packer<V>(), &add_scaled<V>,        &dropout<V>};
+  auto* pack_forward = &pack_rows<V>;
+  if constexpr (kHasTiles<V>) pack_forward = &pack_turned<V>;
+  return {kHasTiles<V>, &pack_rows<V>, pack_forward, &unturn<V>,    &swiglu<V>, &swiglu_backward<V>, &store_rows<V>,
+          &finite<V>,   &widen<V>,     &narrow<V>,   &scale_row<V>, &split<V>,  &weighted_sum<V>,    &dropout_mask<V>};
 }
 
 }  // namespace ktft

@@ -8,34 +8,51 @@
 namespace ktft {
 
 // A GEMM call computes at most so many outputs (rows of W forward, columns backward) for at most so many tokens: as
-// large as its operands and results fit in L2, so that X is read from memory once for many outputs.
+// many as its operands and results fit in an L2 of 2 MB, so that W is read once for 512 tokens and X for 256 outputs.
 constexpr int kMaxOutputs = 256;
-constexpr int kMaxTokens = 256;
+constexpr int kMaxTokens = 512;
 // Rows of W forward (columns backward) are decoded this many reduction elements at a time; the block stays in L2.
 constexpr int kReductionBlock = 1024;
 
-// A caller's X ends with this many readable rows that do not count: tile kernels take tokens 32 at a time.
-constexpr int kTokenPad = 32;
+// Activations lie like packed bf16 weights: strips of 16 rows, each a row of pieces of 16 x 32. A row count is rounded
+// up to whole kRowPad rows. So a gradient's GEMM can take activations as its W.
+// The forward GEMM's X is a pack_forward: with `turned` each piece is transposed, as 16 x 16 pairs of columns.
+constexpr int kRowPad = 32;
+static constexpr int pad_rows(int rows) { return (rows + kRowPad - 1) / kRowPad * kRowPad; }
 
-// forward:   Y[t, j] (+)= row_scale[j] sum_i X[t, i] Q[out_begin + j, i]
-// backward:  Y[t, j] (+)= sum_i X[t, i] Q[i, out_begin + j]
-// W = diag(row_scale) Q; backward's caller has multiplied X by row_scale, once for all blocks.
-struct GemmArgs {
+static inline PackedMatrix activation_matrix(bf16* pieces, int rows, int cols) {
+  return {Format::kBf16, rows, cols, reinterpret_cast<uint8_t*>(pieces), nullptr, nullptr};
+}
+
+// Results lie in fp32 pieces of 16 tokens x 32 outputs, panel (32 outputs) by panel; `turned` forward results are
+// transposed within a piece.
+constexpr int kResultPiece = 512;
+static constexpr int64_t result_piece(int panel, int strip, int tokens) {
+  return (int64_t(panel) * (pad_rows(tokens) / kTileRows) + strip) * kResultPiece;
+}
+
+// One product, without W's row scales: W = diag(row_scale) Q.
+//   forward:   C[t, j] = sum_i X[t, i] Q[out_begin + j, i]  + sum_r L[t, r] M[lora_begin + j, r]
+//   backward:  C[t, j] = sum_i X[t, i] Q[i, out_begin + j]  + sum_r L[t, r] M[r, lora_begin + j]
+struct GemmTerm {
   const PackedMatrix* w;
-  int out_begin, out_count;  // a multiple of 32 outputs, at most kMaxOutputs
-  // [tokens, reduction] row-major with stride ldx; or, forward where VectorKernels::pack_tokens is set, what that made
-  // of the rows: strips of 16 tokens, ldx does not count.
-  const bf16* x;
-  int64_t ldx;
-  int tokens;
-  float* y;         // [tokens rounded up to 32, out_count], row stride kMaxOutputs
-  bool accumulate;  // add to y; backward only
-  char* scratch;    // kGemmScratch bytes, 64-byte aligned
+  int out_begin;
+  const bf16* x;             // rows of w->cols elements forward, w->rows backward
+  const PackedMatrix* lora;  // M, bf16, at most kMaxTokens reduction elements; or null
+  int lora_begin;
+  const bf16* low_rank;  // L, laid out as x is
+  float* c;
 };
-// A decoded panel, spare pieces, and sums before they are turned.
-constexpr size_t kGemmScratch =
-    size_t(kReductionBlock + kTileRows) * 64 * sizeof(bf16) + size_t(kMaxOutputs) * kMaxTokens * sizeof(float);
-static_assert(kTokenPad == 32);
+
+struct GemmArgs {
+  GemmTerm terms[2];
+  int count;      // forward: products of one X with results of their own; backward: products that add up in the first c
+  int out_count;  // of each term, a multiple of 32; all terms' results together are at most kMaxOutputs forward
+  int tokens;     // X and L have readable rows up to the next multiple of kRowPad, which do not count
+  char* scratch;  // kGemmScratch bytes, 64-byte aligned
+};
+// Decoded panels and spare pieces.
+constexpr size_t kGemmScratch = size_t(kReductionBlock + 2 * kMaxTokens) * 64 * sizeof(bf16);
 
 struct GemmKernel {
   Isa isa;
@@ -45,26 +62,51 @@ struct GemmKernel {
   void (*run)(const GemmArgs&);
 };
 
-// C[i, j] += alpha * sum_p A(i, p) B(p, j), fp32; see each member for the strides.
+// gate and up: two results of one forward call. h = SiLU(gate) up becomes the down projection's X.
+struct SwigluArgs {
+  int tokens, cols;
+  const float *gate, *up;              // results
+  const float *gate_scale, *up_scale;  // [cols], or null
+  bf16* h;                             // the first strip's first piece, in pack_forward's layout
+  bf16 *saved_gate, *saved_up;         // the same in rows' layout; or null
+  int64_t strip;                       // elements from strip to strip of the three
+};
+
+// From dh (a backward result, before the routing weight w): dgate, dup = w dh d(SiLU(gate) up), times the rows' scales
+// of gate and up; h = SiLU(gate) up. Rows after the last token become zeros. <dh, h> is given in parts of kDotCols
+// columns, so that its sum does not depend on how columns are cut into calls.
+constexpr int kDotCols = 64;
+struct SwigluBackwardArgs {
+  int tokens, cols;
+  const float* dh;
+  const bf16 *gate, *up;
+  const float *gate_scale, *up_scale;  // [cols], or null
+  const float* weights;                // [tokens]
+  bf16 *dgate, *dup, *h;               // h may be null
+  int64_t strip;
+  float* weight_grads;  // [ceil(cols / kDotCols), tokens], row stride below
+  int64_t weight_grads_stride;
+};
+
+// What is not a GEMM. n and cols are multiples of 16.
 struct VectorKernels {
-  // A row-major [m, k] and B row-major [n, k]: both read along k, a multiple of 16. C row stride ldc.
-  void (*gemm_nt)(int m, int n, int k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
-                  float alpha);
-  // A(i, p) = a[i * row_stride + p * col_stride]; B row-major [k, n], n a multiple of 16.
-  void (*gemm_nn)(int m, int n, int k, const float* a, int64_t row_stride, int64_t col_stride, const float* b,
-                  int64_t ldb, float* c, int64_t ldc, float alpha);
-  void (*silu_mul)(int n, const float* g, const float* u, bf16* h);  // h = SiLU(g) * u
-  // Given dh (before the routing weight w), g and u: dg, du = w * dh * d(SiLU(g) u), h = SiLU(g) u; returns <dh, h>.
-  float (*silu_mul_backward)(int n, float w, const float* dh, const bf16* g, const bf16* u, float* dg, float* du,
-                             float* h);
+  bool turned;  // see above
+  // Sixteen rows (null: zeros) -> a strip of pieces; pack_forward as the forward GEMM takes them.
+  void (*pack_rows)(const bf16* const* rows, int cols, bf16* out);
+  void (*pack_forward)(const bf16* const* rows, int cols, bf16* out);
+  void (*unturn)(int pieces, float* c);  // forward results -> 16 x 32, row-major, in place
+  void (*swiglu)(const SwigluArgs&);
+  void (*swiglu_backward)(const SwigluBackwardArgs&);
+  // y[t, j] = c[t, j] * scale[j], row-major; scale may be null
+  void (*store_rows)(Pass pass, int tokens, int cols, const float* c, const float* scale, bf16* y, int64_t ldy);
+  bool (*finite)(int n, const bf16* x);
   void (*widen)(int n, const bf16* x, float* y);
   void (*narrow)(int n, const float* x, bf16* y);
-  void (*narrow_scaled)(int n, const float* x, const float* scale, bf16* y);  // y = x * scale, element by element
-  // Rows for a forward GEMM as its ISA wants them, [tokens rounded up to 16, cols] elements; null: as they are.
-  void (*pack_tokens)(int tokens, int cols, const bf16* x, int64_t ldx, bf16* out);
-  void (*add_scaled)(int n, float alpha, const float* x, float* y);  // y += alpha x
-  // Zeroes element i where hash(key, first + i) < probability, and scales the others by 1 / (1 - probability).
-  void (*dropout)(int n, float* x, uint64_t key, uint32_t first, float probability);
+  void (*scale_row)(int n, const bf16* x, const float* scale, bf16* y);       // y = x * scale
+  void (*split)(int n, const float* x, float factor, bf16* high, bf16* low);  // high + low = x * factor
+  void (*weighted_sum)(int n, int rows, const bf16* const* x, const float* weights, float* y);
+  // Bit i: whether element first + i of the stream `key` stays, which it does with 1 - probability.
+  uint32_t (*dropout_mask)(uint64_t key, uint32_t first, float probability);
 };
 
 // Loops for the benchmark's ceilings. Each runs some microseconds (emulated tiles: up to 0.1 s) on kRateMemory

@@ -2,17 +2,14 @@
 // stay in L1 and L2, with nothing decoded. The benchmark compares whole layers with them.
 #pragma once
 
+#include "kernels/epilogue-inl.h"
 #include "kernels/gemm-inl.h"
 #include "kernels/tile_gemm-inl.h"
 
 namespace ktft {
 
-constexpr int kRateTokens = 96;  // a multiple of every ISA's token block; 96 x 544 x 2 bytes stay in L2
+constexpr int kRateTokens = 128;  // 128 x 512 x 2 bytes stay in L2
 constexpr int kRateReduction = kTileReduction;
-constexpr int64_t kRateStride = kRateReduction + 32;  // not a power of two: rows spread over all cache sets
-
-template <class V>
-constexpr bool kHasTiles = requires { typename V::Tiles; };
 
 // Values small enough that sums stay finite, and not zero, which would cost less power.
 static inline void fill_rate_memory(char* memory) {
@@ -66,30 +63,34 @@ int64_t register_rate(const char* memory) {
     return vector_register_rate<V>(memory);
 }
 
-// One strip of weights under kRateTokens tokens: 32 outputs on tiles, 16 on vectors.
+// One panel of weights under kRateTokens tokens, added to earlier results: 32 outputs on tiles, 16 on vectors.
 template <class V>
 int64_t hot_rate(char* memory) {
-  const bf16* const panel = reinterpret_cast<const bf16*>(memory);
-  const bf16* const x = panel + kRateReduction * 32;
-  float* const y = reinterpret_cast<float*>(memory + kRateMemory - size_t(kRateTokens) * kMaxOutputs * 4);
+  bf16* const panel = reinterpret_cast<bf16*>(memory);
+  bf16* const x = panel + kRateReduction * 32;
+  float* const c = reinterpret_cast<float*>(memory + kRateMemory) - kRateTokens * 32;
   if constexpr (kHasTiles<V>) {
-    V::Tiles::configure();
     constexpr int kRounds = 8;
-    for (int t = 0; t < kRateTokens * kRounds; t += 32) {
-      const int row = t % kRateTokens;
-      const bf16* const tokens = x + row * kRateReduction;
-      float* const c = y + row * 32;
-      tile_block<typename V::Tiles>({panel, panel + kRateReduction * 16, 64, kPieceElements, false},
-                                    {tokens, tokens + kRateReduction * 16, 64, kPieceElements, false},
-                                    kRateReduction / 32, true, {{c, c + 256, c + 512, c + 768}, 64});
-    }
+    const GemmArgs args{{}, 1, 32, kRateTokens, nullptr};
+    const PanelPass<typename V::Tiles, false> pass{args,    {panel, panel + kRateReduction * 16, kLine, kPieceElements},
+                                                   {},      x,
+                                                   nullptr, kRateReduction * kTileRows,
+                                                   0,       kRateReduction / 32,
+                                                   0,       false,
+                                                   c,       nullptr,
+                                                   0,       0,
+                                                   1};
+    V::Tiles::configure();
+    for (int i = 0; i < kRounds; i++) pass.run([](int, int, Ahead*) {});
     V::Tiles::release();
     return int64_t(kRounds) * kRateTokens * 32 * kRateReduction * 2;
   } else {
-    for (int t = 0; t < kRateTokens; t += V::kForwardRows)
+    for (int t = 0; t < kRateTokens; t += kTileRows)
       for (int j = 0; j < kTileRows; j += V::kForwardCols)
-        forward_micro<V, V::kForwardRows>(x + t * kRateStride, kRateStride, panel + j * 32, kRateReduction / 32,
-                                          y + t * kMaxOutputs + j, nullptr);
+        each_run<V::kForwardRows>(kTileRows, [&]<int R>(int r) {
+          forward_micro<V, R>(x + t * kRateReduction + r * 32, panel + j * 32, kRateReduction / 32,
+                              c + (t + r) * 32 + j);
+        });
     return int64_t(kRateTokens) * kTileRows * kRateReduction * 2;
   }
 }

@@ -1,10 +1,14 @@
-// The GEMM on tile registers, 32 x 32 outputs at a time.
+// The GEMM on tile registers, 32 x 32 results at a time.
 //
-// Forward computes Y^T = W X^T: tiles of W are operand A as they lie (or, for other formats, decoded to bf16 once per
-// reduction block), X was packed once a call into B operands: strips of 16 tokens, each a row of 1 KB tiles that hold
-// the transpose of the tokens' column pairs. C comes out transposed and is turned at the end.
-// Backward computes dX = dY W: rows of dY are operand A as they lie, tiles of W are decoded into interleaved row pairs.
-// Tokens are taken without tails: callers leave kTokenPad readable rows behind X, and y holds whole 32s.
+// Forward computes C^T = W X^T: tiles of W are operand A as they lie (or, for other formats, decoded to bf16 once per
+// reduction block), X is the turned B operand: strips of 16 tokens, each a row of 1 KB tiles that hold the transpose
+// of the tokens' column pairs. Backward computes C = X W: rows of X are operand A as they lie, tiles of W are decoded
+// into interleaved row pairs.
+//
+// A panel of W, 32 outputs x kTileReduction, stays in L1 while all tokens stream past it from L2; results of the block
+// before come from L2 too. Streamed tiles are loaded with the hint not to keep them in L1, which would drive the panel
+// out; the next results, the next panel and the tokens of the next block are fetched meanwhile (docs/benchmarks.md has
+// what each of these brings).
 #pragma once
 
 #include <algorithm>
@@ -14,79 +18,149 @@
 
 namespace ktft {
 
-constexpr int kTileReduction = 512;  // 32 x 512 weights x 2 bytes = 32 KB stay in L1 while all tokens pass over them
+constexpr int kTileReduction = 512;  // 32 x 512 weights x 2 bytes = 32 KB of the 48 KB of L1
+constexpr int kLine = 64;
 
 struct TileOperand {  // two tiles side by side in M or N
   const bf16 *first, *second;
-  int64_t row_bytes;  // from row to row of a tile
-  int64_t step;       // elements to the tiles of the next 32 reduction elements
-  bool half;          // the second tile does not count
+  int row_bytes;  // from row to row of a tile
+  int step;       // elements to the tiles of the next 32 reduction elements
 };
 
 struct TileOutput {  // tiles (0, 0), (0, 1), (1, 0), (1, 1) of C
   float* at[4];
-  int64_t row_bytes;
+  int row_bytes;
 };
 
-// C += or = A . B over 32 * steps reduction elements.
-template <class Tiles>
-void tile_block(TileOperand a, TileOperand b, int steps, bool first, const TileOutput& c) {
-  const bool used[4] = {true, !b.half, !a.half, !a.half && !b.half};
-  if (first) {
-    Tiles::template zero<0>();
-    Tiles::template zero<1>();
-    Tiles::template zero<2>();
-    Tiles::template zero<3>();
-  } else {
-    Tiles::template load<0>(c.at[0], c.row_bytes);
-    if (used[1]) Tiles::template load<1>(c.at[1], c.row_bytes);
-    if (used[2]) Tiles::template load<2>(c.at[2], c.row_bytes);
-    if (used[3]) Tiles::template load<3>(c.at[3], c.row_bytes);
-  }
+// Memory to fetch, some lines at each step. (Functions are static, for the reason that base/types.h gives.)
+struct Ahead {
+  const char* at;
+  int lines;
+  int64_t step_bytes;
+};
+
+struct AheadSet {
+  Ahead weights[2], tokens[2], results;
+};
+
+// Lines [part, part + 1) * total / parts, spread over the steps.
+static inline Ahead ahead_part(const void* begin, int total, int part, int parts, int steps) {
+  const int lines = ceil_div(total, parts * steps), first = part * lines * steps;
+  if (first >= total) return {};
+  return {static_cast<const char*>(begin) + int64_t(first) * kLine, lines, int64_t(lines) * kLine};
+}
+
+static inline void fetch(const AheadSet& set, int step) {
+  for (const Ahead* ahead : {set.weights, set.weights + 1, set.tokens, set.tokens + 1})
+    for (int i = 0; i < ahead->lines; i++) __builtin_prefetch(ahead->at + step * ahead->step_bytes + i * kLine, 0, 2);
+  for (int i = 0; i < set.results.lines; i++)
+    __builtin_prefetch(set.results.at + step * set.results.step_bytes + i * kLine, 0, 3);
+}
+
+template <class Tiles, int T, bool kStream>
+void load_tile(const bf16* at, int row_bytes) {
+  if constexpr (kStream)
+    Tiles::template stream<T>(at, row_bytes);
+  else
+    Tiles::template load<T>(at, row_bytes);
+}
+
+// Tiles 0 to 3 += A . B over 32 * steps reduction elements. Tokens are A's side or B's, and are streamed; with kHalf
+// their second tile does not count.
+template <class Tiles, bool kTokensAreA, bool kHalf>
+void tile_steps(const TileOperand& a, const TileOperand& b, int steps, const AheadSet& ahead) {
   for (int s = 0; s < steps; s++) {
-    Tiles::template load<4>(a.first + s * a.step, a.row_bytes);
-    Tiles::template load<6>(b.first + s * b.step, b.row_bytes);
+    load_tile<Tiles, 4, kTokensAreA>(a.first + s * a.step, a.row_bytes);
+    load_tile<Tiles, 6, !kTokensAreA>(b.first + s * b.step, b.row_bytes);
     Tiles::template dot<0, 4, 6>();
-    if (used[1]) {
-      Tiles::template load<7>(b.second + s * b.step, b.row_bytes);
+    fetch(ahead, s);
+    if constexpr (kTokensAreA || !kHalf) {
+      load_tile<Tiles, 7, !kTokensAreA>(b.second + s * b.step, b.row_bytes);
       Tiles::template dot<1, 4, 7>();
     }
-    if (used[2]) {
-      Tiles::template load<5>(a.second + s * a.step, a.row_bytes);
+    if constexpr (!kTokensAreA || !kHalf) {
+      load_tile<Tiles, 5, kTokensAreA>(a.second + s * a.step, a.row_bytes);
       Tiles::template dot<2, 5, 6>();
     }
-    if (used[3]) Tiles::template dot<3, 5, 7>();
+    if constexpr (!kHalf) Tiles::template dot<3, 5, 7>();
   }
+}
+
+struct TileProduct {
+  TileOperand a, b;
+  int steps;
+};
+
+// C = lora + main when `first`, C += main otherwise.
+template <class Tiles, bool kTokensAreA, bool kHalf>
+void tile_block(const TileProduct* lora, const TileProduct& main, bool first, const TileOutput& c,
+                const AheadSet& ahead) {
+  constexpr bool kUse1 = kTokensAreA || !kHalf, kUse2 = !kTokensAreA || !kHalf;
+  if (first) {
+    Tiles::template zero<0>();
+    if constexpr (kUse1) Tiles::template zero<1>();
+    if constexpr (kUse2) Tiles::template zero<2>();
+    if constexpr (!kHalf) Tiles::template zero<3>();
+  } else {
+    Tiles::template load<0>(c.at[0], c.row_bytes);
+    if constexpr (kUse1) Tiles::template load<1>(c.at[1], c.row_bytes);
+    if constexpr (kUse2) Tiles::template load<2>(c.at[2], c.row_bytes);
+    if constexpr (!kHalf) Tiles::template load<3>(c.at[3], c.row_bytes);
+  }
+  if (lora) tile_steps<Tiles, kTokensAreA, kHalf>(lora->a, lora->b, lora->steps, {});
+  tile_steps<Tiles, kTokensAreA, kHalf>(main.a, main.b, main.steps, ahead);
   Tiles::template store<0>(c.at[0], c.row_bytes);
-  if (used[1]) Tiles::template store<1>(c.at[1], c.row_bytes);
-  if (used[2]) Tiles::template store<2>(c.at[2], c.row_bytes);
-  if (used[3]) Tiles::template store<3>(c.at[3], c.row_bytes);
+  if constexpr (kUse1) Tiles::template store<1>(c.at[1], c.row_bytes);
+  if constexpr (kUse2) Tiles::template store<2>(c.at[2], c.row_bytes);
+  if constexpr (!kHalf) Tiles::template store<3>(c.at[3], c.row_bytes);
 }
 
-// Row-major rows -> packed strips; see GemmArgs::x.
-template <class V>
-void pack_tokens(int tokens, int cols, const bf16* x, int64_t ldx, bf16* out) {
-  for (int t = 0; t < tokens; t += 16)
-    for (int c = 0; c < cols; c += 32, out += kPieceElements) V::transpose_dwords(x + t * ldx + c, ldx * 2, out, 64);
-}
+// One panel of W under all tokens.
+//   weights, lora   the panel as an operand; lora's rows or columns beside it, or null
+//   x, low_rank     where the tokens' first strips begin for these reduction elements; strips lie `strip` apart
+template <class Tiles, bool kTokensAreA>
+struct PanelPass {
+  const GemmArgs& args;
+  TileOperand weights, lora_weights;
+  const bf16 *x, *low_rank;
+  int64_t strip, low_strip;
+  int steps, lora_steps;
+  bool first;  // nothing to add to
+  float* c;
+  const bf16* next_x;  // the tokens of the next reduction block, or null
+  int next_lines;      // of one strip
+  int panel, panels;   // which part of next_x is fetched during this pass
 
-// C^T blocks of 32 x 32 in `sums`, [outputs / 32][tokens / 32] -> y, times the row scales.
-template <class V>
-void turn_outputs(const GemmArgs& a, const float* sums) {
-  constexpr int64_t kRow = kMaxOutputs;
-  for (int out = 0; out < a.out_count; out += 32)
-    for (int t = 0; t < a.tokens; t += 16) {
-      const float* const tiles = sums + (out / 32 * (kMaxTokens / 32) + t / 32) * 1024 + t / 16 % 2 * 256;
-      float* const y = a.y + t * kRow + out;
-      V::transpose_dwords(tiles, 64, y, kRow * 4);
-      V::transpose_dwords(tiles + 512, 64, y + 16, kRow * 4);
-      if (!a.w->row_scale) continue;
-      const float* const scale = a.w->row_scale + a.out_begin + out;
-      for (int r = 0; r < 16; r++)
-        for (int j = 0; j < 32; j += V::kWidth)
-          V::store(y + r * kRow + j, V::mul(V::load(y + r * kRow + j), V::load(scale + j)));
+  TileProduct product(const bf16* rows, int64_t apart, const TileOperand& other, int count) const {
+    const TileOperand tokens{rows, rows + apart, kLine, kPieceElements};
+    return kTokensAreA ? TileProduct{tokens, other, count} : TileProduct{other, tokens, count};
+  }
+
+  // weights_ahead(block, blocks) fills in what of the next panel to fetch.
+  template <class Fn>
+  void run(const Fn& weights_ahead) const {
+    const int blocks = ceil_div(args.tokens, kRowPad);
+    for (int block = 0; block < blocks; block++) {
+      const int64_t at = block * 2;
+      float* const out = c + at * kResultPiece;
+      AheadSet ahead{};
+      weights_ahead(block, blocks, ahead.weights);
+      if (next_x)
+        for (int i = 0; i < 2; i++)
+          ahead.tokens[i] = ahead_part(next_x + (at + i) * strip, next_lines, panel, panels, steps);
+      if (!first && block + 1 < blocks) ahead.results = ahead_part(out + 2 * kResultPiece, 64, 0, 1, steps);
+      const TileProduct main = product(x + at * strip, strip, weights, steps);
+      const TileProduct lora = product(low_rank + at * low_strip, low_strip, lora_weights, lora_steps);
+      const TileOutput results = kTokensAreA ? TileOutput{{out, out + 16, out + 512, out + 528}, 2 * kLine}
+                                             : TileOutput{{out, out + 512, out + 256, out + 768}, kLine};
+      const TileProduct* const extra = lora_steps ? &lora : nullptr;
+      if (args.tokens - block * kRowPad <= kTileRows)
+        tile_block<Tiles, kTokensAreA, true>(extra, main, first, results, ahead);
+      else
+        tile_block<Tiles, kTokensAreA, false>(extra, main, first, results, ahead);
     }
-}
+  }
+};
 
 // Pieces [first, first + pieces) of one strip: where they lie, when the codec has no work, or decoded into `panel`.
 template <class V, class Codec>
@@ -97,52 +171,118 @@ const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces
   return at;
 }
 
+// Row pairs of strips [first, first + strips) x one piece of columns, 128 bytes each: columns 0-15, then 16-31.
+template <class V, class Codec>
+void decode_pairs(const PackedMatrix& w, int first, int strips, int piece, bf16* panel) {
+  alignas(64) bf16 spare[kPieceElements];
+  for (int s = 0; s < strips; s++)
+    V::interleave_tile(Codec::template decode<V>(w, first + s, piece, spare), panel + s * kPieceElements);
+}
+
 template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
-  const PackedMatrix& w = *a.w;
+  constexpr FormatInfo format = info(Codec::kFormat);
   bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const below = panel + kTileReduction * kTileRows;
-  float* const sums = reinterpret_cast<float*>(panel + kTileReduction * 32);
-  const int64_t strip = int64_t(w.cols) * 16;  // elements of one packed strip of tokens
+  const int cols = a.terms[0].w->cols, outs = a.out_count / 32, panels = a.count * outs;
   Tiles::configure();
-  for (int begin = 0; begin < w.cols; begin += kTileReduction) {
-    const int steps = std::min(kTileReduction, w.cols - begin) / 32;
-    for (int out = 0; out < a.out_count; out += 32) {
-      const int row = (a.out_begin + out) / kTileRows;
-      const TileOperand rows{decode_strip<V, Codec>(w, row, begin / 32, steps, panel),
-                             decode_strip<V, Codec>(w, row + 1, begin / 32, steps, below), 64, kPieceElements, false};
-      for (int t = 0; t < a.tokens; t += 32) {
-        const bf16* const x = a.x + t / 16 * strip + begin * 16;
-        float* const c = sums + (out / 32 * (kMaxTokens / 32) + t / 32) * 1024;
-        tile_block<Tiles>(rows, {x, x + strip, 64, kPieceElements, a.tokens - t <= 16}, steps, begin == 0,
-                          {{c, c + 256, c + 512, c + 768}, 64});
+  for (int begin = 0; begin < cols; begin += kTileReduction) {
+    const int steps = std::min(kTileReduction, cols - begin) / 32, next_begin = begin + kTileReduction;
+    const int next_steps = std::max(0, std::min(kTileReduction, cols - next_begin)) / 32;
+    for (int p = 0; p < panels; p++) {
+      const GemmTerm& term = a.terms[p / outs];
+      const int row = (term.out_begin + p % outs * 32) / kTileRows;
+      const bool last = p + 1 == panels;
+      const GemmTerm& next = a.terms[last ? 0 : (p + 1) / outs];
+      const int next_row = (next.out_begin + (last ? 0 : (p + 1) % outs) * 32) / kTileRows;
+      const int raw_steps = last ? next_steps : steps;
+      PanelPass<Tiles, false> pass{
+          a,
+          {decode_strip<V, Codec>(*term.w, row, begin / 32, steps, panel),
+           decode_strip<V, Codec>(*term.w, row + 1, begin / 32, steps, below), kLine, kPieceElements},
+          {},
+          term.x + begin * kTileRows,
+          term.low_rank,
+          int64_t(cols) * kTileRows,
+          0,
+          steps,
+          0,
+          begin == 0,
+          term.c + result_piece(p % outs, 0, a.tokens),
+          next_steps ? term.x + next_begin * kTileRows : nullptr,
+          next_steps * kTileRows,
+          p,
+          panels};
+      if (term.lora && pass.first) {
+        const PackedMatrix& m = *term.lora;
+        const int at = (term.lora_begin + p % outs * 32) / kTileRows;
+        pass.lora_weights = {reinterpret_cast<bf16*>(m.tile(at, 0)), reinterpret_cast<bf16*>(m.tile(at + 1, 0)), kLine,
+                             kPieceElements};
+        pass.low_strip = int64_t(m.cols) * kTileRows;
+        pass.lora_steps = m.cols / 32;
       }
+      pass.run([&](int block, int blocks, Ahead* ahead) {
+        if (!raw_steps) return;
+        const int lines = ceil_div(raw_steps * 32, format.tile_cols) * format.tile_bytes / kLine;
+        for (int i = 0; i < 2; i++)
+          ahead[i] = ahead_part(next.w->tile(next_row + i, (last ? next_begin : begin) / format.tile_cols), lines,
+                                block, blocks, steps);
+      });
     }
   }
   Tiles::release();
-  turn_outputs<V>(a, sums);
 }
 
 template <class V, class Codec>
 void tile_gemm_backward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
-  const PackedMatrix& w = *a.w;
-  bf16* const panel = reinterpret_cast<bf16*>(a.scratch);  // row pairs of 128 bytes: columns 0-15, then 16-31
-  bf16* const spare = panel + kTileReduction * 32;
-  constexpr int64_t kRow = kMaxOutputs;
+  constexpr FormatInfo format = info(Codec::kFormat);
+  constexpr int kTileLines = format.tile_bytes / kLine, kPanelsOfTile = format.tile_cols / 32;
+  bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const lora_panel = panel + kTileReduction * 32;
+  const int panels = a.out_count / 32;
   Tiles::configure();
-  for (int begin = 0; begin < w.rows; begin += kTileReduction) {
-    const int strips = std::min(kTileReduction, w.rows - begin) / kTileRows;
-    for (int out = 0; out < a.out_count; out += 32) {
-      for (int s = 0; s < strips; s++)
-        V::interleave_tile(Codec::template decode<V>(w, begin / kTileRows + s, (a.out_begin + out) / 32, spare),
-                           panel + s * kPieceElements);
-      for (int t = 0; t < a.tokens; t += 32) {
-        const bf16* const x = a.x + t * a.ldx + begin;
-        float* const y = a.y + t * kRow + out;
-        tile_block<Tiles>({x, x + 16 * a.ldx, a.ldx * 2, 32, a.tokens - t <= 16},
-                          {panel, panel + 32, 128, 2 * kPieceElements, false}, strips / 2, begin == 0 && !a.accumulate,
-                          {{y, y + 16, y + 16 * kRow, y + 16 * kRow + 16}, kRow * 4});
+  for (int i = 0; i < a.count; i++) {
+    const GemmTerm& term = a.terms[i];
+    const PackedMatrix& w = *term.w;
+    for (int begin = 0; begin < w.rows; begin += kTileReduction) {
+      const int steps = std::min(kTileReduction, w.rows - begin) / 32, next_begin = begin + kTileReduction;
+      const int next_steps = std::max(0, std::min(kTileReduction, w.rows - next_begin)) / 32;
+      for (int p = 0; p < panels; p++) {
+        const int piece = term.out_begin / 32 + p;
+        decode_pairs<V, Codec>(w, begin / kTileRows, steps * 2, piece, panel);
+        PanelPass<Tiles, true> pass{a,
+                                    {panel, panel + 32, 2 * kLine, 2 * kPieceElements},
+                                    {lora_panel, lora_panel + 32, 2 * kLine, 2 * kPieceElements},
+                                    term.x + begin * kTileRows,
+                                    term.low_rank,
+                                    int64_t(w.rows) * kTileRows,
+                                    0,
+                                    steps,
+                                    0,
+                                    begin == 0 && i == 0,
+                                    a.terms[0].c + result_piece(p, 0, a.tokens),
+                                    next_steps ? term.x + next_begin * kTileRows : nullptr,
+                                    next_steps * kTileRows,
+                                    p,
+                                    panels};
+        if (term.lora && begin == 0) {
+          const PackedMatrix& m = *term.lora;
+          decode_pairs<V, Bf16Codec>(m, 0, m.rows / kTileRows, term.lora_begin / 32 + p, lora_panel);
+          pass.low_strip = int64_t(m.rows) * kTileRows;
+          pass.lora_steps = m.rows / 32;
+        }
+        const bool last = p + 1 == panels;
+        const int next_piece = last ? term.out_begin / 32 : piece + 1, raw_steps = last ? next_steps : steps;
+        const bool known = !last && next_piece % kPanelsOfTile != 0;  // in the tiles that this panel is in
+        pass.run([&](int block, int blocks, Ahead* ahead) {
+          if (!raw_steps || known) return;
+          const int lines = ceil_div(kTileLines, blocks), first = block * lines;
+          if (first >= kTileLines) return;
+          const int strip = (last ? next_begin : begin) / kTileRows;
+          const char* const at = reinterpret_cast<const char*>(w.tile(strip, next_piece / kPanelsOfTile));
+          const int64_t strip_bytes = int64_t(w.col_tiles()) * format.tile_bytes;
+          for (int s = 0; s < 2; s++) ahead[s] = {at + s * strip_bytes + first * kLine, lines, 2 * strip_bytes};
+        });
       }
     }
   }

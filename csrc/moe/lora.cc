@@ -2,23 +2,75 @@
 
 #include <algorithm>
 
+#include "moe/forward.h"
+
 namespace ktft {
 namespace {
-
-constexpr int kDepth = 256;  // reduction elements of a low-rank product at a time
-
-const float* f32(const LoraMatrix& m, int expert) {
-  return static_cast<const float*>(m.data) + size_t(expert) * m.rows * m.cols;
-}
-const bf16* half(const LoraMatrix& m, int expert) {
-  return static_cast<const bf16*>(m.data) + size_t(expert) * m.rows * m.cols;
-}
 
 uint64_t mix(uint64_t z) {  // splitmix64's finalizer
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ z >> 27) * 0x94d049bb133111ebull;
   return z ^ z >> 31;
 }
+
+// n elements from `at` of one expert's matrix as fp32; `spare` holds what is not fp32 already.
+const float* read(const VectorKernels& vec, const LoraMatrix& m, int expert, size_t at, int n, float* spare) {
+  at += size_t(expert) * m.rows * m.cols;
+  if (m.dtype == Dtype::kF32) return static_cast<const float*>(m.data) + at;
+  const bf16* const x = static_cast<const bf16*>(m.data) + at;
+  if (n % 16 == 0)
+    vec.widen(n, x, spare);
+  else
+    for (int i = 0; i < n; i++) spare[i] = to_float(x[i]);
+  return spare;
+}
+
+// A's rows [block, block + 16) -> its strips of high and of low parts, node by node.
+void pack_a(const Call& call, const LoraPair& pair, bool sliced, int expert, int block, bf16* out, Scratch& scratch) {
+  const VectorKernels& vec = call.vec();
+  const int cols = pair.a.cols, rows = std::min(kRankBlock, pair.rank() - block);
+  bf16* const high = scratch.take<bf16>(size_t(kRankBlock) * cols);
+  bf16* const low = scratch.take<bf16>(size_t(kRankBlock) * cols);
+  float* const spare = scratch.take<float>(size_t(cols));
+  for (int j = 0; j < rows; j++)
+    vec.split(cols, read(vec, pair.a, expert, size_t(block + j) * cols, cols, spare), call.lora->keep_scale(),
+              high + size_t(j) * cols, low + size_t(j) * cols);
+  const int strips = split_rank(pair.rank()) / kTileRows, nodes = sliced ? call.weights.nodes() : 1;
+  for (int n = 0; n < nodes; n++) {
+    const int begin = sliced ? call.weights.begin(n) : 0, width = sliced ? call.weights.width(n) : cols;
+    bf16* const slice = out + size_t(strips) * kTileRows * begin;
+    for (int part = 0; part < 2; part++) {
+      const bf16* at[kTileRows] = {};
+      for (int j = 0; j < rows; j++) at[j] = (part ? low : high) + size_t(j) * cols + begin;
+      vec.pack_rows(at, width, slice + size_t(block / kRankBlock * 2 + part) * kTileRows * width);
+    }
+  }
+}
+
+// B's rows [row, row + 16) -> one strip.
+void pack_b(const Call& call, const LoraPair& pair, const float* row_scale, int expert, int row, bf16* out, float* wide,
+            bf16* parts) {
+  const VectorKernels& vec = call.vec();
+  const int rank = pair.rank(), blocks = ceil_div(rank, kRankBlock), places = split_rank(rank);
+  bf16 *const high = parts + size_t(kTileRows) * places, *const low = high + places;
+  const bf16* at[kTileRows];
+  for (int r = 0; r < kTileRows; r++) {
+    bf16* const values = parts + size_t(r) * places;
+    const float* const from = read(vec, pair.b, expert, size_t(row + r) * rank, rank, wide);
+    if (from != wide) std::memcpy(wide, from, size_t(rank) * 4);
+    std::fill(wide + rank, wide + blocks * kRankBlock, 0.f);
+    vec.split(blocks * kRankBlock, wide, pair.scaling / (row_scale ? row_scale[row + r] : 1.f), high, low);
+    for (int b = 0; b < blocks; b++) {
+      std::memcpy(values + b * 32, high + b * kRankBlock, kRankBlock * sizeof(bf16));
+      std::memcpy(values + b * 32 + 16, low + b * kRankBlock, kRankBlock * sizeof(bf16));
+    }
+    at[r] = values;
+  }
+  vec.pack_rows(at, places, out);
+}
+
+// Element (t, c) of a piece.
+int piece_index(bool turned, int t, int c) { return turned ? c / 2 * 32 + t * 2 + c % 2 : t * 32 + c; }
 
 }  // namespace
 
@@ -33,57 +85,167 @@ uint64_t Lora::key(Projection p, int route) const {
   return mix(mix(seed + 0x9e3779b97f4a7c15ull * (uint64_t(p) + 1)) + uint64_t(route));
 }
 
-void load_block(const VectorKernels& vec, const LoraMatrix& m, int expert, int row, int rows, int col, int cols,
-                float* out, int64_t ld) {
-  for (int r = 0; r < rows; r++) {
-    const size_t at = size_t(row + r) * m.cols + col;
-    if (m.dtype == Dtype::kF32)
-      std::memcpy(out + r * ld, f32(m, expert) + at, size_t(cols) * 4);
-    else
-      vec.widen(cols, half(m, expert) + at, out + r * ld);
+PackedMatrix PackedLora::a(const Call& call, Projection p, int slot, int node) const {
+  const int places = split_rank(call.pair(p)->rank());
+  bf16* const at = parts[int(p)].a + slot * parts[int(p)].a_stride;
+  if (p != Projection::kDown) return activation_matrix(at, places, call.weights.shape().hidden);
+  return activation_matrix(at + size_t(places) * call.weights.begin(node), places, call.weights.width(node));
+}
+
+PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) const {
+  const int places = split_rank(call.pair(p)->rank());
+  bf16* const at = parts[int(p)].b + slot * parts[int(p)].b_stride;
+  if (p == Projection::kDown) return activation_matrix(at, call.weights.shape().hidden, places);
+  return activation_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
+}
+
+PackedLora pack_lora(const Call& call) {
+  PackedLora packed;
+  if (!call.lora) return packed;
+  const Phase phase(call.runtime.phases, "lora pack");
+  const int slots = int(call.routes.active.size());
+  size_t total = 0;
+  for (const auto& pair : call.lora->pairs)
+    if (pair) total += size_t(slots) * split_rank(pair->rank()) * (pair->a.cols + pair->b.rows);
+  bf16* at = call.runtime.workspace.lora.get<bf16>(total);
+  struct Job {
+    Projection p;
+    bool is_b;
+    int first, end;  // rows of A or B
+  };
+  std::vector<Job> jobs;
+  constexpr int kRows = 512;
+  for (int p = 0; p < kProjections; p++) {
+    const LoraPair* const pair = call.pair(Projection(p));
+    if (!pair) continue;
+    PackedLora::Part& part = packed.parts[p];
+    part.a = at;
+    part.a_stride = size_t(split_rank(pair->rank())) * pair->a.cols;
+    part.b = part.a + slots * part.a_stride;
+    part.b_stride = size_t(split_rank(pair->rank())) * pair->b.rows;
+    at = part.b + slots * part.b_stride;
+    for (int j = 0; j < pair->rank(); j += kRankBlock) jobs.push_back({Projection(p), false, j, 0});
+    for (int row = 0; row < pair->b.rows; row += kRows)
+      jobs.push_back({Projection(p), true, row, std::min(row + kRows, pair->b.rows)});
+  }
+  call.runtime.pool.run(slots * int(jobs.size()), [&](int task, int thread) {
+    const Job& job = jobs[task % jobs.size()];
+    const int slot = task / int(jobs.size()), expert = call.routes.active[slot];
+    const LoraPair& pair = *call.pair(job.p);
+    const PackedLora::Part& part = packed.parts[int(job.p)];
+    const bool down = job.p == Projection::kDown;
+    Scratch& scratch = call.runtime.scratch[thread];
+    scratch.reset();
+    if (!job.is_b) return pack_a(call, pair, down, expert, job.first, part.a + slot * part.a_stride, scratch);
+    const int places = split_rank(pair.rank());
+    float* const wide = scratch.take<float>(size_t(places));
+    bf16* const parts = scratch.take<bf16>(size_t(kTileRows + 2) * places);
+    for (int row = job.first; row < job.end; row += kTileRows) {
+      int node = 0;  // row scales lie with the slices
+      while (!down && row >= call.weights.begin(node) + call.weights.width(node)) node++;
+      const float* scale = call.weights.matrix(node, expert, job.p).row_scale;
+      if (scale && !down) scale -= call.weights.begin(node);
+      pack_b(call, pair, scale, expert, row, part.b + slot * part.b_stride + size_t(row) * places, wide, parts);
+    }
+  });
+  return packed;
+}
+
+void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int rank, const bf16* x,
+                      const RowChunk& chunk, const LowRank& out, Scratch& scratch) {
+  const VectorKernels& vec = call.vec();
+  const int places = split_rank(rank), strips = pad_rows(chunk.rows) / kTileRows;
+  float* const c = scratch.take<float>(size_t(strips) * kTileRows * kMaxOutputs);
+  bf16* const twice = scratch.take<bf16>(size_t(strips) * kTileRows * places);
+  char* const gemm = scratch.take<char>(kGemmScratch);
+  std::fill(twice, twice + size_t(strips) * kTileRows * places, bf16{});
+  for (int first = 0; first < places; first += kMaxOutputs) {
+    const int outs = std::min(kMaxOutputs, places - first);
+    run_gemm(call, Format::kBf16, pass, {{{&m, first, x, nullptr, 0, nullptr, c}}, 1, outs, chunk.rows, gemm});
+    if (pass == Pass::kForward) vec.unturn(outs / 32 * strips, c);
+    for (int t = 0; t < chunk.rows; t++)
+      for (int panel = 0; panel < outs / 32; panel++) {
+        const float* const sums = c + result_piece(panel, t / kTileRows, chunk.rows) + t % kTileRows * 32;
+        const int block = first / 32 + panel;
+        for (int i = 0; i < std::min(kRankBlock, rank - block * kRankBlock); i++) {
+          const float v = sums[i] + sums[kRankBlock + i];
+          if (out.rows) out.rows[size_t(chunk.begin + t) * rank + block * kRankBlock + i] = v;
+          bf16* const at = twice + size_t(t) * places + block * 32 + i;
+          at[0] = at[kRankBlock] = to_bf16(v);
+        }
+      }
+  }
+  if (!out.operand) return;
+  for (int s = 0; s < strips; s++) {
+    const bf16* rows[kTileRows];
+    for (int r = 0; r < kTileRows; r++) rows[r] = twice + size_t(s * kTileRows + r) * places;
+    (pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(
+        rows, places, out.operand + size_t(chunk.packed + s * kTileRows) * places);
   }
 }
 
-void load_transposed(const LoraMatrix& m, int expert, int row, int rows, int col, int cols, float* out, int64_t ld) {
-  for (int r = 0; r < rows; r++) {
-    const size_t at = size_t(row + r) * m.cols + col;
-    for (int c = 0; c < cols; c++)
-      out[c * ld + r] = m.dtype == Dtype::kF32 ? f32(m, expert)[at + c] : to_float(half(m, expert)[at + c]);
+void drop_rows(const Call& call, Projection p, const RowChunk& chunk, bf16* x, int cols, int first, bool turned) {
+  for (int t = 0; t < chunk.rows; t++) {
+    const uint64_t key = call.lora->key(p, call.routes.row_route[chunk.begin + t]);
+    for (int col = 0; col < cols; col += 32) {
+      bf16* const piece = x + size_t(t / kTileRows) * kTileRows * cols + size_t(col) * kTileRows;
+      uint32_t gone = ~call.vec().dropout_mask(key, uint32_t(first + col), call.lora->dropout);
+      for (; gone; gone &= gone - 1) piece[piece_index(turned, t % kTileRows, __builtin_ctz(gone))] = {};
+    }
   }
 }
 
-void load_rows(const VectorKernels& vec, const Routes& routes, const Lora& lora, const Projection* p, const bf16* x,
-               int64_t ldx, int row, int rows, int col, int cols, int first, float* out, int64_t ld) {
-  for (int r = 0; r < rows; r++) {
-    vec.widen(cols, x + r * ldx, out + r * ld);
-    if (p && lora.drops())
-      vec.dropout(cols, out + r * ld, lora.key(*p, routes.row_route[row + r]), uint32_t(first + col), lora.dropout);
+void add_dropped(const Call& call, Projection p, const RowChunk& chunk, const float* lora, int cols, int first,
+                 float* c) {
+  for (int t = 0; t < chunk.rows; t++) {
+    const uint64_t key = call.lora->key(p, call.routes.row_route[chunk.begin + t]);
+    for (int col = 0; col < cols; col += 32) {
+      const int64_t at = result_piece(col / 32, t / kTileRows, chunk.rows) + t % kTileRows * 32;
+      const uint32_t stays = call.vec().dropout_mask(key, uint32_t(first + col), call.lora->dropout);
+      for (int i = 0; i < 32; i++) c[at + i] += stays >> i & 1 ? lora[at + i] : 0.f;
+    }
   }
 }
 
-void low_rank(const VectorKernels& vec, const Routes& routes, const Lora& lora, const LowRankJob& job,
-              const RowChunk& chunk, Scratch& scratch) {
-  const int rows = chunk.end - chunk.begin, rank = job.transposed ? job.matrix->cols : job.matrix->rows;
-  float* const x = scratch.take<float>(size_t(Routes::kChunkRows) * kDepth);
-  float* const m = scratch.take<float>(size_t(rank) * kDepth);
-  float* const out = job.out + size_t(chunk.begin) * rank;
-  std::fill(out, out + size_t(rows) * rank, 0.f);
-  for (int col = 0; col < job.width; col += kDepth) {
-    const int depth = std::min(kDepth, job.width - col);
-    load_rows(vec, routes, lora, job.dropout, job.x + size_t(chunk.begin) * job.width + col, job.width, chunk.begin,
-              rows, col, depth, job.first, x, kDepth);
-    if (job.transposed)
-      load_transposed(*job.matrix, chunk.expert, job.first + col, depth, 0, rank, m, kDepth);
-    else
-      load_block(vec, *job.matrix, chunk.expert, 0, rank, job.first + col, depth, m, kDepth);
-    vec.gemm_nt(rows, rank, depth, x, kDepth, m, kDepth, out, rank, 1.f);
+void transpose_low_rank(const Call& call, const std::vector<const float*>& parts, int rank, const RowChunk& expert,
+                        bool weighted, bf16* out, Scratch& scratch) {
+  const int cols = pad_rows(expert.rows), blocks = ceil_div(rank, kRankBlock);
+  float* const wide = scratch.take<float>(size_t(cols));
+  bf16* const values = scratch.take<bf16>(size_t(cols) * 2 * kRankBlock);
+  for (int b = 0; b < blocks; b++) {
+    const bf16 *high[kTileRows] = {}, *low[kTileRows] = {};
+    for (int j = 0; j < std::min(kRankBlock, rank - b * kRankBlock); j++) {
+      for (int t = 0; t < expert.rows; t++) {
+        const int row = expert.begin + t;
+        float v = 0;
+        for (const float* part : parts) v += part[size_t(row) * rank + b * kRankBlock + j];
+        wide[t] = weighted ? v * call.row_weight(row) : v;
+      }
+      std::fill(wide + expert.rows, wide + cols, 0.f);
+      bf16* const at = values + size_t(j) * 2 * cols;
+      call.vec().split(cols, wide, 1.f, at, at + cols);
+      high[j] = at;
+      low[j] = at + cols;
+    }
+    call.vec().pack_rows(high, cols, out + size_t(b) * 2 * kTileRows * cols);
+    call.vec().pack_rows(low, cols, out + size_t(b * 2 + 1) * kTileRows * cols);
   }
 }
 
-size_t lora_scratch(const Lora* lora) {
-  if (!lora) return 0;
-  const size_t rank = size_t(lora->max_rank());
-  return (Routes::kChunkRows * kDepth + rank * kDepth + 4096) * sizeof(float);
+size_t lora_scratch(const Call& call) {
+  if (!call.lora) return 0;
+  const size_t places = size_t(split_rank(call.lora->max_rank()));
+  const size_t widest = size_t(std::max(call.weights.shape().hidden, call.weights.shape().intermediate));
+  size_t most = 0;
+  for (const RowChunk& expert : call.routes.experts) most = std::max(most, size_t(pad_rows(expert.rows)));
+  const size_t packing = widest * (2 * kRankBlock * 2 + 4) + places * (4 + (kTileRows + 2) * 2);
+  const size_t product = Routes::kChunkRows * (kMaxOutputs * 4 + places * 2) + kGemmScratch;
+  const size_t transposing = most * (4 + 4 * kRankBlock);
+  const bool drops = call.lora->drops();
+  const size_t kept_chunk = drops ? Routes::kChunkRows * widest * 2 : 0,
+               kept_block = drops ? most * kMaxOutputs * 2 : 0;
+  const size_t gradient = kept_block + places * kMaxOutputs * 4 + kGemmScratch;
+  return std::max({packing, product + kept_chunk, transposing, gradient}) + 4096;
 }
 
 }  // namespace ktft

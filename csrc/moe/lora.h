@@ -1,7 +1,12 @@
-// LoRA on every expert: y += scaling * B (A drop(x)), in fp32, and its gradients.
+// LoRA on every expert: y += scaling * B (A drop(x)), and its gradients, all by the base GEMMs' kernels.
 //
-// The long products run beside the base GEMMs, block by block; what is here are the blocks' building parts. Gradient
-// buffers are written for experts that saw tokens and left alone (zero) for the others.
+// The kernels multiply bf16, so an fp32 parameter is two of them, high + low, which together keep 16 bits of it. Rank
+// index j takes 16 places of a block of 32 for the high parts and 16 for the low ones: `split_rank(r)` places in all.
+// Packed for a call are
+//   A  [split_rank, in]: forward x A^T gives high and low sums, which are added (low_rank_rows); backward M of d x
+//   B  [out, split_rank], divided by the base weight's row scale, so that it adds to products without it: forward M;
+//      backward dy B, likewise added
+// A product with a low-rank activation as operand has it twice, once for each part of the parameter.
 #pragma once
 
 #include <optional>
@@ -10,6 +15,8 @@
 #include "moe/workspace.h"
 
 namespace ktft {
+
+struct Call;
 
 struct LoraMatrix {  // [experts, rows, cols], contiguous
   const void* data;
@@ -34,35 +41,53 @@ struct Lora {
   const LoraPair* pair(Projection p) const { return pairs[int(p)] ? &*pairs[int(p)] : nullptr; }
   int max_rank() const;
   bool drops() const { return dropout > 0; }
+  float keep_scale() const { return 1.f / (1.f - dropout); }
   // The dropout stream of one route's input to one projection.
   uint64_t key(Projection p, int route) const;
 };
 
-// fp32 copy of rows [row, row + rows) x columns [col, col + cols) of one expert's matrix, row stride ld.
-void load_block(const VectorKernels& vec, const LoraMatrix& m, int expert, int row, int rows, int col, int cols,
-                float* out, int64_t ld);
-// The same, transposed: out is [cols, rows].
-void load_transposed(const LoraMatrix& m, int expert, int row, int rows, int col, int cols, float* out, int64_t ld);
+constexpr int kRankBlock = 16;
+static constexpr int split_rank(int rank) { return (rank + kRankBlock - 1) / kRankBlock * 2 * kRankBlock; }
 
-// bf16 rows of inputs as fp32, with this projection's dropout when `p` is given. x points at column `col` of row
-// `row`; elements are numbered from `col` + `first` (a slice of the intermediate dimension starts at `first`).
-void load_rows(const VectorKernels& vec, const Routes& routes, const Lora& lora, const Projection* p, const bf16* x,
-               int64_t ldx, int row, int rows, int col, int cols, int first, float* out, int64_t ld);
+// One call's A and B of the active experts, packed; scaling is in B, dropout's factor in A.
+struct PackedLora {
+  struct Part {
+    bf16 *a = nullptr, *b = nullptr;
+    size_t a_stride = 0, b_stride = 0;  // from slot to slot
+  };
+  Part parts[kProjections];
 
-// out[row, :] = M x[row, :] for the rows of one chunk, M = the r x width matrix A[:, first..) when `transposed` is
-// false, B[first.., :]^T when it is true. x is [rows, width] bf16.
-struct LowRankJob {
-  const LoraMatrix* matrix;
-  bool transposed;
-  const Projection* dropout;  // whose dropout applies to x, or null
-  const bf16* x;
-  int width, first;
-  float* out;  // [rows, r]
+  PackedMatrix a(const Call& call, Projection p, int slot, int node) const;
+  PackedMatrix b(const Call& call, Projection p, int slot, int node) const;
 };
-void low_rank(const VectorKernels& vec, const Routes& routes, const Lora& lora, const LowRankJob& job,
-              const RowChunk& chunk, Scratch& scratch);
+PackedLora pack_lora(const Call& call);
 
-// Bytes of scratch that the blocks of a call need.
-size_t lora_scratch(const Lora* lora);
+// What a low-rank product becomes.
+struct LowRank {
+  float* rows = nullptr;    // [rows, r], for gradients
+  bf16* operand = nullptr;  // [packed rows, split_rank]: L of a GEMM
+
+  const bf16* operand_at(const RowChunk& chunk, int rank) const {
+    return operand + size_t(chunk.packed) * split_rank(rank);
+  }
+};
+
+// out = x M^T forward, x M backward, for the rows of one chunk; x points at the chunk's first strip.
+void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int rank, const bf16* x,
+                      const RowChunk& chunk, const LowRank& out, Scratch& scratch);
+
+// Zeroes what dropout drops of x [chunk's rows, cols], whose first column is number `first` of the projection's input.
+void drop_rows(const Call& call, Projection p, const RowChunk& chunk, bf16* x, int cols, int first, bool turned);
+// c += lora, less what dropout drops of it: results of a backward GEMM of the chunk's rows.
+void add_dropped(const Call& call, Projection p, const RowChunk& chunk, const float* lora, int cols, int first,
+                 float* c);
+
+// The rows of all tokens' L as a gradient's X: [split_rank, packed rows of the expert], times the routing weights when
+// `weighted`. `parts` are the nodes' parts of it.
+void transpose_low_rank(const Call& call, const std::vector<const float*>& parts, int rank, const RowChunk& expert,
+                        bool weighted, bf16* out, Scratch& scratch);
+
+// Scratch of the functions above, in bytes.
+size_t lora_scratch(const Call& call);
 
 }  // namespace ktft

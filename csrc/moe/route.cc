@@ -3,31 +3,42 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "kernels/kernels.h"
 
 namespace ktft {
+namespace {
+
+std::vector<RowChunk> cut(const std::vector<RowChunk>& experts, int most) {
+  std::vector<RowChunk> out;
+  for (const RowChunk& e : experts)
+    for (int at = 0; at < e.rows; at += most)
+      out.push_back({e.slot, e.expert, e.begin + at, std::min(most, e.rows - at), e.packed + at});
+  return out;
+}
+
+}  // namespace
 
 Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts) {
+  static_assert(Routes::kChunkRows % kRowPad == 0 && kMaxTokens % kRowPad == 0);
   Routes r;
   r.tokens = tokens;
   r.top_k = top_k;
   r.rows = tokens * top_k;
-  r.offset.assign(size_t(experts) + 1, 0);
+  std::vector<int> next(size_t(experts) + 1, 0);
   for (int i = 0; i < r.rows; i++) {
     const int64_t expert = top_k_index[i];
     KTFT_CHECK(expert >= 0 && expert < experts, "token ", i / top_k, " is routed to expert ", expert,
                ", but the layer's experts are 0 to ", experts - 1);
-    r.offset[size_t(expert) + 1]++;
+    next[size_t(expert) + 1]++;
   }
   for (int e = 0; e < experts; e++) {
-    if (r.offset[size_t(e) + 1]) r.active.push_back(e);
-    r.offset[size_t(e) + 1] += r.offset[e];
+    const int rows = next[size_t(e) + 1];
+    next[size_t(e) + 1] += next[e];
+    if (!rows) continue;
+    r.experts.push_back({int(r.active.size()), e, next[e], rows, r.packed_rows});
+    r.active.push_back(e);
+    r.packed_rows += pad_rows(rows);
   }
-  r.packed.assign(size_t(experts), 0);
-  for (int e : r.active) {
-    r.packed[e] = r.packed_rows;
-    r.packed_rows += (r.offset[size_t(e) + 1] - r.offset[e] + 31) / 32 * 32;
-  }
-  std::vector<int> next(r.offset.begin(), r.offset.end() - 1);
   r.row_route.resize(r.rows);
   r.route_row.resize(r.rows);
   for (int i = 0; i < r.rows; i++) {
@@ -35,9 +46,8 @@ Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts) {
     r.row_route[row] = i;
     r.route_row[i] = row;
   }
-  for (int e : r.active)
-    for (int at = r.offset[e]; at < r.offset[e + 1]; at += Routes::kChunkRows)
-      r.chunks.push_back({e, at, std::min(at + Routes::kChunkRows, r.offset[e + 1])});
+  r.calls = cut(r.experts, kMaxTokens);
+  r.chunks = cut(r.experts, Routes::kChunkRows);
   return r;
 }
 

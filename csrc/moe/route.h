@@ -8,20 +8,23 @@
 namespace ktft {
 
 struct RowChunk {  // rows of one expert
-  int expert, begin, end;
+  int slot;        // the expert's place among the active ones
+  int expert, begin, rows;
+  int packed;  // where its rows lie in buffers in which every expert has whole kRowPad rows
 };
 
 struct Routes {
   int tokens = 0, top_k = 0, rows = 0;
   std::vector<int> active;     // experts with at least one row, ascending
-  std::vector<int> offset;     // [experts + 1]: expert e owns rows [offset[e], offset[e + 1])
   std::vector<int> row_route;  // [rows]
   std::vector<int> route_row;  // [rows], its inverse
-  std::vector<int> packed;     // [experts]: where expert e's rows begin when each expert has whole 32s of rows
   int packed_rows = 0;
-  std::vector<RowChunk> chunks;  // every expert's rows, at most kChunkRows at a time
+  std::vector<RowChunk> experts;  // every active expert's rows
+  std::vector<RowChunk> calls;    // the same, at most kMaxTokens at a time
+  std::vector<RowChunk> chunks;   // the same, at most kChunkRows at a time
 
   static constexpr int kChunkRows = 64;
+
   int token(int row) const { return row_route[row] / top_k; }
 };
 

@@ -35,13 +35,18 @@ std::shared_ptr<Runtime> Runtime::create(Isa isa, int threads, int nodes) {
 }
 
 size_t Runtime::workspace_bytes() const {
-  size_t total = workspace.x.bytes() + workspace.x_packed.bytes() + workspace.dy.bytes() + workspace.dy_scaled.bytes();
-  for (const Growing& g : workspace.low_rank) total += g.bytes();
+  size_t total = 0;
+  const auto add = [&](const auto& buffers) {
+    for (const Growing& g : buffers) total += g.bytes();
+  };
+  for (const Growing* g : {&workspace.x, &workspace.dy, &workspace.lora, &workspace.transposed}) total += g->bytes();
+  add(workspace.low_rank);
+  add(workspace.low_rank_operand);
   for (const NodeWorkspace& n : workspace.nodes) {
-    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.h_packed, &n.grad[0], &n.grad[1], &n.grad_scaled[0],
-                             &n.grad_scaled[1], &n.partial, &n.weight_grads})
-      total += g->bytes();
-    for (const Growing& g : n.low_rank) total += g.bytes();
+    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.y, &n.weight_grads}) total += g->bytes();
+    add(n.grad);
+    add(n.low_rank);
+    add(n.low_rank_operand);
   }
   for (const Scratch& s : scratch) total += s.bytes();
   return total;

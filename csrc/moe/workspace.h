@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "kernels/kernels.h"
+#include "moe/phases.h"
 #include "numa/buffer.h"
 #include "numa/pool.h"
 #include "numa/topology.h"
@@ -52,18 +53,20 @@ class Scratch {
 };
 
 struct NodeWorkspace {
-  Growing h_packed;                 // bf16 [packed rows, width]
-  Growing gate, up, h;              // bf16 [rows, width]
-  Growing grad[2], grad_scaled[2];  // bf16 [rows, width]: d gate, d up; times the weights' row scales
-  Growing partial;                  // fp32 [tokens, hidden]
-  Growing low_rank[kProjections];   // fp32 [rows, r]
-  Growing weight_grads;             // fp32 [blocks, rows]
+  Growing gate, up, h;                     // bf16 [packed rows, width]
+  Growing grad[2];                         // bf16 [packed rows, width]: d gate, d up, times the weights' row scales
+  Growing y;                               // bf16 [rows, hidden]: outputs, or d hidden, row by row
+  Growing low_rank[kProjections];          // fp32 [rows, r]
+  Growing low_rank_operand[kProjections];  // bf16 [packed rows, split_rank]
+  Growing weight_grads;                    // fp32 [width / kDotCols, rows]
 };
 
 struct Workspace {
-  Growing x_packed;                // bf16 [packed rows, hidden]
-  Growing x, dy, dy_scaled;        // bf16 [rows, hidden], gathered; dy times down's row scales
-  Growing low_rank[kProjections];  // fp32 [rows, r]
+  Growing x, dy;                           // bf16 [packed rows, hidden], gathered
+  Growing lora;                            // see PackedLora
+  Growing low_rank[kProjections];          // fp32 [rows, r]
+  Growing low_rank_operand[kProjections];  // bf16 [packed rows, split_rank]
+  Growing transposed;                      // bf16 [split_rank, packed rows] of each LoRA gradient
   std::vector<NodeWorkspace> nodes;
 };
 
@@ -76,6 +79,7 @@ struct Runtime {
   Workspace workspace;
   std::mutex mutex;    // one layer call at a time
   BufferPool buffers;  // of what forward keeps for backward
+  PhaseTimes phases;
 
   // threads < 1: every physical core the process may use. nodes < 1: the machine's; more than that emulates a split.
   static std::shared_ptr<Runtime> create(Isa isa, int threads, int nodes);

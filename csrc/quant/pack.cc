@@ -9,6 +9,9 @@
 namespace ktft {
 namespace {
 
+// Rows that would have smaller scales are packed as zeros: such weights do nothing, and 1 / scale must stay finite.
+constexpr float kLeastRowScale = 1e-30f;
+
 // Widens row `r` to fp32; returns the column of the first NaN or Inf, or -1.
 int widen_row(const SourceMatrix& s, int r, float* out) {
   const size_t at = size_t(r) * s.cols;
@@ -60,7 +63,11 @@ BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, con
     const int bad = widen_row(source, row_begin + r, row.data());
     if (bad >= 0) return {row_begin + r, bad};
     float scale = Codec::prepare(row.data(), source.cols, hints.data());
-    if (out.row_scale) out.row_scale[r] = scale;
+    if (out.row_scale) {
+      // The scale of zeros is 1: LoRA and gradients are divided by row scales
+      if (scale < kLeastRowScale) scale = 0;
+      out.row_scale[r] = scale > 0 ? scale : 1.f;
+    }
     for (int c = 0; c < out.cols; c += format.tile_cols) {
       if constexpr (format.block_scaled) scale = out.block_scale_at(r, c);
       Codec::encode(row.data() + col_begin + c, std::min(format.tile_cols, out.cols - c), scale,

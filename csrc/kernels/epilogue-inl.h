@@ -1,0 +1,159 @@
+// What happens to a GEMM's results while they are in L2: row scales, SiLU and its gradient, rounding to bf16.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/kernels.h"
+#include "kernels/math-inl.h"
+
+namespace ktft {
+
+template <class V>
+constexpr bool kHasTiles = requires { typename V::Tiles; };
+
+template <class V>
+typename V::F scaled(const float* value, const float* scale) {
+  return scale ? V::mul(V::load(value), V::load(scale)) : V::load(value);
+}
+
+// A result piece as 16 tokens x 32 outputs: itself, or turned into `spare`.
+template <class V>
+const float* row_major(Pass pass, const float* piece, float* spare) {
+  if constexpr (kHasTiles<V>) {
+    if (pass == Pass::kForward) {
+      V::transpose_dwords(piece, 64, spare, 128);
+      V::transpose_dwords(piece + 256, 64, spare + 16, 128);
+      return spare;
+    }
+  }
+  return piece;
+}
+
+template <class V>
+void unturn(int pieces, float* c) {
+  if constexpr (kHasTiles<V>) {
+    alignas(64) float spare[kResultPiece];
+    for (int i = 0; i < pieces; i++, c += kResultPiece)
+      std::memcpy(c, row_major<V>(Pass::kForward, c, spare), sizeof spare);
+  }
+}
+
+template <class V>
+void store_rows(Pass pass, int tokens, int cols, const float* c, const float* scale, bf16* y, int64_t ldy) {
+  alignas(64) float spare[kResultPiece];
+  for (int t = 0; t < tokens; t += kTileRows)
+    for (int col = 0; col < cols; col += 32) {
+      const float* const piece = row_major<V>(pass, c + result_piece(col / 32, t / kTileRows, tokens), spare);
+      for (int r = 0; r < std::min(kTileRows, tokens - t); r++)
+        for (int j = 0; j < 32; j += V::kWidth)
+          V::store(y + (t + r) * ldy + col + j, scaled<V>(piece + r * 32 + j, scale ? scale + col + j : nullptr));
+    }
+}
+
+template <class V>
+typename V::F silu_times(typename V::F gate, typename V::F up) {
+  return V::mul(V::mul(gate, sigmoid<V>(gate)), up);
+}
+
+// One piece of h: turned results give turned bf16 without a transpose, since everything is element by element.
+template <class V>
+void swiglu_turned(const float* gate, const float* up, const float* gate_scale, const float* up_scale, bf16* h,
+                   bf16* saved_gate, bf16* saved_up) {
+  alignas(64) bf16 spare[kPieceElements];
+  using F = typename V::F;
+  const auto value = [](const float* at, const float* scale, int i) {
+    return scale ? V::mul(V::load(at), V::set1(scale[i])) : V::load(at);
+  };
+  const auto pairs = [&](const float* c, const float* scale, bf16* out) {
+    for (int k = 0; k < 32; k += 2)
+      for (int t = 0; t < 16; t += V::kWidth)
+        V::store_pairs(spare + k * 16 + 2 * t, value(c + k * 16 + t, scale, k),
+                       value(c + k * 16 + 16 + t, scale, k + 1));
+    V::transpose_dwords(spare, 64, out, 64);
+  };
+  for (int k = 0; k < 32; k += 2)
+    for (int t = 0; t < 16; t += V::kWidth) {
+      F out[2];
+      for (int i = 0; i < 2; i++)
+        out[i] = silu_times<V>(value(gate + (k + i) * 16 + t, gate_scale, k + i),
+                               value(up + (k + i) * 16 + t, up_scale, k + i));
+      V::store_pairs(h + k * 16 + 2 * t, out[0], out[1]);
+    }
+  if (saved_gate) {
+    pairs(gate, gate_scale, saved_gate);
+    pairs(up, up_scale, saved_up);
+  }
+}
+
+template <class V>
+void swiglu_rows(int rows, const float* gate, const float* up, const float* gate_scale, const float* up_scale, bf16* h,
+                 bf16* saved_gate, bf16* saved_up) {
+  for (int i = 0; i < rows * 32; i += V::kWidth) {
+    const typename V::F g = scaled<V>(gate + i, gate_scale ? gate_scale + i % 32 : nullptr);
+    const typename V::F u = scaled<V>(up + i, up_scale ? up_scale + i % 32 : nullptr);
+    V::store(h + i, silu_times<V>(g, u));
+    if (!saved_gate) continue;
+    V::store(saved_gate + i, g);
+    V::store(saved_up + i, u);
+  }
+}
+
+template <class V>
+void swiglu(const SwigluArgs& a) {
+  for (int t = 0; t < a.tokens; t += kTileRows)
+    for (int col = 0; col < a.cols; col += 32) {
+      const int64_t c = result_piece(col / 32, t / kTileRows, a.tokens);
+      const int64_t out = t / kTileRows * a.strip + col * kTileRows;
+      const float* const gate_scale = a.gate_scale ? a.gate_scale + col : nullptr;
+      const float* const up_scale = a.up_scale ? a.up_scale + col : nullptr;
+      bf16* const saved_gate = a.saved_gate ? a.saved_gate + out : nullptr;
+      bf16* const saved_up = a.saved_gate ? a.saved_up + out : nullptr;
+      if constexpr (kHasTiles<V>)
+        swiglu_turned<V>(a.gate + c, a.up + c, gate_scale, up_scale, a.h + out, saved_gate, saved_up);
+      else
+        swiglu_rows<V>(std::min(kTileRows, a.tokens - t), a.gate + c, a.up + c, gate_scale, up_scale, a.h + out,
+                       saved_gate, saved_up);
+    }
+}
+
+template <class V>
+void swiglu_backward(const SwigluBackwardArgs& a) {
+  using F = typename V::F;
+  const F one = V::set1(1.f), minus = V::set1(-1.f);
+  for (int t = 0; t < pad_rows(a.tokens); t += kTileRows) {
+    const int rows = std::clamp(a.tokens - t, 0, kTileRows);
+    F dot[kTileRows];
+    for (int col = 0; col < a.cols; col += 32) {
+      if (col % kDotCols == 0)
+        for (F& sum : dot) sum = V::zero();
+      const float* const dh = a.dh + result_piece(col / 32, t / kTileRows, a.tokens);
+      const int64_t out = t / kTileRows * a.strip + col * kTileRows;
+      for (int r = 0; r < rows; r++) {
+        const F weight = V::set1(a.weights[t + r]);
+        for (int j = 0; j < 32; j += V::kWidth) {
+          const int64_t at = out + r * 32 + j;
+          const F gate = V::load(a.gate + at), up = V::load(a.up + at), grad = V::load(dh + r * 32 + j);
+          const F s = sigmoid<V>(gate), silu = V::mul(gate, s), h = V::mul(silu, up);
+          dot[r] = V::fma(grad, h, dot[r]);
+          const F weighted = V::mul(grad, weight);
+          // SiLU'(g) = s + g s (1 - s)
+          const F slope = V::fma(silu, V::fma(s, minus, one), s);
+          F dgate = V::mul(V::mul(weighted, up), slope), dup = V::mul(weighted, silu);
+          if (a.gate_scale) {
+            dgate = V::mul(dgate, V::load(a.gate_scale + col + j));
+            dup = V::mul(dup, V::load(a.up_scale + col + j));
+          }
+          V::store(a.dgate + at, dgate);
+          V::store(a.dup + at, dup);
+          if (a.h) V::store(a.h + at, h);
+        }
+      }
+      for (bf16* piece : {a.dgate, a.dup, a.h})
+        if (piece) std::memset(piece + out + rows * 32, 0, size_t(kTileRows - rows) * 32 * sizeof(bf16));
+      float* const sums = a.weight_grads + col / kDotCols * a.weight_grads_stride + t;
+      for (int r = 0; r < rows; r++) sums[r] = V::sum(dot[r]);
+    }
+  }
+}
+
+}  // namespace ktft
