@@ -37,7 +37,7 @@ struct Scalar {
   static void store(bf16* p, F v) { *p = to_bf16(v); }
   static F add(F a, F b) { return a + b; }
   static F mul(F a, F b) { return a * b; }
-  static F div(F a, F b) { return a / b; }
+  static F reciprocal(F v) { return 1 / v; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }

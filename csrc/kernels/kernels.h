@@ -8,9 +8,9 @@
 namespace ktft {
 
 // A GEMM call computes at most so many outputs (rows of W forward, columns backward) for at most so many tokens: as
-// many as its operands and results fit in an L2 of 2 MB, so that W is read once for 512 tokens and X for 256 outputs.
+// many as its operands and results fit in an L2 of 2 MB, so that memory is read seldom.
 constexpr int kMaxOutputs = 256;
-constexpr int kMaxTokens = 512;
+constexpr int kMaxTokens = 704;
 // Rows of W forward (columns backward) are decoded this many reduction elements at a time; the block stays in L2.
 constexpr int kReductionBlock = 1024;
 

@@ -81,7 +81,7 @@ int64_t hot_rate(char* memory) {
                                                    0,       0,
                                                    1};
     V::Tiles::configure();
-    for (int i = 0; i < kRounds; i++) pass.run([](int, int, Ahead*) {});
+    for (int i = 0; i < kRounds; i++) pass.run([](int, int) { return Ahead{}; });
     V::Tiles::release();
     return int64_t(kRounds) * kRateTokens * 32 * kRateReduction * 2;
   } else {

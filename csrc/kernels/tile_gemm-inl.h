@@ -32,29 +32,33 @@ struct TileOutput {  // tiles (0, 0), (0, 1), (1, 0), (1, 1) of C
   int row_bytes;
 };
 
-// Memory to fetch, some lines at each step. (Functions are static, for the reason that base/types.h gives.)
+// Memory to fetch: at each step some lines, and as many `apart` bytes further. (Functions are static, for the reason
+// that base/types.h gives.)
 struct Ahead {
   const char* at;
+  int64_t apart;
   int lines;
   int64_t step_bytes;
 };
 
 struct AheadSet {
-  Ahead weights[2], tokens[2], results;
+  Ahead weights, tokens;
+  const char* results;  // 4 KB, or null
 };
 
-// Lines [part, part + 1) * total / parts, spread over the steps.
-static inline Ahead ahead_part(const void* begin, int total, int part, int parts, int steps) {
+// Part `part` of `parts` of two runs of `total` lines, spread over the steps.
+static inline Ahead ahead_part(const void* begin, int64_t apart, int total, int part, int parts, int steps) {
   const int lines = ceil_div(total, parts * steps), first = part * lines * steps;
   if (first >= total) return {};
-  return {static_cast<const char*>(begin) + int64_t(first) * kLine, lines, int64_t(lines) * kLine};
+  return {static_cast<const char*>(begin) + int64_t(first) * kLine, apart, lines, int64_t(lines) * kLine};
 }
 
-static inline void fetch(const AheadSet& set, int step) {
-  for (const Ahead* ahead : {set.weights, set.weights + 1, set.tokens, set.tokens + 1})
-    for (int i = 0; i < ahead->lines; i++) __builtin_prefetch(ahead->at + step * ahead->step_bytes + i * kLine, 0, 2);
-  for (int i = 0; i < set.results.lines; i++)
-    __builtin_prefetch(set.results.at + step * set.results.step_bytes + i * kLine, 0, 3);
+__attribute__((always_inline)) static inline void fetch(const Ahead& ahead, int step) {
+  const char* at = ahead.at + step * ahead.step_bytes;
+  for (int i = 0; i < ahead.lines; i++, at += kLine) {
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + ahead.apart, 0, 2);
+  }
 }
 
 template <class Tiles, int T, bool kStream>
@@ -69,19 +73,23 @@ void load_tile(const bf16* at, int row_bytes) {
 // their second tile does not count.
 template <class Tiles, bool kTokensAreA, bool kHalf>
 void tile_steps(const TileOperand& a, const TileOperand& b, int steps, const AheadSet& ahead) {
+  const char* results = ahead.results;
   for (int s = 0; s < steps; s++) {
     load_tile<Tiles, 4, kTokensAreA>(a.first + s * a.step, a.row_bytes);
     load_tile<Tiles, 6, !kTokensAreA>(b.first + s * b.step, b.row_bytes);
     Tiles::template dot<0, 4, 6>();
-    fetch(ahead, s);
+    fetch(ahead.weights, s);
     if constexpr (kTokensAreA || !kHalf) {
       load_tile<Tiles, 7, !kTokensAreA>(b.second + s * b.step, b.row_bytes);
       Tiles::template dot<1, 4, 7>();
     }
+    fetch(ahead.tokens, s);
     if constexpr (!kTokensAreA || !kHalf) {
       load_tile<Tiles, 5, kTokensAreA>(a.second + s * a.step, a.row_bytes);
       Tiles::template dot<2, 5, 6>();
     }
+    if (results)
+      for (int i = 0; i < 4; i++, results += kLine) __builtin_prefetch(results, 0, 3);
     if constexpr (!kHalf) Tiles::template dot<3, 5, 7>();
   }
 }
@@ -136,7 +144,7 @@ struct PanelPass {
     return kTokensAreA ? TileProduct{tokens, other, count} : TileProduct{other, tokens, count};
   }
 
-  // weights_ahead(block, blocks) fills in what of the next panel to fetch.
+  // weights_ahead(block, blocks) is what of the next panel to fetch.
   template <class Fn>
   void run(const Fn& weights_ahead) const {
     const int blocks = ceil_div(args.tokens, kRowPad);
@@ -144,11 +152,9 @@ struct PanelPass {
       const int64_t at = block * 2;
       float* const out = c + at * kResultPiece;
       AheadSet ahead{};
-      weights_ahead(block, blocks, ahead.weights);
-      if (next_x)
-        for (int i = 0; i < 2; i++)
-          ahead.tokens[i] = ahead_part(next_x + (at + i) * strip, next_lines, panel, panels, steps);
-      if (!first && block + 1 < blocks) ahead.results = ahead_part(out + 2 * kResultPiece, 64, 0, 1, steps);
+      ahead.weights = weights_ahead(block, blocks);
+      if (next_x) ahead.tokens = ahead_part(next_x + at * strip, strip * 2, next_lines, panel, panels, steps);
+      if (!first && block + 1 < blocks) ahead.results = reinterpret_cast<const char*>(out + 2 * kResultPiece);
       const TileProduct main = product(x + at * strip, strip, weights, steps);
       const TileProduct lora = product(low_rank + at * low_strip, low_strip, lora_weights, lora_steps);
       const TileOutput results = kTokensAreA ? TileOutput{{out, out + 16, out + 512, out + 528}, 2 * kLine}
@@ -221,12 +227,11 @@ void tile_gemm_forward(const GemmArgs& a) {
         pass.low_strip = int64_t(m.cols) * kTileRows;
         pass.lora_steps = m.cols / 32;
       }
-      pass.run([&](int block, int blocks, Ahead* ahead) {
-        if (!raw_steps) return;
+      pass.run([&](int block, int blocks) {
+        if (!raw_steps) return Ahead{};
         const int lines = ceil_div(raw_steps * 32, format.tile_cols) * format.tile_bytes / kLine;
-        for (int i = 0; i < 2; i++)
-          ahead[i] = ahead_part(next.w->tile(next_row + i, (last ? next_begin : begin) / format.tile_cols), lines,
-                                block, blocks, steps);
+        const uint8_t* const at = next.w->tile(next_row, (last ? next_begin : begin) / format.tile_cols);
+        return ahead_part(at, int64_t(next.w->col_tiles()) * format.tile_bytes, lines, block, blocks, steps);
       });
     }
   }
@@ -274,14 +279,12 @@ void tile_gemm_backward(const GemmArgs& a) {
         const bool last = p + 1 == panels;
         const int next_piece = last ? term.out_begin / 32 : piece + 1, raw_steps = last ? next_steps : steps;
         const bool known = !last && next_piece % kPanelsOfTile != 0;  // in the tiles that this panel is in
-        pass.run([&](int block, int blocks, Ahead* ahead) {
-          if (!raw_steps || known) return;
+        pass.run([&](int block, int blocks) {
           const int lines = ceil_div(kTileLines, blocks), first = block * lines;
-          if (first >= kTileLines) return;
-          const int strip = (last ? next_begin : begin) / kTileRows;
-          const char* const at = reinterpret_cast<const char*>(w.tile(strip, next_piece / kPanelsOfTile));
+          if (!raw_steps || known || first >= kTileLines) return Ahead{};
+          const uint8_t* const at = w.tile((last ? next_begin : begin) / kTileRows, next_piece / kPanelsOfTile);
           const int64_t strip_bytes = int64_t(w.col_tiles()) * format.tile_bytes;
-          for (int s = 0; s < 2; s++) ahead[s] = {at + s * strip_bytes + first * kLine, lines, 2 * strip_bytes};
+          return Ahead{reinterpret_cast<const char*>(at) + first * kLine, strip_bytes, lines, 2 * strip_bytes};
         });
       }
     }

@@ -8,11 +8,14 @@
 namespace ktft {
 namespace {
 
+// Parts of at most `most` rows, of like length: a short rest would read an expert's weights for a few rows.
 std::vector<RowChunk> cut(const std::vector<RowChunk>& experts, int most) {
   std::vector<RowChunk> out;
-  for (const RowChunk& e : experts)
-    for (int at = 0; at < e.rows; at += most)
-      out.push_back({e.slot, e.expert, e.begin + at, std::min(most, e.rows - at), e.packed + at});
+  for (const RowChunk& e : experts) {
+    const int parts = ceil_div(e.rows, most), rows = pad_rows(ceil_div(e.rows, parts));
+    for (int at = 0; at < e.rows; at += rows)
+      out.push_back({e.slot, e.expert, e.begin + at, std::min(rows, e.rows - at), e.packed + at});
+  }
   return out;
 }
 
