@@ -247,7 +247,7 @@ class ExpertLayer:
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
         grad_output = grad_output.to(x.dtype).contiguous()
         grads = [
-            torch.zeros(tensor.shape, dtype=torch.float32)
+            torch.empty(tensor.shape, dtype=torch.float32)  # torch.zeros would wake threads that then spin
             for name in PROJECTIONS
             if lora is not None and name in lora.pairs
             for tensor in (lora.pairs[name].a, lora.pairs[name].b)

@@ -96,7 +96,7 @@ void forward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, co
         for (int t = 1; t < pieces; t++)
           Codec::template decode<V>(w, strip, begin / 32 + t, panel + t * kPieceElements);
       for (int t = 0; t < a.tokens; t += kTileRows) {
-        const bf16* const rows = x + int64_t(t) * w.cols + begin * kTileRows;
+        const bf16* const rows = x + activation_elements(t, w.cols) + begin * kTileRows;
         float* const at = c + result_piece(out / 32, t / kTileRows, a.tokens) + out % 32;
         for (int j = 0; j < kTileRows; j += V::kForwardCols)
           each_run<V::kForwardRows>(std::min(kTileRows, a.tokens - t), [&]<int R>(int r) {
@@ -145,7 +145,7 @@ void backward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, c
       decode_columns<V, Codec>(w, begin / kTileRows, strips, (out_begin + col) / 32, pieces, panel, spare);
       for (int t = 0; t < a.tokens; t += kTileRows)
         for (int p = 0; p < pieces; p++) {
-          const bf16* const rows = x + int64_t(t) * w.rows + begin * kTileRows;
+          const bf16* const rows = x + activation_elements(t, w.rows) + begin * kTileRows;
           float* const at = c + result_piece(col / 32 + p, t / kTileRows, a.tokens);
           each_run<V::kBackwardRows>(std::min(kTileRows, a.tokens - t), [&]<int R>(int r) {
             backward_micro<V, R>(rows + r * 32, panel + p * kPieceElements, 2 * kPieceElements, strips, at + r * 32);

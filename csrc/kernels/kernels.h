@@ -20,8 +20,15 @@ constexpr int kReductionBlock = 1024;
 constexpr int kRowPad = 32;
 static constexpr int pad_rows(int rows) { return (rows + kRowPad - 1) / kRowPad * kRowPad; }
 
+// Strips end with two unused pieces, so that tokens of one column do not fall into few sets of a cache.
+constexpr int kStripPad = 64;
+static constexpr int64_t strip_elements(int cols) { return int64_t(cols + kStripPad) * kTileRows; }
+// Elements of `rows` rows, whole strips: also where row number `rows` begins.
+static constexpr size_t activation_elements(int64_t rows, int cols) {
+  return size_t(rows / kTileRows * strip_elements(cols));
+}
 static inline PackedMatrix activation_matrix(bf16* pieces, int rows, int cols) {
-  return {Format::kBf16, rows, cols, reinterpret_cast<uint8_t*>(pieces), nullptr, nullptr};
+  return {Format::kBf16, rows, cols, reinterpret_cast<uint8_t*>(pieces), nullptr, nullptr, 2 * strip_elements(cols)};
 }
 
 // Results lie in fp32 pieces of 16 tokens x 32 outputs, panel (32 outputs) by panel; `turned` forward results are

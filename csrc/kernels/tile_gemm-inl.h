@@ -32,13 +32,13 @@ struct TileOutput {  // tiles (0, 0), (0, 1), (1, 0), (1, 1) of C
   int row_bytes;
 };
 
-// Memory to fetch: at each step some lines, and as many `apart` bytes further. (Functions are static, for the reason
-// that base/types.h gives.)
+// Memory to fetch: at each step some lines, and as many `apart` bytes further; after `span` steps, `jump` bytes are
+// skipped. (Functions are static, for the reason that base/types.h gives.)
 struct Ahead {
   const char* at;
   int64_t apart;
-  int lines;
-  int64_t step_bytes;
+  int lines, span, left;
+  int64_t jump;
 };
 
 struct AheadSet {
@@ -50,14 +50,17 @@ struct AheadSet {
 static inline Ahead ahead_part(const void* begin, int64_t apart, int total, int part, int parts, int steps) {
   const int lines = ceil_div(total, parts * steps), first = part * lines * steps;
   if (first >= total) return {};
-  return {static_cast<const char*>(begin) + int64_t(first) * kLine, apart, lines, int64_t(lines) * kLine};
+  return {static_cast<const char*>(begin) + int64_t(first) * kLine, apart, lines, steps, steps, 0};
 }
 
-__attribute__((always_inline)) static inline void fetch(const Ahead& ahead, int step) {
-  const char* at = ahead.at + step * ahead.step_bytes;
-  for (int i = 0; i < ahead.lines; i++, at += kLine) {
-    __builtin_prefetch(at, 0, 2);
-    __builtin_prefetch(at + ahead.apart, 0, 2);
+__attribute__((always_inline)) static inline void fetch(Ahead& ahead) {
+  for (int i = 0; i < ahead.lines; i++, ahead.at += kLine) {
+    __builtin_prefetch(ahead.at, 0, 2);
+    __builtin_prefetch(ahead.at + ahead.apart, 0, 2);
+  }
+  if (--ahead.left == 0) {
+    ahead.at += ahead.jump;
+    ahead.left = ahead.span;
   }
 }
 
@@ -72,24 +75,23 @@ void load_tile(const bf16* at, int row_bytes) {
 // Tiles 0 to 3 += A . B over 32 * steps reduction elements. Tokens are A's side or B's, and are streamed; with kHalf
 // their second tile does not count.
 template <class Tiles, bool kTokensAreA, bool kHalf>
-void tile_steps(const TileOperand& a, const TileOperand& b, int steps, const AheadSet& ahead) {
-  const char* results = ahead.results;
+void tile_steps(const TileOperand& a, const TileOperand& b, int steps, AheadSet ahead) {
   for (int s = 0; s < steps; s++) {
     load_tile<Tiles, 4, kTokensAreA>(a.first + s * a.step, a.row_bytes);
     load_tile<Tiles, 6, !kTokensAreA>(b.first + s * b.step, b.row_bytes);
     Tiles::template dot<0, 4, 6>();
-    fetch(ahead.weights, s);
+    fetch(ahead.weights);
     if constexpr (kTokensAreA || !kHalf) {
       load_tile<Tiles, 7, !kTokensAreA>(b.second + s * b.step, b.row_bytes);
       Tiles::template dot<1, 4, 7>();
     }
-    fetch(ahead.tokens, s);
+    fetch(ahead.tokens);
     if constexpr (!kTokensAreA || !kHalf) {
       load_tile<Tiles, 5, kTokensAreA>(a.second + s * a.step, a.row_bytes);
       Tiles::template dot<2, 5, 6>();
     }
-    if (results)
-      for (int i = 0; i < 4; i++, results += kLine) __builtin_prefetch(results, 0, 3);
+    if (ahead.results)
+      for (int i = 0; i < 4; i++, ahead.results += kLine) __builtin_prefetch(ahead.results, 0, 3);
     if constexpr (!kHalf) Tiles::template dot<3, 5, 7>();
   }
 }
@@ -209,7 +211,7 @@ void tile_gemm_forward(const GemmArgs& a) {
           {},
           term.x + begin * kTileRows,
           term.low_rank,
-          int64_t(cols) * kTileRows,
+          strip_elements(cols),
           0,
           steps,
           0,
@@ -224,14 +226,14 @@ void tile_gemm_forward(const GemmArgs& a) {
         const int at = (term.lora_begin + p % outs * 32) / kTileRows;
         pass.lora_weights = {reinterpret_cast<bf16*>(m.tile(at, 0)), reinterpret_cast<bf16*>(m.tile(at + 1, 0)), kLine,
                              kPieceElements};
-        pass.low_strip = int64_t(m.cols) * kTileRows;
+        pass.low_strip = strip_elements(m.cols);
         pass.lora_steps = m.cols / 32;
       }
       pass.run([&](int block, int blocks) {
         if (!raw_steps) return Ahead{};
         const int lines = ceil_div(raw_steps * 32, format.tile_cols) * format.tile_bytes / kLine;
         const uint8_t* const at = next.w->tile(next_row, (last ? next_begin : begin) / format.tile_cols);
-        return ahead_part(at, int64_t(next.w->col_tiles()) * format.tile_bytes, lines, block, blocks, steps);
+        return ahead_part(at, next.w->strip_bytes, lines, block, blocks, steps);
       });
     }
   }
@@ -260,7 +262,7 @@ void tile_gemm_backward(const GemmArgs& a) {
                                     {lora_panel, lora_panel + 32, 2 * kLine, 2 * kPieceElements},
                                     term.x + begin * kTileRows,
                                     term.low_rank,
-                                    int64_t(w.rows) * kTileRows,
+                                    strip_elements(w.rows),
                                     0,
                                     steps,
                                     0,
@@ -273,18 +275,25 @@ void tile_gemm_backward(const GemmArgs& a) {
         if (term.lora && begin == 0) {
           const PackedMatrix& m = *term.lora;
           decode_pairs<V, Bf16Codec>(m, 0, m.rows / kTileRows, term.lora_begin / 32 + p, lora_panel);
-          pass.low_strip = int64_t(m.rows) * kTileRows;
+          pass.low_strip = strip_elements(m.rows);
           pass.lora_steps = m.rows / 32;
         }
         const bool last = p + 1 == panels;
         const int next_piece = last ? term.out_begin / 32 : piece + 1, raw_steps = last ? next_steps : steps;
         const bool known = !last && next_piece % kPanelsOfTile != 0;  // in the tiles that this panel is in
+        // Pairs of strips, one tile each, one after the other: memory likes 1 KB better than single lines
         pass.run([&](int block, int blocks) {
-          const int lines = ceil_div(kTileLines, blocks), first = block * lines;
-          if (!raw_steps || known || first >= kTileLines) return Ahead{};
-          const uint8_t* const at = w.tile((last ? next_begin : begin) / kTileRows, next_piece / kPanelsOfTile);
-          const int64_t strip_bytes = int64_t(w.col_tiles()) * format.tile_bytes;
-          return Ahead{reinterpret_cast<const char*>(at) + first * kLine, strip_bytes, lines, 2 * strip_bytes};
+          const int pairs = ceil_div(raw_steps, blocks), first = block * pairs;
+          if (known || first >= raw_steps) return Ahead{};
+          const int span = std::max(1, steps / pairs), lines = ceil_div(kTileLines, span);
+          const uint8_t* const at =
+              w.tile((last ? next_begin : begin) / kTileRows + first * 2, next_piece / kPanelsOfTile);
+          return Ahead{reinterpret_cast<const char*>(at),
+                       w.strip_bytes,
+                       lines,
+                       span,
+                       span,
+                       2 * w.strip_bytes - int64_t(lines) * span * kLine};
         });
       }
     }

@@ -32,7 +32,7 @@ void intermediate_block(const Call& call, const PackedLora& lora, const Gradient
   float* const dh = results(scratch, rows, cols);
   float* const weights = scratch.take<float>(size_t(rows.rows));
   char* const gemm = scratch.take<char>(kGemmScratch);
-  GemmTerm term{&matrix, col, at.dy + size_t(rows.packed) * w.shape().hidden, nullptr, col, nullptr, dh};
+  GemmTerm term{&matrix, col, at.dy + activation_elements(rows.packed, w.shape().hidden), nullptr, col, nullptr, dh};
   PackedMatrix a;
   const LoraPair* const pair = call.pair(kDown);
   const bool drops = pair && call.lora->drops();
@@ -44,7 +44,7 @@ void intermediate_block(const Call& call, const PackedLora& lora, const Gradient
   run_gemm(call, w.format(), Pass::kBackward, {{term}, 1, cols, rows.rows, gemm});
   if (drops) add_dropped_lora(call, kDown, a, term.low_rank, rows, col, cols, w.begin(node) + col, dh, gemm, scratch);
   for (int t = 0; t < rows.rows; t++) weights[t] = call.row_weight(rows.begin + t);
-  const size_t to = size_t(rows.packed) * width + size_t(col) * kTileRows;
+  const size_t to = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
   const auto scale = [&](Projection p) {
     const float* const all = w.matrix(node, rows.expert, p).row_scale;
     return all ? all + col : nullptr;
@@ -52,7 +52,7 @@ void intermediate_block(const Call& call, const PackedLora& lora, const Gradient
   const Gradients::PerNode& out = at.nodes[node];
   call.vec().swiglu_backward(
       {rows.rows, cols, dh, out.gate + to, out.up + to, scale(Projection::kGate), scale(Projection::kUp), weights,
-       out.grad[0] + to, out.grad[1] + to, out.h ? out.h + to : nullptr, int64_t(width) * kTileRows,
+       out.grad[0] + to, out.grad[1] + to, out.h ? out.h + to : nullptr, strip_elements(width),
        out.weight_grads + size_t(col / kDotCols) * call.routes.rows + rows.begin, call.routes.rows});
 }
 
@@ -69,7 +69,8 @@ void hidden_block(const Call& call, const PackedLora& lora, const Gradients& at,
   const bool drops = call.lora && call.lora->drops();
   for (int p = 0; p < 2; p++) {
     matrix[p] = w.matrix(node, rows.expert, kGateUp[p]);
-    args.terms[p] = {&matrix[p], col, in.grad[p] + size_t(rows.packed) * w.width(node), nullptr, col, nullptr, c};
+    args.terms[p] = {&matrix[p], col, in.grad[p] + activation_elements(rows.packed, w.width(node)), nullptr, col,
+                     nullptr,    c};
     if (const LoraPair* pair = call.pair(kGateUp[p])) {
       a[p] = lora.a(call, kGateUp[p], rows.slot, node);
       args.terms[p].lora = drops ? nullptr : &a[p];
@@ -87,7 +88,8 @@ void hidden_block(const Call& call, const PackedLora& lora, const Gradients& at,
 Gradients place(const Call& call, Saved& saved, const PackedLora& lora, const BackwardArgs& args) {
   const PackedExperts& w = call.weights;
   Workspace& ws = call.runtime.workspace;
-  const size_t rows = size_t(call.routes.rows), packed = size_t(call.routes.packed_rows);
+  const size_t rows = size_t(call.routes.rows);
+  const int packed = call.routes.packed_rows;
   Gradients at{};
   Activations act = place_activations(call, nullptr, !saved.retained);
   if (!saved.retained) gate_up(call, lora, {args.hidden, args.dtype}, act);
@@ -95,11 +97,11 @@ Gradients place(const Call& call, Saved& saved, const PackedLora& lora, const Ba
     at.low_rank[p] = saved.retained ? reinterpret_cast<float*>(saved.low_rank[p].data()) : act.low_rank[p].rows;
   if (const LoraPair* pair = call.pair(kDown))
     at.low_rank_dy = {ws.low_rank[int(kDown)].get<float>(rows * pair->rank()),
-                      ws.low_rank_operand[int(kDown)].get<bf16>(packed * split_rank(pair->rank()))};
+                      ws.low_rank_operand[int(kDown)].get<bf16>(activation_elements(packed, split_rank(pair->rank())))};
   for (int n = 0; n < w.nodes(); n++) {
     NodeWorkspace& node = ws.nodes[n];
     const int id = call.runtime.node_ids[n];
-    const size_t count = packed * w.width(n);
+    const size_t count = activation_elements(packed, w.width(n));
     Gradients::PerNode out{};
     out.gate = saved.retained ? reinterpret_cast<bf16*>(saved.nodes[n].gate.data()) : act.nodes[n].gate;
     out.up = saved.retained ? reinterpret_cast<bf16*>(saved.nodes[n].up.data()) : act.nodes[n].up;
@@ -109,8 +111,9 @@ Gradients place(const Call& call, Saved& saved, const PackedLora& lora, const Ba
     for (int p = 0; p < 2; p++) {
       out.grad[p] = node.grad[p].get<bf16>(count, id);
       if (const LoraPair* pair = call.pair(kGateUp[p]))
-        out.low_rank[p] = {node.low_rank[p].get<float>(rows * pair->rank(), id),
-                           node.low_rank_operand[p].get<bf16>(packed * split_rank(pair->rank()), id)};
+        out.low_rank[p] = {
+            node.low_rank[p].get<float>(rows * pair->rank(), id),
+            node.low_rank_operand[p].get<bf16>(activation_elements(packed, split_rank(pair->rank())), id)};
     }
     out.weight_grads = node.weight_grads.get<float>(rows * ceil_div(w.width(n), kDotCols), id);
     out.dx = node.y.get<bf16>(rows * w.shape().hidden, id);
@@ -165,7 +168,8 @@ void backward(const Call& call, Saved& saved, const BackwardArgs& args) {
             if (const LoraPair* pair = call.pair(kGateUp[p])) {
               scratch.reset();
               low_rank_product(call, Pass::kBackward, lora.b(call, kGateUp[p], chunk.slot, node), pair->rank(),
-                               in.grad[p] + size_t(chunk.packed) * w.width(node), chunk, in.low_rank[p], scratch);
+                               in.grad[p] + activation_elements(chunk.packed, w.width(node)), chunk, in.low_rank[p],
+                               scratch);
             }
         });
   const int blocks = ceil_div(hidden, call.block);

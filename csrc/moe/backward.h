@@ -1,8 +1,7 @@
 // Backward pass: gradients of hidden states, routing weights and all LoRA tensors, from the same packed weights.
 //
-// Activation gradients and LoRA gradients are written, not added; a LoRA gradient of an expert without tokens is left
-// as it is (the caller zeroes it). dh before the routing weight serves twice: times h it is the routing weight's
-// gradient, so the down projection's output is never stored.
+// Gradients are written, not added; an expert without tokens has LoRA gradients of zero. dh before the routing weight
+// serves twice: times h it is the routing weight's gradient, so the down projection's output is never stored.
 #pragma once
 
 #include "moe/forward.h"

@@ -10,20 +10,6 @@ constexpr int kTokensPerTask = 16;
 constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
 
-// Row `token` of tokens as bf16, in place or in `out`.
-const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, bf16* out, float* spare) {
-  const int hidden = call.weights.shape().hidden;
-  const size_t at = size_t(token) * hidden;
-  if (tokens.dtype == Dtype::kBf16) return static_cast<const bf16*>(tokens.data) + at;
-  const float* wide = static_cast<const float*>(tokens.data) + at;
-  if (tokens.dtype == Dtype::kF16) {
-    for (int c = 0; c < hidden; c++) spare[c] = half_to_float(static_cast<const uint16_t*>(tokens.data)[at + c]);
-    wide = spare;
-  }
-  call.vec().narrow(hidden, wide, out);
-  return out;
-}
-
 // One block of columns of gate, up and h for one call's rows.
 void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act, int node,
                    const RowChunk& rows, int col, int cols, Scratch& scratch) {
@@ -33,13 +19,8 @@ void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, cons
   PackedMatrix matrix[2], b[2];
   for (int p = 0; p < 2; p++) {
     matrix[p] = w.matrix(node, rows.expert, kGateUp[p]);
-    args.terms[p] = {&matrix[p],
-                     col,
-                     x + size_t(rows.packed) * w.shape().hidden,
-                     nullptr,
-                     col,
-                     nullptr,
-                     scratch.take<float>(size_t(pad_rows(rows.rows)) * cols)};
+    args.terms[p] = {&matrix[p], col,     x + activation_elements(rows.packed, w.shape().hidden), nullptr,
+                     col,        nullptr, scratch.take<float>(size_t(pad_rows(rows.rows)) * cols)};
     if (const LoraPair* pair = call.pair(kGateUp[p])) {
       b[p] = lora.b(call, kGateUp[p], rows.slot, node);
       args.terms[p].lora = &b[p];
@@ -48,10 +29,10 @@ void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, cons
   }
   run_gemm(call, w.format(), Pass::kForward, args);
   const Activations::PerNode& out = act.nodes[node];
-  const size_t at = size_t(rows.packed) * width + size_t(col) * kTileRows;
+  const size_t at = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
   const auto scale = [&](int p) { return matrix[p].row_scale ? matrix[p].row_scale + col : nullptr; };
   call.vec().swiglu({rows.rows, cols, args.terms[0].c, args.terms[1].c, scale(0), scale(1), out.h + at,
-                     out.gate ? out.gate + at : nullptr, out.gate ? out.up + at : nullptr, int64_t(width) * kTileRows});
+                     out.gate ? out.gate + at : nullptr, out.gate ? out.up + at : nullptr, strip_elements(width)});
 }
 
 // One block of columns of y for one call's rows.
@@ -62,7 +43,7 @@ void down_block(const Call& call, const PackedLora& lora, const Activations::Per
   const PackedMatrix matrix = w.matrix(node, rows.expert, kDown);
   PackedMatrix b;
   float* const c = scratch.take<float>(size_t(pad_rows(rows.rows)) * cols);
-  GemmTerm term{&matrix, col, act.h + size_t(rows.packed) * w.width(node), nullptr, col, nullptr, c};
+  GemmTerm term{&matrix, col, act.h + activation_elements(rows.packed, w.width(node)), nullptr, col, nullptr, c};
   if (const LoraPair* pair = call.pair(kDown)) {
     b = lora.b(call, kDown, rows.slot, node);
     term.lora = &b;
@@ -74,6 +55,18 @@ void down_block(const Call& call, const PackedLora& lora, const Activations::Per
 }
 
 }  // namespace
+
+const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int col, int cols, bf16* out, float* spare) {
+  const size_t at = size_t(token) * call.weights.shape().hidden + col;
+  if (tokens.dtype == Dtype::kBf16) return static_cast<const bf16*>(tokens.data) + at;
+  const float* wide = static_cast<const float*>(tokens.data) + at;
+  if (tokens.dtype == Dtype::kF16) {
+    for (int c = 0; c < cols; c++) spare[c] = half_to_float(static_cast<const uint16_t*>(tokens.data)[at + c]);
+    wide = spare;
+  }
+  call.vec().narrow(cols, wide, out);
+  return out;
+}
 
 Saved::~Saved() {
   for (NodeBuffer& buffer : low_rank) runtime->buffers.give(std::move(buffer), -1);
@@ -124,7 +117,7 @@ bf16* gather(const Call& call, const TokenRows& tokens, const Gather& how, Growi
   const Routes& routes = call.routes;
   const VectorKernels& vec = call.vec();
   const int hidden = call.weights.shape().hidden;
-  bf16* const packed = out.get<bf16>(size_t(routes.packed_rows) * hidden);
+  bf16* const packed = out.get<bf16>(activation_elements(routes.packed_rows, hidden));
   std::atomic<int> bad{-1};
   call.runtime.pool.run(int(routes.chunks.size()), [&](int task, int thread) {
     const RowChunk& chunk = routes.chunks[task];
@@ -134,18 +127,19 @@ bf16* gather(const Call& call, const TokenRows& tokens, const Gather& how, Growi
     bf16* const scaled = scratch.take<bf16>(size_t(kTileRows) * hidden);
     float* const spare = scratch.take<float>(size_t(hidden));
     const float* const scale = how.scaled ? call.weights.matrix(0, chunk.expert, kDown).row_scale : nullptr;
-    bf16* const begin = packed + size_t(chunk.packed) * hidden;
+    bf16* const begin = packed + activation_elements(chunk.packed, hidden);
     for (int t = 0; t < pad_rows(chunk.rows); t += kTileRows) {
       const bf16* at[kTileRows] = {};
       for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
         const int route = routes.row_route[chunk.begin + t + r], token = route / routes.top_k;
-        at[r] = bf16_row(call, tokens, token, rows + size_t(r) * hidden, spare);
+        at[r] = bf16_row(call, tokens, token, 0, hidden, rows + size_t(r) * hidden, spare);
         if (how.check && route % routes.top_k == 0 && !vec.finite(hidden, at[r])) bad = token;
         if (!scale) continue;
         vec.scale_row(hidden, at[r], scale, scaled + size_t(r) * hidden);
         at[r] = scaled + size_t(r) * hidden;
       }
-      (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden, begin + size_t(t) * hidden);
+      (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden,
+                                                                      begin + activation_elements(t, hidden));
     }
     if (how.then) how.then(chunk, begin, scratch);
   });
@@ -158,7 +152,8 @@ bf16* gather(const Call& call, const TokenRows& tokens, const Gather& how, Growi
 Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up) {
   const PackedExperts& w = call.weights;
   Workspace& ws = call.runtime.workspace;
-  const size_t rows = size_t(call.routes.rows), packed = size_t(call.routes.packed_rows);
+  const size_t rows = size_t(call.routes.rows);
+  const int packed = call.routes.packed_rows;
   Activations act{};
   if (saved) saved->nodes.resize(w.nodes());
   for (int p = 0; p < 2; p++)
@@ -166,11 +161,11 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
       const size_t count = rows * pair->rank();
       if (saved) saved->low_rank[p] = call.runtime.buffers.take(count * sizeof(float), -1);
       act.low_rank[p] = {saved ? reinterpret_cast<float*>(saved->low_rank[p].data()) : ws.low_rank[p].get<float>(count),
-                         ws.low_rank_operand[p].get<bf16>(packed * split_rank(pair->rank()))};
+                         ws.low_rank_operand[p].get<bf16>(activation_elements(packed, split_rank(pair->rank())))};
     }
   for (int n = 0; n < w.nodes(); n++) {
     const int id = call.runtime.node_ids[n];
-    const size_t count = packed * w.width(n);
+    const size_t count = activation_elements(packed, w.width(n));
     NodeWorkspace& node = ws.nodes[n];
     Activations::PerNode out{nullptr, nullptr, node.h.get<bf16>(count, id), {}};
     if (saved) {
@@ -186,9 +181,10 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
     if (const LoraPair* pair = call.pair(kDown)) {
       const size_t low = rows * pair->rank();
       if (saved) saved->nodes[n].low_rank_down = call.runtime.buffers.take(low * sizeof(float), id);
-      out.down = {saved ? reinterpret_cast<float*>(saved->nodes[n].low_rank_down.data())
-                        : node.low_rank[int(kDown)].get<float>(low, id),
-                  node.low_rank_operand[int(kDown)].get<bf16>(packed * split_rank(pair->rank()), id)};
+      out.down = {
+          saved ? reinterpret_cast<float*>(saved->nodes[n].low_rank_down.data())
+                : node.low_rank[int(kDown)].get<float>(low, id),
+          node.low_rank_operand[int(kDown)].get<bf16>(activation_elements(packed, split_rank(pair->rank())), id)};
     }
     act.nodes.push_back(out);
   }
@@ -207,7 +203,7 @@ void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, 
       scratch.reset();
       const bf16* x = rows;
       if (drops) {
-        const size_t count = size_t(pad_rows(chunk.rows)) * hidden;
+        const size_t count = activation_elements(pad_rows(chunk.rows), hidden);
         bf16* const kept = scratch.take<bf16>(count);
         std::memcpy(kept, rows, count * sizeof(bf16));
         drop_rows(call, kGateUp[p], chunk, kept, hidden, 0, turned);
@@ -235,8 +231,8 @@ void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, 
       call, "lora A h", [&](int) { return int(routes.chunks.size()); },
       [&](int node, int task, Scratch& scratch) {
         const RowChunk& chunk = routes.chunks[task];
-        const size_t count = size_t(pad_rows(chunk.rows)) * w.width(node);
-        const bf16* h = act.nodes[node].h + size_t(chunk.packed) * w.width(node);
+        const size_t count = activation_elements(pad_rows(chunk.rows), w.width(node));
+        const bf16* h = act.nodes[node].h + activation_elements(chunk.packed, w.width(node));
         if (drops) {
           bf16* const kept = scratch.take<bf16>(count);
           std::memcpy(kept, h, count * sizeof(bf16));

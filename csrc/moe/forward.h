@@ -59,6 +59,9 @@ struct TokenRows {
   const void* data;  // [tokens, hidden]
   Dtype dtype;
 };
+// Columns [col, col + cols) of one token as bf16: where they lie, or in `out`; spare [cols] is for fp16.
+const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int col, int cols, bf16* out, float* spare);
+
 // What gather() makes of them, and who sees each chunk while it is in L2.
 struct Gather {
   Pass pass;    // forward: as the forward GEMM takes them

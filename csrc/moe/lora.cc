@@ -69,6 +69,12 @@ void pack_b(const Call& call, const LoraPair& pair, const float* row_scale, int 
   vec.pack_rows(at, places, out);
 }
 
+// LoRA matrices need no padding: their rows or columns are few.
+PackedMatrix dense_matrix(bf16* pieces, int rows, int cols) {
+  return {
+      Format::kBf16, rows, cols, reinterpret_cast<uint8_t*>(pieces), nullptr, nullptr, int64_t(cols) * kTileRows * 2};
+}
+
 // Element (t, c) of a piece.
 int piece_index(bool turned, int t, int c) { return turned ? c / 2 * 32 + t * 2 + c % 2 : t * 32 + c; }
 
@@ -88,15 +94,15 @@ uint64_t Lora::key(Projection p, int route) const {
 PackedMatrix PackedLora::a(const Call& call, Projection p, int slot, int node) const {
   const int places = split_rank(call.pair(p)->rank());
   bf16* const at = parts[int(p)].a + slot * parts[int(p)].a_stride;
-  if (p != Projection::kDown) return activation_matrix(at, places, call.weights.shape().hidden);
-  return activation_matrix(at + size_t(places) * call.weights.begin(node), places, call.weights.width(node));
+  if (p != Projection::kDown) return dense_matrix(at, places, call.weights.shape().hidden);
+  return dense_matrix(at + size_t(places) * call.weights.begin(node), places, call.weights.width(node));
 }
 
 PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) const {
   const int places = split_rank(call.pair(p)->rank());
   bf16* const at = parts[int(p)].b + slot * parts[int(p)].b_stride;
-  if (p == Projection::kDown) return activation_matrix(at, call.weights.shape().hidden, places);
-  return activation_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
+  if (p == Projection::kDown) return dense_matrix(at, call.weights.shape().hidden, places);
+  return dense_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
 }
 
 PackedLora pack_lora(const Call& call) {
@@ -180,7 +186,7 @@ void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int ra
     const bf16* rows[kTileRows];
     for (int r = 0; r < kTileRows; r++) rows[r] = twice + size_t(s * kTileRows + r) * places;
     (pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(
-        rows, places, out.operand + size_t(chunk.packed + s * kTileRows) * places);
+        rows, places, out.operand + activation_elements(chunk.packed + s * kTileRows, places));
   }
 }
 
@@ -188,7 +194,7 @@ void drop_rows(const Call& call, Projection p, const RowChunk& chunk, bf16* x, i
   for (int t = 0; t < chunk.rows; t++) {
     const uint64_t key = call.lora->key(p, call.routes.row_route[chunk.begin + t]);
     for (int col = 0; col < cols; col += 32) {
-      bf16* const piece = x + size_t(t / kTileRows) * kTileRows * cols + size_t(col) * kTileRows;
+      bf16* const piece = x + activation_elements(t / kTileRows * kTileRows, cols) + size_t(col) * kTileRows;
       uint32_t gone = ~call.vec().dropout_mask(key, uint32_t(first + col), call.lora->dropout);
       for (; gone; gone &= gone - 1) piece[piece_index(turned, t % kTileRows, __builtin_ctz(gone))] = {};
     }
@@ -227,8 +233,8 @@ void transpose_low_rank(const Call& call, const std::vector<const float*>& parts
       high[j] = at;
       low[j] = at + cols;
     }
-    call.vec().pack_rows(high, cols, out + size_t(b) * 2 * kTileRows * cols);
-    call.vec().pack_rows(low, cols, out + size_t(b * 2 + 1) * kTileRows * cols);
+    call.vec().pack_rows(high, cols, out + activation_elements(b * 2 * kTileRows, cols));
+    call.vec().pack_rows(low, cols, out + activation_elements((b * 2 + 1) * kTileRows, cols));
   }
 }
 
@@ -242,9 +248,10 @@ size_t lora_scratch(const Call& call) {
   const size_t product = Routes::kChunkRows * (kMaxOutputs * 4 + places * 2) + kGemmScratch;
   const size_t transposing = most * (4 + 4 * kRankBlock);
   const bool drops = call.lora->drops();
-  const size_t kept_chunk = drops ? Routes::kChunkRows * widest * 2 : 0,
-               kept_block = drops ? most * kMaxOutputs * 2 : 0;
-  const size_t gradient = kept_block + places * kMaxOutputs * 4 + kGemmScratch;
+  const size_t kept_chunk = drops ? activation_elements(Routes::kChunkRows, int(widest)) * 2 : 0;
+  const size_t kept_block =
+      activation_elements(int64_t(most), kMaxOutputs) * 2 + size_t(kTileRows + 2) * kMaxOutputs * 2;
+  const size_t gradient = kept_block + size_t(kMaxTokens) * kMaxOutputs * 4 + kGemmScratch;
   return std::max({packing, product + kept_chunk, transposing, gradient}) + 4096;
 }
 

@@ -68,7 +68,7 @@ struct LowRank {
   bf16* operand = nullptr;  // [packed rows, split_rank]: L of a GEMM
 
   const bf16* operand_at(const RowChunk& chunk, int rank) const {
-    return operand + size_t(chunk.packed) * split_rank(rank);
+    return operand + activation_elements(chunk.packed, split_rank(rank));
   }
 };
 

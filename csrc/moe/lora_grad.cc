@@ -7,95 +7,145 @@ namespace {
 
 constexpr Projection kDown = Projection::kDown;
 
-// One gradient of one projection: low^T m, where m [packed rows, cols] lies on each node that has a slice of it.
-//   grad_a [r, in]:  low = B^T dy (gate, up: d gate, d up), m = the projection's input
+// Gradients that are low^T m for one m [packed rows, cols], which lies on each node that has a slice of it.
+//   grad_a [r, in]:  low = B^T dy (gate, up: d gate, d up), m = the projections' input
 //   grad_b [out, r]: low = A x, m = the gradient of the projection's output
 struct Product {
-  Projection projection;
+  std::vector<Projection> projections;  // more than one where they share m
   bool is_b;
-  std::vector<const float*> low;  // the nodes' parts
-  bool sliced;                    // by nodes, or whole on node 0
-  std::vector<bf16*> m;
-  size_t transposed = 0;  // where in workspace.transposed, elements
+  bool sliced;           // m, by nodes; or whole, on node 0
+  std::vector<bf16*> m;  // by node; null for the layer's input, which is gathered block by block
 
-  int nodes() const { return int(m.size()); }
+  bool of_tokens() const { return !m[0]; }
 };
 
-std::vector<Product> products(const Call& call, const Gradients& at, bf16* x) {
+int places(const Call& call, const Product& product) {
+  int sum = 0;
+  for (Projection p : product.projections) sum += split_rank(call.pair(p)->rank());
+  return sum;
+}
+
+std::vector<Product> products(const Call& call, const Gradients& at) {
   std::vector<Product> all;
-  const int nodes = call.weights.nodes();
-  for (int i = 0; i < kProjections; i++) {
-    const Projection p = Projection(i);
-    if (!call.pair(p)) continue;
-    Product a{p, false, {}, p == kDown, {}, 0}, b{p, true, {}, p != kDown, {}, 0};
-    if (p == kDown) {
-      a.low = {at.low_rank_dy.rows};
-      b.m = {at.dy};
-    } else {
-      a.m = {x};
-      b.low = {at.low_rank[i]};
+  std::vector<Projection> inputs;  // projections of the layer's input
+  for (Projection p : {Projection::kGate, Projection::kUp})
+    if (call.pair(p)) {
+      inputs.push_back(p);
+      Product b{{p}, true, true, {}};
+      for (const Gradients::PerNode& node : at.nodes) b.m.push_back(node.grad[int(p)]);
+      all.push_back(b);
     }
-    for (int n = 0; n < nodes; n++) {
-      if (p == kDown) {
-        a.m.push_back(at.nodes[n].h);
-        b.low.push_back(at.nodes[n].low_rank_down);
-      } else {
-        a.low.push_back(at.nodes[n].low_rank[i].rows);
-        b.m.push_back(at.nodes[n].grad[i]);
-      }
-    }
-    all.push_back(std::move(a));
-    all.push_back(std::move(b));
+  if (inputs.size()) {
+    Product a{inputs, false, false, {nullptr}};
+    // Dropout makes the inputs differ
+    if (inputs.size() == 2 && (call.lora->drops() || places(call, a) > kMaxTokens))
+      for (Projection p : inputs) all.push_back({{p}, false, false, {nullptr}});
+    else
+      all.push_back(a);
+  }
+  if (call.pair(kDown)) {
+    Product a{{kDown}, false, true, {}};
+    for (const Gradients::PerNode& node : at.nodes) a.m.push_back(node.h);
+    all.push_back(a);
+    all.push_back({{kDown}, true, false, {at.dy}});
   }
   return all;
 }
 
-// Row j of the product, high and low parts together, at column c.
-float value(const float* c, int j, int col, int places) {
-  const int strip = j / kRankBlock * 2;
-  const int64_t at = j % kRankBlock * 32 + col % 32;
-  return c[result_piece(col / 32, strip, places) + at] + c[result_piece(col / 32, strip + 1, places) + at];
+std::vector<const float*> low_parts(const Gradients& at, Projection p, bool is_b) {
+  if (p == kDown && !is_b) return {at.low_rank_dy.rows};
+  if (p != kDown && is_b) return {at.low_rank[int(p)]};
+  std::vector<const float*> parts;
+  for (const Gradients::PerNode& node : at.nodes)
+    parts.push_back(p == kDown ? node.low_rank_down : node.low_rank[int(p)].rows);
+  return parts;
 }
 
-// One block of columns of one expert's gradient.
-void gradient_block(const Call& call, const Product& product, const bf16* transposed, int node, const RowChunk& rows,
-                    int col, int cols, int width, Scratch& scratch) {
-  const LoraPair& pair = *call.pair(product.projection);
-  const int rank = pair.rank(), places = split_rank(rank);
-  const bool down = product.projection == kDown;
-  bf16* m = product.m[node] + size_t(rows.packed) * width;
-  const int first = product.sliced ? call.weights.begin(node) : 0;
-  if (!product.is_b && call.lora->drops()) {
-    const int strips = pad_rows(rows.rows) / kTileRows;
-    bf16* const kept = scratch.take<bf16>(size_t(strips) * kTileRows * cols);
-    for (int s = 0; s < strips; s++)
-      std::memcpy(kept + size_t(s) * kTileRows * cols, m + size_t(s) * kTileRows * width + size_t(col) * kTileRows,
-                  size_t(kTileRows) * cols * sizeof(bf16));
-    drop_rows(call, product.projection, rows, kept, cols, first + col, false);
-    m = kept;
+// Columns [col, col + cols) of the layer's input, of one expert's rows.
+bf16* gather_block(const Call& call, const TokenRows& hidden, const RowChunk& rows, int col, int cols,
+                   Scratch& scratch) {
+  bf16* const out = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
+  bf16* const narrowed = scratch.take<bf16>(size_t(kTileRows) * cols);
+  float* const spare = scratch.take<float>(size_t(cols));
+  for (int t = 0; t < pad_rows(rows.rows); t += kTileRows) {
+    const bf16* at[kTileRows] = {};
+    for (int r = 0; r < std::min(kTileRows, rows.rows - t); r++)
+      at[r] =
+          bf16_row(call, hidden, call.routes.token(rows.begin + t + r), col, cols, narrowed + size_t(r) * cols, spare);
+    call.vec().pack_rows(at, cols, out + activation_elements(t, cols));
+  }
+  return out;
+}
+
+// The same of an activation that is there already, to be changed.
+bf16* copy_block(const bf16* m, int width, const RowChunk& rows, int col, int cols, Scratch& scratch) {
+  bf16* const out = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
+  for (int t = 0; t < pad_rows(rows.rows); t += kTileRows)
+    std::memcpy(out + activation_elements(t, cols), m + activation_elements(t, width) + size_t(col) * kTileRows,
+                size_t(kTileRows) * cols * sizeof(bf16));
+  return out;
+}
+
+// Row j of a result whose first row is number `first`, high and low parts together, at column col.
+float value(const float* c, int first, int j, int col, int rows) {
+  const int strip = first / kTileRows + j / kRankBlock * 2;
+  const int64_t at = j % kRankBlock * 32 + col % 32;
+  return c[result_piece(col / 32, strip, rows) + at] + c[result_piece(col / 32, strip + 1, rows) + at];
+}
+
+struct Job {
+  const Product* product;
+  int node, col, cols, width;
+};
+
+// One block of columns of one expert's gradients.
+void gradient_block(const Call& call, const TokenRows& hidden, const Job& job, const bf16* transposed,
+                    const RowChunk& rows, Scratch& scratch) {
+  const Product& product = *job.product;
+  const int count = places(call, product), cols = job.cols;
+  const int first = (product.sliced ? call.weights.begin(job.node) : 0) + job.col;
+  const bool drops = !product.is_b && call.lora->drops();
+  bf16* m = product.of_tokens() ? nullptr : product.m[job.node] + activation_elements(rows.packed, job.width);
+  int col = job.col, width = job.width;
+  if (product.of_tokens() || drops) {
+    m = product.of_tokens() ? gather_block(call, hidden, rows, col, cols, scratch)
+                            : copy_block(m, width, rows, col, cols, scratch);
+    if (drops) drop_rows(call, product.projections[0], rows, m, cols, first, false);
+    col = 0;
     width = cols;
   }
   const PackedMatrix matrix = activation_matrix(m, pad_rows(rows.rows), width);
-  float* const c = scratch.take<float>(size_t(places) * cols);
+  float* const c = scratch.take<float>(size_t(count) * cols);
   run_gemm(call, Format::kBf16, Pass::kBackward,
-           {{{&matrix, width == cols ? 0 : col, transposed, nullptr, 0, nullptr, c}},
-            1,
-            cols,
-            places,
-            scratch.take<char>(kGemmScratch)});
-  if (!product.is_b) {
-    for (int j = 0; j < rank; j++) {
-      float* const out = pair.grad_a + (size_t(rows.expert) * rank + j) * pair.a.cols + first + col;
-      for (int i = 0; i < cols; i++) out[i] = value(c, j, i, places) * call.lora->keep_scale();
+           {{{&matrix, col, transposed, nullptr, 0, nullptr, c}}, 1, cols, count, scratch.take<char>(kGemmScratch)});
+  int place = 0;
+  for (Projection p : product.projections) {
+    const LoraPair& pair = *call.pair(p);
+    const int rank = pair.rank();
+    const float* const scale = call.weights.matrix(job.node, rows.expert, p).row_scale;
+    for (int j = 0; j < rank && !product.is_b; j++) {
+      float* const out = pair.grad_a + (size_t(rows.expert) * rank + j) * pair.a.cols + first;
+      for (int i = 0; i < cols; i++) out[i] = value(c, place, j, i, count) * call.lora->keep_scale();
     }
-    return;
+    for (int i = 0; i < cols && product.is_b; i++) {
+      float* const out = pair.grad_b + (size_t(rows.expert) * pair.b.rows + first + i) * rank;
+      const float factor = pair.scaling / (scale ? scale[job.col + i] : 1.f);
+      for (int j = 0; j < rank; j++) out[j] = value(c, place, j, i, count) * factor;
+    }
+    place += split_rank(rank);
   }
-  const float* const scale = call.weights.matrix(down ? 0 : node, rows.expert, product.projection).row_scale;
-  float* const out = pair.grad_b + (size_t(rows.expert) * pair.b.rows + first + col) * rank;
-  for (int i = 0; i < cols; i++) {
-    const float factor = pair.scaling / (scale ? scale[col + i] : 1.f);
-    for (int j = 0; j < rank; j++) out[size_t(i) * rank + j] = value(c, j, i, places) * factor;
-  }
+}
+
+void zero_others(const Call& call) {
+  std::vector<bool> saw(call.weights.shape().experts, false);
+  for (int expert : call.routes.active) saw[expert] = true;
+  for (const auto& pair : call.lora->pairs)
+    for (size_t e = 0; pair && e < saw.size(); e++) {
+      if (saw[e]) continue;
+      const size_t a = size_t(pair->a.rows) * pair->a.cols, b = size_t(pair->b.rows) * pair->b.cols;
+      std::memset(pair->grad_a + e * a, 0, a * sizeof(float));
+      std::memset(pair->grad_b + e * b, 0, b * sizeof(float));
+    }
 }
 
 }  // namespace
@@ -103,46 +153,42 @@ void gradient_block(const Call& call, const Product& product, const bf16* transp
 void lora_gradients(const Call& call, const Gradients& at, const TokenRows& hidden) {
   Runtime& rt = call.runtime;
   const Routes& routes = call.routes;
-  const bool needs_x = call.pair(Projection::kGate) || call.pair(Projection::kUp);
-  bf16* const x = needs_x ? gather(call, hidden, {Pass::kBackward, false, false, {}}, rt.workspace.x) : nullptr;
-  std::vector<Product> all = products(call, at, x);
-  size_t total = 0;
-  for (Product& product : all) {
-    product.transposed = total;
-    total += size_t(split_rank(call.pair(product.projection)->rank())) * routes.packed_rows;
-  }
-  bf16* const transposed = rt.workspace.transposed.get<bf16>(total);
-  const auto operand = [&](const Product& product, const RowChunk& rows) {
-    return transposed + product.transposed + size_t(split_rank(call.pair(product.projection)->rank())) * rows.packed;
-  };
   const Phase phase(rt.phases, "lora gradients");
+  zero_others(call);
+  const std::vector<Product> all = products(call, at);
   const int experts = int(routes.experts.size()), count = int(all.size());
+  std::vector<size_t> begin{0};  // of (expert, product)'s transposed lows
+  for (const RowChunk& rows : routes.experts)
+    for (const Product& product : all)
+      begin.push_back(begin.back() + activation_elements(places(call, product), pad_rows(rows.rows)));
+  bf16* const transposed = rt.workspace.transposed.get<bf16>(begin.back());
   rt.pool.run(experts * count, [&](int task, int thread) {
     const Product& product = all[task % count];
     const RowChunk& rows = routes.experts[task / count];
-    rt.scratch[thread].reset();
-    transpose_low_rank(call, product.low, call.pair(product.projection)->rank(), rows, product.projection == kDown,
-                       operand(product, rows), rt.scratch[thread]);
+    int place = 0;
+    for (Projection p : product.projections) {
+      rt.scratch[thread].reset();
+      transpose_low_rank(call, low_parts(at, p, product.is_b), call.pair(p)->rank(), rows, p == kDown,
+                         transposed + begin[task] + activation_elements(place, pad_rows(rows.rows)),
+                         rt.scratch[thread]);
+      place += split_rank(call.pair(p)->rank());
+    }
   });
-  struct Job {
-    const Product* product;
-    int node, col, cols, width;
-  };
   std::vector<std::vector<Job>> jobs(rt.pool.nodes());
   std::vector<int> counts(rt.pool.nodes(), 0);
   for (const Product& product : all)
-    for (int n = 0; n < product.nodes(); n++) {
+    for (int n = 0; n < int(product.m.size()); n++) {
       const int width = product.sliced ? call.weights.width(n) : call.weights.shape().hidden;
       for (int col = 0; col < width; col += call.block)
         jobs[n].push_back({&product, n, col, std::min(call.block, width - col), width});
     }
   for (size_t n = 0; n < jobs.size(); n++) counts[n] = experts * int(jobs[n].size());
   rt.pool.run(counts, [&](int node, int task, int thread) {
+    const int e = task / int(jobs[node].size());
     const Job& job = jobs[node][task % jobs[node].size()];
-    const RowChunk& rows = routes.experts[task / jobs[node].size()];
     rt.scratch[thread].reset();
-    gradient_block(call, *job.product, operand(*job.product, rows), job.node, rows, job.col, job.cols, job.width,
-                   rt.scratch[thread]);
+    gradient_block(call, hidden, job, transposed + begin[size_t(e) * count + (job.product - all.data())],
+                   routes.experts[e], rt.scratch[thread]);
   });
 }
 

@@ -43,8 +43,9 @@ size_t PackedExperts::bytes() const {
 PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) const {
   const Slice& s = slices_[node];
   char* base = s.memory.data() + s.expert_bytes * expert;
-  PackedMatrix m{format_, 0, 0, reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]), nullptr, nullptr};
+  PackedMatrix m{format_, 0, 0, reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]), nullptr, nullptr, 0};
   matrix_dims(node, projection, m.rows, m.cols);
+  m.strip_bytes = weight_strip_bytes(format_, m.cols);
   float* const scales = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
   if (info(format_).row_scaled) m.row_scale = scales;
   if (info(format_).block_scaled) m.block_scale = scales;

@@ -52,20 +52,27 @@ struct PackedMatrix {
   Format format;
   int rows, cols;
   uint8_t* tiles;
-  float* row_scale;    // [rows], or null when the format has none
-  float* block_scale;  // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
+  float* row_scale;     // [rows], or null when the format has none
+  float* block_scale;   // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
+  int64_t strip_bytes;  // from strip to strip
 
   int col_tiles() const { return ceil_div(cols, info(format).tile_cols); }
   uint8_t* tile(int row_tile, int col_tile) const {
-    return tiles + (size_t(row_tile) * col_tiles() + col_tile) * info(format).tile_bytes;
+    return tiles + row_tile * strip_bytes + size_t(col_tile) * info(format).tile_bytes;
   }
   float& block_scale_at(int row, int col) const {
     return block_scale[size_t(row / kScaleBlock) * ceil_div(cols, kScaleBlock) + col / kScaleBlock];
   }
 };
 
+// A strip of weights ends with some unused lines: with strips a power of two apart, what backward reads of many strips
+// at once would fall into few sets of a cache.
+static inline int64_t weight_strip_bytes(Format format, int cols) {
+  constexpr int64_t kPad = 256;
+  return int64_t(ceil_div(cols, info(format).tile_cols)) * info(format).tile_bytes + kPad;
+}
 static inline size_t tiles_bytes(Format format, int rows, int cols) {
-  return size_t(rows / kTileRows) * ceil_div(cols, info(format).tile_cols) * info(format).tile_bytes;
+  return size_t(rows / kTileRows) * weight_strip_bytes(format, cols);
 }
 
 // fp32 scales that lie outside of the tiles.
