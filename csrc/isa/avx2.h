@@ -9,7 +9,7 @@ namespace ktft {
 
 struct Avx2 {
   static constexpr int kWidth = 8, kStep = 8;
-  static constexpr bool kPairs = false;
+  static constexpr bool kPairs = false, kLooksUpWords = false;
   static constexpr int kForwardRows = 4, kForwardCols = 2, kBackwardRows = 2;
   using F = __m256;
   using In = __m256;

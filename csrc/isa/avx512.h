@@ -9,7 +9,7 @@ namespace ktft {
 
 struct Avx512 {
   static constexpr int kWidth = 16, kStep = 16;
-  static constexpr bool kPairs = false;
+  static constexpr bool kPairs = false, kLooksUpWords = false;
   static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 8;
   using F = __m512;
   using In = __m512;

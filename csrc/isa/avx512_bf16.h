@@ -7,7 +7,7 @@ namespace ktft {
 
 struct Avx512Bf16 : Avx512 {
   static constexpr int kStep = 32;
-  static constexpr bool kPairs = true;
+  static constexpr bool kPairs = true, kLooksUpWords = true;
   static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 8;
   using In = __m512bh;
 
@@ -18,6 +18,13 @@ struct Avx512Bf16 : Avx512 {
 
   static In load_in(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static F dot(F acc, In x, In w) { return _mm512_dpbf16_ps(acc, x, w); }
+
+  // out[i] = values[codes[i] & 15], out[16 + i] = values[codes[i] >> 4]; values are 16, twice.
+  static void lookup_nibbles(const bf16* values, const uint8_t* codes, bf16* out) {
+    const __m256i low = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(low, 4), 1);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(both, _mm512_loadu_si512(values)));
+  }
 
   // Row-major 16 x 32 tile -> rows 2p and 2p+1 interleaved: 32 pairs for columns 0-15, then for 16-31.
   static void interleave_tile(const bf16* tile, bf16* out) {

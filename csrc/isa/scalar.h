@@ -13,10 +13,11 @@ namespace ktft {
 //   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, load_pairs, dot), instead of rows
+//   kLooksUpWords  whether lookup_nibbles finds 32 bf16 values of 4-bit codes at once
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
 struct Scalar {
   static constexpr int kWidth = 1, kStep = 1;
-  static constexpr bool kPairs = false;
+  static constexpr bool kPairs = false, kLooksUpWords = false;
   static constexpr int kForwardRows = 2, kForwardCols = 4, kBackwardRows = 1;
   using F = float;
   using In = float;

@@ -170,12 +170,28 @@ struct PanelPass {
   }
 };
 
-// Pieces [first, first + pieces) of one strip: where they lie, when the codec has no work, or decoded into `panel`.
+// With so few tokens that decoding takes longer than multiplying, the next panel is fetched while this one is decoded.
+constexpr int kFewTokens = 128;
+// Tokens of no more bytes stay in L2 while all of W passes.
+constexpr int64_t kTokensInL2 = 1 << 20;
+
+static inline void fetch_run(const uint8_t* at, int bytes) {
+  for (int i = 0; i < bytes; i += kLine) __builtin_prefetch(at + i, 0, 2);
+}
+
+// Pieces [first, first + pieces) of one strip: where they lie, when the codec has no work, or decoded into `panel`
+// while as many bytes at `next` are fetched (unless it is null).
 template <class V, class Codec>
-const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces, bf16* panel) {
+const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces, bf16* panel, const uint8_t* next) {
+  constexpr FormatInfo format = info(Codec::kFormat);
+  constexpr int kPieces = format.tile_cols / 32;
   const bf16* const at = Codec::template decode<V>(w, strip, first, panel);
-  if (at == panel)
-    for (int t = 1; t < pieces; t++) Codec::template decode<V>(w, strip, first + t, panel + t * kPieceElements);
+  if (at != panel) return at;
+  for (int t = 1; t < pieces; t++) {
+    Codec::template decode<V>(w, strip, first + t, panel + t * kPieceElements);
+    if (next && t % kPieces == 0) fetch_run(next + (t / kPieces - 1) * format.tile_bytes, format.tile_bytes);
+  }
+  if (next) fetch_run(next + (pieces - 1) / kPieces * format.tile_bytes, format.tile_bytes);
   return at;
 }
 
@@ -187,55 +203,79 @@ void decode_pairs(const PackedMatrix& w, int first, int strips, int piece, bf16*
     V::interleave_tile(Codec::template decode<V>(w, first + s, piece, spare), panel + s * kPieceElements);
 }
 
+// Which panel and which reduction block one pass is about.
+struct ForwardPass {
+  const GemmTerm* term;
+  int panel;  // of all terms
+  int row;    // strip of W
+  int lora_row;
+  int begin, steps;
+};
+
+static inline ForwardPass forward_pass(const GemmArgs& a, bool tokens_stay, int index) {
+  const int cols = a.terms[0].w->cols, outs = a.out_count / 32, panels = a.count * outs;
+  const int blocks = ceil_div(cols, kTileReduction);
+  const int panel = tokens_stay ? index / blocks : index % panels, out = panel % outs * 32;
+  const int begin = (tokens_stay ? index % blocks : index / panels) * kTileReduction;
+  const GemmTerm* const term = &a.terms[panel / outs];
+  return {term,
+          panel,
+          (term->out_begin + out) / kTileRows,
+          (term->lora_begin + out) / kTileRows,
+          begin,
+          std::min(kTileReduction, cols - begin) / 32};
+}
+
 template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
   using Tiles = typename V::Tiles;
   constexpr FormatInfo format = info(Codec::kFormat);
+  constexpr bool kDecodes = Codec::kFormat != Format::kBf16;
   bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const below = panel + kTileReduction * kTileRows;
   const int cols = a.terms[0].w->cols, outs = a.out_count / 32, panels = a.count * outs;
+  const int passes = panels * ceil_div(cols, kTileReduction);
+  const bool tokens_stay = int64_t(a.tokens) * cols * int(sizeof(bf16)) <= kTokensInL2;
   Tiles::configure();
-  for (int begin = 0; begin < cols; begin += kTileReduction) {
-    const int steps = std::min(kTileReduction, cols - begin) / 32, next_begin = begin + kTileReduction;
-    const int next_steps = std::max(0, std::min(kTileReduction, cols - next_begin)) / 32;
-    for (int p = 0; p < panels; p++) {
-      const GemmTerm& term = a.terms[p / outs];
-      const int row = (term.out_begin + p % outs * 32) / kTileRows;
-      const bool last = p + 1 == panels;
-      const GemmTerm& next = a.terms[last ? 0 : (p + 1) / outs];
-      const int next_row = (next.out_begin + (last ? 0 : (p + 1) % outs) * 32) / kTileRows;
-      const int raw_steps = last ? next_steps : steps;
-      PanelPass<Tiles, false> pass{
-          a,
-          {decode_strip<V, Codec>(*term.w, row, begin / 32, steps, panel),
-           decode_strip<V, Codec>(*term.w, row + 1, begin / 32, steps, below), kLine, kPieceElements},
-          {},
-          term.x + begin * kTileRows,
-          term.low_rank,
-          strip_elements(cols),
-          0,
-          steps,
-          0,
-          begin == 0,
-          term.c + result_piece(p % outs, 0, a.tokens),
-          next_steps ? term.x + next_begin * kTileRows : nullptr,
-          next_steps * kTileRows,
-          p,
-          panels};
-      if (term.lora && pass.first) {
-        const PackedMatrix& m = *term.lora;
-        const int at = (term.lora_begin + p % outs * 32) / kTileRows;
-        pass.lora_weights = {reinterpret_cast<bf16*>(m.tile(at, 0)), reinterpret_cast<bf16*>(m.tile(at + 1, 0)), kLine,
-                             kPieceElements};
-        pass.low_strip = strip_elements(m.cols);
-        pass.lora_steps = m.cols / 32;
-      }
-      pass.run([&](int block, int blocks) {
-        if (!raw_steps) return Ahead{};
-        const int lines = ceil_div(raw_steps * 32, format.tile_cols) * format.tile_bytes / kLine;
-        const uint8_t* const at = next.w->tile(next_row, (last ? next_begin : begin) / format.tile_cols);
-        return ahead_part(at, next.w->strip_bytes, lines, block, blocks, steps);
-      });
+  for (int i = 0; i < passes; i++) {
+    const ForwardPass at = forward_pass(a, tokens_stay, i);
+    const ForwardPass next = i + 1 < passes ? forward_pass(a, tokens_stay, i + 1) : ForwardPass{};
+    const uint8_t* raw[2] = {};
+    for (int s = 0; s < 2 && next.term; s++) raw[s] = next.term->w->tile(next.row + s, next.begin / format.tile_cols);
+    const bool while_decoding = kDecodes && a.tokens <= kFewTokens;
+    const GemmTerm& term = *at.term;
+    // When they stay, the tokens of the next block are fetched at the first panel; else a part at each panel
+    const int next_begin = at.begin + kTileReduction;
+    const bool fetch_tokens = next_begin < cols && (!tokens_stay || at.panel == 0);
+    PanelPass<Tiles, false> pass{
+        a,
+        {decode_strip<V, Codec>(*term.w, at.row, at.begin / 32, at.steps, panel, while_decoding ? raw[0] : nullptr),
+         decode_strip<V, Codec>(*term.w, at.row + 1, at.begin / 32, at.steps, below, while_decoding ? raw[1] : nullptr),
+         kLine, kPieceElements},
+        {},
+        term.x + at.begin * kTileRows,
+        term.low_rank,
+        strip_elements(cols),
+        0,
+        at.steps,
+        0,
+        at.begin == 0,
+        term.c + result_piece(at.panel % outs, 0, a.tokens),
+        fetch_tokens ? term.x + next_begin * kTileRows : nullptr,
+        std::min(kTileReduction, cols - next_begin) / 2,
+        tokens_stay ? 0 : at.panel,
+        tokens_stay ? 1 : panels};
+    if (term.lora && pass.first) {
+      const PackedMatrix& m = *term.lora;
+      pass.lora_weights = {reinterpret_cast<bf16*>(m.tile(at.lora_row, 0)),
+                           reinterpret_cast<bf16*>(m.tile(at.lora_row + 1, 0)), kLine, kPieceElements};
+      pass.low_strip = strip_elements(m.cols);
+      pass.lora_steps = m.cols / 32;
     }
+    pass.run([&](int block, int blocks) {
+      if (!next.term || while_decoding) return Ahead{};
+      const int lines = ceil_div(next.steps * 32, format.tile_cols) * format.tile_bytes / kLine;
+      return ahead_part(raw[0], next.term->w->strip_bytes, lines, block, blocks, at.steps);
+    });
   }
   Tiles::release();
 }
@@ -251,11 +291,12 @@ void tile_gemm_backward(const GemmArgs& a) {
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
+    const int first_piece = term.out_begin / 32, last_tile = (first_piece + panels - 1) / kPanelsOfTile;
     for (int begin = 0; begin < w.rows; begin += kTileReduction) {
       const int steps = std::min(kTileReduction, w.rows - begin) / 32, next_begin = begin + kTileReduction;
       const int next_steps = std::max(0, std::min(kTileReduction, w.rows - next_begin)) / 32;
       for (int p = 0; p < panels; p++) {
-        const int piece = term.out_begin / 32 + p;
+        const int piece = first_piece + p;
         decode_pairs<V, Codec>(w, begin / kTileRows, steps * 2, piece, panel);
         PanelPass<Tiles, true> pass{a,
                                     {panel, panel + 32, 2 * kLine, 2 * kPieceElements},
@@ -278,17 +319,18 @@ void tile_gemm_backward(const GemmArgs& a) {
           pass.low_strip = strip_elements(m.rows);
           pass.lora_steps = m.rows / 32;
         }
-        const bool last = p + 1 == panels;
-        const int next_piece = last ? term.out_begin / 32 : piece + 1, raw_steps = last ? next_steps : steps;
-        const bool known = !last && next_piece % kPanelsOfTile != 0;  // in the tiles that this panel is in
-        // Pairs of strips, one tile each, one after the other: memory likes 1 KB better than single lines
+        // The tiles of the next panels, a part at each panel that shares the present ones. Pairs of strips, one tile
+        // each, one after the other: memory likes 1 KB better than single lines
+        const int tile = piece / kPanelsOfTile, part = piece % kPanelsOfTile;
+        const bool last = tile == last_tile;
+        const int next_tile = last ? first_piece / kPanelsOfTile : tile + 1, strip = (last ? next_begin : begin) / 16;
+        const int pairs = last ? next_steps : steps;
+        const int first_pair = pairs * part / kPanelsOfTile, end_pair = pairs * (part + 1) / kPanelsOfTile;
         pass.run([&](int block, int blocks) {
-          const int pairs = ceil_div(raw_steps, blocks), first = block * pairs;
-          if (known || first >= raw_steps) return Ahead{};
-          const int span = std::max(1, steps / pairs), lines = ceil_div(kTileLines, span);
-          const uint8_t* const at =
-              w.tile((last ? next_begin : begin) / kTileRows + first * 2, next_piece / kPanelsOfTile);
-          return Ahead{reinterpret_cast<const char*>(at),
+          const int each = ceil_div(end_pair - first_pair, blocks), first = first_pair + block * each;
+          if (first >= end_pair) return Ahead{};
+          const int span = std::max(1, steps / each), lines = ceil_div(kTileLines, span);
+          return Ahead{reinterpret_cast<const char*>(w.tile(strip + first * 2, next_tile)),
                        w.strip_bytes,
                        lines,
                        span,

@@ -128,7 +128,8 @@ bf16* gather(const Call& call, const TokenRows& tokens, const Gather& how, Growi
     float* const spare = scratch.take<float>(size_t(hidden));
     const float* const scale = how.scaled ? call.weights.matrix(0, chunk.expert, kDown).row_scale : nullptr;
     bf16* const begin = packed + activation_elements(chunk.packed, hidden);
-    for (int t = 0; t < pad_rows(chunk.rows); t += kTileRows) {
+    const int end = how.pass == Pass::kForward ? chunk.rows : pad_rows(chunk.rows);  // only backward sums over rows
+    for (int t = 0; t < end; t += kTileRows) {
       const bf16* at[kTileRows] = {};
       for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
         const int route = routes.row_route[chunk.begin + t + r], token = route / routes.top_k;

@@ -6,6 +6,7 @@
 // A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kTable[16] (codes' values),
 // multiplier<V>(scale), kRounds (whether the product is bf16 by definition), prepare (see format.h), and
 //   encode_group(values, row_scale, hint, codes) -> Scale
+// and kScales, the number of different scales, or 0 when there are too many for a table.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,24 @@ namespace ktft {
 
 // Groups of nothing larger are packed as zeros, so that no scale is subnormal and no reciprocal overflows.
 constexpr float kTiny = 1e-30f;
+
+// For each scale of a policy the values of all codes as bf16, twice: a lookup takes five bits of an index, and the
+// fifth belongs to the other code of its byte.
+template <class Policy>
+struct alignas(64) CodeValues {
+  bf16 rows[Policy::kScales][32];
+
+  static const CodeValues& get() {
+    static const CodeValues values = [] {
+      CodeValues v;
+      for (int s = 0; s < Policy::kScales; s++)
+        for (int i = 0; i < 32; i++)
+          v.rows[s][i] = to_bf16(Policy::kTable[i % 16] * Policy::template multiplier<void>(typename Policy::Scale(s)));
+      return v;
+    }();
+    return values;
+  }
+};
 
 template <class Policy>
 struct NibbleCodec {
@@ -50,6 +69,12 @@ struct NibbleCodec {
     const uint8_t* tile = w.tile(strip, piece / 4);
     const uint8_t* codes = tile + piece % 4 * 16;
     const Scale* scales = reinterpret_cast<const Scale*>(tile + kCodeBytes) + piece % 4;
+    if constexpr (V::kLooksUpWords && Policy::kScales > 0) {
+      const CodeValues<Policy>& values = CodeValues<Policy>::get();
+      for (int r = 0; r < kTileRows; r++)
+        V::lookup_nibbles(values.rows[scales[r * 4]], codes + r * kRowBytes, out + r * 32);
+      return out;
+    }
     const auto table = V::load_table(Policy::kTable);
     for (int r = 0; r < kTileRows; r++) {
       const auto scale = V::set1(Policy::template multiplier<V>(scales[r * 4]));
