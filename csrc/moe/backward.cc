@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "moe/by_expert.h"
 #include "moe/lora_grad.h"
 
 namespace ktft {
@@ -23,7 +24,65 @@ void add_dropped_lora(const Call& call, Projection p, const PackedMatrix& a, con
   add_dropped(call, p, rows, lora, cols, first, c);
 }
 
-// One block of the intermediate dimension for one call's rows: dh, then d gate, d up, h and <dh, h>.
+Gradients place(const Call& call, Saved& saved, const Activations& act) {
+  const PackedExperts& w = call.weights;
+  Workspace& ws = call.runtime.workspace;
+  const size_t rows = size_t(call.routes.rows);
+  const int packed = call.by_expert ? 0 : call.routes.packed_rows;
+  Gradients at{};
+  at.dy = ws.dy.get<bf16>(activation_elements(packed, w.shape().hidden));
+  for (int p = 0; p < 2; p++)
+    at.low_rank[p] = saved.retained ? reinterpret_cast<float*>(saved.low_rank[p].data()) : act.low_rank[p].rows;
+  if (const LoraPair* pair = call.pair(kDown))
+    at.low_rank_dy = {ws.low_rank[int(kDown)].get<float>(rows * pair->rank()),
+                      ws.low_rank_operand[int(kDown)].get<bf16>(activation_elements(packed, split_rank(pair->rank())))};
+  for (int n = 0; n < w.nodes(); n++) {
+    NodeWorkspace& node = ws.nodes[n];
+    const int id = call.runtime.node_ids[n];
+    const size_t count = activation_elements(packed, w.width(n));
+    Gradients::PerNode out{};
+    out.gate = saved.retained ? reinterpret_cast<bf16*>(saved.nodes[n].gate.data()) : act.nodes[n].gate;
+    out.up = saved.retained ? reinterpret_cast<bf16*>(saved.nodes[n].up.data()) : act.nodes[n].up;
+    out.low_rank_down =
+        saved.retained ? reinterpret_cast<float*>(saved.nodes[n].low_rank_down.data()) : act.nodes[n].down.rows;
+    if (call.pair(kDown)) out.h = act.nodes[n].h;
+    for (int p = 0; p < 2; p++) {
+      out.grad[p] = node.grad[p].get<bf16>(count, id);
+      if (const LoraPair* pair = call.pair(kGateUp[p]))
+        out.low_rank[p] = {
+            node.low_rank[p].get<float>(rows * pair->rank(), id),
+            node.low_rank_operand[p].get<bf16>(activation_elements(packed, split_rank(pair->rank())), id)};
+    }
+    out.weight_grads = node.weight_grads.get<float>(rows * ceil_div(w.width(n), kDotCols), id);
+    at.nodes.push_back(out);
+  }
+  return at;
+}
+
+// grad_weights[token, slot] = <dh, h>, summed in a fixed order.
+void reduce_weight_grads(const Call& call, const Gradients& at, float* out) {
+  for (int row = 0; row < call.routes.rows; row++) {
+    float sum = 0;
+    for (int n = 0; n < call.weights.nodes(); n++)
+      for (int part = 0; part < ceil_div(call.weights.width(n), kDotCols); part++)
+        sum += at.nodes[n].weight_grads[size_t(part) * call.routes.rows + row];
+    out[call.routes.row_route[row]] = sum;
+  }
+}
+
+}  // namespace
+
+void gather_dy(const Call& call, const PackedLora& lora, const TokenRows& dy, const Gradients& at,
+               const RowChunk& chunk, Scratch& scratch) {
+  bf16* const rows = at.dy + activation_elements(chunk.packed, call.weights.shape().hidden);
+  gather_chunk(call, dy, {Pass::kBackward, false, true}, chunk, rows, scratch);
+  const LoraPair* const pair = call.pair(kDown);
+  if (!pair) return;
+  scratch.reset();
+  low_rank_product(call, Pass::kBackward, lora.b(call, kDown, chunk.slot, 0), pair->rank(), rows, chunk, at.low_rank_dy,
+                   scratch);
+}
+
 void intermediate_block(const Call& call, const PackedLora& lora, const Gradients& at, int node, const RowChunk& rows,
                         int block, Scratch& scratch) {
   const PackedExperts& w = call.weights;
@@ -56,7 +115,6 @@ void intermediate_block(const Call& call, const PackedLora& lora, const Gradient
        out.weight_grads + size_t(col / kDotCols) * call.routes.rows + rows.begin, call.routes.rows});
 }
 
-// One block of d hidden for one call's rows.
 void hidden_block(const Call& call, const PackedLora& lora, const Gradients& at, int node, const RowChunk& rows,
                   int block, Scratch& scratch) {
   const PackedExperts& w = call.weights;
@@ -85,102 +143,66 @@ void hidden_block(const Call& call, const PackedLora& lora, const Gradients& at,
                         hidden);
 }
 
-Gradients place(const Call& call, Saved& saved, const PackedLora& lora, const BackwardArgs& args) {
-  const PackedExperts& w = call.weights;
-  Workspace& ws = call.runtime.workspace;
-  const size_t rows = size_t(call.routes.rows);
-  const int packed = call.routes.packed_rows;
-  Gradients at{};
-  Activations act = place_activations(call, nullptr, !saved.retained);
-  if (!saved.retained) gate_up(call, lora, {args.hidden, args.dtype}, act);
+void grad_low_rank(const Call& call, const PackedLora& lora, const Gradients& at, int node, const RowChunk& chunk,
+                   Scratch& scratch) {
+  const Gradients::PerNode& in = at.nodes[node];
   for (int p = 0; p < 2; p++)
-    at.low_rank[p] = saved.retained ? reinterpret_cast<float*>(saved.low_rank[p].data()) : act.low_rank[p].rows;
-  if (const LoraPair* pair = call.pair(kDown))
-    at.low_rank_dy = {ws.low_rank[int(kDown)].get<float>(rows * pair->rank()),
-                      ws.low_rank_operand[int(kDown)].get<bf16>(activation_elements(packed, split_rank(pair->rank())))};
-  for (int n = 0; n < w.nodes(); n++) {
-    NodeWorkspace& node = ws.nodes[n];
-    const int id = call.runtime.node_ids[n];
-    const size_t count = activation_elements(packed, w.width(n));
-    Gradients::PerNode out{};
-    out.gate = saved.retained ? reinterpret_cast<bf16*>(saved.nodes[n].gate.data()) : act.nodes[n].gate;
-    out.up = saved.retained ? reinterpret_cast<bf16*>(saved.nodes[n].up.data()) : act.nodes[n].up;
-    out.low_rank_down =
-        saved.retained ? reinterpret_cast<float*>(saved.nodes[n].low_rank_down.data()) : act.nodes[n].down.rows;
-    if (call.pair(kDown)) out.h = act.nodes[n].h;
-    for (int p = 0; p < 2; p++) {
-      out.grad[p] = node.grad[p].get<bf16>(count, id);
-      if (const LoraPair* pair = call.pair(kGateUp[p]))
-        out.low_rank[p] = {
-            node.low_rank[p].get<float>(rows * pair->rank(), id),
-            node.low_rank_operand[p].get<bf16>(activation_elements(packed, split_rank(pair->rank())), id)};
+    if (const LoraPair* pair = call.pair(kGateUp[p])) {
+      scratch.reset();
+      low_rank_product(call, Pass::kBackward, lora.b(call, kGateUp[p], chunk.slot, node), pair->rank(),
+                       in.grad[p] + activation_elements(chunk.packed, call.weights.width(node)), chunk, in.low_rank[p],
+                       scratch);
     }
-    out.weight_grads = node.weight_grads.get<float>(rows * ceil_div(w.width(n), kDotCols), id);
-    out.dx = node.y.get<bf16>(rows * w.shape().hidden, id);
-    at.nodes.push_back(out);
-  }
-  return at;
 }
 
-// grad_weights[token, slot] = <dh, h>, summed in a fixed order.
-void reduce_weight_grads(const Call& call, const Gradients& at, float* out) {
-  for (int row = 0; row < call.routes.rows; row++) {
-    float sum = 0;
-    for (int n = 0; n < call.weights.nodes(); n++)
-      for (int part = 0; part < ceil_div(call.weights.width(n), kDotCols); part++)
-        sum += at.nodes[n].weight_grads[size_t(part) * call.routes.rows + row];
-    out[call.routes.row_route[row]] = sum;
-  }
-}
+int intermediate_blocks(const Call& call, int node) { return ceil_div(call.weights.width(node), call.block); }
 
-}  // namespace
+namespace {
 
-void backward(const Call& call, Saved& saved, const BackwardArgs& args) {
-  const PackedExperts& w = call.weights;
+// Every step as a phase of all experts.
+void by_phases(const Call& call, const PackedLora& lora, const Gradients& at, const TokenRows& hidden,
+               const TokenRows& dy) {
   const Routes& routes = call.routes;
-  const int hidden = w.shape().hidden, calls = int(routes.calls.size());
-  reserve_scratch(call);
-  const PackedLora lora = pack_lora(call);
-  Gradients at = place(call, saved, lora, args);
-  const auto low_rank_dy = [&](const RowChunk& chunk, bf16* dy, Scratch& scratch) {
-    scratch.reset();
-    low_rank_product(call, Pass::kBackward, lora.b(call, kDown, chunk.slot, 0), call.pair(kDown)->rank(), dy, chunk,
-                     at.low_rank_dy, scratch);
-  };
-  at.dy = gather(call, {args.grad_output, args.dtype},
-                 {Pass::kBackward, false, true, call.pair(kDown) ? low_rank_dy : decltype(Gather::then)()},
-                 call.runtime.workspace.dy);
-  const auto blocks_of = [&](int n) { return ceil_div(w.width(n), call.block); };
+  const int calls = int(routes.calls.size());
+  each_chunk(call, "gather",
+             [&](const RowChunk& chunk, Scratch& scratch) { gather_dy(call, lora, dy, at, chunk, scratch); });
   each_node(
-      call, "d gate, d up", [&](int n) { return calls * blocks_of(n); },
+      call, "d gate, d up", [&](int n) { return calls * intermediate_blocks(call, n); },
       [&](int node, int task, Scratch& scratch) {
-        const int blocks = blocks_of(node);
+        const int blocks = intermediate_blocks(call, node);
         intermediate_block(call, lora, at, node, routes.calls[task / blocks], task % blocks, scratch);
       });
-  reduce_weight_grads(call, at, args.grad_weights);
   if (call.pair(Projection::kGate) || call.pair(Projection::kUp))
     each_node(
         call, "lora B dgate", [&](int) { return int(routes.chunks.size()); },
         [&](int node, int task, Scratch& scratch) {
-          const RowChunk& chunk = routes.chunks[task];
-          const Gradients::PerNode& in = at.nodes[node];
-          for (int p = 0; p < 2; p++)
-            if (const LoraPair* pair = call.pair(kGateUp[p])) {
-              scratch.reset();
-              low_rank_product(call, Pass::kBackward, lora.b(call, kGateUp[p], chunk.slot, node), pair->rank(),
-                               in.grad[p] + activation_elements(chunk.packed, w.width(node)), chunk, in.low_rank[p],
-                               scratch);
-            }
+          grad_low_rank(call, lora, at, node, routes.chunks[task], scratch);
         });
-  const int blocks = ceil_div(hidden, call.block);
+  const int blocks = hidden_blocks(call);
   each_node(
       call, "d hidden", [&](int) { return calls * blocks; },
       [&](int node, int task, Scratch& scratch) {
         hidden_block(call, lora, at, node, routes.calls[task / blocks], task % blocks, scratch);
       });
-  if (call.lora) lora_gradients(call, at, {args.hidden, args.dtype});
-  std::vector<bf16*> dx;
-  for (const Gradients::PerNode& node : at.nodes) dx.push_back(node.dx);
+  if (call.lora) lora_gradients(call, at, hidden);
+}
+
+}  // namespace
+
+void backward(const Call& call, Saved& saved, const BackwardArgs& args) {
+  const TokenRows hidden{args.hidden, args.dtype}, dy{args.grad_output, args.dtype};
+  reserve_scratch(call);
+  const PackedLora lora = pack_lora(call);
+  const Activations act = place_activations(call, nullptr, !saved.retained);
+  if (!saved.retained && !call.by_expert) gate_up(call, lora, hidden, act);
+  Gradients at = place(call, saved, act);
+  const std::vector<bf16*> dx = place_rows(call);
+  for (size_t n = 0; n < dx.size(); n++) at.nodes[n].dx = dx[n];
+  if (call.by_expert)
+    backward_by_expert(call, lora, saved.retained ? nullptr : &act, at, hidden, dy);
+  else
+    by_phases(call, lora, at, hidden, dy);
+  reduce_weight_grads(call, at, args.grad_weights);
   combine(call, dx, false, args.grad_hidden, args.dtype);
 }
 

@@ -4,7 +4,7 @@
 // serves twice: times h it is the routing weight's gradient, so the down projection's output is never stored.
 #pragma once
 
-#include "moe/forward.h"
+#include "moe/lora_grad.h"
 
 namespace ktft {
 
@@ -15,6 +15,21 @@ struct BackwardArgs {
   void* grad_hidden;        // [tokens, hidden]
   float* grad_weights;      // [tokens, top_k]
 };
+
+// The parts of it, each for some rows and, of columns, one block.
+//   gather_dy            dy's rows and B_down^T dy
+//   intermediate_block   dh, then d gate, d up, h and <dh, h>
+//   grad_low_rank        B^T d gate, B^T d up
+//   hidden_block         d hidden, row by row
+void gather_dy(const Call& call, const PackedLora& lora, const TokenRows& dy, const Gradients& at,
+               const RowChunk& chunk, Scratch& scratch);
+void intermediate_block(const Call& call, const PackedLora& lora, const Gradients& at, int node, const RowChunk& rows,
+                        int block, Scratch& scratch);
+void grad_low_rank(const Call& call, const PackedLora& lora, const Gradients& at, int node, const RowChunk& chunk,
+                   Scratch& scratch);
+void hidden_block(const Call& call, const PackedLora& lora, const Gradients& at, int node, const RowChunk& rows,
+                  int block, Scratch& scratch);
+int intermediate_blocks(const Call& call, int node);
 
 void backward(const Call& call, Saved& saved, const BackwardArgs& args);
 

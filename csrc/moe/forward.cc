@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "moe/by_expert.h"
+
 namespace ktft {
 namespace {
 
@@ -10,48 +12,15 @@ constexpr int kTokensPerTask = 16;
 constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
 
-// One block of columns of gate, up and h for one call's rows.
-void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act, int node,
-                   const RowChunk& rows, int col, int cols, Scratch& scratch) {
-  const PackedExperts& w = call.weights;
-  const int width = w.width(node);
-  GemmArgs args{{}, 2, cols, rows.rows, scratch.take<char>(kGemmScratch)};
-  PackedMatrix matrix[2], b[2];
-  for (int p = 0; p < 2; p++) {
-    matrix[p] = w.matrix(node, rows.expert, kGateUp[p]);
-    args.terms[p] = {&matrix[p], col,     x + activation_elements(rows.packed, w.shape().hidden), nullptr,
-                     col,        nullptr, scratch.take<float>(size_t(pad_rows(rows.rows)) * cols)};
-    if (const LoraPair* pair = call.pair(kGateUp[p])) {
-      b[p] = lora.b(call, kGateUp[p], rows.slot, node);
-      args.terms[p].lora = &b[p];
-      args.terms[p].low_rank = act.low_rank[p].operand_at(rows, pair->rank());
-    }
-  }
-  run_gemm(call, w.format(), Pass::kForward, args);
-  const Activations::PerNode& out = act.nodes[node];
-  const size_t at = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
-  const auto scale = [&](int p) { return matrix[p].row_scale ? matrix[p].row_scale + col : nullptr; };
-  call.vec().swiglu({rows.rows, cols, args.terms[0].c, args.terms[1].c, scale(0), scale(1), out.h + at,
-                     out.gate ? out.gate + at : nullptr, out.gate ? out.up + at : nullptr, strip_elements(width)});
-}
-
-// One block of columns of y for one call's rows.
-void down_block(const Call& call, const PackedLora& lora, const Activations::PerNode& act, int node,
-                const RowChunk& rows, int col, int cols, bf16* y, Scratch& scratch) {
-  const PackedExperts& w = call.weights;
-  const int hidden = w.shape().hidden;
-  const PackedMatrix matrix = w.matrix(node, rows.expert, kDown);
-  PackedMatrix b;
-  float* const c = scratch.take<float>(size_t(pad_rows(rows.rows)) * cols);
-  GemmTerm term{&matrix, col, act.h + activation_elements(rows.packed, w.width(node)), nullptr, col, nullptr, c};
-  if (const LoraPair* pair = call.pair(kDown)) {
-    b = lora.b(call, kDown, rows.slot, node);
-    term.lora = &b;
-    term.low_rank = act.down.operand_at(rows, pair->rank());
-  }
-  run_gemm(call, w.format(), Pass::kForward, {{term}, 1, cols, rows.rows, scratch.take<char>(kGemmScratch)});
-  call.vec().store_rows(Pass::kForward, rows.rows, cols, c, matrix.row_scale ? matrix.row_scale + col : nullptr,
-                        y + size_t(rows.begin) * hidden + col, hidden);
+// Rows without what dropout drops of them: themselves, or a copy.
+const bf16* dropped(const Call& call, Projection p, const RowChunk& chunk, const bf16* rows, int cols, int first,
+                    Scratch& scratch) {
+  if (!call.lora->drops()) return rows;
+  const size_t count = activation_elements(pad_rows(chunk.rows), cols);
+  bf16* const kept = scratch.take<bf16>(count);
+  std::memcpy(kept, rows, count * sizeof(bf16));
+  drop_rows(call, p, chunk, kept, cols, first, call.vec().turned);
+  return kept;
 }
 
 }  // namespace
@@ -81,11 +50,19 @@ size_t Saved::bytes() const {
   return total;
 }
 
-void choose_block(Call& call) {
-  constexpr int kCallsPerThread = 4, kLeast = 64;
-  const int calls = int(call.routes.calls.size()), wanted = kCallsPerThread * call.runtime.pool.threads();
+void plan(Call& call) {
+  constexpr int kPerThread = 4, kLeast = 64;
+  constexpr size_t kExpertBytes = size_t(2) << 20;  // what an L2 holds
+  const ExpertShape& shape = call.weights.shape();
+  const Routes& routes = call.routes;
+  const int calls = int(routes.calls.size()), wanted = kPerThread * call.runtime.pool.threads();
+  size_t largest = 0;
+  for (const RowChunk& expert : routes.experts)
+    largest = std::max(largest, size_t(expert.rows) * (shape.hidden + shape.intermediate) * sizeof(bf16));
+  call.by_expert =
+      call.weights.nodes() == 1 && int(routes.experts.size()) == calls && calls >= wanted && largest <= kExpertBytes;
   call.block = kMaxOutputs;
-  while (call.block > kLeast && calls * ceil_div(call.weights.shape().intermediate, call.block) < wanted)
+  while (!call.by_expert && call.block > kLeast && calls * ceil_div(shape.intermediate, call.block) < wanted)
     call.block /= 2;
 }
 
@@ -94,6 +71,8 @@ void reserve_scratch(const Call& call) {
   const size_t gemm = kGemmScratch + size_t(2) * kMaxTokens * kMaxOutputs * sizeof(float) + kMaxTokens * 8;
   const size_t gathering = hidden * (kTileRows * 2 * sizeof(bf16) + 2 * sizeof(float)) + lora_scratch(call);
   for (Scratch& scratch : call.runtime.scratch) scratch.reserve(std::max(gemm, gathering) + 4096);
+  if (!call.by_expert) return;
+  for (Scratch& memory : call.runtime.expert_memory) memory.reserve(expert_bytes(call));
 }
 
 void run_gemm(const Call& call, Format format, Pass pass, const GemmArgs& args) {
@@ -112,42 +91,44 @@ void each_node(const Call& call, const char* name, const std::function<int(int)>
   });
 }
 
-bf16* gather(const Call& call, const TokenRows& tokens, const Gather& how, Growing& out) {
-  const Phase phase(call.runtime.phases, "gather");
-  const Routes& routes = call.routes;
-  const VectorKernels& vec = call.vec();
-  const int hidden = call.weights.shape().hidden;
-  bf16* const packed = out.get<bf16>(activation_elements(routes.packed_rows, hidden));
-  std::atomic<int> bad{-1};
-  call.runtime.pool.run(int(routes.chunks.size()), [&](int task, int thread) {
-    const RowChunk& chunk = routes.chunks[task];
-    Scratch& scratch = call.runtime.scratch[thread];
-    scratch.reset();
-    bf16* const rows = scratch.take<bf16>(size_t(kTileRows) * hidden);
-    bf16* const scaled = scratch.take<bf16>(size_t(kTileRows) * hidden);
-    float* const spare = scratch.take<float>(size_t(hidden));
-    const float* const scale = how.scaled ? call.weights.matrix(0, chunk.expert, kDown).row_scale : nullptr;
-    bf16* const begin = packed + activation_elements(chunk.packed, hidden);
-    const int end = how.pass == Pass::kForward ? chunk.rows : pad_rows(chunk.rows);  // only backward sums over rows
-    for (int t = 0; t < end; t += kTileRows) {
-      const bf16* at[kTileRows] = {};
-      for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
-        const int route = routes.row_route[chunk.begin + t + r], token = route / routes.top_k;
-        at[r] = bf16_row(call, tokens, token, 0, hidden, rows + size_t(r) * hidden, spare);
-        if (how.check && route % routes.top_k == 0 && !vec.finite(hidden, at[r])) bad = token;
-        if (!scale) continue;
-        vec.scale_row(hidden, at[r], scale, scaled + size_t(r) * hidden);
-        at[r] = scaled + size_t(r) * hidden;
-      }
-      (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden,
-                                                                      begin + activation_elements(t, hidden));
-    }
-    if (how.then) how.then(chunk, begin, scratch);
+void each_chunk(const Call& call, const char* name, const std::function<void(const RowChunk&, Scratch&)>& fn) {
+  Runtime& rt = call.runtime;
+  const Phase phase(rt.phases, name);
+  rt.pool.run(int(call.routes.chunks.size()), [&](int task, int thread) {
+    rt.scratch[thread].reset();
+    fn(call.routes.chunks[task], rt.scratch[thread]);
   });
-  KTFT_CHECK(bad < 0, call.name, ": hidden states hold NaN or Inf (token ", bad.load(), " of ", routes.tokens,
+}
+
+int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, const RowChunk& chunk, bf16* out,
+                 Scratch& scratch) {
+  const VectorKernels& vec = call.vec();
+  const int hidden = call.weights.shape().hidden, top_k = call.routes.top_k;
+  bf16* const rows = scratch.take<bf16>(size_t(kTileRows) * hidden);
+  bf16* const scaled = scratch.take<bf16>(size_t(kTileRows) * hidden);
+  float* const spare = scratch.take<float>(size_t(hidden));
+  const float* const scale = how.scaled ? call.weights.matrix(0, chunk.expert, kDown).row_scale : nullptr;
+  const int end = how.pass == Pass::kForward ? chunk.rows : pad_rows(chunk.rows);  // only backward sums over rows
+  int bad = -1;
+  for (int t = 0; t < end; t += kTileRows) {
+    const bf16* at[kTileRows] = {};
+    for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
+      const int route = call.routes.row_route[chunk.begin + t + r], token = route / top_k;
+      at[r] = bf16_row(call, tokens, token, 0, hidden, rows + size_t(r) * hidden, spare);
+      if (how.check && route % top_k == 0 && !vec.finite(hidden, at[r])) bad = token;
+      if (!scale) continue;
+      vec.scale_row(hidden, at[r], scale, scaled + size_t(r) * hidden);
+      at[r] = scaled + size_t(r) * hidden;
+    }
+    (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden, out + activation_elements(t, hidden));
+  }
+  return bad;
+}
+
+void check_finite(const Call& call, int token) {
+  KTFT_CHECK(token < 0, call.name, ": hidden states hold NaN or Inf (token ", token, " of ", call.routes.tokens,
              "). The layers before this one produced it: look for a too high learning rate, fp16 overflow (use bf16: "
              "true) or damaged weights");
-  return packed;
 }
 
 Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up) {
@@ -155,6 +136,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
   Workspace& ws = call.runtime.workspace;
   const size_t rows = size_t(call.routes.rows);
   const int packed = call.routes.packed_rows;
+  const int shared = call.by_expert ? 0 : packed;  // rows of what otherwise lies in each thread's expert memory
   Activations act{};
   if (saved) saved->nodes.resize(w.nodes());
   for (int p = 0; p < 2; p++)
@@ -162,13 +144,13 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
       const size_t count = rows * pair->rank();
       if (saved) saved->low_rank[p] = call.runtime.buffers.take(count * sizeof(float), -1);
       act.low_rank[p] = {saved ? reinterpret_cast<float*>(saved->low_rank[p].data()) : ws.low_rank[p].get<float>(count),
-                         ws.low_rank_operand[p].get<bf16>(activation_elements(packed, split_rank(pair->rank())))};
+                         ws.low_rank_operand[p].get<bf16>(activation_elements(shared, split_rank(pair->rank())))};
     }
   for (int n = 0; n < w.nodes(); n++) {
     const int id = call.runtime.node_ids[n];
     const size_t count = activation_elements(packed, w.width(n));
     NodeWorkspace& node = ws.nodes[n];
-    Activations::PerNode out{nullptr, nullptr, node.h.get<bf16>(count, id), {}};
+    Activations::PerNode out{nullptr, nullptr, node.h.get<bf16>(activation_elements(shared, w.width(n)), id), {}};
     if (saved) {
       Saved::PerNode& s = saved->nodes[n];
       s.gate = call.runtime.buffers.take(count * sizeof(bf16), id);
@@ -185,64 +167,114 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
       out.down = {
           saved ? reinterpret_cast<float*>(saved->nodes[n].low_rank_down.data())
                 : node.low_rank[int(kDown)].get<float>(low, id),
-          node.low_rank_operand[int(kDown)].get<bf16>(activation_elements(packed, split_rank(pair->rank())), id)};
+          node.low_rank_operand[int(kDown)].get<bf16>(activation_elements(shared, split_rank(pair->rank())), id)};
     }
     act.nodes.push_back(out);
   }
   return act;
 }
 
-void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, const Activations& act) {
-  const PackedExperts& w = call.weights;
-  const Routes& routes = call.routes;
-  const int hidden = w.shape().hidden, calls = int(routes.calls.size());
-  const bool turned = call.vec().turned, drops = call.lora && call.lora->drops();
-  const auto low_rank = [&](const RowChunk& chunk, bf16* rows, Scratch& scratch) {
-    for (int p = 0; p < 2; p++) {
-      const LoraPair* const pair = call.pair(kGateUp[p]);
-      if (!pair) continue;
+void input_low_rank(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act,
+                    const RowChunk& chunk, Scratch& scratch) {
+  const int hidden = call.weights.shape().hidden;
+  const bf16* const rows = x + activation_elements(chunk.packed, hidden);
+  for (int p = 0; p < 2; p++)
+    if (const LoraPair* pair = call.pair(kGateUp[p])) {
       scratch.reset();
-      const bf16* x = rows;
-      if (drops) {
-        const size_t count = activation_elements(pad_rows(chunk.rows), hidden);
-        bf16* const kept = scratch.take<bf16>(count);
-        std::memcpy(kept, rows, count * sizeof(bf16));
-        drop_rows(call, kGateUp[p], chunk, kept, hidden, 0, turned);
-        x = kept;
-      }
-      low_rank_product(call, Pass::kForward, lora.a(call, kGateUp[p], chunk.slot, 0), pair->rank(), x, chunk,
-                       act.low_rank[p], scratch);
+      low_rank_product(call, Pass::kForward, lora.a(call, kGateUp[p], chunk.slot, 0), pair->rank(),
+                       dropped(call, kGateUp[p], chunk, rows, hidden, 0, scratch), chunk, act.low_rank[p], scratch);
     }
-  };
-  const bf16* const x =
-      gather(call, tokens, {Pass::kForward, true, false, call.lora ? low_rank : decltype(Gather::then)()},
-             call.runtime.workspace.x);
-  // Gate's and up's columns share one call, so that each token is read once for both
-  const int half = call.block / 2;
+}
+
+void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act, int node,
+                   const RowChunk& rows, int block, Scratch& scratch) {
+  const PackedExperts& w = call.weights;
+  const int width = w.width(node), col = block * call.block / 2, cols = std::min(call.block / 2, width - col);
+  GemmArgs args{{}, 2, cols, rows.rows, scratch.take<char>(kGemmScratch)};
+  PackedMatrix matrix[2], b[2];
+  for (int p = 0; p < 2; p++) {
+    matrix[p] = w.matrix(node, rows.expert, kGateUp[p]);
+    args.terms[p] = {&matrix[p], col,     x + activation_elements(rows.packed, w.shape().hidden), nullptr,
+                     col,        nullptr, scratch.take<float>(size_t(pad_rows(rows.rows)) * cols)};
+    if (const LoraPair* pair = call.pair(kGateUp[p])) {
+      b[p] = lora.b(call, kGateUp[p], rows.slot, node);
+      args.terms[p].lora = &b[p];
+      args.terms[p].low_rank = act.low_rank[p].operand_at(rows, pair->rank());
+    }
+  }
+  run_gemm(call, w.format(), Pass::kForward, args);
+  const Activations::PerNode& out = act.nodes[node];
+  const size_t at = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
+  const auto scale = [&](int p) { return matrix[p].row_scale ? matrix[p].row_scale + col : nullptr; };
+  call.vec().swiglu({rows.rows, cols, args.terms[0].c, args.terms[1].c, scale(0), scale(1), out.h + at,
+                     out.gate ? out.gate + at : nullptr, out.gate ? out.up + at : nullptr, strip_elements(width)});
+}
+
+void hidden_low_rank(const Call& call, const PackedLora& lora, const Activations& act, int node, const RowChunk& chunk,
+                     Scratch& scratch) {
+  const int width = call.weights.width(node);
+  const bf16* const h = act.nodes[node].h + activation_elements(chunk.packed, width);
+  low_rank_product(call, Pass::kForward, lora.a(call, kDown, chunk.slot, node), call.pair(kDown)->rank(),
+                   dropped(call, kDown, chunk, h, width, call.weights.begin(node), scratch), chunk,
+                   act.nodes[node].down, scratch);
+}
+
+void down_block(const Call& call, const PackedLora& lora, const Activations& act, int node, const RowChunk& rows,
+                int block, bf16* y, Scratch& scratch) {
+  const PackedExperts& w = call.weights;
+  const int hidden = w.shape().hidden, col = block * call.block, cols = std::min(call.block, hidden - col);
+  const PackedMatrix matrix = w.matrix(node, rows.expert, kDown);
+  PackedMatrix b;
+  float* const c = scratch.take<float>(size_t(pad_rows(rows.rows)) * cols);
+  GemmTerm term{&matrix, col, act.nodes[node].h + activation_elements(rows.packed, w.width(node)), nullptr, col,
+                nullptr, c};
+  if (const LoraPair* pair = call.pair(kDown)) {
+    b = lora.b(call, kDown, rows.slot, node);
+    term.lora = &b;
+    term.low_rank = act.nodes[node].down.operand_at(rows, pair->rank());
+  }
+  run_gemm(call, w.format(), Pass::kForward, {{term}, 1, cols, rows.rows, scratch.take<char>(kGemmScratch)});
+  call.vec().store_rows(Pass::kForward, rows.rows, cols, c, matrix.row_scale ? matrix.row_scale + col : nullptr,
+                        y + size_t(rows.begin) * hidden + col, hidden);
+}
+
+int gate_up_blocks(const Call& call, int node) { return ceil_div(call.weights.width(node), call.block / 2); }
+
+int hidden_blocks(const Call& call) { return ceil_div(call.weights.shape().hidden, call.block); }
+
+void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, const Activations& act) {
+  const Routes& routes = call.routes;
+  Runtime& rt = call.runtime;
+  const int hidden = call.weights.shape().hidden;
+  bf16* const x = rt.workspace.x.get<bf16>(activation_elements(routes.packed_rows, hidden));
+  std::atomic<int> bad{-1};
+  each_chunk(call, "gather", [&](const RowChunk& chunk, Scratch& scratch) {
+    const int token = gather_chunk(call, tokens, {Pass::kForward, true, false}, chunk,
+                                   x + activation_elements(chunk.packed, hidden), scratch);
+    if (token >= 0) bad = token;
+    input_low_rank(call, lora, x, act, chunk, scratch);
+  });
+  check_finite(call, bad);
   each_node(
-      call, "gate, up", [&](int n) { return calls * ceil_div(w.width(n), half); },
+      call, "gate, up", [&](int n) { return int(routes.calls.size()) * gate_up_blocks(call, n); },
       [&](int node, int task, Scratch& scratch) {
-        const int blocks = ceil_div(w.width(node), half), col = task % blocks * half;
-        gate_up_block(call, lora, x, act, node, routes.calls[task / blocks], col, std::min(half, w.width(node) - col),
-                      scratch);
+        const int blocks = gate_up_blocks(call, node);
+        gate_up_block(call, lora, x, act, node, routes.calls[task / blocks], task % blocks, scratch);
       });
-  const LoraPair* const pair = call.pair(kDown);
-  if (!pair) return;
-  each_node(
-      call, "lora A h", [&](int) { return int(routes.chunks.size()); },
-      [&](int node, int task, Scratch& scratch) {
-        const RowChunk& chunk = routes.chunks[task];
-        const size_t count = activation_elements(pad_rows(chunk.rows), w.width(node));
-        const bf16* h = act.nodes[node].h + activation_elements(chunk.packed, w.width(node));
-        if (drops) {
-          bf16* const kept = scratch.take<bf16>(count);
-          std::memcpy(kept, h, count * sizeof(bf16));
-          drop_rows(call, kDown, chunk, kept, w.width(node), w.begin(node), turned);
-          h = kept;
-        }
-        low_rank_product(call, Pass::kForward, lora.a(call, kDown, chunk.slot, node), pair->rank(), h, chunk,
-                         act.nodes[node].down, scratch);
-      });
+  if (call.pair(kDown))
+    each_node(
+        call, "lora A h", [&](int) { return int(routes.chunks.size()); },
+        [&](int node, int task, Scratch& scratch) {
+          hidden_low_rank(call, lora, act, node, routes.chunks[task], scratch);
+        });
+}
+
+std::vector<bf16*> place_rows(const Call& call) {
+  std::vector<bf16*> y;
+  const size_t count = size_t(call.routes.rows) * call.weights.shape().hidden;
+  for (int n = 0; n < call.weights.nodes(); n++)
+    y.push_back(call.runtime.workspace.nodes[n].y.get<bf16>(count, call.runtime.node_ids[n]));
+  return y;
 }
 
 void combine(const Call& call, const std::vector<bf16*>& y, bool weighted, void* out, Dtype dtype) {
@@ -272,25 +304,22 @@ void combine(const Call& call, const std::vector<bf16*>& y, bool weighted, void*
 }
 
 void forward(const Call& call, const TokenRows& hidden, void* out, Saved* saved, bool retain) {
-  const PackedExperts& w = call.weights;
-  Runtime& rt = call.runtime;
-  const int calls = int(call.routes.calls.size()), outputs = w.shape().hidden;
   reserve_scratch(call);
   const PackedLora lora = pack_lora(call);
   const Activations act = place_activations(call, retain ? saved : nullptr, false);
   if (saved) saved->retained = retain;
-  gate_up(call, lora, hidden, act);
-  std::vector<bf16*> y(w.nodes());
-  for (int n = 0; n < w.nodes(); n++)
-    y[n] = rt.workspace.nodes[n].y.get<bf16>(size_t(call.routes.rows) * outputs, rt.node_ids[n]);
-  const int blocks = ceil_div(outputs, call.block);
-  each_node(
-      call, "down", [&](int) { return calls * blocks; },
-      [&](int node, int task, Scratch& scratch) {
-        const int col = task % blocks * call.block;
-        down_block(call, lora, act.nodes[node], node, call.routes.calls[task / blocks], col,
-                   std::min(call.block, outputs - col), y[node], scratch);
-      });
+  const std::vector<bf16*> y = place_rows(call);
+  if (call.by_expert) {
+    forward_by_expert(call, lora, hidden, act, y[0]);
+  } else {
+    gate_up(call, lora, hidden, act);
+    const int blocks = hidden_blocks(call);
+    each_node(
+        call, "down", [&](int) { return int(call.routes.calls.size()) * blocks; },
+        [&](int node, int task, Scratch& scratch) {
+          down_block(call, lora, act, node, call.routes.calls[task / blocks], task % blocks, y[node], scratch);
+        });
+  }
   combine(call, y, true, out, hidden.dtype);
 }
 

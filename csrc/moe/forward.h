@@ -13,7 +13,8 @@ struct Call {
   const float* top_k_weights;  // [tokens, top_k]
   const Lora* lora;            // or null
   const char* name;            // the layer, for messages
-  int block;                   // outputs of one GEMM call
+  int block = 0;               // outputs of one GEMM call
+  bool by_expert = false;      // each expert's whole pass is one task; or every step of it is a phase of all experts
 
   const VectorKernels& vec() const { return runtime.vec(); }
   const LoraPair* pair(Projection p) const { return lora ? lora->pair(p) : nullptr; }
@@ -32,8 +33,10 @@ struct Activations {
   LowRank low_rank[2];  // A_gate x, A_up x
 };
 
-// As many outputs a GEMM call as leave every thread several calls: large ones read tokens from memory less often.
-void choose_block(Call& call);
+// Sets block and by_expert. As many outputs a GEMM call as leave every thread several calls: large ones read tokens
+// from memory less often. Experts so small that all of their activations stay in one core's L2, and so many that they
+// keep every thread busy, are done one by one.
+void plan(Call& call);
 
 // What `retain` keeps from forward to backward; empty with `recompute`.
 struct Saved {
@@ -62,23 +65,40 @@ struct TokenRows {
 // Columns [col, col + cols) of one token as bf16: where they lie, or in `out`; spare [cols] is for fp16.
 const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int col, int cols, bf16* out, float* spare);
 
-// What gather() makes of them, and who sees each chunk while it is in L2.
+// How rows are gathered.
 struct Gather {
   Pass pass;    // forward: as the forward GEMM takes them
-  bool check;   // throw on NaN or Inf
+  bool check;   // look for NaN and Inf
   bool scaled;  // by down's row scales, if the format has them
-  std::function<void(const RowChunk& chunk, bf16* rows, Scratch& scratch)> then;  // or none
 };
-// -> bf16 [packed rows, hidden], sorted by expert.
-bf16* gather(const Call& call, const TokenRows& tokens, const Gather& how, Growing& out);
+// One chunk of rows -> `out`, its first strip. Returns a token with NaN or Inf, or -1.
+int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, const RowChunk& chunk, bf16* out,
+                 Scratch& scratch);
+// Throws when `token` is one.
+void check_finite(const Call& call, int token);
 
 // Buffers in `saved` when it is given, else in the workspace.
 Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up);
 
+// The parts of the forward pass, each for some rows and, of outputs, one block of columns. `x` [packed rows, hidden]
+// is as the forward GEMM takes it.
+void input_low_rank(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act,
+                    const RowChunk& chunk, Scratch& scratch);
+void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act, int node,
+                   const RowChunk& rows, int block, Scratch& scratch);
+void hidden_low_rank(const Call& call, const PackedLora& lora, const Activations& act, int node, const RowChunk& chunk,
+                     Scratch& scratch);
+void down_block(const Call& call, const PackedLora& lora, const Activations& act, int node, const RowChunk& rows,
+                int block, bf16* y, Scratch& scratch);
+int gate_up_blocks(const Call& call, int node);
+int hidden_blocks(const Call& call);
+
 // gate, up (LoRA included), h = SiLU(gate) * up, and the down projection's A h.
 void gate_up(const Call& call, const PackedLora& lora, const TokenRows& hidden, const Activations& act);
 
-// out [tokens, hidden] = every token's rows of every node's y [rows, hidden], times the routing weights if `weighted`.
+// y [rows, hidden] of each node.
+std::vector<bf16*> place_rows(const Call& call);
+// out [tokens, hidden] = every token's rows of every node's y, times the routing weights if `weighted`.
 void combine(const Call& call, const std::vector<bf16*>& y, bool weighted, void* out, Dtype dtype);
 
 void forward(const Call& call, const TokenRows& hidden, void* out, Saved* saved, bool retain);
@@ -88,6 +108,8 @@ void reserve_scratch(const Call& call);
 
 void run_gemm(const Call& call, Format format, Pass pass, const GemmArgs& args);
 
+// Runs fn(chunk, scratch) for all chunks, as one phase.
+void each_chunk(const Call& call, const char* phase, const std::function<void(const RowChunk&, Scratch&)>& fn);
 // Runs fn(node, task, scratch) for count(node) tasks on each node of the weights, as one phase.
 void each_node(const Call& call, const char* phase, const std::function<int(int)>& count,
                const std::function<void(int, int, Scratch&)>& fn);

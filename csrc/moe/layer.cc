@@ -58,8 +58,8 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   saved->routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
   if (input.tokens > 0) {
     const std::lock_guard<std::mutex> lock(runtime_->mutex);
-    Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str(), 0};
-    choose_block(call);
+    Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str()};
+    plan(call);
     ktft::forward(call, {input.hidden, input.dtype}, out, saved.get(), keep == Keep::kActivations);
   }
   return keep == Keep::kNothing ? nullptr : saved;
@@ -69,8 +69,8 @@ void MoeLayer::backward(Saved& saved, const float* top_k_weights, const Lora* lo
   check_lora(lora);
   if (saved.routes.tokens == 0) return;
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
-  Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, name_.c_str(), 0};
-  choose_block(call);
+  Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, name_.c_str()};
+  plan(call);
   ktft::backward(call, saved, args);
 }
 

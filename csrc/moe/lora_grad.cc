@@ -136,7 +136,32 @@ void gradient_block(const Call& call, const TokenRows& hidden, const Job& job, c
   }
 }
 
-void zero_others(const Call& call) {
+std::vector<Job> jobs_of(const Call& call, const std::vector<Product>& all, int node) {
+  std::vector<Job> jobs;
+  for (const Product& product : all) {
+    if (node >= int(product.m.size())) continue;
+    const int width = product.sliced ? call.weights.width(node) : call.weights.shape().hidden;
+    for (int col = 0; col < width; col += call.block)
+      jobs.push_back({&product, node, col, std::min(call.block, width - col), width});
+  }
+  return jobs;
+}
+
+// All lows of a product, transposed.
+void transpose_lows(const Call& call, const Gradients& at, const Product& product, const RowChunk& rows, bf16* out,
+                    Scratch& scratch) {
+  int place = 0;
+  for (Projection p : product.projections) {
+    scratch.reset();
+    transpose_low_rank(call, low_parts(at, p, product.is_b), call.pair(p)->rank(), rows, p == kDown,
+                       out + activation_elements(place, pad_rows(rows.rows)), scratch);
+    place += split_rank(call.pair(p)->rank());
+  }
+}
+
+}  // namespace
+
+void zero_idle_gradients(const Call& call) {
   std::vector<bool> saw(call.weights.shape().experts, false);
   for (int expert : call.routes.active) saw[expert] = true;
   for (const auto& pair : call.lora->pairs)
@@ -148,13 +173,25 @@ void zero_others(const Call& call) {
     }
 }
 
-}  // namespace
+void expert_gradients(const Call& call, const Gradients& at, const TokenRows& hidden, const RowChunk& rows,
+                      Scratch& memory, Scratch& scratch) {
+  const std::vector<Product> all = products(call, at);
+  std::vector<bf16*> transposed;
+  for (const Product& product : all) {
+    transposed.push_back(memory.take<bf16>(activation_elements(places(call, product), pad_rows(rows.rows))));
+    transpose_lows(call, at, product, rows, transposed.back(), scratch);
+  }
+  for (const Job& job : jobs_of(call, all, 0)) {
+    scratch.reset();
+    gradient_block(call, hidden, job, transposed[job.product - all.data()], rows, scratch);
+  }
+}
 
 void lora_gradients(const Call& call, const Gradients& at, const TokenRows& hidden) {
   Runtime& rt = call.runtime;
   const Routes& routes = call.routes;
   const Phase phase(rt.phases, "lora gradients");
-  zero_others(call);
+  zero_idle_gradients(call);
   const std::vector<Product> all = products(call, at);
   const int experts = int(routes.experts.size()), count = int(all.size());
   std::vector<size_t> begin{0};  // of (expert, product)'s transposed lows
@@ -163,26 +200,15 @@ void lora_gradients(const Call& call, const Gradients& at, const TokenRows& hidd
       begin.push_back(begin.back() + activation_elements(places(call, product), pad_rows(rows.rows)));
   bf16* const transposed = rt.workspace.transposed.get<bf16>(begin.back());
   rt.pool.run(experts * count, [&](int task, int thread) {
-    const Product& product = all[task % count];
-    const RowChunk& rows = routes.experts[task / count];
-    int place = 0;
-    for (Projection p : product.projections) {
-      rt.scratch[thread].reset();
-      transpose_low_rank(call, low_parts(at, p, product.is_b), call.pair(p)->rank(), rows, p == kDown,
-                         transposed + begin[task] + activation_elements(place, pad_rows(rows.rows)),
-                         rt.scratch[thread]);
-      place += split_rank(call.pair(p)->rank());
-    }
+    transpose_lows(call, at, all[task % count], routes.experts[task / count], transposed + begin[task],
+                   rt.scratch[thread]);
   });
-  std::vector<std::vector<Job>> jobs(rt.pool.nodes());
+  std::vector<std::vector<Job>> jobs;
   std::vector<int> counts(rt.pool.nodes(), 0);
-  for (const Product& product : all)
-    for (int n = 0; n < int(product.m.size()); n++) {
-      const int width = product.sliced ? call.weights.width(n) : call.weights.shape().hidden;
-      for (int col = 0; col < width; col += call.block)
-        jobs[n].push_back({&product, n, col, std::min(call.block, width - col), width});
-    }
-  for (size_t n = 0; n < jobs.size(); n++) counts[n] = experts * int(jobs[n].size());
+  for (int n = 0; n < call.weights.nodes(); n++) {
+    jobs.push_back(jobs_of(call, all, n));
+    counts[n] = experts * int(jobs[n].size());
+  }
   rt.pool.run(counts, [&](int node, int task, int thread) {
     const int e = task / int(jobs[node].size());
     const Job& job = jobs[node][task % jobs[node].size()];

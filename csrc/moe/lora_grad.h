@@ -22,7 +22,13 @@ struct Gradients {
   float* low_rank[2];   // [rows, r]: A_gate x, A_up x
 };
 
-// Writes grad_a and grad_b of the experts that saw tokens.
+// Writes grad_a and grad_b of all experts.
 void lora_gradients(const Call& call, const Gradients& at, const TokenRows& hidden);
+
+// The same, of one expert that saw tokens; `memory` keeps what all its blocks need.
+void expert_gradients(const Call& call, const Gradients& at, const TokenRows& hidden, const RowChunk& rows,
+                      Scratch& memory, Scratch& scratch);
+// Zeroes the gradients of experts without tokens.
+void zero_idle_gradients(const Call& call);
 
 }  // namespace ktft

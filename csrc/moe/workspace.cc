@@ -10,7 +10,8 @@ Runtime::Runtime(Isa isa, Topology topology, std::vector<int> node_ids, const st
       topology(std::move(topology)),
       node_ids(std::move(node_ids)),
       pool(cpus, threads),
-      scratch(pool.threads()) {
+      scratch(pool.threads()),
+      expert_memory(pool.threads()) {
   workspace.nodes.resize(pool.nodes());
 }
 
@@ -37,7 +38,7 @@ std::shared_ptr<Runtime> Runtime::create(Isa isa, int threads, int nodes) {
 size_t Runtime::workspace_bytes() const {
   size_t total = 0;
   const auto add = [&](const auto& buffers) {
-    for (const Growing& g : buffers) total += g.bytes();
+    for (const auto& b : buffers) total += b.bytes();
   };
   for (const Growing* g : {&workspace.x, &workspace.dy, &workspace.lora, &workspace.transposed}) total += g->bytes();
   add(workspace.low_rank);
@@ -48,7 +49,8 @@ size_t Runtime::workspace_bytes() const {
     add(n.low_rank);
     add(n.low_rank_operand);
   }
-  for (const Scratch& s : scratch) total += s.bytes();
+  add(scratch);
+  add(expert_memory);
   return total;
 }
 

@@ -75,7 +75,8 @@ struct Runtime {
   Topology topology;
   std::vector<int> node_ids;  // for NodeBuffer
   Pool pool;
-  std::vector<Scratch> scratch;  // one a thread
+  std::vector<Scratch> scratch;        // one a thread
+  std::vector<Scratch> expert_memory;  // one a thread: activations of the expert it works on
   Workspace workspace;
   std::mutex mutex;    // one layer call at a time
   BufferPool buffers;  // of what forward keeps for backward
