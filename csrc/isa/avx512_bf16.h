@@ -21,9 +21,10 @@ struct Avx512Bf16 : Avx512 {
 
   // out[i] = values[codes[i] & 15], out[16 + i] = values[codes[i] >> 4]; values are 16, twice.
   static void lookup_nibbles(const bf16* values, const uint8_t* codes, bf16* out) {
-    const __m256i low = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(low, 4), 1);
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(both, _mm512_loadu_si512(values)));
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    const __m512i index = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(twice), shift);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, _mm512_loadu_si512(values)));
   }
 
   // Row-major 16 x 32 tile -> rows 2p and 2p+1 interleaved: 32 pairs for columns 0-15, then for 16-31.

@@ -72,14 +72,13 @@ int64_t hot_rate(char* memory) {
   if constexpr (kHasTiles<V>) {
     constexpr int kRounds = 8;
     const GemmArgs args{{}, 1, 32, kRateTokens, nullptr};
-    const PanelPass<typename V::Tiles, false> pass{args,    {panel, panel + kRateReduction * 16, kLine, kPieceElements},
-                                                   {},      x,
-                                                   nullptr, kRateReduction * kTileRows,
-                                                   0,       kRateReduction / 32,
-                                                   0,       false,
-                                                   c,       nullptr,
-                                                   0,       0,
-                                                   1};
+    PanelPass<typename V::Tiles, false> pass{args};
+    pass.weights = {panel, panel + kRateReduction * 16};
+    pass.x = x;
+    pass.strip = kRateReduction * kTileRows;
+    pass.steps = kRateReduction / 32;
+    pass.c = c;
+    pass.next_c = c;
     V::Tiles::configure();
     for (int i = 0; i < kRounds; i++) pass.run([](int, int) { return Ahead{}; });
     V::Tiles::release();

@@ -23,8 +23,6 @@ constexpr int kLine = 64;
 
 struct TileOperand {  // two tiles side by side in M or N
   const bf16 *first, *second;
-  int row_bytes;  // from row to row of a tile
-  int step;       // elements to the tiles of the next 32 reduction elements
 };
 
 struct TileOutput {  // tiles (0, 0), (0, 1), (1, 0), (1, 1) of C
@@ -64,30 +62,34 @@ __attribute__((always_inline)) static inline void fetch(Ahead& ahead) {
   }
 }
 
-template <class Tiles, int T, bool kStream>
-void load_tile(const bf16* at, int row_bytes) {
-  if constexpr (kStream)
-    Tiles::template stream<T>(at, row_bytes);
+// Tokens are A's side or B's, and are streamed: rows of 64 bytes, pieces one after the other. So is W as A; as B it
+// lies in row pairs of 128 bytes.
+template <class Tiles, int T, bool kTokens, bool kPairs>
+void load_tile(const bf16* at, int step) {
+  if constexpr (kTokens)
+    Tiles::template stream<T>(at + step * kPieceElements, kLine);
+  else if constexpr (kPairs)
+    Tiles::template load<T>(at + step * 2 * kPieceElements, 2 * kLine);
   else
-    Tiles::template load<T>(at, row_bytes);
+    Tiles::template load<T>(at + step * kPieceElements, kLine);
 }
 
-// Tiles 0 to 3 += A . B over 32 * steps reduction elements. Tokens are A's side or B's, and are streamed; with kHalf
-// their second tile does not count.
+// Tiles 0 to 3 += A . B over 32 * steps reduction elements. With kHalf the tokens' second tile does not count.
 template <class Tiles, bool kTokensAreA, bool kHalf>
-void tile_steps(const TileOperand& a, const TileOperand& b, int steps, AheadSet ahead) {
+void tile_steps(const TileOperand a, const TileOperand b, const int steps, AheadSet ahead) {
+  constexpr bool kTokensAreB = !kTokensAreA;
   for (int s = 0; s < steps; s++) {
-    load_tile<Tiles, 4, kTokensAreA>(a.first + s * a.step, a.row_bytes);
-    load_tile<Tiles, 6, !kTokensAreA>(b.first + s * b.step, b.row_bytes);
+    load_tile<Tiles, 4, kTokensAreA, false>(a.first, s);
+    load_tile<Tiles, 6, kTokensAreB, true>(b.first, s);
     Tiles::template dot<0, 4, 6>();
     fetch(ahead.weights);
     if constexpr (kTokensAreA || !kHalf) {
-      load_tile<Tiles, 7, !kTokensAreA>(b.second + s * b.step, b.row_bytes);
+      load_tile<Tiles, 7, kTokensAreB, true>(b.second, s);
       Tiles::template dot<1, 4, 7>();
     }
     fetch(ahead.tokens);
-    if constexpr (!kTokensAreA || !kHalf) {
-      load_tile<Tiles, 5, kTokensAreA>(a.second + s * a.step, a.row_bytes);
+    if constexpr (kTokensAreB || !kHalf) {
+      load_tile<Tiles, 5, kTokensAreA, false>(a.second, s);
       Tiles::template dot<2, 5, 6>();
     }
     if (ahead.results)
@@ -131,18 +133,19 @@ void tile_block(const TileProduct* lora, const TileProduct& main, bool first, co
 template <class Tiles, bool kTokensAreA>
 struct PanelPass {
   const GemmArgs& args;
-  TileOperand weights, lora_weights;
-  const bf16 *x, *low_rank;
-  int64_t strip, low_strip;
-  int steps, lora_steps;
-  bool first;  // nothing to add to
-  float* c;
-  const bf16* next_x;  // the tokens of the next reduction block, or null
-  int next_lines;      // of one strip
-  int panel, panels;   // which part of next_x is fetched during this pass
+  TileOperand weights{}, lora_weights{};
+  const bf16 *x = nullptr, *low_rank = nullptr;
+  int64_t strip = 0, low_strip = 0;
+  int steps = 0, lora_steps = 0;
+  bool first = false;  // nothing to add to
+  float* c = nullptr;
+  const float* next_c = nullptr;  // of the next pass, if it has something to add to
+  const bf16* next_x = nullptr;   // the tokens of the next reduction block, or null
+  int next_lines = 0;             // of one strip
+  int panel = 0, panels = 1;      // which part of next_x is fetched during this pass
 
   TileProduct product(const bf16* rows, int64_t apart, const TileOperand& other, int count) const {
-    const TileOperand tokens{rows, rows + apart, kLine, kPieceElements};
+    const TileOperand tokens{rows, rows + apart};
     return kTokensAreA ? TileProduct{tokens, other, count} : TileProduct{other, tokens, count};
   }
 
@@ -156,7 +159,8 @@ struct PanelPass {
       AheadSet ahead{};
       ahead.weights = weights_ahead(block, blocks);
       if (next_x) ahead.tokens = ahead_part(next_x + at * strip, strip * 2, next_lines, panel, panels, steps);
-      if (!first && block + 1 < blocks) ahead.results = reinterpret_cast<const char*>(out + 2 * kResultPiece);
+      const bool last = block + 1 == blocks;
+      if (last || !first) ahead.results = reinterpret_cast<const char*>(last ? next_c : out + 2 * kResultPiece);
       const TileProduct main = product(x + at * strip, strip, weights, steps);
       const TileProduct lora = product(low_rank + at * low_strip, low_strip, lora_weights, lora_steps);
       const TileOutput results = kTokensAreA ? TileOutput{{out, out + 16, out + 512, out + 528}, 2 * kLine}
@@ -246,28 +250,27 @@ void tile_gemm_forward(const GemmArgs& a) {
     // When they stay, the tokens of the next block are fetched at the first panel; else a part at each panel
     const int next_begin = at.begin + kTileReduction;
     const bool fetch_tokens = next_begin < cols && (!tokens_stay || at.panel == 0);
-    PanelPass<Tiles, false> pass{
-        a,
-        {decode_strip<V, Codec>(*term.w, at.row, at.begin / 32, at.steps, panel, while_decoding ? raw[0] : nullptr),
-         decode_strip<V, Codec>(*term.w, at.row + 1, at.begin / 32, at.steps, below, while_decoding ? raw[1] : nullptr),
-         kLine, kPieceElements},
-        {},
-        term.x + at.begin * kTileRows,
-        term.low_rank,
-        strip_elements(cols),
-        0,
-        at.steps,
-        0,
-        at.begin == 0,
-        term.c + result_piece(at.panel % outs, 0, a.tokens),
-        fetch_tokens ? term.x + next_begin * kTileRows : nullptr,
-        std::min(kTileReduction, cols - next_begin) / 2,
-        tokens_stay ? 0 : at.panel,
-        tokens_stay ? 1 : panels};
+    PanelPass<Tiles, false> pass{a};
+    pass.weights = {
+        decode_strip<V, Codec>(*term.w, at.row, at.begin / 32, at.steps, panel, while_decoding ? raw[0] : nullptr),
+        decode_strip<V, Codec>(*term.w, at.row + 1, at.begin / 32, at.steps, below, while_decoding ? raw[1] : nullptr)};
+    pass.x = term.x + at.begin * kTileRows;
+    pass.low_rank = term.low_rank;
+    pass.strip = strip_elements(cols);
+    pass.steps = at.steps;
+    pass.first = at.begin == 0;
+    pass.c = term.c + result_piece(at.panel % outs, 0, a.tokens);
+    if (next.begin > 0) pass.next_c = next.term->c + result_piece(next.panel % outs, 0, a.tokens);
+    if (fetch_tokens) {
+      pass.next_x = term.x + next_begin * kTileRows;
+      pass.next_lines = std::min(kTileReduction, cols - next_begin) / 2;
+      pass.panel = tokens_stay ? 0 : at.panel;
+      pass.panels = tokens_stay ? 1 : panels;
+    }
     if (term.lora && pass.first) {
       const PackedMatrix& m = *term.lora;
       pass.lora_weights = {reinterpret_cast<bf16*>(m.tile(at.lora_row, 0)),
-                           reinterpret_cast<bf16*>(m.tile(at.lora_row + 1, 0)), kLine, kPieceElements};
+                           reinterpret_cast<bf16*>(m.tile(at.lora_row + 1, 0))};
       pass.low_strip = strip_elements(m.cols);
       pass.lora_steps = m.cols / 32;
     }
@@ -287,6 +290,7 @@ void tile_gemm_backward(const GemmArgs& a) {
   constexpr int kTileLines = format.tile_bytes / kLine, kPanelsOfTile = format.tile_cols / 32;
   bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const lora_panel = panel + kTileReduction * 32;
   const int panels = a.out_count / 32;
+  float* const c = a.terms[0].c;
   Tiles::configure();
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
@@ -298,21 +302,23 @@ void tile_gemm_backward(const GemmArgs& a) {
       for (int p = 0; p < panels; p++) {
         const int piece = first_piece + p;
         decode_pairs<V, Codec>(w, begin / kTileRows, steps * 2, piece, panel);
-        PanelPass<Tiles, true> pass{a,
-                                    {panel, panel + 32, 2 * kLine, 2 * kPieceElements},
-                                    {lora_panel, lora_panel + 32, 2 * kLine, 2 * kPieceElements},
-                                    term.x + begin * kTileRows,
-                                    term.low_rank,
-                                    strip_elements(w.rows),
-                                    0,
-                                    steps,
-                                    0,
-                                    begin == 0 && i == 0,
-                                    a.terms[0].c + result_piece(p, 0, a.tokens),
-                                    next_steps ? term.x + next_begin * kTileRows : nullptr,
-                                    next_steps * kTileRows,
-                                    p,
-                                    panels};
+        PanelPass<Tiles, true> pass{a};
+        pass.weights = {panel, panel + 32};
+        pass.lora_weights = {lora_panel, lora_panel + 32};
+        pass.x = term.x + begin * kTileRows;
+        pass.low_rank = term.low_rank;
+        pass.strip = strip_elements(w.rows);
+        pass.steps = steps;
+        pass.first = begin == 0 && i == 0;
+        pass.c = c + result_piece(p, 0, a.tokens);
+        if (p + 1 == panels)
+          pass.next_c = c;
+        else if (!pass.first)
+          pass.next_c = c + result_piece(p + 1, 0, a.tokens);
+        pass.next_x = next_steps ? term.x + next_begin * kTileRows : nullptr;
+        pass.next_lines = next_steps * kTileRows;
+        pass.panel = p;
+        pass.panels = panels;
         if (term.lora && begin == 0) {
           const PackedMatrix& m = *term.lora;
           decode_pairs<V, Bf16Codec>(m, 0, m.rows / kTileRows, term.lora_begin / 32 + p, lora_panel);

@@ -164,13 +164,14 @@ void transpose_lows(const Call& call, const Gradients& at, const Product& produc
 void zero_idle_gradients(const Call& call) {
   std::vector<bool> saw(call.weights.shape().experts, false);
   for (int expert : call.routes.active) saw[expert] = true;
-  for (const auto& pair : call.lora->pairs)
-    for (size_t e = 0; pair && e < saw.size(); e++) {
-      if (saw[e]) continue;
+  call.runtime.pool.run(call.weights.shape().experts, [&](int e, int) {
+    for (const auto& pair : call.lora->pairs) {
+      if (!pair || saw[e]) continue;
       const size_t a = size_t(pair->a.rows) * pair->a.cols, b = size_t(pair->b.rows) * pair->b.cols;
       std::memset(pair->grad_a + e * a, 0, a * sizeof(float));
       std::memset(pair->grad_b + e * b, 0, b * sizeof(float));
     }
+  });
 }
 
 void expert_gradients(const Call& call, const Gradients& at, const TokenRows& hidden, const RowChunk& rows,
