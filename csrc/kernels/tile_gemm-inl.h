@@ -174,7 +174,8 @@ struct PanelPass {
   }
 };
 
-// With so few tokens that decoding takes longer than multiplying, the next panel is fetched while this one is decoded.
+// With so few tokens that decoding takes longer than multiplying, the next panel's first strip is fetched while this
+// panel is decoded, the second while it is multiplied.
 constexpr int kFewTokens = 128;
 // Tokens of no more bytes stay in L2 while all of W passes.
 constexpr int64_t kTokensInL2 = 1 << 20;
@@ -184,18 +185,21 @@ static inline void fetch_run(const uint8_t* at, int bytes) {
 }
 
 // Pieces [first, first + pieces) of one strip: where they lie, when the codec has no work, or decoded into `panel`
-// while as many bytes at `next` are fetched (unless it is null).
+// while one half (0 or 1) of each of as many tiles at `next` is fetched, unless that is null.
 template <class V, class Codec>
-const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces, bf16* panel, const uint8_t* next) {
+const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces, bf16* panel, const uint8_t* next,
+                         int half) {
   constexpr FormatInfo format = info(Codec::kFormat);
-  constexpr int kPieces = format.tile_cols / 32;
+  constexpr int kPieces = format.tile_cols / 32, kHalf = format.tile_bytes / kLine / 2 * kLine;
   const bf16* const at = Codec::template decode<V>(w, strip, first, panel);
   if (at != panel) return at;
-  for (int t = 1; t < pieces; t++) {
-    Codec::template decode<V>(w, strip, first + t, panel + t * kPieceElements);
-    if (next && t % kPieces == 0) fetch_run(next + (t / kPieces - 1) * format.tile_bytes, format.tile_bytes);
+  for (int t = 1; t <= pieces; t++) {
+    if (next && (t % kPieces == 0 || t == pieces)) {
+      const uint8_t* const tile = next + (t - 1) / kPieces * format.tile_bytes;
+      fetch_run(half ? tile + kHalf : tile, half ? format.tile_bytes - kHalf : kHalf);
+    }
+    if (t < pieces) Codec::template decode<V>(w, strip, first + t, panel + t * kPieceElements);
   }
-  if (next) fetch_run(next + (pieces - 1) / kPieces * format.tile_bytes, format.tile_bytes);
   return at;
 }
 
@@ -252,8 +256,9 @@ void tile_gemm_forward(const GemmArgs& a) {
     const bool fetch_tokens = next_begin < cols && (!tokens_stay || at.panel == 0);
     PanelPass<Tiles, false> pass{a};
     pass.weights = {
-        decode_strip<V, Codec>(*term.w, at.row, at.begin / 32, at.steps, panel, while_decoding ? raw[0] : nullptr),
-        decode_strip<V, Codec>(*term.w, at.row + 1, at.begin / 32, at.steps, below, while_decoding ? raw[1] : nullptr)};
+        decode_strip<V, Codec>(*term.w, at.row, at.begin / 32, at.steps, panel, while_decoding ? raw[0] : nullptr, 0),
+        decode_strip<V, Codec>(*term.w, at.row + 1, at.begin / 32, at.steps, below, while_decoding ? raw[0] : nullptr,
+                               1)};
     pass.x = term.x + at.begin * kTileRows;
     pass.low_rank = term.low_rank;
     pass.strip = strip_elements(cols);
@@ -275,8 +280,10 @@ void tile_gemm_forward(const GemmArgs& a) {
       pass.lora_steps = m.cols / 32;
     }
     pass.run([&](int block, int blocks) {
-      if (!next.term || while_decoding) return Ahead{};
+      if (!next.term) return Ahead{};
       const int lines = ceil_div(next.steps * 32, format.tile_cols) * format.tile_bytes / kLine;
+      if (while_decoding)
+        return ahead_part(raw[1], int64_t(lines / 2) * kLine, ceil_div(lines, 2), block, blocks, at.steps);
       return ahead_part(raw[0], next.term->w->strip_bytes, lines, block, blocks, at.steps);
     });
   }
