@@ -20,17 +20,17 @@ from ktft.model.autograd import routed_experts
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 0.005, 0.01
 EXPERTS, TOP_K = 5, 2
-# The routing weights' gradient is a sum <direction, y> a route. Of fewer routes, all may nearly cancel by chance, and no
-# relative error of theirs is bounded: then the direction leans towards the output.
+# The routing weights' gradient is a sum <direction, y> a route. With fewer routes all of them may nearly cancel by
+# chance, and no relative error is bounded: then the direction leans towards the output.
 FEW_ROUTES = 16
 # Rows per expert: below, at and above the micro-kernels' and chunks' sizes; 0 is an expert that sees no token.
 CASES = sorted({(k["isa"], k["format"]) for k in native.kernels() if k["isa"] in native.isas()})
 TAILS = [(1, 3, 7, 0, 9), (16, 17, 31, 0, 32), (0, 33, 64, 65, 2), (257, 1, 0, 0, 300)]
 # By NUMA nodes: hidden size, intermediate size, LoRA rank, rows. Slices begin at multiples of 128.
 SIZES = {
-    1: [(96, 64, 8, TAILS[0]), (64, 160, 1, TAILS[1]), (160, 96, 33, TAILS[2]), (32, 32, 64, TAILS[3])],
-    2: [(64, 160, 33, TAILS[0]), (32, 256, 64, TAILS[1]), (96, 160, 8, TAILS[2])],
-    3: [(64, 288, 1, TAILS[0]), (96, 288, 33, TAILS[1]), (32, 416, 64, TAILS[2])],
+    1: [(96, 64, 64, TAILS[0]), (64, 160, 33, TAILS[1]), (160, 96, 8, TAILS[2]), (32, 32, 1, TAILS[3])],
+    2: [(64, 256, 33, TAILS[0]), (32, 160, 64, TAILS[1]), (32, 160, 1, TAILS[2])],
+    3: [(64, 288, 8, TAILS[0]), (32, 288, 33, TAILS[1])],
 }
 MORE_THAN_ONE_CALL = (0, 705, 2, 1409, 0)  # a GEMM call takes 704 rows, a gradient's reduction block 1024
 
@@ -80,13 +80,13 @@ def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bf
     return x, index, weights
 
 
-def compare(layer, lora, x, index, weights, activation="retain") -> dict[str, float]:
+def compare(layer, lora, x, index, weights, activation="retain", oracle=reference.moe) -> dict[str, float]:
     """Relative errors of the output and of each gradient."""
     leaves = {"hidden_states": x, "top_k_weights": weights}
     for name, pair in lora.pairs.items() if lora else ():
         leaves |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
     out = routed_experts(layer, x, index, weights, lora, activation)
-    expected = reference.moe(x.float(), index, weights, *dequantized(layer), lora)
+    expected = oracle(x.float(), index, weights, *dequantized(layer), lora)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     if index.numel() < FEW_ROUTES:
         direction += expected.detach() / expected.detach().square().mean().sqrt()
@@ -187,11 +187,11 @@ def test_dtypes_of_hidden_states_and_lora(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("isa", native.isas())
 def test_same_bits_whatever_the_threads_and_the_policy(isa: str, fmt: str) -> None:
     results = []
-    for threads, activation in itertools.product((1, 2, 3), ("retain", "recompute")):
+    for threads, activation in ((1, "retain"), (2, "recompute"), (3, "retain")):
         layer = make_layer(64, 96, fmt, isa, threads)
         torch.manual_seed(1)
         lora = make_lora(64, 96, 33, torch.float32, dropout=0.1, seed=11)
-        x, index, weights = inputs_for(TAILS[2], 64)
+        x, index, weights = inputs_for(TAILS[1], 64)
         out = routed_experts(layer, x, index, weights, lora, activation)
         leaves = [x, weights, *(t for p in lora.pairs.values() for t in (p.a, p.b))]
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
@@ -230,51 +230,6 @@ def test_two_forwards_before_their_backwards() -> None:
     for args, grad in zip((first, second), grads, strict=True):
         alone = torch.autograd.grad(routed_experts(layer, *args, lora).sum(), args[0])[0]
         assert torch.equal(alone, grad)
-
-
-def test_dropout_is_unbiased_per_element_and_absent_at_zero() -> None:
-    layer = make_layer(64, 64, "bf16", native.default_isa())
-    x, index, weights = inputs_for((400, 0, 0, 0, 0), 64, torch.float32)
-    torch.manual_seed(2)
-    lora = make_lora(64, 64, 64, torch.float32, ("gate_proj",))
-    # A = identity makes U = drop(x): the mask is seen through B's gradient, dB = dGateᵀ U
-    with torch.no_grad():
-        lora.pairs["gate_proj"].a.copy_(torch.eye(64).expand(EXPERTS, 64, 64))
-    outs = {}
-    for p, seed in ((0.0, 1), (0.25, 1), (0.25, 1), (0.25, 2)):
-        outs.setdefault((p, seed), []).append(
-            routed_experts(layer, x, index, weights, ExpertLora(lora.pairs, dropout=p, seed=seed)).detach()
-        )
-    assert torch.equal(*outs[0.25, 1]), "one seed, one mask"
-    assert not torch.equal(outs[0.25, 1][0], outs[0.25, 2][0]), "another seed, another mask"
-    assert not torch.equal(outs[0.0, 1][0], outs[0.25, 1][0])
-
-
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_dropout_gradients_match_finite_differences(projection: str) -> None:
-    """The mask of backward is the mask of forward, for the inputs' gradient too."""
-    layer = make_layer(32, 32, "bf16", native.default_isa())
-    torch.manual_seed(4)
-    pairs = make_lora(32, 32, 4, torch.float32, (projection,)).pairs
-    lora = ExpertLora({projection: LoraPair(pairs[projection].a, pairs[projection].b, 8.0)}, dropout=0.5, seed=5)
-    x, index, weights = inputs_for((4, 3, 2, 0, 1), 32, torch.float32)
-    target = lora.pairs[projection].a
-    out = routed_experts(layer, x, index, weights, lora)
-    direction = torch.randn(out.shape)
-    grad_a, grad_w = torch.autograd.grad(out, [target, weights], direction)
-    step = torch.randn(target.shape) * target.detach().abs().mean()
-    eps = 0.02
-
-    def loss(shift: float) -> float:
-        moved = ExpertLora({projection: LoraPair(target + shift * step, lora.pairs[projection].b, 8.0)}, 0.5, 5)
-        return float((routed_experts(layer, x, index, weights, moved) * direction).sum().detach())
-
-    slope = (loss(eps) - loss(-eps)) / (2 * eps)
-    assert abs(slope - float((grad_a * step).sum())) <= 0.05 * float(grad_a.norm() * step.norm())
-    # <dh, h> is the routing weight's gradient also when dh went through a mask: the output is linear in the weights
-    assert abs(float((grad_w * weights).sum().detach()) - float((out * direction).sum().detach())) <= 0.02 * float(
-        (out.detach() * direction).abs().sum()
-    )
 
 
 def test_a_wrong_gradient_fails_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
