@@ -63,7 +63,7 @@ def oracle(x: Tensor, index: Tensor, weights: Tensor, gate: Tensor, up: Tensor, 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("isa", native.isas())
 def test_contract(isa: str, nodes: int, activation: str) -> None:
-    layer = make_layer(32, 160, "int8", isa, 2, nodes)
+    layer = make_layer(32, 160, "int8", isa, nodes, nodes)
     lora = make_lora(32, 160, 33, torch.float32, dropout=0.2, seed=2**63 + 5)
     assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 32), activation, oracle))
 

@@ -111,6 +111,7 @@ def test_table_is_complete() -> None:
     assert sorted(rows) == sorted(itertools.product(isas, native.FORMATS, (False, True)))
 
 
+# One thread does these experts one by one, several threads all of them phase by phase (plan() in csrc/moe/forward.cc)
 @pytest.mark.parametrize(
     ("nodes", "threads", "activation"), [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompute")]
 )
@@ -147,10 +148,10 @@ def test_more_rows_than_one_call_takes(isa: str) -> None:
 
 
 # Two projections of rank 176 fill one gradient call's 704 rows, two of 177 take two calls
-@pytest.mark.parametrize("rank", [176, 177, 256])
+@pytest.mark.parametrize(("rank", "threads"), [(176, 1), (177, 2), (256, 1), (256, 2)])
 @pytest.mark.parametrize("isa", sorted({native.default_isa(), "amx_emu"}))
-def test_large_ranks(isa: str, rank: int) -> None:
-    layer = make_layer(64, 32, "int8", isa, 2)
+def test_large_ranks(isa: str, rank: int, threads: int) -> None:
+    layer = make_layer(64, 32, "int8", isa, threads)
     assert_contract(compare(layer, make_lora(64, 32, rank, torch.float32), *inputs_for(TAILS[1], 64)))
 
 
@@ -162,9 +163,9 @@ def test_rank_out_of_range_is_refused() -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("down_proj",), ("gate_proj",), ("up_proj", "down_proj")])
-@pytest.mark.parametrize("activation", ["retain", "recompute"])
-def test_subset_of_projections(names: tuple[str, ...], activation: str) -> None:
-    layer = make_layer(64, 96, "int8", native.default_isa(), 2)
+@pytest.mark.parametrize(("activation", "threads"), [("retain", 1), ("recompute", 1), ("retain", 2), ("recompute", 2)])
+def test_subset_of_projections(names: tuple[str, ...], activation: str, threads: int) -> None:
+    layer = make_layer(64, 96, "int8", native.default_isa(), threads)
     assert_contract(compare(layer, make_lora(64, 96, 4, torch.float32, names), *inputs_for(TAILS[1], 64), activation))
 
 
@@ -208,11 +209,11 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("rows", [(5, 0, 6, 0, 3), (0, 0, 0, 0, 2), ()])
+@pytest.mark.parametrize("rows", [(5, 1, 6, 0, 3), (0, 0, 0, 0, 2), ()])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_experts_without_tokens_have_zero_gradients(rows: tuple[int, ...], nodes: int) -> None:
     assert torch.empty(1).isnan()
-    layer = make_layer(64, 160, "int8", native.default_isa(), 2, nodes)
+    layer = make_layer(64, 160, "int8", native.default_isa(), nodes, nodes)
     lora = make_lora(64, 160, 4, torch.float32)
     routed_experts(layer, *inputs_for(rows, 64), lora).sum().backward()
     for pair in lora.pairs.values():

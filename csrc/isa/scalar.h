@@ -15,6 +15,7 @@ namespace ktft {
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
 //   kLooksUpWords  whether lookup_nibbles finds 32 bf16 values of 4-bit codes at once
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
+//   Tiles        of tile ISAs only, with store_pairs and transpose_dwords: see isa/amx.h
 struct Scalar {
   static constexpr int kWidth = 1, kStep = 1;
   static constexpr bool kPairs = false, kLooksUpWords = false;
