@@ -148,7 +148,9 @@ def test_bytes(fmt: str) -> None:
     block_scales = 32 / 128**2 if fmt == "fp8" else 0
     strip_pad = 256 * 8 / (16 * 1024)  # 256 bytes for 16 rows
     layer = pack(fmt, torch.zeros(1024, 1024))
-    assert layer.packed_bytes * 8 / (3 * 1024 * 1024) == pytest.approx(bits + row_scales + block_scales + strip_pad, rel=1e-3)
+    assert layer.packed_bytes * 8 / (3 * 1024 * 1024) == pytest.approx(
+        bits + row_scales + block_scales + strip_pad, rel=1e-3
+    )
 
 
 def test_mxfp4_rounds_to_even_and_saturates() -> None:

@@ -7,6 +7,7 @@ activations, of SiLU's output and of gradients between two products each add abo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,9 +20,19 @@ from ktft.model.autograd import routed_experts
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 0.005, 0.01
 EXPERTS, TOP_K = 5, 2
+# The routing weights' gradient is a sum <direction, y> a route. With fewer routes all of them may nearly cancel by
+# chance, and no relative error is bounded: then the direction leans towards the output.
+FEW_ROUTES = 16
 # Rows per expert: below, at and above the micro-kernels' and chunks' sizes; 0 is an expert that sees no token.
 CASES = sorted({(k["isa"], k["format"]) for k in native.kernels() if k["isa"] in native.isas()})
 TAILS = [(1, 3, 7, 0, 9), (16, 17, 31, 0, 32), (0, 33, 64, 65, 2), (257, 1, 0, 0, 300)]
+# By NUMA nodes: hidden size, intermediate size, LoRA rank, rows. Slices begin at multiples of 128.
+SIZES = {
+    1: [(96, 64, 64, TAILS[0]), (64, 160, 33, TAILS[1]), (160, 96, 8, TAILS[2]), (32, 32, 1, TAILS[3])],
+    2: [(64, 256, 33, TAILS[0]), (32, 160, 64, TAILS[1]), (32, 160, 1, TAILS[2])],
+    3: [(64, 288, 8, TAILS[0]), (32, 288, 33, TAILS[1])],
+}
+MORE_THAN_ONE_CALL = (0, 705, 2, 1409, 0)  # a GEMM call takes 704 rows, a gradient's reduction block 1024
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -69,14 +80,17 @@ def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bf
     return x, index, weights
 
 
-def compare(layer, lora, x, index, weights, activation="retain") -> dict[str, float]:
+def compare(layer, lora, x, index, weights, activation="retain", oracle=reference.moe) -> dict[str, float]:
     """Relative errors of the output and of each gradient."""
     leaves = {"hidden_states": x, "top_k_weights": weights}
     for name, pair in lora.pairs.items() if lora else ():
         leaves |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
     out = routed_experts(layer, x, index, weights, lora, activation)
-    expected = reference.moe(x.float(), index, weights, *dequantized(layer), lora)
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    expected = oracle(x.float(), index, weights, *dequantized(layer), lora)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    if index.numel() < FEW_ROUTES:
+        direction += expected.detach() / expected.detach().square().mean().sqrt()
+    direction = direction.to(out.dtype)
     actual_grads = torch.autograd.grad(out, list(leaves.values()), direction)
     expected_grads = torch.autograd.grad(expected, list(leaves.values()), direction.float())
     errors = {"output": relative(out, expected)}
@@ -97,14 +111,14 @@ def test_table_is_complete() -> None:
     assert sorted(rows) == sorted(itertools.product(isas, native.FORMATS, (False, True)))
 
 
-@pytest.mark.parametrize("activation", ["retain", "recompute"])
-@pytest.mark.parametrize("threads", [1, 2])
+# One thread does these experts one by one, several threads all of them phase by phase (plan() in csrc/moe/forward.cc)
+@pytest.mark.parametrize(
+    ("nodes", "threads", "activation"), [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompute")]
+)
 @pytest.mark.parametrize(("isa", "fmt"), CASES)
-def test_contract(isa: str, fmt: str, threads: int, activation: str) -> None:
-    for (hidden, intermediate), rows, rank in zip(
-        [(96, 64), (64, 160), (160, 96), (32, 32)], TAILS, [8, 1, 33, 5], strict=True
-    ):
-        layer = make_layer(hidden, intermediate, fmt, isa, threads)
+def test_contract(isa: str, fmt: str, nodes: int, threads: int, activation: str) -> None:
+    for hidden, intermediate, rank, rows in SIZES[nodes]:
+        layer = make_layer(hidden, intermediate, fmt, isa, threads, nodes)
         lora = make_lora(hidden, intermediate, rank, torch.float32)
         assert_contract(compare(layer, lora, *inputs_for(rows, hidden), activation))
 
@@ -119,19 +133,39 @@ def test_reduction_longer_than_one_block(isa: str, fmt: str) -> None:
 
 @pytest.mark.parametrize("nodes", [2, 3])
 @pytest.mark.parametrize("fmt", native.FORMATS)
-def test_numa_split(fmt: str, nodes: int) -> None:
-    # Slices begin at multiples of 128: 4 units of columns, the last one of 32
-    layer = make_layer(96, 416, fmt, native.default_isa(), 2, nodes)
-    assert_contract(compare(layer, make_lora(96, 416, 8, torch.float32), *inputs_for(TAILS[1], 96)))
-    whole = make_layer(96, 416, fmt, native.default_isa(), 2, 1)
+def test_numa_slices_are_the_whole(fmt: str, nodes: int) -> None:
+    # 4 units of 128 columns, the last one of 32
+    layer, whole = (make_layer(96, 416, fmt, native.default_isa(), 2, n) for n in (nodes, 1))
     for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
         assert torch.equal(layer.dequantize(expert, name), whole.dequantize(expert, name))
 
 
+@pytest.mark.parametrize("isa", native.isas())
+def test_more_rows_than_one_call_takes(isa: str) -> None:
+    layer = make_layer(32, 32, "int8", isa, 2)
+    lora = make_lora(32, 32, 33, torch.float32)
+    assert_contract(compare(layer, lora, *inputs_for(MORE_THAN_ONE_CALL, 32)))
+
+
+# Two projections of rank 176 fill one gradient call's 704 rows, two of 177 take two calls
+@pytest.mark.parametrize(("rank", "threads"), [(176, 1), (177, 2), (256, 1), (256, 2)])
+@pytest.mark.parametrize("isa", sorted({native.default_isa(), "amx_emu"}))
+def test_large_ranks(isa: str, rank: int, threads: int) -> None:
+    layer = make_layer(64, 32, "int8", isa, threads)
+    assert_contract(compare(layer, make_lora(64, 32, rank, torch.float32), *inputs_for(TAILS[1], 64)))
+
+
+def test_rank_out_of_range_is_refused() -> None:
+    layer = make_layer(32, 32, "int8", native.default_isa())
+    for rank in (0, 257):
+        with pytest.raises(ValueError, match=f"LoRA rank is {rank}, it must be 1 to 256"):
+            routed_experts(layer, *inputs_for(TAILS[0], 32), make_lora(32, 32, rank, torch.float32))
+
+
 @pytest.mark.parametrize("names", [(), ("down_proj",), ("gate_proj",), ("up_proj", "down_proj")])
-@pytest.mark.parametrize("activation", ["retain", "recompute"])
-def test_subset_of_projections(names: tuple[str, ...], activation: str) -> None:
-    layer = make_layer(64, 96, "int8", native.default_isa(), 2)
+@pytest.mark.parametrize(("activation", "threads"), [("retain", 1), ("recompute", 1), ("retain", 2), ("recompute", 2)])
+def test_subset_of_projections(names: tuple[str, ...], activation: str, threads: int) -> None:
+    layer = make_layer(64, 96, "int8", native.default_isa(), threads)
     assert_contract(compare(layer, make_lora(64, 96, 4, torch.float32, names), *inputs_for(TAILS[1], 64), activation))
 
 
@@ -150,14 +184,15 @@ def test_dtypes_of_hidden_states_and_lora(dtype: torch.dtype) -> None:
     assert_contract(compare(layer, lora, x, index, weights))
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8", "mxfp4"])
 @pytest.mark.parametrize("isa", native.isas())
-def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
+def test_same_bits_whatever_the_threads_and_the_policy(isa: str, fmt: str) -> None:
     results = []
-    for threads, activation in itertools.product((1, 2, 3), ("retain", "recompute")):
-        layer = make_layer(64, 96, "int8", isa, threads)
+    for threads, activation in ((1, "retain"), (2, "recompute"), (3, "retain")):
+        layer = make_layer(64, 96, fmt, isa, threads)
         torch.manual_seed(1)
-        lora = make_lora(64, 96, 8, torch.float32, dropout=0.1, seed=11)
-        x, index, weights = inputs_for(TAILS[2], 64)
+        lora = make_lora(64, 96, 33, torch.float32, dropout=0.1, seed=11)
+        x, index, weights = inputs_for(TAILS[1], 64)
         out = routed_experts(layer, x, index, weights, lora, activation)
         leaves = [x, weights, *(t for p in lora.pairs.values() for t in (p.a, p.b))]
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
@@ -165,15 +200,26 @@ def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_experts_without_tokens_have_zero_gradients() -> None:
-    layer = make_layer(64, 64, "int8", native.default_isa())
-    lora = make_lora(64, 64, 4, torch.float32)
-    x, index, weights = inputs_for((5, 0, 6, 0, 3), 64)
-    routed_experts(layer, x, index, weights, lora).sum().backward()
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("rows", [(5, 1, 6, 0, 3), (0, 0, 0, 0, 2), ()])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_experts_without_tokens_have_zero_gradients(rows: tuple[int, ...], nodes: int) -> None:
+    assert torch.empty(1).isnan()
+    layer = make_layer(64, 160, "int8", native.default_isa(), nodes, nodes)
+    lora = make_lora(64, 160, 4, torch.float32)
+    routed_experts(layer, *inputs_for(rows, 64), lora).sum().backward()
     for pair in lora.pairs.values():
         for tensor in (pair.a, pair.b):
-            seen = tensor.grad.flatten(1).abs().sum(1) > 0
-            assert seen.tolist() == [True, False, True, False, True]
+            assert tensor.grad.isfinite().all()
+            assert tensor.grad.flatten(1).any(1).tolist() == [count > 0 for count in (*rows, 0, 0, 0, 0, 0)[:EXPERTS]]
 
 
 def test_two_forwards_before_their_backwards() -> None:
@@ -185,51 +231,6 @@ def test_two_forwards_before_their_backwards() -> None:
     for args, grad in zip((first, second), grads, strict=True):
         alone = torch.autograd.grad(routed_experts(layer, *args, lora).sum(), args[0])[0]
         assert torch.equal(alone, grad)
-
-
-def test_dropout_is_unbiased_per_element_and_absent_at_zero() -> None:
-    layer = make_layer(64, 64, "bf16", native.default_isa())
-    x, index, weights = inputs_for((400, 0, 0, 0, 0), 64, torch.float32)
-    torch.manual_seed(2)
-    lora = make_lora(64, 64, 64, torch.float32, ("gate_proj",))
-    # A = identity makes U = drop(x): the mask is seen through B's gradient, dB = dGateᵀ U
-    with torch.no_grad():
-        lora.pairs["gate_proj"].a.copy_(torch.eye(64).expand(EXPERTS, 64, 64))
-    outs = {}
-    for p, seed in ((0.0, 1), (0.25, 1), (0.25, 1), (0.25, 2)):
-        outs.setdefault((p, seed), []).append(
-            routed_experts(layer, x, index, weights, ExpertLora(lora.pairs, dropout=p, seed=seed)).detach()
-        )
-    assert torch.equal(*outs[0.25, 1]), "one seed, one mask"
-    assert not torch.equal(outs[0.25, 1][0], outs[0.25, 2][0]), "another seed, another mask"
-    assert not torch.equal(outs[0.0, 1][0], outs[0.25, 1][0])
-
-
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_dropout_gradients_match_finite_differences(projection: str) -> None:
-    """The mask of backward is the mask of forward, for the inputs' gradient too."""
-    layer = make_layer(32, 32, "bf16", native.default_isa())
-    torch.manual_seed(4)
-    pairs = make_lora(32, 32, 4, torch.float32, (projection,)).pairs
-    lora = ExpertLora({projection: LoraPair(pairs[projection].a, pairs[projection].b, 8.0)}, dropout=0.5, seed=5)
-    x, index, weights = inputs_for((4, 3, 2, 0, 1), 32, torch.float32)
-    target = lora.pairs[projection].a
-    out = routed_experts(layer, x, index, weights, lora)
-    direction = torch.randn(out.shape)
-    grad_a, grad_w = torch.autograd.grad(out, [target, weights], direction)
-    step = torch.randn(target.shape) * target.detach().abs().mean()
-    eps = 0.02
-
-    def loss(shift: float) -> float:
-        moved = ExpertLora({projection: LoraPair(target + shift * step, lora.pairs[projection].b, 8.0)}, 0.5, 5)
-        return float((routed_experts(layer, x, index, weights, moved) * direction).sum().detach())
-
-    slope = (loss(eps) - loss(-eps)) / (2 * eps)
-    assert abs(slope - float((grad_a * step).sum())) <= 0.05 * float(grad_a.norm() * step.norm())
-    # <dh, h> is the routing weight's gradient also when dh went through a mask: the output is linear in the weights
-    assert abs(float((grad_w * weights).sum().detach()) - float((out * direction).sum().detach())) <= 0.02 * float(
-        (out.detach() * direction).abs().sum()
-    )
 
 
 def test_a_wrong_gradient_fails_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ namespace ktft {
 //   load_fp8     E4M3 codes as 1/256 of their value, which is what they are as the upper bits of half precision
 //   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
-//   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, load_pairs, dot), instead of rows
+//   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
 //   kLooksUpWords  whether lookup_nibbles finds 32 bf16 values of 4-bit codes at once
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
+//   Tiles        of tile ISAs only, with store_pairs and transpose_dwords: see isa/amx.h
 struct Scalar {
   static constexpr int kWidth = 1, kStep = 1;
   static constexpr bool kPairs = false, kLooksUpWords = false;

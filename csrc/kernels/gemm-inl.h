@@ -1,6 +1,6 @@
 // The GEMM on vector registers, for any ISA and codec.
 //
-// Weights are decoded to bf16 pieces one reduction block at a time (64 KB or 128 KB, in L2) and all tokens pass over
+// Weights are decoded to bf16 pieces one reduction block at a time (32 KB or 128 KB, in L2) and all tokens pass over
 // them before the next block, so that a weight is read from memory and decoded once.
 #pragma once
 

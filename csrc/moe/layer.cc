@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "moe/lora_grad.h"
+
 namespace ktft {
 namespace {
 
@@ -67,9 +69,12 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
 
 void MoeLayer::backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args) {
   check_lora(lora);
-  if (saved.routes.tokens == 0) return;
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
   Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, name_.c_str()};
+  if (saved.routes.tokens == 0) {
+    if (lora) zero_idle_gradients(call);
+    return;
+  }
   plan(call);
   ktft::backward(call, saved, args);
 }

@@ -20,8 +20,8 @@ namespace ktft {
 constexpr float kTiny = 1e-30f;
 
 // For each scale of a policy the values of all codes as bf16, twice: a lookup takes five bits of an index, and the
-// fifth belongs to the other code of its byte.
-template <class Policy>
+// fifth belongs to the other code of its byte. One an ISA, so that no code compiled for one is shared.
+template <class Policy, class V>
 struct alignas(64) CodeValues {
   bf16 rows[Policy::kScales][32];
 
@@ -30,7 +30,7 @@ struct alignas(64) CodeValues {
       CodeValues v;
       for (int s = 0; s < Policy::kScales; s++)
         for (int i = 0; i < 32; i++)
-          v.rows[s][i] = to_bf16(Policy::kTable[i % 16] * Policy::template multiplier<void>(typename Policy::Scale(s)));
+          v.rows[s][i] = to_bf16(Policy::kTable[i % 16] * Policy::template multiplier<V>(typename Policy::Scale(s)));
       return v;
     }();
     return values;
@@ -70,7 +70,7 @@ struct NibbleCodec {
     const uint8_t* codes = tile + piece % 4 * 16;
     const Scale* scales = reinterpret_cast<const Scale*>(tile + kCodeBytes) + piece % 4;
     if constexpr (V::kLooksUpWords && Policy::kScales > 0) {
-      const CodeValues<Policy>& values = CodeValues<Policy>::get();
+      const CodeValues<Policy, V>& values = CodeValues<Policy, V>::get();
       for (int r = 0; r < kTileRows; r++)
         V::lookup_nibbles(values.rows[scales[r * 4]], codes + r * kRowBytes, out + r * 32);
       return out;
