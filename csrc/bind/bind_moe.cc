@@ -35,11 +35,12 @@ void add_pair(Lora& lora, Projection p, Address a, Dtype a_dtype, Address b, Dty
 }
 
 std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights,
-                                     int tokens, int top_k, const Lora* lora, Keep keep, Address out) {
+                                     int tokens, int top_k, const Lora* lora, Keep keep, int activation_bits,
+                                     Address out) {
   const py::gil_scoped_release release;
   return layer.forward(
       {at<const void>(hidden), dtype, at<const int64_t>(index), at<const float>(weights), tokens, top_k}, lora, keep,
-      at<void>(out));
+      activation_bits, at<void>(out));
 }
 
 void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_output, Dtype dtype, Address weights,
@@ -112,7 +113,7 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("bytes", [](const MoeLayer& layer) { return layer.weights().bytes(); })
       .def("forward", &forward_layer, py::arg("hidden"), py::arg("dtype"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("tokens"), py::arg("top_k"), py::arg("lora"), py::arg("keep"),
-           py::arg("out"))
+           py::arg("activation_bits"), py::arg("out"))
       .def("backward", &backward_layer, py::arg("saved"), py::arg("hidden"), py::arg("grad_output"), py::arg("dtype"),
            py::arg("top_k_weights"), py::arg("lora"), py::arg("grad_hidden"), py::arg("grad_weights"));
 }

@@ -44,6 +44,18 @@ struct EmulatedTiles {
     }
   }
 
+  template <int C, int A, int B>
+  static void dot_int8() {
+    for (int m = 0; m < 16; m++) {
+      int32_t acc[16];
+      std::memcpy(acc, registers[C][m], sizeof acc);
+      for (int k = 0; k < 16; k++)
+        for (int n = 0; n < 16; n++)
+          for (int i = 0; i < 4; i++) acc[n] += int8_t(registers[A][m][4 * k + i]) * int8_t(registers[B][k][4 * n + i]);
+      std::memcpy(registers[C][m], acc, sizeof acc);
+    }
+  }
+
  private:
   static float flush(float v) { return v > -1.17549435e-38f && v < 1.17549435e-38f ? 0.f * v : v; }
   static float element(int tile, int row, int i) {
@@ -59,6 +71,27 @@ struct AmxEmu : Scalar {
   static void store_pairs(bf16* p, F even, F odd) {
     p[0] = to_bf16(even);
     p[1] = to_bf16(odd);
+  }
+
+  static F load_int32(const void* p) {
+    int32_t v;
+    std::memcpy(&v, p, 4);
+    return float(v);
+  }
+  static void largest_of_pairs(const bf16* pairs, int rows, float* largest) {
+    uint16_t most[16] = {};
+    for (int i = 0; i < rows * 32; i++) {
+      const uint16_t magnitude = pairs[i].bits & 0x7fff;
+      if (magnitude > most[i % 32 / 2]) most[i % 32 / 2] = magnitude;
+    }
+    for (int t = 0; t < 16; t++) largest[t] = to_float(bf16{most[t]});
+  }
+  static void store_codes(int8_t* out, const bf16* low, const bf16* high, const float* factors) {
+    for (int t = 0; t < 16; t++)
+      for (int i = 0; i < 4; i++) {
+        const float v = to_float((i < 2 ? low : high)[2 * t + i % 2]) * factors[t];
+        out[4 * t + i] = v == v ? int8_t(std::lrintf(v)) : 0;
+      }
   }
 
   static void transpose_dwords(const void* in, int64_t in_bytes, void* out, int64_t out_bytes) {

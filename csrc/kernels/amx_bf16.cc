@@ -13,6 +13,7 @@ const IsaTable kAmxBf16Table = {{
 #include "kernels/formats.inc"
                                 },
                                 vector_table<AmxBf16>(),
-                                rate_table<AmxBf16>()};
+                                rate_table<AmxBf16>(),
+                                int8_table<AmxBf16>()};
 
 }  // namespace ktft

@@ -14,6 +14,7 @@ const IsaTable kAmxEmuTable = {{
 #include "kernels/formats.inc"
                                },
                                vector_table<AmxEmu>(),
-                               rate_table<AmxEmu>()};
+                               rate_table<AmxEmu>(),
+                               int8_table<AmxEmu>()};
 
 }  // namespace ktft

@@ -3,6 +3,7 @@
 
 #include "kernels/epilogue-inl.h"
 #include "kernels/gemm-inl.h"
+#include "kernels/int8_gemm-inl.h"
 #include "kernels/rates-inl.h"
 #include "kernels/tile_gemm-inl.h"
 #include "kernels/vector-inl.h"
@@ -13,6 +14,7 @@ struct IsaTable {
   GemmKernel gemms[kFormats * kPasses];
   VectorKernels vectors;
   RateKernels rates;
+  Int8Kernels int8{};
 };
 
 template <class V>

@@ -95,6 +95,34 @@ struct SwigluBackwardArgs {
   int64_t weight_grads_stride;
 };
 
+// W8A8, where there are tiles with int8 products: activations are scale * q, one scale a row, q in [-127, 127].
+// Rows lie in strips of 16 as a B operand: 1 KB tiles of 64 columns, row i of a tile holds columns 4i to 4i + 3 of
+// every token. Columns are padded with zeros to whole tiles; strips end with two unused tiles, as those of bf16 do.
+struct Int8Rows {
+  int8_t* codes;
+  float* scales;
+};
+constexpr int kInt8TileCols = info(Format::kInt8).tile_cols;
+constexpr int kMaxInt8Reduction = INT32_MAX / (127 * 127);  // sums are exact in int32
+static constexpr int64_t int8_strip_bytes(int cols) {
+  return int64_t(ceil_div(cols, kInt8TileCols) + 2) * kInt8TileCols * kTileRows;
+}
+static inline Int8Rows int8_rows_at(const Int8Rows& rows, int row, int cols) {
+  return {rows.codes + row / kTileRows * int8_strip_bytes(cols), rows.scales + row};
+}
+
+// C[t, j] = scale[t] sum_i q[t, i] Q[out_begin + j, i]  + add[t, j]: results as a forward GEMM's.
+struct Int8GemmArgs {
+  GemmArgs gemm;  // but for the terms' x and LoRA
+  Int8Rows x;
+  const float* add[2];  // to each term, laid out as its c is; or null
+};
+
+struct Int8Kernels {
+  void (*quantize)(const bf16* strip, int cols, int8_t* codes, float* scales);  // a strip as pack_forward makes it
+  void (*gemm)(const Int8GemmArgs&);
+};
+
 // What is not a GEMM. n and cols are multiples of 16.
 struct VectorKernels {
   bool turned;  // see above
@@ -129,5 +157,6 @@ const std::vector<GemmKernel>& gemm_table();
 const GemmKernel& find_gemm(Isa isa, Format format, Pass pass);
 const VectorKernels& vector_kernels(Isa isa);
 const RateKernels& rate_kernels(Isa isa);
+const Int8Kernels* int8_kernels(Isa isa);  // null where there are none
 
 }  // namespace ktft

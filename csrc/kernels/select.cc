@@ -28,6 +28,11 @@ const GemmKernel& find_gemm(Isa isa, Format format, Pass pass) {
 
 const VectorKernels& vector_kernels(Isa isa) { return kTables[int(isa)]->vectors; }
 
+const Int8Kernels* int8_kernels(Isa isa) {
+  const Int8Kernels& kernels = kTables[int(isa)]->int8;
+  return kernels.gemm ? &kernels : nullptr;
+}
+
 const RateKernels& rate_kernels(Isa isa) { return kTables[int(isa)]->rates; }
 
 }  // namespace ktft

@@ -127,6 +127,10 @@ void tile_block(const TileProduct* lora, const TileProduct& main, bool first, co
   if constexpr (!kHalf) Tiles::template store<3>(c.at[3], c.row_bytes);
 }
 
+struct Nothing {
+  void operator()(int) const {}
+};
+
 // One panel of W under all tokens.
 //   weights, lora   the panel as an operand; lora's rows or columns beside it, or null
 //   x, low_rank     where the tokens' first strips begin for these reduction elements; strips lie `strip` apart
@@ -149,10 +153,11 @@ struct PanelPass {
     return kTokensAreA ? TileProduct{tokens, other, count} : TileProduct{other, tokens, count};
   }
 
-  // weights_ahead(block, blocks) is what of the next panel to fetch.
-  template <class Fn>
-  void run(const Fn& weights_ahead) const {
-    const int blocks = ceil_div(args.tokens, kRowPad);
+  // weights_ahead(block, blocks) is what of the next panel to fetch. done(strip) sees each strip's results in L1, one
+  // block late, so that it does not wait for the products.
+  template <class Fn, class Done = Nothing>
+  void run(const Fn& weights_ahead, const Done& done = {}) const {
+    const int blocks = ceil_div(args.tokens, kRowPad), strips = ceil_div(args.tokens, kTileRows);
     for (int block = 0; block < blocks; block++) {
       const int64_t at = block * 2;
       float* const out = c + at * kResultPiece;
@@ -170,7 +175,9 @@ struct PanelPass {
         tile_block<Tiles, kTokensAreA, true>(extra, main, first, results, ahead);
       else
         tile_block<Tiles, kTokensAreA, false>(extra, main, first, results, ahead);
+      for (int s = std::max(0, block * 2 - 2); s < block * 2; s++) done(s);
     }
+    for (int s = blocks * 2 - 2; s < strips; s++) done(s);
   }
 };
 
@@ -220,18 +227,19 @@ struct ForwardPass {
   int begin, steps;
 };
 
-static inline ForwardPass forward_pass(const GemmArgs& a, bool tokens_stay, int index) {
+// Pass number `index` of a call; a step of its products is over `step` columns.
+static inline ForwardPass forward_pass(const GemmArgs& a, int step, bool tokens_stay, int index) {
   const int cols = a.terms[0].w->cols, outs = a.out_count / 32, panels = a.count * outs;
-  const int blocks = ceil_div(cols, kTileReduction);
+  const int reduction = kTileReduction / 32 * step, blocks = ceil_div(cols, reduction);
   const int panel = tokens_stay ? index / blocks : index % panels, out = panel % outs * 32;
-  const int begin = (tokens_stay ? index % blocks : index / panels) * kTileReduction;
+  const int begin = (tokens_stay ? index % blocks : index / panels) * reduction;
   const GemmTerm* const term = &a.terms[panel / outs];
   return {term,
           panel,
           (term->out_begin + out) / kTileRows,
           (term->lora_begin + out) / kTileRows,
           begin,
-          std::min(kTileReduction, cols - begin) / 32};
+          ceil_div(std::min(reduction, cols - begin), step)};
 }
 
 template <class V, class Codec>
@@ -245,8 +253,8 @@ void tile_gemm_forward(const GemmArgs& a) {
   const bool tokens_stay = int64_t(a.tokens) * cols * int(sizeof(bf16)) <= kTokensInL2;
   Tiles::configure();
   for (int i = 0; i < passes; i++) {
-    const ForwardPass at = forward_pass(a, tokens_stay, i);
-    const ForwardPass next = i + 1 < passes ? forward_pass(a, tokens_stay, i + 1) : ForwardPass{};
+    const ForwardPass at = forward_pass(a, 32, tokens_stay, i);
+    const ForwardPass next = i + 1 < passes ? forward_pass(a, 32, tokens_stay, i + 1) : ForwardPass{};
     const uint8_t* raw[2] = {};
     for (int s = 0; s < 2 && next.term; s++) raw[s] = next.term->w->tile(next.row + s, next.begin / format.tile_cols);
     const bool while_decoding = kDecodes && a.tokens <= kFewTokens;

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "moe/backward.h"
+#include "moe/w8a8.h"
 
 namespace ktft {
 namespace {
@@ -50,6 +51,11 @@ LowRank take_low_rank(const Call& call, Projection p, const LowRank& shared, con
   return {shared.rows, pair ? take(memory, rows, split_rank(pair->rank())) : nullptr};
 }
 
+Int8Rows take_int8(Scratch& memory, const RowChunk& rows, int cols) {
+  const int padded = pad_rows(rows.rows);
+  return {memory.take<int8_t>(int8_bytes(padded, cols)), memory.take<float>(size_t(padded))};
+}
+
 // Gate, up and h of one expert. Returns where they are.
 Activations expert_gate_up(const Call& call, const PackedLora& lora, const TokenRows& hidden, const Activations& act,
                            const RowChunk& rows, const RowChunk& local, std::atomic<int>& bad, Scratch& memory,
@@ -61,18 +67,24 @@ Activations expert_gate_up(const Call& call, const PackedLora& lora, const Token
   Activations own;
   own.nodes = {{shared.gate ? shared.gate + at : nullptr, shared.up ? shared.up + at : nullptr,
                 take(memory, rows, width), take_low_rank(call, Projection::kDown, shared.down, rows, memory)}};
+  if (call.int8) {
+    own.int8_x = take_int8(memory, rows, call.weights.shape().hidden);
+    own.nodes[0].int8_h = take_int8(memory, rows, width);
+  }
   for (Projection p : {Projection::kGate, Projection::kUp})
     own.low_rank[int(p)] = take_low_rank(call, p, act.low_rank[int(p)], rows, memory);
   each_chunk_of(local, scratch, [&](const RowChunk& chunk) {
-    const int token = gather_chunk(call, hidden, {Pass::kForward, true, false}, chunk,
-                                   x + activation_elements(chunk.packed, call.weights.shape().hidden), scratch);
+    bf16* const at = x + activation_elements(chunk.packed, call.weights.shape().hidden);
+    const int token = gather_chunk(call, hidden, {Pass::kForward, true, false}, chunk, at, scratch);
     if (token >= 0) bad = token;
+    if (call.int8) quantize(call, at, call.weights.shape().hidden, chunk, own.int8_x);
     input_low_rank(call, lora, x, own, chunk, scratch);
   });
   each_block(gate_up_blocks(call, 0), scratch,
              [&](int block) { gate_up_block(call, lora, x, own, 0, local, block, scratch); });
   if (call.pair(Projection::kDown))
     each_chunk_of(local, scratch, [&](const RowChunk& chunk) { hidden_low_rank(call, lora, own, 0, chunk, scratch); });
+  if (call.int8) each_chunk_of(local, scratch, [&](const RowChunk& chunk) { quantize_h(call, own, 0, chunk); });
   return own;
 }
 
@@ -126,7 +138,8 @@ size_t expert_bytes(const Call& call) {
   // backward: dy; d gate, d up, h; three operands; transposed lows of six gradients
   const size_t elements = activation_elements(rows, shape.hidden) + 3 * activation_elements(rows, shape.intermediate) +
                           3 * activation_elements(rows, places) + 6 * activation_elements(places, rows);
-  return elements * sizeof(bf16) + 4096;
+  const size_t int8 = int8_bytes(rows, shape.hidden) + int8_bytes(rows, shape.intermediate) + 2 * rows * sizeof(float);
+  return elements * sizeof(bf16) + (call.int8 ? int8 : 0) + 4096;
 }
 
 }  // namespace ktft

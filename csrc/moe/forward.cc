@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "moe/by_expert.h"
+#include "moe/w8a8.h"
 
 namespace ktft {
 namespace {
@@ -11,6 +12,11 @@ namespace {
 constexpr int kTokensPerTask = 16;
 constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
+
+void product(const Call& call, const GemmArgs& args, const Int8Rows& x, const RowChunk& rows, Scratch& scratch) {
+  if (!call.int8) return run_gemm(call, call.weights.format(), Pass::kForward, args);
+  int8_product(call, args, int8_rows_at(x, rows.packed, args.terms[0].w->cols), scratch);
+}
 
 // Rows without what dropout drops of them: themselves, or a copy.
 const bf16* dropped(const Call& call, Projection p, const RowChunk& chunk, const bf16* rows, int cols, int first,
@@ -69,7 +75,8 @@ void plan(Call& call) {
 void reserve_scratch(const Call& call) {
   const size_t hidden = size_t(call.weights.shape().hidden);
   const size_t gemm = kGemmScratch + size_t(2) * kMaxTokens * kMaxOutputs * sizeof(float) + kMaxTokens * 8;
-  const size_t gathering = hidden * (kTileRows * 2 * sizeof(bf16) + 2 * sizeof(float)) + lora_scratch(call);
+  const size_t gathering = hidden * (kTileRows * 2 * sizeof(bf16) + 2 * sizeof(float)) + lora_scratch(call) +
+                           (call.int8 ? activation_elements(Routes::kChunkRows, int(hidden)) * sizeof(bf16) : 0);
   for (Scratch& scratch : call.runtime.scratch) scratch.reserve(std::max(gemm, gathering) + 4096);
   if (!call.by_expert) return;
   for (Scratch& memory : call.runtime.expert_memory) memory.reserve(expert_bytes(call));
@@ -139,6 +146,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
   const int shared = call.by_expert ? 0 : packed;  // rows of what otherwise lies in each thread's expert memory
   Activations act{};
   if (saved) saved->nodes.resize(w.nodes());
+  if (call.int8) act.int8_x = place_int8(ws.x_codes, ws.x_scales, shared, w.shape().hidden, -1);
   for (int p = 0; p < 2; p++)
     if (const LoraPair* pair = call.pair(kGateUp[p])) {
       const size_t count = rows * pair->rank();
@@ -169,6 +177,7 @@ Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up)
                 : node.low_rank[int(kDown)].get<float>(low, id),
           node.low_rank_operand[int(kDown)].get<bf16>(activation_elements(shared, split_rank(pair->rank())), id)};
     }
+    if (call.int8) out.int8_h = place_int8(node.h_codes, node.h_scales, shared, w.width(n), id);
     act.nodes.push_back(out);
   }
   return act;
@@ -194,7 +203,7 @@ void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, cons
   PackedMatrix matrix[2], b[2];
   for (int p = 0; p < 2; p++) {
     matrix[p] = w.matrix(node, rows.expert, kGateUp[p]);
-    args.terms[p] = {&matrix[p], col,     x + activation_elements(rows.packed, w.shape().hidden), nullptr,
+    args.terms[p] = {&matrix[p], col,     x ? x + activation_elements(rows.packed, w.shape().hidden) : x, nullptr,
                      col,        nullptr, scratch.take<float>(size_t(pad_rows(rows.rows)) * cols)};
     if (const LoraPair* pair = call.pair(kGateUp[p])) {
       b[p] = lora.b(call, kGateUp[p], rows.slot, node);
@@ -202,7 +211,7 @@ void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, cons
       args.terms[p].low_rank = act.low_rank[p].operand_at(rows, pair->rank());
     }
   }
-  run_gemm(call, w.format(), Pass::kForward, args);
+  product(call, args, act.int8_x, rows, scratch);
   const Activations::PerNode& out = act.nodes[node];
   const size_t at = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
   const auto scale = [&](int p) { return matrix[p].row_scale ? matrix[p].row_scale + col : nullptr; };
@@ -233,7 +242,7 @@ void down_block(const Call& call, const PackedLora& lora, const Activations& act
     term.lora = &b;
     term.low_rank = act.nodes[node].down.operand_at(rows, pair->rank());
   }
-  run_gemm(call, w.format(), Pass::kForward, {{term}, 1, cols, rows.rows, scratch.take<char>(kGemmScratch)});
+  product(call, {{term}, 1, cols, rows.rows, scratch.take<char>(kGemmScratch)}, act.nodes[node].int8_h, rows, scratch);
   call.vec().store_rows(Pass::kForward, rows.rows, cols, c, matrix.row_scale ? matrix.row_scale + col : nullptr,
                         y + size_t(rows.begin) * hidden + col, hidden);
 }
@@ -246,12 +255,16 @@ void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, 
   const Routes& routes = call.routes;
   Runtime& rt = call.runtime;
   const int hidden = call.weights.shape().hidden;
-  bf16* const x = rt.workspace.x.get<bf16>(activation_elements(routes.packed_rows, hidden));
+  // Quantized at once, rows that no adapter needs do not leave L2
+  const bool keeps = !call.int8 || call.lora;
+  bf16* const x = keeps ? rt.workspace.x.get<bf16>(activation_elements(routes.packed_rows, hidden)) : nullptr;
   std::atomic<int> bad{-1};
   each_chunk(call, "gather", [&](const RowChunk& chunk, Scratch& scratch) {
-    const int token = gather_chunk(call, tokens, {Pass::kForward, true, false}, chunk,
-                                   x + activation_elements(chunk.packed, hidden), scratch);
+    bf16* const rows = keeps ? x + activation_elements(chunk.packed, hidden)
+                             : scratch.take<bf16>(activation_elements(pad_rows(chunk.rows), hidden));
+    const int token = gather_chunk(call, tokens, {Pass::kForward, true, false}, chunk, rows, scratch);
     if (token >= 0) bad = token;
+    if (call.int8) quantize(call, rows, hidden, chunk, act.int8_x);
     input_low_rank(call, lora, x, act, chunk, scratch);
   });
   check_finite(call, bad);
@@ -313,6 +326,10 @@ void forward(const Call& call, const TokenRows& hidden, void* out, Saved* saved,
     forward_by_expert(call, lora, hidden, act, y[0]);
   } else {
     gate_up(call, lora, hidden, act);
+    if (call.int8)
+      each_node(
+          call, "quantize h", [&](int) { return int(call.routes.chunks.size()); },
+          [&](int node, int task, Scratch&) { quantize_h(call, act, node, call.routes.chunks[task]); });
     const int blocks = hidden_blocks(call);
     each_node(
         call, "down", [&](int) { return int(call.routes.calls.size()) * blocks; },

@@ -13,6 +13,7 @@ struct Call {
   const float* top_k_weights;  // [tokens, top_k]
   const Lora* lora;            // or null
   const char* name;            // the layer, for messages
+  bool int8 = false;           // activations: see w8a8.h
   int block = 0;               // outputs of one GEMM call
   bool by_expert = false;      // each expert's whole pass is one task; or every step of it is a phase of all experts
 
@@ -28,9 +29,11 @@ struct Activations {
     bf16 *gate, *up;  // [packed rows, width], before SiLU
     bf16* h;          // the same, as the forward GEMM takes it
     LowRank down;     // this node's part of A_down h
+    Int8Rows int8_h{};
   };
   std::vector<PerNode> nodes;
   LowRank low_rank[2];  // A_gate x, A_up x
+  Int8Rows int8_x{};
 };
 
 // Sets block and by_expert. As many outputs a GEMM call as leave every thread several calls: large ones read tokens
@@ -81,7 +84,7 @@ void check_finite(const Call& call, int token);
 Activations place_activations(const Call& call, Saved* saved, bool keep_gate_up);
 
 // The parts of the forward pass, each for some rows and, of outputs, one block of columns. `x` [packed rows, hidden]
-// is as the forward GEMM takes it.
+// is as the forward GEMM takes it, and null when only int8_x counts.
 void input_low_rank(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act,
                     const RowChunk& chunk, Scratch& scratch);
 void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, const Activations& act, int node,

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "moe/lora_grad.h"
+#include "moe/w8a8.h"
 
 namespace ktft {
 namespace {
@@ -54,13 +55,26 @@ void MoeLayer::check_lora(const Lora* lora) const {
     }
 }
 
-std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lora, Keep keep, void* out) {
+void MoeLayer::check_bits(int activation_bits, Keep keep) const {
+  KTFT_CHECK(activation_bits == 8 || activation_bits == 16, name_, ": activation_bits is ", activation_bits,
+             ", it must be 16 (bf16) or 8 (int8)");
+  if (activation_bits == 16) return;
+  KTFT_CHECK(
+      keep == Keep::kNothing, name_, ": activation_bits is 8, but activation is ",
+      keep == Keep::kRoutes ? "recompute" : "retain",
+      " for a backward, which 8-bit activations do not have: pass activation=\"none\", or leave activation_bits at 16");
+  check_w8a8(name_.c_str(), runtime_->isa, weights_);
+}
+
+std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lora, Keep keep, int activation_bits,
+                                         void* out) {
   check_lora(lora);
+  check_bits(activation_bits, keep);
   const auto saved = std::make_shared<Saved>(runtime_);
   saved->routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
   if (input.tokens > 0) {
     const std::lock_guard<std::mutex> lock(runtime_->mutex);
-    Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str()};
+    Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str(), activation_bits == 8};
     plan(call);
     ktft::forward(call, {input.hidden, input.dtype}, out, saved.get(), keep == Keep::kActivations);
   }

@@ -27,13 +27,15 @@ class MoeLayer {
   const PackedExperts& weights() const { return weights_; }
   void load(int expert, Projection projection, const SourceMatrix& source);
 
-  // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing.
-  std::shared_ptr<Saved> forward(const LayerInput& input, const Lora* lora, Keep keep, void* out);
+  // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits: 16
+  // (bf16) or 8 (int8, see w8a8.h).
+  std::shared_ptr<Saved> forward(const LayerInput& input, const Lora* lora, Keep keep, int activation_bits, void* out);
 
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:
   void check_lora(const Lora* lora) const;
+  void check_bits(int activation_bits, Keep keep) const;
 
   std::shared_ptr<Runtime> runtime_;
   std::string name_;

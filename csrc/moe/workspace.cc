@@ -40,11 +40,13 @@ size_t Runtime::workspace_bytes() const {
   const auto add = [&](const auto& buffers) {
     for (const auto& b : buffers) total += b.bytes();
   };
-  for (const Growing* g : {&workspace.x, &workspace.dy, &workspace.lora, &workspace.transposed}) total += g->bytes();
+  for (const Growing* g :
+       {&workspace.x, &workspace.dy, &workspace.x_codes, &workspace.x_scales, &workspace.lora, &workspace.transposed})
+    total += g->bytes();
   add(workspace.low_rank);
   add(workspace.low_rank_operand);
   for (const NodeWorkspace& n : workspace.nodes) {
-    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.y, &n.weight_grads}) total += g->bytes();
+    for (const Growing* g : {&n.gate, &n.up, &n.h, &n.h_codes, &n.h_scales, &n.y, &n.weight_grads}) total += g->bytes();
     add(n.grad);
     add(n.low_rank);
     add(n.low_rank_operand);

@@ -55,6 +55,7 @@ class Scratch {
 struct NodeWorkspace {
   Growing gate, up, h;                     // bf16 [packed rows, width]
   Growing grad[2];                         // bf16 [packed rows, width]: d gate, d up, times the weights' row scales
+  Growing h_codes, h_scales;               // Int8Rows of h
   Growing y;                               // bf16 [rows, hidden]: outputs, or d hidden, row by row
   Growing low_rank[kProjections];          // fp32 [rows, r]
   Growing low_rank_operand[kProjections];  // bf16 [packed rows, split_rank]
@@ -63,6 +64,7 @@ struct NodeWorkspace {
 
 struct Workspace {
   Growing x, dy;                           // bf16 [packed rows, hidden], gathered
+  Growing x_codes, x_scales;               // Int8Rows of x
   Growing lora;                            // see PackedLora
   Growing low_rank[kProjections];          // fp32 [rows, r]
   Growing low_rank_operand[kProjections];  // bf16 [packed rows, split_rank]
