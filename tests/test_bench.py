@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from ktft import native
 from ktft.bench import layers, machine, measure, peer_kt, report
-from ktft.bench.cases import SHAPES, STEPS, Case, PeerFigure, Record, Shape, parse_shape
+from ktft.bench.cases import SHAPES, STEPS, W8A8_STEP, Case, PeerFigure, Record, Shape, parse_shape
 from ktft.bench.layers import Ktft
 from ktft.bench.peer import Job
 from ktft.bench.peers import PEERS
@@ -75,6 +76,23 @@ def test_json_lines_on_stdout_are_alone_there() -> None:
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == list(STEPS)
     assert "%read" in done.stderr
+
+
+def test_w8a8_is_a_step_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_runtime = native.runtime
+    monkeypatch.setattr(native, "runtime", partial(make_runtime, isa="amx_emu"))
+    output = tmp_path / "records.jsonl"
+    done = bench("--shape", TINY, "--tokens", "8", "--format", "int8", "--format", "bf16", "--runs", "1", "--w8a8",
+                 "--threads", "2", "--peer", "torch-eager", "--output", str(output))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r["step"] for r in records] == [*STEPS, W8A8_STEP, *STEPS]
+    assert 0 < records[3]["max_error"] <= 0.04 and records[3]["peers"]["torch-eager"]["ratio"] > 0
+    monkeypatch.setattr(native, "runtime", partial(make_runtime, isa="scalar"))
+    done = bench("--shape", TINY, "--tokens", "8", "--format", "int8", "--w8a8", "--peer", "none")
+    assert done.exit_code == 2 and "activation_bits is 8, but the ISA is scalar" in " ".join(
+        done.output.replace("│", " ").split()
+    )
 
 
 @pytest.mark.parametrize(

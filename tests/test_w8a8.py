@@ -1,16 +1,18 @@
 """activation_bits=8: int8 weights times int8 activations, against torch's emulation of the same quantization.
 
-The codes are the emulation's own, apart from ties, so what is left is bf16 rounding: of h, which can move a code, and of
-outputs. Against the exact layer the quantization itself counts, above all h's, whose largest values are far from the
-others.
+The codes are the emulation's own, apart from ties, so what is left is bf16 rounding: of h, which can move a code, and
+of outputs. Against the exact layer the quantization itself counts, above all h's, whose largest values are far from
+the others.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import EXPERTS, dequantized, inputs_for, make_layer, make_lora, relative
+from test_kernels import dequantized, inputs_for, make_layer, make_lora, relative
 from torch import Tensor
 
 from ktft import native, reference
@@ -52,7 +54,7 @@ def emulated(layer: native.ExpertLayer, x, index, weights, nodes: int = 1, lora:
             quantized(rows) @ w.T + adapter(name, expert, rows) for w, name in ((gate, "gate_proj"), (up, "up_proj"))
         )
         h = (F.silu(g) * u).bfloat16().double()
-        codes = torch.cat([quantized(h[:, a:b]) for a, b in zip(cuts, cuts[1:], strict=False)], -1)
+        codes = torch.cat([quantized(h[:, a:b]) for a, b in itertools.pairwise(cuts)], -1)
         y = codes @ down.T + adapter("down_proj", expert, h)
         out.index_add_(0, token, y * weights.detach().double()[token, slot, None])
     return out
@@ -132,7 +134,12 @@ def test_what_cannot_be_is_refused() -> None:
             layer.forward(x, index, weights, None, activation, activation_bits=8)
     with pytest.raises(ValueError, match="activation_bits is 4, it must be 16"):
         layer.forward(x, index, weights, None, "none", activation_bits=4)
+    wide = 133_152  # 127 * 127 of it exceed 2^31
+    long = native.ExpertLayer(
+        layer.runtime, num_experts=1, hidden_size=wide, intermediate_size=32, format="int8", name="long"
+    )
+    with pytest.raises(ValueError, match=f"sums over {wide} products.*activation_bits at 16"):
+        forward(long, torch.zeros(1, wide), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
     x[1, 5] = float("nan")
     with pytest.raises(ValueError, match=r"NaN or Inf \(token 1 of"):
         forward(layer, x, index, weights)
-    assert layer.num_experts == EXPERTS

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ktft import reference
+from ktft.bench.cases import W8A8_STEP
 from ktft.bench.layers import Batch, Ktft
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
@@ -48,7 +49,7 @@ def _token(ktft: Ktft, batch: Batch, token: int) -> tuple[Tensor, list[Tensor], 
 
 
 def errors(ktft: Ktft, batch: Batch) -> dict[str, float]:
-    """The largest relative L2 error of the output (`forward`) and of any gradient (`backward`).
+    """The largest relative L2 error of the output (`forward`, `forward-w8a8`) and of any gradient (`backward`).
 
     Only the sampled tokens get a gradient from above, so that the adapters' gradients are theirs alone.
     """
@@ -60,12 +61,17 @@ def errors(ktft: Ktft, batch: Batch) -> dict[str, float]:
     out = routed_experts(ktft.layers[0], leaves[0], batch.index, leaves[1], ktft.lora)
     grads = torch.autograd.grad(out, leaves, sampled.grad_output)
     exact = [torch.zeros(grad.shape) for grad in grads]
+    out_w8a8 = ktft.forward_w8a8(batch) if ktft.w8a8 else None
     forward: list[float] = []
+    forward_w8a8: list[float] = []
     for token in tokens:
         y, wanted, experts = _token(ktft, sampled, token)
         forward.append(_error(out[token].detach(), y[0]))
+        if out_w8a8 is not None:
+            forward_w8a8.append(_error(out_w8a8[token], y[0]))
         exact[0][token], exact[1][token] = wanted[0][0], wanted[1][0]
         for total, part in zip(exact[2:], wanted[2:], strict=True):
             total[experts] += part
     backward = [_error(grad, total) for grad, total in zip(grads, exact, strict=True)]
-    return {"forward": max(forward), "backward": max(backward), "forward+backward": max(forward + backward)}
+    found = {"forward": max(forward), "backward": max(backward), "forward+backward": max(forward + backward)}
+    return found | {W8A8_STEP: max(forward_w8a8)} if forward_w8a8 else found

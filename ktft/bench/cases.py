@@ -33,6 +33,8 @@ SHAPES = {
 ROUTINGS = ("uniform", "zipf")
 # Forward alone keeps nothing for backward; the other two belong to one training step. Passes are of 6·T·k·H·I FLOPs.
 STEPS = {"forward": 1, "backward": 1, "forward+backward": 2}
+# Forward with 8-bit activations, on request and for format int8. Of one pass, as the first.
+W8A8_STEP = "forward-w8a8"
 
 
 def parse_shape(text: str) -> Shape:

@@ -19,7 +19,9 @@ from ktft.bench.report import NOT_ASKED
 
 @dataclass(frozen=True)
 class Plan:
-    """What one command times: all combinations, `runs` runs each. `threads` None: one per physical core."""
+    """What one command times: all combinations, `runs` runs each. `threads` None: one per physical core. `w8a8`: format
+    int8's forward with 8-bit activations too.
+    """
 
     shapes: list[Shape]
     tokens: list[int]
@@ -29,6 +31,7 @@ class Plan:
     runs: int
     threads: int | None
     peers: list[str]
+    w8a8: bool = False
 
 
 def _make_peers(job: Job, wanted: list[str], say: Callable[[str], None]) -> tuple[dict[str, Runner], dict[str, str]]:
@@ -64,7 +67,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Iterator[Record]:
         weights, lora = layers.make_weights(shape), layers.make_lora(shape, plan.rank)
         for fmt in plan.formats:
             say(f"{shape.name}: packing {fmt} ...")
-            ktft = Ktft(shape, fmt, runtime, weights, lora)
+            ktft = Ktft(shape, fmt, runtime, weights, lora, w8a8=plan.w8a8 and fmt == "int8")
             cases = [Case(shape, t, routing, fmt, plan.rank) for t in plan.tokens for routing in plan.routings]
             largest = max(cases, key=lambda case: case.tokens)
             job = Job(largest, weights, lora, layers.make_batch(largest), len(ktft.layers), runtime.threads)

@@ -93,14 +93,20 @@ def _pack(shape: Shape, fmt: str, runtime: native.Runtime, weights: Weights) -> 
 
 
 class Ktft:
-    """ktft's own layer, in as many copies as caches must not hold."""
+    """ktft's own layer, in as many copies as caches must not hold. `w8a8`: `forward_w8a8` is to be timed too."""
 
     has_backward = True
 
     def __init__(
-        self, shape: Shape, fmt: str, runtime: native.Runtime, weights: Weights, lora: ExpertLora | None
+        self,
+        shape: Shape,
+        fmt: str,
+        runtime: native.Runtime,
+        weights: Weights,
+        lora: ExpertLora | None,
+        w8a8: bool = False,
     ) -> None:
-        self.lora, self._turn = lora, 0
+        self.lora, self.w8a8, self._turn = lora, w8a8, 0
         self.layers = [_pack(shape, fmt, runtime, weights)]
         copies = machine.copies(self.layers[0].packed_bytes)
         self.layers += [_pack(shape, fmt, runtime, weights) for _ in range(copies - 1)]
@@ -118,6 +124,11 @@ class Ktft:
         """`[T, H]`, when no backward follows."""
         with torch.no_grad():
             return routed_experts(self._next(), batch.x, batch.index, batch.weights, self.lora)
+
+    def forward_w8a8(self, batch: Batch) -> Tensor:
+        """`forward` with 8-bit activations. Raises ValueError where the layer cannot."""
+        layer = self._next()
+        return layer.forward(batch.x, batch.index, batch.weights, self.lora, "none", activation_bits=8)[0]
 
     def train(self, batch: Batch) -> Callable[[], object]:
         """Forward under autograd; the backward gives every gradient of a training step."""

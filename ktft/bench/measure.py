@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ktft import native
 from ktft.bench import accuracy, machine
-from ktft.bench.cases import STEPS, Case, PeerFigure, Record
+from ktft.bench.cases import STEPS, W8A8_STEP, Case, PeerFigure, Record
 from ktft.bench.layers import Batch, Ktft, Runner
 
 # Short cases are repeated within a run until they have taken about this long together.
@@ -45,25 +46,35 @@ def _once(runner: Runner, batch: Batch) -> Times:
     return {"forward": forward, "backward": end - middle, "forward+backward": end - start}
 
 
-def _steps(runner: Runner, batch: Batch, repeats: int) -> Times:
-    times = [_once(runner, batch) for _ in range(repeats)]
+def _once_ours(ktft: Ktft, batch: Batch) -> Times:
+    times = _once(ktft, batch)
+    if ktft.w8a8:
+        start = time.perf_counter()
+        ktft.forward_w8a8(batch)
+        times[W8A8_STEP] = time.perf_counter() - start
+    return times
+
+
+def _steps(once: Callable[[], Times], repeats: int) -> Times:
+    times = [once() for _ in range(repeats)]
     return {step: statistics.median(one[step] for one in times) for step in times[0]}
 
 
 def _run(ktft: Ktft, peers: dict[str, Runner], batch: Batch, repeats: int) -> Run:
     time.sleep(SETTLE_SECONDS)
     registers, hot = native.compute_ceilings(ktft.layers[0].runtime)
-    ours = _steps(ktft, batch, repeats)
+    ours = _steps(partial(_once_ours, ktft, batch), repeats)
     theirs = {}
     for name, peer in peers.items():
         time.sleep(SETTLE_SECONDS)
-        theirs[name] = _steps(peer, batch, repeats)
+        theirs[name] = _steps(partial(_once, peer, batch), repeats)
     return Run(registers, hot, ours, theirs)
 
 
 def _peer_figures(step: str, runs: list[Run]) -> Iterator[tuple[str, PeerFigure]]:
+    beside = "forward" if step == W8A8_STEP else step
     for name in runs[0].peers:
-        pairs = [(run.ktft[step], run.peers[name][step]) for run in runs if step in run.peers[name]]
+        pairs = [(run.ktft[step], run.peers[name][beside]) for run in runs if beside in run.peers[name]]
         if pairs:
             ratio = statistics.median(theirs / ours for ours, theirs in pairs)
             yield name, PeerFigure(statistics.median(theirs for _, theirs in pairs) * 1e3, ratio)
@@ -77,9 +88,10 @@ def _record(
     case: Case, step: str, runs: list[Run], ktft: Ktft, batch: Batch, read: float, error: float, absent: dict[str, str]
 ) -> Record:
     shape, runtime = case.shape, ktft.layers[0].runtime
-    flops, seconds = case.pass_flops * STEPS[step], _median(runs, lambda run: run.ktft[step])
+    passes = STEPS.get(step, 1)
+    flops, seconds = case.pass_flops * passes, _median(runs, lambda run: run.ktft[step])
     used = len(batch.index.unique()) / shape.num_experts
-    bandwidth = ktft.layer_bytes * used * STEPS[step] / seconds
+    bandwidth = ktft.layer_bytes * used * passes / seconds
     return Record(
         shape=shape.name,
         num_experts=shape.num_experts,
@@ -130,4 +142,4 @@ def measure(
     timed = [_run(ktft, peers, batch, repeats) for _ in range(runs)]
     reads += [bandwidth.measure() for _ in range(2)]
     read = statistics.median(reads)
-    return [_record(case, step, timed, ktft, batch, read, errors[step], absent) for step in STEPS]
+    return [_record(case, step, timed, ktft, batch, read, errors[step], absent) for step in errors]

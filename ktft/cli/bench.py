@@ -59,6 +59,9 @@ def kernels(
     runs: Annotated[int, typer.Option(min=1, help="Timed runs a case; medians are reported.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [all that run here]")] = None,
+    w8a8: Annotated[
+        bool, typer.Option("--w8a8", help="Format int8's forward with 8-bit activations too; needs AMX.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of TFLOPS over tokens; needs matplotlib.")] = None,
 ) -> None:
@@ -85,6 +88,7 @@ def kernels(
         rank=rank,
         runs=runs,
         threads=threads,
+        w8a8=w8a8,
         peers=[] if peer == ["none"] else _chosen("--peer", peer, names, names),
     )
     records = []
