@@ -75,10 +75,13 @@ def test_emulation_and_exact_layer(isa: str, threads: int, nodes: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_of_several_calls(isa: str) -> None:
-    layer = make_layer(96, 160, "int8", isa, 2)
-    x, index, weights = inputs_for((760, 0, 0, 0, 0), 96)
-    assert relative(forward(layer, x, index, weights), emulated(layer, x, index, weights)) <= EMULATION_TOLERANCE
+def test_many_rows(isa: str) -> None:
+    """More than one call takes; and tokens that L2 does not hold, over more than one reduction block."""
+    for hidden, intermediate, rows in ((96, 160, 760), (1568, 32, 700)):
+        layer = make_layer(hidden, intermediate, "int8", isa, 2)
+        x, index, weights = inputs_for((rows, 0, 0, 0, 0), hidden)
+        out = forward(layer, x, index, weights)
+        assert relative(out, emulated(layer, x, index, weights)) <= EMULATION_TOLERANCE
 
 
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("up_proj",), ("down_proj",)])
