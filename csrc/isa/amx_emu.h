@@ -87,11 +87,13 @@ struct AmxEmu : Scalar {
     for (int t = 0; t < 16; t++) largest[t] = to_float(bf16{most[t]});
   }
   static void store_codes(int8_t* out, const bf16* low, const bf16* high, const float* factors) {
-    for (int t = 0; t < 16; t++)
+    for (int t = 0; t < 16; t++) {
+      const bf16 values[4] = {low[2 * t], low[2 * t + 1], high[2 * t], high[2 * t + 1]};
       for (int i = 0; i < 4; i++) {
-        const float v = to_float((i < 2 ? low : high)[2 * t + i % 2]) * factors[t];
+        const float v = to_float(values[i]) * factors[t];
         out[4 * t + i] = v == v ? int8_t(std::lrintf(v)) : 0;
       }
+    }
   }
 
   static void transpose_dwords(const void* in, int64_t in_bytes, void* out, int64_t out_bytes) {
