@@ -265,7 +265,7 @@ void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, 
     const int token = gather_chunk(call, tokens, {Pass::kForward, true, false}, chunk, rows, scratch);
     if (token >= 0) bad = token;
     if (call.int8) quantize(call, rows, hidden, chunk, act.int8_x);
-    input_low_rank(call, lora, x, act, chunk, scratch);
+    if (call.lora) input_low_rank(call, lora, x, act, chunk, scratch);
   });
   check_finite(call, bad);
   each_node(
