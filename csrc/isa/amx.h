@@ -84,33 +84,6 @@ struct AmxBf16 : Avx512Bf16 {
     const __m512i upper = _mm512_or_si512(_mm512_slli_epi32(c, 16), _mm512_slli_epi32(d, 24));
     _mm512_storeu_si512(out, _mm512_or_si512(lower, upper));
   }
-
-  // out[j][i] = in[i][j] for 16 x 16 dwords: fp32 values, or pairs of bf16.
-  static void transpose_dwords(const void* in, int64_t in_bytes, void* out_at, int64_t out_bytes) {
-    const char* const rows = static_cast<const char*>(in);
-    char* const out = static_cast<char*>(out_at);
-    __m512i r[16], t[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows + i * in_bytes);
-    for (int i = 0; i < 16; i += 2) {
-      t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-      t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-      r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-      r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-      r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-      r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int c = 0; c < 4; c++) {  // r[4 g + c] holds, in 128-bit lane l, column 4 l + c of rows 4 g to 4 g + 3
-      const __m512i low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-      const __m512i low2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-      const __m512i high2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-      _mm512_storeu_si512(out + c * out_bytes, _mm512_shuffle_i32x4(low, low2, 0x88));
-      _mm512_storeu_si512(out + (4 + c) * out_bytes, _mm512_shuffle_i32x4(high, high2, 0x88));
-      _mm512_storeu_si512(out + (8 + c) * out_bytes, _mm512_shuffle_i32x4(low, low2, 0xdd));
-      _mm512_storeu_si512(out + (12 + c) * out_bytes, _mm512_shuffle_i32x4(high, high2, 0xdd));
-    }
-  }
 };
 
 }  // namespace ktft

@@ -107,13 +107,44 @@ void forward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, co
   }
 }
 
+// The same by column pairs of W, turned so that outputs are lanes: no sums over lanes, for which turning W must pay
+// off.
+constexpr int kTurnTokens = 8;
+template <class V, class Codec>
+void forward_pairs(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
+  bf16 *const panel = reinterpret_cast<bf16*>(a.scratch), *const spare = panel + kReductionBlock * 64;
+  for (int begin = 0; begin < w.cols; begin += kReductionBlock) {
+    const int pieces = std::min(kReductionBlock, w.cols - begin) / 32;
+    for (int out = 0; out < a.out_count; out += 32) {
+      for (int t = 0; t < pieces; t++)
+        for (int s = 0; s < 2; s++)
+          V::transpose_dwords(Codec::template decode<V>(w, (out_begin + out) / kTileRows + s, begin / 32 + t, spare),
+                              64, panel + t * 2 * kPieceElements + s * 32, 128);
+      for (int t = 0; t < a.tokens; t += kTileRows) {
+        const bf16* const rows = x + activation_elements(t, w.cols) + begin * kTileRows;
+        float* const at = c + result_piece(out / 32, t / kTileRows, a.tokens);
+        each_run<V::kBackwardRows>(std::min(kTileRows, a.tokens - t), [&]<int R>(int r) {
+          backward_micro<V, R>(rows + r * 32, panel, kPieceElements, 2 * pieces, at + r * 32);
+        });
+      }
+    }
+  }
+}
+
+template <class V, class Codec>
+void forward_term(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
+  if constexpr (V::kPairs)
+    if (a.tokens >= kTurnTokens) return forward_pairs<V, Codec>(a, w, out_begin, x, c);
+  forward_product<V, Codec>(a, w, out_begin, x, c);
+}
+
 template <class V, class Codec>
 void gemm_forward(const GemmArgs& a) {
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     clear(a, term.c);
-    if (term.lora) forward_product<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, term.c);
-    forward_product<V, Codec>(a, *term.w, term.out_begin, term.x, term.c);
+    if (term.lora) forward_term<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, term.c);
+    forward_term<V, Codec>(a, *term.w, term.out_begin, term.x, term.c);
   }
 }
 
