@@ -82,6 +82,10 @@ class Runtime:
         """Bytes of buffers that grew to the largest call so far."""
         return int(self.handle.workspace_bytes)
 
+    def take_phases(self) -> dict[str, float]:
+        """Seconds that layer calls spent in each phase since this was last called, in order of first appearance."""
+        return dict(self.handle.take_phases())
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What makes this machine slower than it could be, for a person."""

@@ -7,6 +7,7 @@ activations, of SiLU's output and of gradients between two products each add abo
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -294,3 +295,17 @@ def test_isa_that_this_cpu_lacks_is_refused() -> None:
             native.runtime(1, 1, isa)
     with pytest.raises(ValueError, match="unknown ISA 'sse9'"):
         native.runtime(1, 1, "sse9")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_phases_are_seconds_of_the_calls(threads: int) -> None:
+    layer = make_layer(64, 96, "int8", native.default_isa(), threads)
+    x, index, weights = inputs_for(TAILS[1], 64)
+    layer.runtime.take_phases()
+    started = time.perf_counter()
+    routed_experts(layer, x, index, weights, make_lora(64, 96, 8, torch.float32)).sum().backward()
+    elapsed = time.perf_counter() - started
+    phases = layer.runtime.take_phases()
+    assert {"lora pack", "combine"} < phases.keys()
+    assert 0 < sum(phases.values()) < elapsed
+    assert layer.runtime.take_phases() == {}
