@@ -9,6 +9,24 @@ from ktft.config import PROJECTIONS
 
 
 @dataclass(frozen=True)
+class ExpertSource:
+    """Where a checkpoint holds one projection of one expert.
+
+    Attributes:
+        stem: the tensor's name without what a quantization scheme appends: a plain tensor of one expert is called
+            `stem.weight`, a stacked one `stem`.
+        expert: index into the first dimension of a stacked tensor; None where every expert has its own.
+        rows: which rows of the `[out_features, in_features]` matrix are this projection, where gate and up share one.
+        transposed: stored `[in_features, out_features]`.
+    """
+
+    stem: str
+    expert: int | None = None
+    rows: slice = slice(None)
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """Where a model family keeps its experts, in transformers' module tree and in its checkpoints.
 
@@ -37,6 +55,10 @@ class Family:
     def tensor_name(self, layer: int, expert: int, projection: str) -> str:
         """The name of one expert's projection in the checkpoint."""
         return self.expert_tensor.format(layer=layer, expert=expert, projection=projection)
+
+    def source(self, layer: int, expert: int, projection: str) -> ExpertSource:
+        """Where the checkpoint holds one expert's projection."""
+        return ExpertSource(self.tensor_name(layer, expert, projection).removesuffix(".weight"))
 
     def expert_pattern(self) -> re.Pattern[str]:
         """Matches the name of any tensor that belongs to a routed expert, its bias and scales included."""
