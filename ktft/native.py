@@ -118,15 +118,21 @@ def compute_ceilings(runtime: Runtime, seconds: float = 0.01) -> tuple[float, fl
     return float(measure(handle, _C.Ceiling.registers, seconds)), float(measure(handle, _C.Ceiling.hot, seconds))
 
 
-class ReadBandwidth:
-    """Memory that the runtime's threads read to see how fast memory is. Take far more `bytes` than the caches hold."""
+class StreamedMemory:
+    """Memory for the ceilings of operands that no cache holds. Take far more `bytes` than the caches hold."""
 
     def __init__(self, runtime: Runtime, bytes: int) -> None:
-        self._native = _C.ReadBandwidth(runtime.handle, bytes)
+        self._native = _C.StreamedMemory(runtime.handle, bytes)
 
-    def measure(self) -> float:
+    def read(self) -> float:
         """Bytes per second of all threads together, reading everything once."""
-        return float(self._native.measure())
+        return float(self._native.read())
+
+    def gemm(self, tokens: int, reduction: int) -> float:
+        """FLOP/s of all threads' bf16 forward GEMM alone (S): everything once as weights of `reduction` columns (a
+        multiple of 32), under the same 1 to 704 tokens, results not used.
+        """
+        return float(self._native.gemm(tokens, reduction))
 
 
 @dataclass

@@ -49,6 +49,11 @@ struct Avx2 {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
   }
+  static void stream_line(void* to, const void* from) {
+    for (int i = 0; i < 2; i++)
+      _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
+  }
+  static void drain() { _mm_sfence(); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F reciprocal(F v) { return _mm256_div_ps(_mm256_set1_ps(1.f), v); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "base/types.h"
 
@@ -14,6 +15,7 @@ namespace ktft {
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
 //   kLooksUpWords  whether lookup_nibbles finds 32 bf16 values of 4-bit codes at once
+//   stream_line  copies 64 aligned bytes to where they are not read soon, past the caches; drain() orders such copies
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
 //   Tiles        of tile ISAs only, with store_pairs and transpose_dwords: see isa/amx.h
 struct Scalar {
@@ -37,6 +39,8 @@ struct Scalar {
   }
   static void store(float* p, F v) { *p = v; }
   static void store(bf16* p, F v) { *p = to_bf16(v); }
+  static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
+  static void drain() {}
   static F add(F a, F b) { return a + b; }
   static F mul(F a, F b) { return a * b; }
   static F reciprocal(F v) { return 1 / v; }

@@ -1,4 +1,6 @@
 // What happens to a GEMM's results while they are in L2: row scales, SiLU and its gradient, rounding to bf16.
+//
+// What the next phase does not read is streamed: a store to a line that no cache holds would wait for memory first.
 #pragma once
 
 #include <algorithm>
@@ -42,6 +44,11 @@ void narrow_turned(const float* c, const float* scale, bf16* piece) {
 }
 
 template <class V>
+void stream_lines(int lines, const bf16* from, bf16* to, int64_t apart) {
+  for (int i = 0; i < lines; i++) V::stream_line(to + i * apart, from + i * 32);
+}
+
+template <class V>
 void store_rows(Pass pass, int tokens, int cols, const float* c, const float* scale, bf16* y, int64_t ldy) {
   alignas(64) bf16 spare[kPieceElements];
   for (int t = 0; t < tokens; t += kTileRows)
@@ -52,14 +59,15 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const float* sc
       if constexpr (kHasTiles<V>) {
         if (pass == Pass::kForward) {
           narrow_turned<V>(piece, scale ? scale + col : nullptr, spare);
-          for (int r = 0; r < rows; r++) std::memcpy(out + r * ldy, spare + r * 32, 32 * sizeof(bf16));
+          stream_lines<V>(rows, spare, out, ldy);
           continue;
         }
       }
-      for (int r = 0; r < rows; r++)
-        for (int j = 0; j < 32; j += V::kWidth)
-          V::store(out + r * ldy + j, scaled<V>(piece + r * 32 + j, scale ? scale + col + j : nullptr));
+      for (int i = 0; i < rows * 32; i += V::kWidth)
+        V::store(spare + i, scaled<V>(piece + i, scale ? scale + col + i % 32 : nullptr));
+      stream_lines<V>(rows, spare, out, ldy);
     }
+  V::drain();
 }
 
 template <class V>
@@ -80,21 +88,28 @@ void swiglu_turned(const float* gate, const float* up, const float* gate_scale, 
   for (int k = 0; k < 32; k += 2)
     for (int t = 0; t < 16; t += V::kWidth) V::store_pairs(h + k * 16 + 2 * t, out(k, t), out(k + 1, t));
   if (!saved_gate) return;
-  narrow_turned<V>(gate, gate_scale, saved_gate);
-  narrow_turned<V>(up, up_scale, saved_up);
+  alignas(64) bf16 spare[kPieceElements];
+  narrow_turned<V>(gate, gate_scale, spare);
+  stream_lines<V>(kTileRows, spare, saved_gate, 32);
+  narrow_turned<V>(up, up_scale, spare);
+  stream_lines<V>(kTileRows, spare, saved_up, 32);
 }
 
 template <class V>
 void swiglu_rows(int rows, const float* gate, const float* up, const float* gate_scale, const float* up_scale, bf16* h,
                  bf16* saved_gate, bf16* saved_up) {
+  alignas(64) bf16 spare[2 * kPieceElements];
   for (int i = 0; i < rows * 32; i += V::kWidth) {
     const typename V::F g = scaled<V>(gate + i, gate_scale ? gate_scale + i % 32 : nullptr);
     const typename V::F u = scaled<V>(up + i, up_scale ? up_scale + i % 32 : nullptr);
     V::store(h + i, silu_times<V>(g, u));
     if (!saved_gate) continue;
-    V::store(saved_gate + i, g);
-    V::store(saved_up + i, u);
+    V::store(spare + i, g);
+    V::store(spare + kPieceElements + i, u);
   }
+  if (!saved_gate) return;
+  stream_lines<V>(rows, spare, saved_gate, 32);
+  stream_lines<V>(rows, spare + kPieceElements, saved_up, 32);
 }
 
 template <class V>
@@ -113,6 +128,7 @@ void swiglu(const SwigluArgs& a) {
         swiglu_rows<V>(std::min(kTileRows, a.tokens - t), a.gate + c, a.up + c, gate_scale, up_scale, a.h + out,
                        saved_gate, saved_up);
     }
+  V::drain();
 }
 
 template <class V>

@@ -117,7 +117,17 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
   const float* const scale = how.scaled ? call.weights.matrix(0, chunk.expert, kDown).row_scale : nullptr;
   const int end = how.pass == Pass::kForward ? chunk.rows : pad_rows(chunk.rows);  // only backward sums over rows
   int bad = -1;
+  // Rows come from anywhere, and a store to a line that is in no cache waits for it as a load does: both are fetched
+  // one strip ahead.
+  const auto fetch_strip = [&](int t) {
+    const size_t bytes = size_t(hidden) * (tokens.dtype == Dtype::kF32 ? 4 : 2);
+    for (int r = t; r < std::min(t + kTileRows, chunk.rows); r++)
+      prefetch(static_cast<const char*>(tokens.data) + call.routes.token(chunk.begin + r) * bytes, bytes);
+    prefetch(out + activation_elements(t, hidden), size_t(kTileRows) * hidden * sizeof(bf16));
+  };
+  fetch_strip(0);
   for (int t = 0; t < end; t += kTileRows) {
+    if (t + kTileRows < end) fetch_strip(t + kTileRows);
     const bf16* at[kTileRows] = {};
     for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
       const int route = call.routes.row_route[chunk.begin + t + r], token = route / top_k;

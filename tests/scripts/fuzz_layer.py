@@ -6,8 +6,8 @@ A case that misses the numeric contract is printed with what reproduces it, and 
 the errors seen, by format.
 
 Few routes and a small rank leave sums that all but cancel, and then no relative error is bounded. What misses the
-contract is therefore held against the reference's own answer to hidden states and weights that differ in the last bit of
-bf16: an error up to MARGIN times that change is the case's condition, printed and counted apart.
+contract is therefore held against the reference's own answer to hidden states and weights that differ in bf16's last
+bit: an error up to MARGIN times that change is the case's condition, printed and counted apart.
 """
 
 from __future__ import annotations
