@@ -58,7 +58,7 @@ def kernels(
     rank: Annotated[int, typer.Option(min=0, max=LARGEST_RANK, help="LoRA rank, 0 for none.")] = 8,
     runs: Annotated[int, typer.Option(min=1, help="Timed runs a case; medians are reported.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [libraries that run here]")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [libraries found]")] = None,
     w8a8: Annotated[
         bool, typer.Option("--w8a8", help="Format int8's forward with 8-bit activations too; needs AMX.")
     ] = False,
