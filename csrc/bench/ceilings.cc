@@ -90,8 +90,8 @@ double StreamedMemory::gemm(int tokens, int reduction) {
     const bf16* const rows = reinterpret_cast<const bf16*>(scratch.take<char>(filled));
     float* const c = scratch.take<float>(results / sizeof(float));
     uint8_t* const weights = reinterpret_cast<uint8_t*>(memory_[node].data()) + task * call_bytes;
-    const PackedMatrix w{Format::kBf16, kMaxOutputs, reduction, weights, nullptr, nullptr,
-                         weight_strip_bytes(Format::kBf16, reduction)};
+    const PackedMatrix w{
+        Format::kBf16, kMaxOutputs, reduction, weights, nullptr, nullptr, weight_strip_bytes(Format::kBf16, reduction)};
     find_gemm(runtime_->isa, Format::kBf16, Pass::kForward)
         .run({{{&w, 0, rows, nullptr, 0, nullptr, c}}, 1, kMaxOutputs, tokens, scratch.take<char>(kGemmScratch)});
   });
@@ -103,7 +103,8 @@ double StreamedMemory::read() {
   size_t bytes = 0;
   for (int chunks : chunks_) bytes += size_t(chunks) * kChunk;
   const auto start = Clock::now();
-  runtime_->pool.run(chunks_, [&](int node, int task, int) { read_lines(memory_[node].data() + task * kChunk, kChunk); });
+  runtime_->pool.run(chunks_,
+                     [&](int node, int task, int) { read_lines(memory_[node].data() + task * kChunk, kChunk); });
   return double(bytes) / since(start);
 }
 

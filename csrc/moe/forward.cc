@@ -120,7 +120,7 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
   // Rows come from anywhere, and a store to a line that is in no cache waits for it as a load does: both are fetched
   // one strip ahead.
   const auto fetch_strip = [&](int t) {
-    const size_t bytes = size_t(hidden) * (tokens.dtype == Dtype::kF32 ? 4 : 2);
+    const size_t bytes = size_t(hidden) * dtype_bytes(tokens.dtype);
     for (int r = t; r < std::min(t + kTileRows, chunk.rows); r++)
       prefetch(static_cast<const char*>(tokens.data) + call.routes.token(chunk.begin + r) * bytes, bytes);
     prefetch(out + activation_elements(t, hidden), size_t(kTileRows) * hidden * sizeof(bf16));
