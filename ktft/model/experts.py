@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktft.checkpoint.families import Family
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 from ktft.native import ExpertLayer
@@ -21,12 +22,14 @@ class KtftExperts(nn.Module):
 
     Args:
         layer: the packed experts.
+        family: of the model.
         activation: what backward finds saved, `retain` or `recompute`.
     """
 
-    def __init__(self, layer: ExpertLayer, activation: str = "retain") -> None:
+    def __init__(self, layer: ExpertLayer, family: Family, activation: str = "retain") -> None:
         super().__init__()
         self.layer = layer
+        self.family = family
         self.activation = activation
         self.num_experts = layer.num_experts
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
@@ -69,3 +72,14 @@ def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
     """All of a model's routed experts by module name, those inside adapter layers included."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExperts)}
+
+
+def experts_family(model: nn.Module) -> Family:
+    """The family of a model with ktft's experts, however it is wrapped.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for module in find_experts(model).values():
+        return module.family
+    raise ValueError(f"{type(model).__name__} has no experts held by ktft")
