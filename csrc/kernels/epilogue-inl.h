@@ -40,11 +40,10 @@ void unturn(int pieces, float* c) {
   }
 }
 
-// A turned piece in bf16: turning pairs of bf16 is half the work of turning fp32.
-template <class V>
-void narrow_turned(const float* c, const Affine& out, bf16* piece) {
+// A turned piece of value(k, t) in bf16: turning pairs of bf16 is half the work of turning fp32.
+template <class V, class Value>
+void narrow_turned(const Value& value, bf16* piece) {
   alignas(64) bf16 spare[kPieceElements];
-  const auto value = [&](int k, int t) { return apply_turned<V>(c + k * 16 + t, out, k); };
   for (int k = 0; k < 32; k += 2)
     for (int t = 0; t < 16; t += V::kWidth) V::store_pairs(spare + k * 16 + 2 * t, value(k, t), value(k + 1, t));
   V::transpose_dwords(spare, 64, piece, 64);
@@ -60,7 +59,8 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const Affine& a
       bf16* const out = y + t * ldy + col;
       if constexpr (kHasTiles<V>) {
         if (pass == Pass::kForward) {
-          narrow_turned<V>(piece, affine_at(affine, col), spare);
+          const Affine here = affine_at(affine, col);
+          narrow_turned<V>([&](int k, int t) { return apply_turned<V>(piece + k * 16 + t, here, k); }, spare);
           for (int r = 0; r < rows; r++) std::memcpy(out + r * ldy, spare + r * 32, 32 * sizeof(bf16));
           continue;
         }
@@ -71,16 +71,28 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const Affine& a
     }
 }
 
-// Swiglu's constants in lanes.
+// Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16: so `marked`
+// moves those beyond the limit away from it, by over 2^-5 of it, and `edge` lies between them and all others.
 template <class V>
 struct SwigluLanes {
   using F = typename V::F;
-  F alpha, limit, least, shift;
+  F alpha, limit, least, edge, least_edge, shift;
 
   explicit SwigluLanes(const Swiglu& f)
-      : alpha(V::set1(f.alpha)), limit(V::set1(f.limit)), least(V::set1(-f.limit)), shift(V::set1(f.shift)) {}
+      : alpha(V::set1(f.alpha)),
+        limit(V::set1(f.limit)),
+        least(V::set1(-f.limit)),
+        edge(V::set1(f.limit * (1 + 0x1p-7f))),
+        least_edge(V::set1(-f.limit * (1 + 0x1p-7f))),
+        shift(V::set1(f.shift)) {}
   F gate(F value) const { return V::min(value, limit); }
   F up(F value) const { return V::max(V::min(value, limit), least); }
+  static F marked(F value, F clamped) { return V::fma(V::fma(clamped, V::set1(-1.f), value), V::set1(0x1p20f), value); }
+  F marked_gate(F value) const { return marked(value, gate(value)); }
+  F marked_up(F value) const { return marked(value, up(value)); }
+  // A gradient, or zero where the value was clamped.
+  F gate_grad(F value, F grad) const { return V::where_equal(V::min(value, edge), value, grad); }
+  F up_grad(F value, F grad) const { return V::where_equal(V::max(V::min(value, edge), least_edge), value, grad); }
   F h(F gate_value, F up_value) const {
     const F g = gate(gate_value);
     return V::mul(V::mul(g, sigmoid<V>(V::mul(alpha, g))), V::add(up(up_value), shift));
@@ -91,14 +103,14 @@ struct SwigluLanes {
 template <class V>
 void swiglu_turned(const SwigluLanes<V>& f, const float* gate, const float* up, const Affine& gate_out,
                    const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
-  const auto out = [&](int k, int t) {
-    return f.h(apply_turned<V>(gate + k * 16 + t, gate_out, k), apply_turned<V>(up + k * 16 + t, up_out, k));
-  };
+  const auto gate_at = [&](int k, int t) { return apply_turned<V>(gate + k * 16 + t, gate_out, k); };
+  const auto up_at = [&](int k, int t) { return apply_turned<V>(up + k * 16 + t, up_out, k); };
+  const auto out = [&](int k, int t) { return f.h(gate_at(k, t), up_at(k, t)); };
   for (int k = 0; k < 32; k += 2)
     for (int t = 0; t < 16; t += V::kWidth) V::store_pairs(h + k * 16 + 2 * t, out(k, t), out(k + 1, t));
   if (!saved_gate) return;
-  narrow_turned<V>(gate, gate_out, saved_gate);
-  narrow_turned<V>(up, up_out, saved_up);
+  narrow_turned<V>([&](int k, int t) { return f.marked_gate(gate_at(k, t)); }, saved_gate);
+  narrow_turned<V>([&](int k, int t) { return f.marked_up(up_at(k, t)); }, saved_up);
 }
 
 template <class V>
@@ -109,8 +121,8 @@ void swiglu_rows(const SwigluLanes<V>& f, int rows, const float* gate, const flo
                         u = apply<V>(up + i, affine_at(up_out, i % 32));
     V::store(h + i, f.h(g, u));
     if (!saved_gate) continue;
-    V::store(saved_gate + i, g);
-    V::store(saved_up + i, u);
+    V::store(saved_gate + i, f.marked_gate(g));
+    V::store(saved_up + i, f.marked_up(u));
   }
 }
 
@@ -154,10 +166,9 @@ void swiglu_backward(const SwigluBackwardArgs& a) {
           const F glu = V::mul(g, s), h = V::mul(glu, u);
           dot[r] = V::fma(grad, h, dot[r]);
           const F weighted = V::mul(grad, weight);
-          // (g sigmoid(alpha g))' = s + alpha g s (1 - s); what was clamped has no gradient
+          // (g sigmoid(alpha g))' = s + alpha g s (1 - s)
           const F slope = V::fma(V::mul(f.alpha, glu), V::fma(s, minus, one), s);
-          F dgate = V::where_equal(g, gate, V::mul(V::mul(weighted, u), slope));
-          F dup = V::where_equal(f.up(up), up, V::mul(weighted, glu));
+          F dgate = f.gate_grad(gate, V::mul(V::mul(weighted, u), slope)), dup = f.up_grad(up, V::mul(weighted, glu));
           if (a.gate_scale) {
             dgate = V::mul(dgate, V::load(a.gate_scale + col + j));
             dup = V::mul(dup, V::load(a.up_scale + col + j));

@@ -93,7 +93,7 @@ struct SwigluArgs {
   const float *gate, *up;  // results
   Affine gate_out, up_out;
   bf16* h;                      // the first strip's first piece, in pack_forward's layout
-  bf16 *saved_gate, *saved_up;  // before clamping, in rows' layout; or null
+  bf16 *saved_gate, *saved_up;  // before clamping, in rows' layout, for swiglu_backward; or null
   int64_t strip;                // elements from strip to strip of the three
 };
 
