@@ -46,7 +46,6 @@ def moe(
     Returns:
         `[T, H]` in the dtype of `hidden_states`; everything in between is fp32.
     """
-
     matrices = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
 
     def project(x: Tensor, expert: int, name: str) -> Tensor:

@@ -78,9 +78,7 @@ def test_other_formats(fmt: str) -> None:
     ("swiglu", "has_biases"), [(SILU, True), (GPT_OSS, False), (GPT_OSS, True), (Swiglu(limit=0.5), False)]
 )
 def test_biases_and_activation_apart(isa: str, swiglu: Swiglu, has_biases: bool) -> None:
-    layer = (
-        make(64, 96, "int8", isa, swiglu=swiglu) if has_biases else make_layer(64, 96, "int8", isa, swiglu=swiglu)
-    )
+    layer = make(64, 96, "int8", isa, swiglu=swiglu) if has_biases else make_layer(64, 96, "int8", isa, swiglu=swiglu)
     for lora in (None, small_lora(64, 96, 4, torch.float32), small_lora(64, 96, 4, torch.float32, ("up_proj",))):
         assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=oracle(layer)))
 

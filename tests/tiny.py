@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -175,17 +176,22 @@ def write_checkpoint(family: str, path: Path, **overrides: Any) -> Path:
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(path, max_shard_size=total * 2 // 3)
     tok.save_pretrained(path)
-    for shard in path.glob("*.safetensors"):
-        tensors = load_file(shard)
-        save_file(released(family, tensors), shard, metadata={"format": "pt"})
+    if family in RELEASED:
+        for shard in path.glob("*.safetensors"):
+            save_file(RELEASED[family](load_file(shard)), shard, metadata={"format": "pt"})
+    if family == "kimi_k2":  # its authors' code must not be asked for
+        settings = json.loads((path / "config.json").read_text())
+        settings |= {"architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "code.KimiK2Config"}}
+        (path / "config.json").write_text(json.dumps(settings))
     return path
 
 
-def released(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's tensors as the family's authors lay them out, where save_pretrained writes them otherwise."""
-    if family != "qwen3vl":
-        return tensors
+def _transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+
+
+RELEASED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"qwen3vl": _transposed_experts}
+"""What a family's authors lay out otherwise than save_pretrained does."""
 
 
 def write_data(path: Path, rows: int = 16) -> Path:

@@ -20,7 +20,7 @@ class ExpertSource:
             `stem.weight`, a stacked one `stem`.
         expert: index into the first dimension of a stacked tensor; None where every expert has its own.
         rows: which rows of the `[out_features, in_features]` matrix are this projection, where gate and up share one.
-        transposed: stored `[in_features, out_features]`; None: whichever fits, `[out_features, in_features]` if both do.
+        transposed: stored `[in_features, out_features]`; None: if it does not fit the other way.
     """
 
     stem: str
@@ -180,14 +180,12 @@ LINEAR_ATTENTION = ("self_attn", "linear_attn")
 ROWS = (
     Family("Qwen2-MoE", ("qwen2_moe",), "Qwen2MoeExperts", shared_experts=QWEN_SHARED),
     Family("Qwen3-MoE", ("qwen3_moe",), "Qwen3MoeExperts"),
-    Family(
-        "Qwen3-Next", ("qwen3_next",), "Qwen3NextExperts", attention=LINEAR_ATTENTION, shared_experts=QWEN_SHARED
-    ),
+    Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextExperts", attention=LINEAR_ATTENTION, shared_experts=QWEN_SHARED),
     Family(
         "Qwen3.5-MoE",
         ("qwen3_5_moe", "qwen3_5_moe_text"),
         "Qwen3_5MoeExperts",
-        layouts=(in_language_model(STACKED), STACKED, in_language_model(SEPARATE)),
+        layouts=(in_language_model(STACKED), in_language_model(SEPARATE), STACKED, SEPARATE),
         attention=LINEAR_ATTENTION,
         shared_experts=QWEN_SHARED,
     ),

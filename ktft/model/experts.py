@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -67,6 +68,40 @@ def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
             f"the adapter holds LoRA for routed experts ({lora[0]} and {len(lora) - 1} more), which peft alone cannot "
             "put on ktft's experts; load it with ktft.load_adapter(model, path)"
         )
+
+
+def layer_number(name: str) -> int:
+    """The number in a module's name of the decoder layer that it is in.
+
+    Raises:
+        ValueError: it is in none.
+    """
+    number = re.search(r"\blayers\.(\d+)\.", name)
+    if number is None:
+        raise ValueError(f"the experts {name} are in no numbered layer; ktft finds them by layers.N in their name")
+    return int(number[1])
+
+
+def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tuple[int, int, int]]]:
+    """Layer number, module name and (num_experts, hidden_size, intermediate_size) of transformers' stacked experts, in
+    a model that may be on the meta device.
+
+    Raises:
+        ValueError: the model has none of the family's class.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if type(module).__name__ == family.experts_class:
+            experts, rows, cols = module.get_parameter("down_proj").shape
+            sizes = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
+            found.append((layer_number(name), name, (experts, *sizes)))
+    if not found:
+        config: Any = model.config
+        raise ValueError(
+            f"{type(model).__name__} (model_type {config.model_type!r}) has no {family.experts_class} to replace; "
+            "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
+        )
+    return found
 
 
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:

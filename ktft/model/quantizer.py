@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -19,12 +19,13 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ktft.checkpoint.families import ExpertSource
+from ktft import native
+from ktft.checkpoint.families import ExpertSource, Family
 from ktft.checkpoint.reader import READABLE, CheckpointReader, TensorEntry
 from ktft.config import PROJECTIONS, SETTINGS, Settings, unknown_key, world_size
 from ktft.model import kimi_k2
-from ktft.model.experts import KtftExperts
-from ktft.model.swap import family_of, swap_experts
+from ktft.model.experts import KtftExperts, expert_modules
+from ktft.model.generic import family_of
 
 kimi_k2.register()
 
@@ -233,6 +234,32 @@ class _Bias(_Target):
 
     def load(self, tensor: Tensor) -> None:
         self.module.layer.load_bias(self.expert, self.projection, self.source.take_bias(tensor))
+
+
+def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[int, KtftExperts]:
+    """Put an empty `KtftExperts` in place of every stacked experts module. Returns them by layer number.
+
+    Raises:
+        ValueError: the model has no such module, or an activation or dims that the kernels cannot take.
+    """
+    config: Any = model.config
+    swiglu = family.activation(config.get_text_config())
+    runtime = native.runtime(settings.threads, settings.numa_nodes)
+    experts: dict[int, KtftExperts] = {}
+    for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
+        layer = native.ExpertLayer(
+            runtime,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            format=settings.expert_format,
+            name=name,
+            swiglu=swiglu,
+            biases=family.biases,
+        )
+        experts[number] = KtftExperts(layer, family, settings.activation)
+        model.set_submodule(name, experts[number])
+    return experts
 
 
 def _prediction_layers(config: PreTrainedConfig) -> list[str]:

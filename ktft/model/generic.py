@@ -1,113 +1,42 @@
-"""Which modules of a transformers model are its routed experts, and `KtftExperts` in their place."""
+"""The family of a transformers model; without a row, one derived from what transformers itself knows of the model."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.integrations.moe import _default_apply_gate
 
-from ktft import native
 from ktft.checkpoint.families import FAMILIES, STACKED, Family, Layout
-from ktft.config import PROJECTIONS, Settings
-from ktft.model.experts import KtftExperts
+from ktft.config import PROJECTIONS
+from ktft.model.experts import layer_number
 
 CALL = ("hidden_states", "top_k_index", "top_k_weights")
 """Arguments of transformers 5's routed experts."""
 
 
-@dataclass(frozen=True)
-class ExpertModule:
-    """One layer's routed experts in a transformers model, which may be on the meta device."""
-
-    name: str
-    layer: int
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-
-
-def family_of(model: nn.Module) -> Family:
+def family_of(model: PreTrainedModel) -> Family:
     """The family of a transformers model: its row, or one derived from modules that follow transformers' call.
 
     Raises:
         ValueError: there is no row, and the model's experts are none that ktft computes.
     """
-    config: Any = model.config
-    return FAMILIES.get(config.model_type) or _derive(model)
+    return FAMILIES.get(model.config.model_type) or _derive(model)
 
 
-def expert_modules(model: nn.Module, family: Family) -> list[ExpertModule]:
-    """The routed experts' modules, by layer number.
-
-    Raises:
-        ValueError: the model has none of the family's class.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if type(module).__name__ != family.experts_class:
-            continue
-        shape = tuple(module.get_parameter("down_proj").shape)
-        experts, hidden, intermediate = (shape[0], shape[2], shape[1]) if module.is_transposed else shape
-        found.append(ExpertModule(name, _layer_number(name), experts, hidden, intermediate))
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} (model_type {model.config.model_type!r}) has no {family.experts_class} to "
-            "replace; load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
-        )
-    return found
-
-
-def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[int, KtftExperts]:
-    """Put an empty `KtftExperts` in place of every stacked experts module. Returns them by layer number.
-
-    Raises:
-        ValueError: the model has no such module, or an activation or dims that the kernels cannot take.
-    """
-    config: Any = model.config
-    swiglu = family.activation(config.get_text_config())
-    runtime = native.runtime(settings.threads, settings.numa_nodes)
-    experts: dict[int, KtftExperts] = {}
-    for module in expert_modules(model, family):
-        layer = native.ExpertLayer(
-            runtime,
-            num_experts=module.num_experts,
-            hidden_size=module.hidden_size,
-            intermediate_size=module.intermediate_size,
-            format=settings.expert_format,
-            name=module.name,
-            swiglu=swiglu,
-            biases=family.biases,
-        )
-        experts[module.layer] = KtftExperts(layer, family, settings.activation)
-        model.set_submodule(module.name, experts[module.layer])
-    return experts
-
-
-def _layer_number(name: str) -> int:
-    number = re.search(r"\blayers\.(\d+)\.", name)
-    if number is None:
-        raise ValueError(f"the experts {name} are in no layer with a number; ktft needs layers.N in their name")
-    return int(number[1])
-
-
-# --- families without a row -------------------------------------------------------------------------------------------
-
-
-def _derive(model: nn.Module) -> Family:
+def _derive(model: PreTrainedModel) -> Family:
     """The family of experts that take `CALL`, with stacked gate_up_proj [E, 2I, H] and down_proj [E, H, I] and SiLU."""
     model_type = model.config.model_type
     experts = {name: module for name, module in model.named_modules() if _looks_like_experts(module)}
-    known = ", ".join(f"{kind} ({family.name})" for kind, family in FAMILIES.items())
-    refusal = f"model_type {model_type!r} has no row in ktft's table of families ({known})"
+    known = ", ".join(FAMILIES)
+    refusal = f"model_type {model_type!r} has no row in ktft's table of families (it has {known})"
     if not experts:
         raise ValueError(
             f"{refusal}, and no module of {type(model).__name__} holds its routed experts as transformers 5 does, "
@@ -116,8 +45,8 @@ def _derive(model: nn.Module) -> Family:
     for name, module in experts.items():
         if problems := list(_problems(module)):
             raise ValueError(
-                f"{refusal}, and its experts {name} ({type(module).__name__}) need what ktft's kernels or its generic "
-                f"path do not have: {'; '.join(problems)}"
+                f"{refusal}, and its experts {name} ({type(module).__name__}) are not SiLU(gate) * up as transformers "
+                f"5 calls and stacks it. They have {'; '.join(problems)}. docs/add-a-model.md says what a row needs"
             )
     classes = sorted({type(module).__name__ for module in experts.values()})
     if len(classes) > 1:
@@ -141,30 +70,33 @@ def _looks_like_experts(module: nn.Module) -> bool:
 
 
 def _problems(module: nn.Module) -> Iterator[str]:
-    """What keeps one experts module from being computed as SiLU(gate) · up."""
+    """What of one experts module is not as the decorator `use_experts_implementation` promises, with its defaults."""
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     arguments = tuple(inspect.signature(module.forward).parameters)
+    if not hasattr(module, "has_gate"):
+        yield "a forward of their own, which transformers' other implementations of experts cannot replace"
     if arguments != CALL:
-        yield f"a forward that takes {', '.join(arguments)}, not {', '.join(CALL)}"
+        yield f"a forward({', '.join(arguments)}) instead of forward({', '.join(CALL)})"
     if "gate_up_proj" not in parameters:
-        yield "experts without a gate projection (an epilogue for their activation)"
+        yield "no gate projection"
     elif getattr(module, "is_transposed", False):
-        yield "transposed weights (a row with a layout)"
+        yield "transposed weights"
     else:
         experts, hidden, intermediate = parameters.get("down_proj", (0, 0, 0))
         expected = {"gate_up_proj": (experts, 2 * intermediate, hidden), "down_proj": (experts, hidden, intermediate)}
         if parameters != expected:
-            yield f"parameters {parameters}, not gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone"
+            found = ", ".join(f"{name} {list(shape)}" for name, shape in parameters.items())
+            yield f"the parameters {found} instead of gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone"
     activation = getattr(module, "act_fn", None)
     if not (isinstance(activation, nn.SiLU | SiLUActivation) or activation is torch.nn.functional.silu):
-        yield f"the activation {getattr(activation, '__name__', type(activation).__name__)}, not SiLU"
+        yield f"the activation {getattr(activation, '__name__', type(activation).__name__)} instead of SiLU"
     if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate:
-        yield "a gating function of its own (a row with its constants)"
+        yield "a gating function of their own"
 
 
-def _layout(model: nn.Module, name: str) -> Layout:
+def _layout(model: PreTrainedModel, name: str) -> Layout:
     """How checkpoints hold the experts of module `name`, from the conversions that transformers loads them with."""
-    conversions = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    conversions = get_model_conversion_mapping(model)
     stems = {kind: f"{name}.{kind}" for kind in ("gate_up_proj", "down_proj")}
     found: dict[str, list[str]] = {}
     for conversion in conversions:
@@ -179,7 +111,7 @@ def _layout(model: nn.Module, name: str) -> Layout:
                 )
             start = stem.removesuffix(conversion.target_patterns[0])
             found[kind] = [start + source.removesuffix(".weight") for source in conversion._original_source_patterns]
-    layer = f".{_layer_number(name)}."
+    layer = f".{layer_number(name)}."
     if not found:
         return Layout(f"{name.replace(layer, '.{layer}.', 1)}.{{projection}}", names=STACKED.names)
     stems_on_disk = [_on_disk(stem, conversions) for stem in (*found["gate_up_proj"], *found["down_proj"])]
