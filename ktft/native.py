@@ -243,10 +243,12 @@ class ExpertLayer:
         """The bias as fp32 `[out_features]`, of a layer that has biases.
 
         Raises:
-            ValueError: this one has none.
+            ValueError: this one has none, or no such expert.
         """
         if not self.biases:
             raise ValueError(f"{self.name} has no biases")
+        if not 0 <= expert < self.num_experts:
+            raise ValueError(f"{self.name}: expert {expert} does not exist, there are {self.num_experts}")
         out = torch.empty(self.hidden_size if projection == "down_proj" else self.intermediate_size)
         self._layer.bias(expert, _PROJECTIONS[projection], out.data_ptr())
         return out

@@ -147,6 +147,8 @@ def test_bad_biases_are_named() -> None:
         plain.load_bias(0, "up_proj", torch.zeros(64))
     with pytest.raises(ValueError, match="has no biases"):
         plain.bias(0, "up_proj")
+    with pytest.raises(ValueError, match="expert 2 does not exist"):
+        layer.bias(2, "up_proj")
     with pytest.raises(ValueError, match=r"\[32\], the model's config says \[64\]"):
         layer.load_bias(0, "up_proj", torch.zeros(32))
     with pytest.raises(ValueError, match=r"NaN or Inf, for instance at \[3\]"):
