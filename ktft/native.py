@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
+from ktft.swiglu import SILU, Swiglu
 
 try:
     import ktft._C as _C
@@ -154,6 +155,11 @@ class ExpertLayer:
         num_experts, hidden_size, intermediate_size: the last two multiples of 32.
         format: one of `FORMATS`.
         name: the layer's name in error messages.
+        swiglu: the activation.
+        biases: whether the projections have biases, which `load_bias` then fills.
+
+    Raises:
+        ValueError: dimensions that the kernels cannot take, an unknown format, an alpha or limit that is not positive.
     """
 
     def __init__(
@@ -165,14 +171,28 @@ class ExpertLayer:
         intermediate_size: int,
         format: str,
         name: str = "experts",
+        swiglu: Swiglu = SILU,
+        biases: bool = False,
     ) -> None:
         self.runtime, self.format, self.name = runtime, format, name
+        self.swiglu, self.biases = swiglu, biases
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        self._layer = _C.MoeLayer(runtime.handle, num_experts, hidden_size, intermediate_size, format, name)
+        self._layer = _C.MoeLayer(
+            runtime.handle,
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            format,
+            swiglu.alpha,
+            swiglu.limit,
+            swiglu.shift,
+            biases,
+            name,
+        )
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of packed weights and scales."""
+        """Bytes of packed weights, scales and biases."""
         return int(self._layer.bytes)
 
     def load(self, expert: int, projection: str, weight: Tensor) -> None:
@@ -191,13 +211,31 @@ class ExpertLayer:
         weight = weight.contiguous()
         self._layer.load(expert, _PROJECTIONS[projection], weight.data_ptr(), _DTYPES[weight.dtype], *weight.shape)
 
+    def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
+        """Keep one `[out_features]` bias, in fp32: fp32, bf16 or fp16, on the CPU. Biases stay frozen.
+
+        Raises:
+            ValueError: the layer has no biases; wrong shape or dtype, NaN or Inf, no such expert, or loaded before.
+        """
+        if bias.dtype not in _DTYPES or bias.dim() != 1 or bias.device.type != "cpu":
+            raise ValueError(
+                f"expected a 1-D fp32, bf16 or fp16 CPU tensor, got {bias.dtype} {list(bias.shape)} on {bias.device}"
+            )
+        if 0 <= expert < self.num_experts and self._layer.loaded_bias(expert, _PROJECTIONS[projection]):
+            raise ValueError(
+                f"the bias of {self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice"
+            )
+        bias = bias.float().contiguous()
+        self._layer.load_bias(expert, _PROJECTIONS[projection], bias.data_ptr(), len(bias))
+
     def missing(self) -> list[tuple[int, str]]:
-        """(expert, projection) pairs that no `load` filled."""
+        """(expert, projection) pairs whose weight or, in a layer with biases, bias was never loaded."""
+        filled = (self._layer.loaded, self._layer.loaded_bias) if self.biases else (self._layer.loaded,)
         return [
             (expert, name)
             for expert in range(self.num_experts)
             for name in PROJECTIONS
-            if not self._layer.loaded(expert, _PROJECTIONS[name])
+            if not all(is_loaded(expert, _PROJECTIONS[name]) for is_loaded in filled)
         ]
 
     def dequantize(self, expert: int, projection: str) -> Tensor:
@@ -205,6 +243,20 @@ class ExpertLayer:
         shape = (self.hidden_size, self.intermediate_size)
         out = torch.empty(shape if projection == "down_proj" else shape[::-1], dtype=torch.float32)
         self._layer.dequantize(expert, _PROJECTIONS[projection], out.data_ptr())
+        return out
+
+    def bias(self, expert: int, projection: str) -> Tensor:
+        """The bias as fp32 `[out_features]`, of a layer that has biases.
+
+        Raises:
+            ValueError: this one has none, or no such expert.
+        """
+        if not self.biases:
+            raise ValueError(f"{self.name} has no biases")
+        if not 0 <= expert < self.num_experts:
+            raise ValueError(f"{self.name}: expert {expert} does not exist, there are {self.num_experts}")
+        out = torch.empty(self.hidden_size if projection == "down_proj" else self.intermediate_size)
+        self._layer.bias(expert, _PROJECTIONS[projection], out.data_ptr())
         return out
 
     def forward(

@@ -40,7 +40,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
 
 
-def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1):
+def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1, **options):
     torch.manual_seed(hidden + intermediate)
     layer = native.ExpertLayer(
         native.runtime(threads, nodes, isa),
@@ -48,6 +48,7 @@ def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int 
         hidden_size=hidden,
         intermediate_size=intermediate,
         format=fmt,
+        **options,
     )
     for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
         shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)

@@ -20,7 +20,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    MixtralConfig,
+    NemotronHConfig,
     PreTrainedModel,
 )
 
@@ -221,16 +221,18 @@ def test_models_the_kernels_cannot_take(tmp_path: Path, overrides: dict[str, Any
 
 
 def test_unknown_family_does_not_fall_back(tmp_path: Path) -> None:
-    config = MixtralConfig(
+    config = NemotronHConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=1,
+        layers_block_type=["moe", "attention"],
         num_attention_heads=2,
-        num_local_experts=2,
+        n_routed_experts=2,
+        mamba_num_heads=2,
+        mamba_head_dim=32,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model_type 'mixtral' is not supported by ktft; supported: qwen3_moe"):
+    with pytest.raises(ValueError, match="model_type 'nemotron_h' has no row in .*no gate projection"):
         load(tmp_path)
 
 

@@ -94,12 +94,13 @@ void bind_moe(py::module_& m) {
 
   py::class_<MoeLayer>(m, "MoeLayer")
       .def(py::init([](std::shared_ptr<Runtime> runtime, int experts, int hidden, int intermediate,
-                       const std::string& format, const std::string& name) {
+                       const std::string& format, float alpha, float limit, float shift, bool biases,
+                       const std::string& name) {
              return std::make_unique<MoeLayer>(std::move(runtime), ExpertShape{experts, hidden, intermediate},
-                                               format_from_name(format), name);
+                                               format_from_name(format), Swiglu{alpha, limit, shift}, biases, name);
            }),
            py::arg("runtime"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
-           py::arg("name"))
+           py::arg("alpha"), py::arg("limit"), py::arg("shift"), py::arg("biases"), py::arg("name"))
       .def(
           "load",
           [](MoeLayer& layer, int expert, Projection p, Address data, Dtype dtype, int rows, int cols) {
@@ -107,6 +108,11 @@ void bind_moe(py::module_& m) {
             layer.load(expert, p, {at<const void>(data), dtype, rows, cols});
           },
           py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("dtype"), py::arg("rows"), py::arg("cols"))
+      .def("load_bias", [](MoeLayer& layer, int e, Projection p, Address values,
+                           int count) { layer.load_bias(e, p, at<const float>(values), count); })
+      .def("loaded_bias", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded_bias(e, p); })
+      .def("bias",
+           [](const MoeLayer& layer, int e, Projection p, Address out) { layer.weights().bias(e, p, at<float>(out)); })
       .def("loaded", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded(e, p); })
       .def("dequantize", [](const MoeLayer& layer, int e, Projection p,
                             Address out) { layer.weights().dequantize(e, p, at<float>(out)); })

@@ -12,6 +12,7 @@ namespace ktft {
 //   F            kWidth fp32 lanes            In   kStep bf16 inputs of dot()
 //   load_fp8     E4M3 codes as 1/256 of their value, which is what they are as the upper bits of half precision
 //   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
+//   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
 //   kLooksUpWords  whether lookup_nibbles finds 32 bf16 values of 4-bit codes at once
@@ -47,6 +48,7 @@ struct Scalar {
   static F fma(F a, F b, F c) { return a * b + c; }
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }
+  static F where_equal(F a, F b, F v) { return a == b ? v : 0; }
   static F round(F v) { return std::nearbyintf(v); }
   static F scale_by_power(F v, F n) { return std::ldexp(v, int(n)); }  // v * 2^n, n whole in [-126, 127]
   static float sum(F v) { return v; }

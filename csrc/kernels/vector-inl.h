@@ -61,6 +61,13 @@ void split(int n, const float* x, float factor, bf16* high, bf16* low) {
 }
 
 template <class V>
+float dot(int n, const bf16* x, const float* y) {
+  typename V::F sum = V::zero();
+  for (int i = 0; i < n; i += V::kWidth) sum = V::fma(V::load(x + i), V::load(y + i), sum);
+  return V::sum(sum);
+}
+
+template <class V>
 void weighted_sum(int n, int rows, const bf16* const* x, const float* weights, float* y) {
   for (int i = 0; i < n; i += V::kWidth) {
     typename V::F sum = V::zero();

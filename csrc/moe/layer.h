@@ -21,11 +21,13 @@ enum class Keep { kNothing, kRoutes, kActivations };  // for backward: none foll
 
 class MoeLayer {
  public:
-  // Throws when the kernels cannot take the dimensions.
-  MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, std::string name);
+  // Throws when the kernels cannot take the dimensions or the activation's constants.
+  MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, Swiglu swiglu, bool biases,
+           std::string name);
 
   const PackedExperts& weights() const { return weights_; }
   void load(int expert, Projection projection, const SourceMatrix& source);
+  void load_bias(int expert, Projection projection, const float* values, int count);
 
   // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits: 16
   // (bf16) or 8 (int8, see w8a8.h).
@@ -34,11 +36,13 @@ class MoeLayer {
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:
+  void check_expert(int expert) const;
   void check_lora(const Lora* lora) const;
   void check_bits(int activation_bits, Keep keep) const;
 
   std::shared_ptr<Runtime> runtime_;
   std::string name_;
+  Swiglu swiglu_;
   PackedExperts weights_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "base/check.h"
 
@@ -13,8 +14,12 @@ void PackedExperts::matrix_dims(int node, Projection projection, int& rows, int&
   cols = down ? slices_[node].width : shape_.hidden;
 }
 
-PackedExperts::PackedExperts(ExpertShape shape, Format format, const std::vector<int>& node_ids)
-    : shape_(shape), format_(format), loaded_(size_t(shape.experts) * kProjections) {
+PackedExperts::PackedExperts(ExpertShape shape, Format format, bool biases, const std::vector<int>& node_ids)
+    : shape_(shape),
+      format_(format),
+      biases_(biases),
+      loaded_(size_t(shape.experts) * kProjections),
+      loaded_biases_(loaded_.size()) {
   const int units = ceil_div(shape.intermediate, kSliceMultiple), nodes = std::min(units, int(node_ids.size()));
   for (int n = 0; n < nodes; n++) {
     Slice slice{};
@@ -29,6 +34,8 @@ PackedExperts::PackedExperts(ExpertShape shape, Format format, const std::vector
       s.expert_bytes += tiles_bytes(format, rows, cols);
       s.scale_offset[p] = s.expert_bytes;
       s.expert_bytes += (scale_count(format, rows, cols) * sizeof(float) + 63) / 64 * 64;
+      s.bias_offset[p] = s.expert_bytes;
+      if (has_bias(n, Projection(p))) s.expert_bytes += (size_t(rows) * sizeof(float) + 63) / 64 * 64;
     }
     s.memory = NodeBuffer(s.expert_bytes * shape.experts, node_ids[n]);
   }
@@ -49,6 +56,7 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
   float* const scales = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
   if (info(format_).row_scaled) m.row_scale = scales;
   if (info(format_).block_scaled) m.block_scale = scales;
+  if (has_bias(node, projection)) m.bias = reinterpret_cast<float*>(base + s.bias_offset[int(projection)]);
   return m;
 }
 
@@ -67,6 +75,26 @@ void PackedExperts::load(Pool& pool, int expert, Projection projection, const So
   });
   KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");
   loaded_[size_t(expert) * kProjections + int(projection)] = true;
+}
+
+void PackedExperts::load_bias(int expert, Projection projection, const float* values) {
+  const bool down = projection == Projection::kDown;
+  const int count = down ? shape_.hidden : shape_.intermediate;
+  for (int i = 0; i < count; i++)
+    KTFT_CHECK(std::isfinite(values[i]), "it holds NaN or Inf, for instance at [", i, "]");
+  for (int n = 0; n < (down ? 1 : nodes()); n++) {
+    const PackedMatrix m = matrix(n, expert, projection);
+    std::copy_n(values + (down ? 0 : begin(n)), m.rows, m.bias);
+  }
+  loaded_biases_[size_t(expert) * kProjections + int(projection)] = true;
+}
+
+void PackedExperts::bias(int expert, Projection projection, float* out) const {
+  const bool down = projection == Projection::kDown;
+  for (int n = 0; n < (down ? 1 : nodes()); n++) {
+    const PackedMatrix m = matrix(n, expert, projection);
+    std::copy_n(m.bias, m.rows, out + (down ? 0 : begin(n)));
+  }
 }
 
 void PackedExperts::dequantize(int expert, Projection projection, float* out) const {

@@ -20,7 +20,7 @@ struct ExpertShape {
 class PackedExperts {
  public:
   // node_ids[n]: the kernel's number of node n, or -1 to leave placement to the kernel.
-  PackedExperts(ExpertShape shape, Format format, const std::vector<int>& node_ids);
+  PackedExperts(ExpertShape shape, Format format, bool biases, const std::vector<int>& node_ids);
 
   const ExpertShape& shape() const { return shape_; }
   Format format() const { return format_; }
@@ -32,25 +32,35 @@ class PackedExperts {
   // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
   // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf.
   void load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
+  // One expert's bias of one projection, a value an output: for layers with biases. Throws on NaN and Inf.
+  void load_bias(int expert, Projection projection, const float* values);
+  bool loaded_bias(int expert, Projection projection) const {
+    return loaded_biases_[expert * kProjections + int(projection)];
+  }
+  bool biases() const { return biases_; }
   bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
 
-  // fp32 [rows, cols] of the whole matrix.
+  // fp32 [rows, cols] of the whole matrix, and [rows] of its bias.
   void dequantize(int expert, Projection projection, float* out) const;
+  void bias(int expert, Projection projection, float* out) const;
 
+  // Down's bias is node 0's alone: the nodes' outputs add up.
   PackedMatrix matrix(int node, int expert, Projection projection) const;
 
  private:
   struct Slice {
     int begin, width;
-    size_t offset[kProjections], scale_offset[kProjections], expert_bytes;
+    size_t offset[kProjections], scale_offset[kProjections], bias_offset[kProjections], expert_bytes;
     NodeBuffer memory;
   };
   void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
+  bool has_bias(int node, Projection p) const { return biases_ && (node == 0 || p != Projection::kDown); }
 
   ExpertShape shape_;
   Format format_;
+  bool biases_;
   std::vector<Slice> slices_;
-  std::vector<bool> loaded_;
+  std::vector<bool> loaded_, loaded_biases_;
 };
 
 }  // namespace ktft

@@ -52,9 +52,10 @@ struct PackedMatrix {
   Format format;
   int rows, cols;
   uint8_t* tiles;
-  float* row_scale;     // [rows], or null when the format has none
-  float* block_scale;   // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
-  int64_t strip_bytes;  // from strip to strip
+  float* row_scale;       // [rows], or null when the format has none
+  float* block_scale;     // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
+  int64_t strip_bytes;    // from strip to strip
+  float* bias = nullptr;  // [rows], or null; the kernels' callers apply it
 
   int col_tiles() const { return ceil_div(cols, info(format).tile_cols); }
   uint8_t* tile(int row_tile, int col_tile) const {

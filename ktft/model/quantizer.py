@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_enabled
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -16,10 +20,14 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktft import native
-from ktft.checkpoint.families import Family, family_of
+from ktft.checkpoint.families import ExpertSource, Family
 from ktft.checkpoint.reader import READABLE, CheckpointReader, TensorEntry
 from ktft.config import PROJECTIONS, SETTINGS, Settings, unknown_key, world_size
-from ktft.model.experts import KtftExperts
+from ktft.model import kimi_k2
+from ktft.model.experts import KtftExperts, expert_modules
+from ktft.model.generic import family_of
+
+kimi_k2.register()
 
 logger = logging.getLogger(__name__)
 
@@ -138,70 +146,107 @@ class _LoadPlan:
 
     def __init__(self, model: PreTrainedModel, checkpoint_files: list[str], settings: Settings) -> None:
         self.settings = settings
-        self.family = family_of(model.config.model_type)
-        activation = model.config.hidden_act
-        if activation != self.family.activation:
-            raise ValueError(f"hidden_act is {activation!r}; ktft's experts compute {self.family.activation!r} only")
+        self.family = family_of(model)
         checkpoint = CheckpointReader(checkpoint_files)
         self.experts = swap_experts(model, self.family, settings)
         is_expert = self.family.expert_pattern()
-        ignored = list(model._keys_to_ignore_on_load_unexpected or [])
+        ignored = [*(model._keys_to_ignore_on_load_unexpected or []), *_prediction_layers(model.config)]
         _check_other_weights(model, checkpoint, is_expert, ignored)
         self.reader = checkpoint
         if settings.expert_checkpoint is not None:
             self.reader = CheckpointReader.from_directory(settings.expert_checkpoint)
         self.targets = self._match_experts(is_expert, ignored)
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
-        model._keys_to_ignore_on_load_unexpected = [*ignored, rf"\.{self.family.routed_experts}\."]
+        model._keys_to_ignore_on_load_unexpected = [*ignored, r"\.experts\."]
 
-    def _match_experts(self, is_expert: re.Pattern[str], ignored: list[str]) -> dict[str, tuple[KtftExperts, int, str]]:
-        """Tensor name -> (module, expert, projection). Everything expected is there, everything there is expected."""
-        targets = {
-            self.family.tensor_name(layer, expert, projection): (module, expert, projection)
-            for layer, module in self.experts.items()
-            for expert in range(module.num_experts)
-            for projection in PROJECTIONS
-        }
+    def _match_experts(self, is_expert: re.Pattern[str], ignored: list[str]) -> dict[str, list[_Target]]:
+        """Tensor name -> what it holds. Everything expected is there, everything there is expected."""
         tensors = self.reader.tensors
+        layout = self.family.layout(tensors)
+        targets: dict[str, list[_Target]] = {}
+        for layer, module in self.experts.items():
+            for expert, projection in itertools.product(range(module.num_experts), PROJECTIONS):
+                source = layout.source(layer, expert, projection, module.intermediate_size)
+                shape = layout.matrix_shape(projection, module.hidden_size, module.intermediate_size)
+                targets.setdefault(source.tensor, []).append(_Weight(module, expert, projection, source, shape))
+                if self.family.biases:
+                    targets.setdefault(source.bias_tensor, []).append(_Bias(module, expert, projection, source, shape))
         where = f"checkpoint {next(iter(tensors.values())).file.parent}" if tensors else "checkpoint"
         _refuse(f"{where} lacks expert tensors", (name for name in targets if name not in tensors))
         _refuse(
             f"{where} holds expert tensors that this model has no place for (biases and scales have none)",
             (name for name in tensors if is_expert.match(name) and name not in targets and not _any(ignored, name)),
         )
-        for name, (module, _, projection) in targets.items():
-            shape = (module.intermediate_size, module.hidden_size)
-            _check_entry(tensors[name], shape[::-1] if projection == "down_proj" else shape)
+        for name, parts in targets.items():
+            for part in parts:
+                part.check(tensors[name])
         return targets
 
     def load_experts(self) -> None:
-        """Read each expert weight once, in the order of the files, and pack it."""
+        """Read each expert tensor once, in the order of the files, and pack it."""
         total = sum(self.reader.tensors[name].nbytes for name in self.targets)
         title = f"Packing experts ({self.settings.expert_format})"
         with self.reader, tqdm(total=total, desc=title, unit="B", unit_scale=True) as progress:
-            for name, weight in self.reader.read_in_file_order(list(self.targets)):
-                module, expert, projection = self.targets[name]
-                try:
-                    module.layer.load(expert, projection, weight)
-                except ValueError as error:
-                    raise ValueError(f"{self.reader.tensors[name].file}: {name}: {error}") from error
-                progress.update(weight.nbytes)
+            for name, tensor in self.reader.read_in_file_order(list(self.targets)):
+                for part in self.targets[name]:
+                    try:
+                        part.load(tensor)
+                    except ValueError as error:
+                        raise ValueError(f"{self.reader.tensors[name].file}: {name}: {error}") from error
+                progress.update(tensor.nbytes)
         for module in self.experts.values():
             assert not module.layer.missing(), module.layer.missing()[:3]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """One projection of one expert: where it goes, where it lies, and `[out, in]` of the matrix it lies in."""
+
+    module: KtftExperts
+    expert: int
+    projection: str
+    source: ExpertSource
+    shape: tuple[int, int]
+
+    def check(self, entry: TensorEntry) -> None:
+        raise NotImplementedError
+
+    def load(self, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+    def _stored(self, *shape: int) -> tuple[int, ...]:
+        return shape if self.source.expert is None else (self.module.num_experts, *shape)
+
+
+class _Weight(_Target):
+    def check(self, entry: TensorEntry) -> None:
+        either = self.source.transposed is None and entry.shape == self._stored(*self.shape[::-1])
+        flipped = either or self.source.transposed
+        _check_entry(entry, self._stored(*(self.shape[::-1] if flipped else self.shape)))
+
+    def load(self, tensor: Tensor) -> None:
+        self.module.layer.load(self.expert, self.projection, self.source.take(tensor, self.shape))
+
+
+class _Bias(_Target):
+    def check(self, entry: TensorEntry) -> None:
+        _check_entry(entry, self._stored(self.shape[0]))
+
+    def load(self, tensor: Tensor) -> None:
+        self.module.layer.load_bias(self.expert, self.projection, self.source.take_bias(tensor))
 
 
 def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[int, KtftExperts]:
     """Put an empty `KtftExperts` in place of every stacked experts module. Returns them by layer number.
 
     Raises:
-        ValueError: the model has no such module, or dims that the kernels cannot take.
+        ValueError: the model has no such module, or an activation or dims that the kernels cannot take.
     """
+    config: Any = model.config
+    swiglu = family.activation(config.get_text_config())
     runtime = native.runtime(settings.threads, settings.numa_nodes)
     experts: dict[int, KtftExperts] = {}
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ != family.experts_class:
-            continue
-        num_experts, hidden_size, intermediate_size = module.down_proj.shape
+    for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
         layer = native.ExpertLayer(
             runtime,
             num_experts=num_experts,
@@ -209,17 +254,19 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             intermediate_size=intermediate_size,
             format=settings.expert_format,
             name=name,
+            swiglu=swiglu,
+            biases=family.biases,
         )
-        number = re.search(r"\blayers\.(\d+)\.", name)
-        assert number is not None, name
-        experts[int(number[1])] = KtftExperts(layer, settings.activation)
-        model.set_submodule(name, experts[int(number[1])])
-    if not experts:
-        raise ValueError(
-            f"{type(model).__name__} (model_type {family.model_type!r}) has no {family.experts_class} to replace; "
-            "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
-        )
+        experts[number] = KtftExperts(layer, family, settings.activation)
+        model.set_submodule(name, experts[number])
     return experts
+
+
+def _prediction_layers(config: PreTrainedConfig) -> list[str]:
+    """Names of the layers after the last, which predict several tokens ahead and which transformers leaves out."""
+    text = config.get_text_config()
+    first = text.num_hidden_layers
+    return [rf"\.layers\.{n}\." for n in range(first, first + (getattr(text, "num_nextn_predict_layers", 0) or 0))]
 
 
 def _check_other_weights(
@@ -236,19 +283,21 @@ def _check_other_weights(
     tied = {prefix + name for name in model.all_tied_weights_keys}
     heads = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
     required = {name for name in expected.keys() - tied if name.startswith(backbone) or name in heads}
-    _refuse("the checkpoint lacks tensors that the model needs", required - checkpoint.tensors.keys())
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    others = [name for name in checkpoint.tensors if not is_expert.match(name)]
+    found = {rename_source_key(name, renamings, [])[0]: checkpoint.tensors[name] for name in others}
+    _refuse("the checkpoint lacks tensors that the model needs", required - found.keys())
+    allowed = [*ignored, r"rotary_emb\.inv_freq"]
     _refuse(
         "the checkpoint holds tensors that the model has no place for",
         (
-            name
-            for name in checkpoint.tensors.keys() - expected.keys()
-            if name.startswith(backbone)
-            and not is_expert.match(name)
-            and not _any([*ignored, r"rotary_emb\.inv_freq"], name)
+            entry.name
+            for name, entry in found.items()
+            if name.startswith(backbone) and name not in expected and not _any(allowed, name)
         ),
     )
     for name in required:
-        _check_entry(checkpoint.tensors[name], tuple(expected[name].shape))
+        _check_entry(found[name], tuple(expected[name].shape))
 
 
 def _check_entry(entry: TensorEntry, shape: tuple[int, ...]) -> None:
