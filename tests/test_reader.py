@@ -31,11 +31,13 @@ def test_reads_what_safetensors_wrote(tmp_path: Path, dtype: torch.dtype) -> Non
     tensors = {f"w{n}": torch.randn(n, 2 * n).to(dtype) for n in (3, 1, 5, 0)}
     save_file(tensors, tmp_path / SINGLE_NAME)
     with CheckpointReader.from_directory(tmp_path) as reader:
-        seen = {name: tensor.clone() for name, tensor in reader.read_in_file_order(list(tensors))}
-        again = reader.read("w3").clone()
+        seen = {name: reader.read(name) for name in tensors}
+        slices = [reader.read("w3", i) for i in range(3)]
     assert seen.keys() == tensors.keys()
     assert all(torch.equal(seen[name], tensor) and seen[name].dtype == dtype for name, tensor in tensors.items())
-    assert torch.equal(again, tensors["w3"])
+    assert all(torch.equal(row, tensors["w3"][i]) for i, row in enumerate(slices))
+    with pytest.raises(IndexError, match=r"tensor w3 has shape \(3, 6\), so no slice 3"):
+        reader.read("w3", 3)
 
 
 def test_reads_shards(tiny_checkpoint: Callable[[str], Path]) -> None:
@@ -83,7 +85,7 @@ def test_header_longer_than_the_file(tmp_path: Path) -> None:
 def test_dtype_that_experts_cannot_have(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
     reader = CheckpointReader.from_directory(tmp_path)
-    with pytest.raises(ValueError, match="tensor w is I8; weights are read from BF16, F16, F32"):
+    with pytest.raises(ValueError, match="tensor w is I8; ktft reads BF16, F16, F32"):
         reader.read("w")
 
 

@@ -32,11 +32,11 @@ MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format f
       name_(std::move(name)),
       weights_(checked(shape, name_), format, runtime_->node_ids) {}
 
-void MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
+bool MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
   KTFT_CHECK(expert >= 0 && expert < weights_.shape().experts, name_, ": expert ", expert,
              " does not exist, there are ", weights_.shape().experts);
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
-  weights_.load(runtime_->pool, expert, projection, source);
+  return weights_.load(runtime_->pool, expert, projection, source);
 }
 
 void MoeLayer::check_lora(const Lora* lora) const {

@@ -25,7 +25,7 @@ class MoeLayer {
   MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, std::string name);
 
   const PackedExperts& weights() const { return weights_; }
-  void load(int expert, Projection projection, const SourceMatrix& source);
+  bool load(int expert, Projection projection, const SourceMatrix& source);
 
   // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits: 16
   // (bf16) or 8 (int8, see w8a8.h).

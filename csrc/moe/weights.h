@@ -30,8 +30,9 @@ class PackedExperts {
   size_t bytes() const;
 
   // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
-  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf.
-  void load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
+  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf. Returns whether codes and scales stayed as they
+  // were.
+  bool load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
   bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
 
   // fp32 [rows, cols] of the whole matrix.

@@ -1,7 +1,7 @@
-"""Lazy reader of safetensors checkpoints: all headers validated first, then single tensors by `pread`.
+"""Lazy reader of safetensors checkpoints: all headers validated first, then tensors or slices of them by `pread`.
 
 Not `mmap`: mapped pages count as resident memory until the kernel takes them back, and experts are read once, packed
-and forgotten. One buffer, as large as the largest tensor read so far, serves all reads.
+and forgotten. For the same reason the pages that a read leaves in the page cache are given back at once.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-READ_AHEAD_BYTES = 32 << 20
+CONFIG_NAME = "config.json"
 
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -33,7 +37,16 @@ BITS = {
 }
 """Bits per element of every dtype the format defines."""
 
-READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 """Dtypes of tensors that `CheckpointReader.read` returns."""
 
 
@@ -65,9 +78,10 @@ class CheckpointReader:
 
     def __init__(self, files: Sequence[str | os.PathLike[str]]) -> None:
         self.tensors: dict[str, TensorEntry] = {}
+        self.files = [Path(file) for file in files]
         self._descriptors: dict[Path, int] = {}
-        self._buffer = bytearray()
-        paths = [Path(file) for file in files]
+        self._lock = threading.Lock()
+        paths = self.files
         for path in paths:
             if path.suffix != ".safetensors":
                 raise ValueError(
@@ -114,56 +128,71 @@ class CheckpointReader:
             if name not in index:
                 raise ValueError(f"{entry.file} holds {name}, which {index_path} does not list; download both again")
 
-    def read(self, name: str) -> Tensor:
-        """Read one float tensor, in its own dtype and shape, on the CPU.
+    @cached_property
+    def scheme(self) -> Scheme:
+        """How the checkpoint's weights are quantized, by the config.json beside the shards; plain without one.
 
-        The result shares this reader's buffer: it is valid until the next `read`.
+        Raises:
+            ValueError: config.json is damaged, or names a scheme that ktft cannot read.
+        """
+        path = self.files[0].parent / CONFIG_NAME
+        if not path.is_file():
+            return PLAIN_SCHEME
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}; download it again") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} is not a configuration; download it again")
+        return scheme_of(config, str(path))
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Read a tensor, or element `index` of its first dimension, in its own dtype. Threads may read at once.
 
         Raises:
             KeyError: there is no such tensor.
-            ValueError: its dtype is not BF16, F16 or F32, or the file ends before it does.
+            IndexError: the first dimension has no element `index`.
+            ValueError: its dtype is not among `DTYPES`, or the file ends before it does.
         """
         entry = self.tensors[name]
-        if entry.dtype not in READABLE:
-            raise ValueError(
-                f"{entry.file}: tensor {name} is {entry.dtype}; weights are read from {', '.join(READABLE)}, "
-                "convert the checkpoint to BF16 first"
-            )
-        if len(self._buffer) < entry.nbytes:
-            self._buffer = bytearray(entry.nbytes)
-        view = memoryview(self._buffer)[: entry.nbytes]
-        descriptor, done = self._descriptor(entry.file), 0
-        while done < entry.nbytes:
-            count = os.preadv(descriptor, [view[done:]], entry.offset + done)
+        if entry.dtype not in DTYPES:
+            raise ValueError(f"{entry.file}: tensor {name} is {entry.dtype}; ktft reads {', '.join(DTYPES)}")
+        begin, nbytes, shape = entry.offset, entry.nbytes, entry.shape
+        if index is not None:
+            if not (shape and 0 <= index < shape[0]):
+                raise IndexError(f"{entry.file}: tensor {name} has shape {shape}, so no slice {index}")
+            nbytes //= shape[0]
+            begin, shape = begin + index * nbytes, shape[1:]
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._fill(entry, begin, memoryview(raw.numpy().data))
+        return raw.view(DTYPES[entry.dtype]).view(shape)
+
+    def _fill(self, entry: TensorEntry, begin: int, view: memoryview) -> None:
+        descriptor, nbytes, done = self._descriptor(entry.file), len(view), 0
+        with suppress(OSError):  # advice only: some file systems do not take it
+            os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_WILLNEED)
+        while done < nbytes:
+            count = os.preadv(descriptor, [view[done:]], begin + done)
             if count == 0:
                 raise ValueError(
-                    f"{entry.file} ended while tensor {name} was read; the file has changed, download it again"
+                    f"{entry.file} ended while tensor {entry.name} was read; the file has changed, download it again"
                 )
             done += count
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=READABLE[entry.dtype])
-        return torch.frombuffer(view, dtype=READABLE[entry.dtype]).view(entry.shape)
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_DONTNEED)
 
     def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        return self._descriptors[file]
-
-    def read_in_file_order(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the order the tensors lie on disk, with the kernel reading ahead meanwhile."""
-        entries = sorted((self.tensors[name] for name in names), key=lambda entry: (entry.file, entry.offset))
-        for entry in entries:
-            with suppress(OSError):  # advice only: some file systems do not take it
-                start = entry.offset + entry.nbytes
-                os.posix_fadvise(self._descriptor(entry.file), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            yield entry.name, self.read(entry.name)
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
 
     def close(self) -> None:
-        """Close the files and free the buffer. Reading again opens them again."""
+        """Close the files. Reading again opens them again."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        self._buffer = bytearray()
 
     def __enter__(self) -> CheckpointReader:
         return self

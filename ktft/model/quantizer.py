@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_enabled
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktft import native
 from ktft.checkpoint.families import Family, family_of
-from ktft.checkpoint.reader import READABLE, CheckpointReader, TensorEntry
-from ktft.config import PROJECTIONS, SETTINGS, Settings, unknown_key, world_size
+from ktft.checkpoint.load import ExpertPlan
+from ktft.checkpoint.reader import CheckpointReader
+from ktft.checkpoint.schemes import IGNORED
+from ktft.config import SETTINGS, Settings, unknown_key, world_size
+from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts
 
 logger = logging.getLogger(__name__)
@@ -66,17 +71,24 @@ class KtftConfig(QuantizationConfigMixin):
 def configure(config: PreTrainedConfig, settings: Settings) -> None:
     """Make `from_pretrained(config=config)` load the routed experts with ktft.
 
-    Raises:
-        ValueError: the checkpoint is already quantized by another method.
+    How the checkpoint itself is quantized is read off its own config.json, so `config` need not keep that.
     """
-    own = getattr(config, "quantization_config", None)
-    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
-    if own is not None and method != "ktft":
-        raise ValueError(
-            f"the checkpoint is quantized with {getattr(method, 'value', method)}, which ktft cannot read yet; "
-            f"give a checkpoint in {', '.join(READABLE)} (for DeepSeek-V3, a BF16 conversion)"
-        )
     config.quantization_config = KtftConfig.from_settings(settings).to_dict()
+
+
+def _prefer_ktft(merge: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """transformers refuses a `quantization_config` beside the checkpoint's own method, which ktft is there to read."""
+
+    @functools.wraps(merge)
+    def merge_quantization_configs(own: Any, given: Any) -> Any:
+        return given if isinstance(given, KtftConfig) else merge(own, given)
+
+    return merge_quantization_configs
+
+
+AutoHfQuantizer.merge_quantization_configs = staticmethod(  # type: ignore[method-assign, assignment]
+    _prefer_ktft(AutoHfQuantizer.merge_quantization_configs)
+)
 
 
 @register_quantizer("ktft")
@@ -125,9 +137,16 @@ class KtftHfQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._plan = _LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
+        if self._plan.backbone.conversions():
+            self.pre_quantized = True  # else transformers casts integers and scales to the model's dtype
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Dequantizes the weights around the experts."""
+        return [] if self._plan is None else self._plan.backbone.conversions()
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         assert self._plan is not None
+        self._plan.backbone.finish(model)
         self._plan.load_experts()
         self._plan = None
         return model
@@ -137,57 +156,32 @@ class _LoadPlan:
     """Which tensor of the checkpoint goes where, settled from headers alone before any weight is read."""
 
     def __init__(self, model: PreTrainedModel, checkpoint_files: list[str], settings: Settings) -> None:
-        self.settings = settings
         self.family = family_of(model.config.model_type)
         activation = model.config.hidden_act
         if activation != self.family.activation:
             raise ValueError(f"hidden_act is {activation!r}; ktft's experts compute {self.family.activation!r} only")
         checkpoint = CheckpointReader(checkpoint_files)
-        self.experts = swap_experts(model, self.family, settings)
-        is_expert = self.family.expert_pattern()
+        experts = swap_experts(model, self.family, settings)
+        self.layers = {number: module.layer for number, module in experts.items()}
         ignored = list(model._keys_to_ignore_on_load_unexpected or [])
-        _check_other_weights(model, checkpoint, is_expert, ignored)
-        self.reader = checkpoint
+        self.backbone = Backbone(model, checkpoint, self.family.expert_pattern(), ignored)
+        source = checkpoint
         if settings.expert_checkpoint is not None:
-            self.reader = CheckpointReader.from_directory(settings.expert_checkpoint)
-        self.targets = self._match_experts(is_expert, ignored)
+            source = CheckpointReader.from_directory(settings.expert_checkpoint)
+        self.experts = ExpertPlan(source, self.family, self.layers, ignored)
+        self.title = f"Packing experts ({settings.expert_format})"
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
-        model._keys_to_ignore_on_load_unexpected = [*ignored, rf"\.{self.family.routed_experts}\."]
-
-    def _match_experts(self, is_expert: re.Pattern[str], ignored: list[str]) -> dict[str, tuple[KtftExperts, int, str]]:
-        """Tensor name -> (module, expert, projection). Everything expected is there, everything there is expected."""
-        targets = {
-            self.family.tensor_name(layer, expert, projection): (module, expert, projection)
-            for layer, module in self.experts.items()
-            for expert in range(module.num_experts)
-            for projection in PROJECTIONS
-        }
-        tensors = self.reader.tensors
-        where = f"checkpoint {next(iter(tensors.values())).file.parent}" if tensors else "checkpoint"
-        _refuse(f"{where} lacks expert tensors", (name for name in targets if name not in tensors))
-        _refuse(
-            f"{where} holds expert tensors that this model has no place for (biases and scales have none)",
-            (name for name in tensors if is_expert.match(name) and name not in targets and not _any(ignored, name)),
-        )
-        for name, (module, _, projection) in targets.items():
-            shape = (module.intermediate_size, module.hidden_size)
-            _check_entry(tensors[name], shape[::-1] if projection == "down_proj" else shape)
-        return targets
+        model._keys_to_ignore_on_load_unexpected = [
+            *ignored,
+            rf"\.{self.family.routed_experts}\.",
+            IGNORED.pattern,
+        ]
 
     def load_experts(self) -> None:
         """Read each expert weight once, in the order of the files, and pack it."""
-        total = sum(self.reader.tensors[name].nbytes for name in self.targets)
-        title = f"Packing experts ({self.settings.expert_format})"
-        with self.reader, tqdm(total=total, desc=title, unit="B", unit_scale=True) as progress:
-            for name, weight in self.reader.read_in_file_order(list(self.targets)):
-                module, expert, projection = self.targets[name]
-                try:
-                    module.layer.load(expert, projection, weight)
-                except ValueError as error:
-                    raise ValueError(f"{self.reader.tensors[name].file}: {name}: {error}") from error
-                progress.update(weight.nbytes)
-        for module in self.experts.values():
-            assert not module.layer.missing(), module.layer.missing()[:3]
+        with tqdm(total=self.experts.nbytes(), desc=self.title, unit="B", unit_scale=True) as progress:
+            for nbytes in self.experts.load(self.layers):
+                progress.update(nbytes)
 
 
 def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[int, KtftExperts]:
@@ -220,55 +214,3 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
         )
     return experts
-
-
-def _check_other_weights(
-    model: PreTrainedModel, checkpoint: CheckpointReader, is_expert: re.Pattern[str], ignored: list[str]
-) -> None:
-    """The backbone must match the checkpoint both ways: transformers would fill a missing weight at random, and lets a
-    quantized model take wrong shapes.
-
-    Task heads other than the LM head are left to transformers: a new one is legitimate.
-    """
-    backbone = model.base_model_prefix + "."
-    prefix = "" if hasattr(model, model.base_model_prefix) else backbone
-    expected = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    tied = {prefix + name for name in model.all_tied_weights_keys}
-    heads = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
-    required = {name for name in expected.keys() - tied if name.startswith(backbone) or name in heads}
-    _refuse("the checkpoint lacks tensors that the model needs", required - checkpoint.tensors.keys())
-    _refuse(
-        "the checkpoint holds tensors that the model has no place for",
-        (
-            name
-            for name in checkpoint.tensors.keys() - expected.keys()
-            if name.startswith(backbone)
-            and not is_expert.match(name)
-            and not _any([*ignored, r"rotary_emb\.inv_freq"], name)
-        ),
-    )
-    for name in required:
-        _check_entry(checkpoint.tensors[name], tuple(expected[name].shape))
-
-
-def _check_entry(entry: TensorEntry, shape: tuple[int, ...]) -> None:
-    if entry.shape != shape:
-        raise ValueError(f"{entry.file}: {entry.name} has shape {entry.shape}, the model's config needs {shape}")
-    if entry.dtype not in READABLE:
-        raise ValueError(
-            f"{entry.file}: {entry.name} is {entry.dtype}; weights are read from {', '.join(READABLE)}, convert the "
-            "checkpoint to BF16 first"
-        )
-
-
-def _any(patterns: list[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _refuse(problem: str, names: Iterable[str]) -> None:
-    found = sorted(names)
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ValueError(
-            f"{problem}: {', '.join(found[:3])}{more}; check that config.json and the shards belong together"
-        )
