@@ -64,7 +64,10 @@ bool PackedExperts::load(Pool& pool, int expert, Projection projection, const So
   pool.run(units, [&](int node, int unit, int) {
     const BadValue v =
         pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit, keep);
-    if (v.row >= 0) bad = int64_t(v.row) * cols + v.col;
+    if (v.row < 0) return;
+    const int64_t at = int64_t(v.row) * cols + v.col;  // the first of all, whichever thread met it
+    for (int64_t seen = bad; (seen < 0 || at < seen) && !bad.compare_exchange_weak(seen, at);) {
+    }
   });
   KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");
   loaded_[size_t(expert) * kProjections + int(projection)] = true;
