@@ -176,7 +176,7 @@ def test_bad_checkpoints(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
         "more experts": (lambda t: t.update({EXPERT.replace("3", "8"): t[EXPERT].clone()}), "has no place for"),
         "missing norm": (
             lambda t: t.pop("model.norm.weight"),
-            "the checkpoint lacks tensors that the model needs: model.norm.weight;",
+            "lacks tensors that the model needs: model.norm.weight;",
         ),
         "missing head": (lambda t: t.pop("lm_head.weight"), "lacks tensors that the model needs: lm_head.weight;"),
         "left over": (

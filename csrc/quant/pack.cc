@@ -125,8 +125,7 @@ auto with_codec(Format format, const Fn& f) {
 
 }  // namespace
 
-BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit,
-              bool keep) {
+BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit, bool keep) {
   if (keep) return keep_unit(source, row_begin, col_begin, out, unit);
   return with_codec(out.format,
                     [&]<class Codec>() { return pack_with<Codec>(source, row_begin, col_begin, out, unit); });

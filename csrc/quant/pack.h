@@ -13,8 +13,9 @@ struct BadValue {
 constexpr int pack_rows(Format format) { return info(format).block_scaled ? kScaleBlock : kTileRows; }
 
 // Packs unit `unit` of `out`, whose first row and column are row_begin and col_begin of the source, multiples of
-// kSliceMultiple. With `keep`, which keeps() must allow, codes and scales stay as they are. A row's scale comes from the whole source row, so that slices of one matrix agree. Returns the first
-// NaN or Inf met, and then the unit's content is undefined.
+// kSliceMultiple. With `keep`, which keeps() must allow, codes and scales stay as they are. A row's scale comes from
+// the whole source row, so that slices of one matrix agree. Returns the first NaN or Inf met, and then the unit's
+// content is undefined.
 BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit, bool keep);
 
 // Dequantized rows of the matrix into dst, row stride ld.

@@ -91,7 +91,8 @@ int widen_row(const SourceMatrix& s, int r, float* out) {
 bool keeps(const SourceMatrix& s, Format format) {
   // A block that covers the matrix, or whole blocks (groups) of the format, repeats its scale in each.
   const auto whole = [](int block, int unit, int dim) { return block % unit == 0 || block >= dim; };
-  const size_t scales = size_t(ceil_div(s.rows, std::max(1, s.block_rows))) * ceil_div(s.cols, std::max(1, s.block_cols));
+  const size_t scales =
+      size_t(ceil_div(s.rows, std::max(1, s.block_rows))) * ceil_div(s.cols, std::max(1, s.block_cols));
   switch (format) {
     case Format::kFp8:
       return s.encoding == Encoding::kFp8 && whole(s.block_rows, kScaleBlock, s.rows) &&

@@ -167,15 +167,14 @@ class ExpertPlan:
     ) -> None:
         self.reader = reader
         self.matrices: list[Matrix] = []
-        self._where = str(reader.files[0].parent) if reader.files else "checkpoint"
         lacking: list[str] = []
         for number, shape in layers.items():
             lacking += self._match_layer(family, number, shape)
-        refuse(f"checkpoint {self._where} lacks expert tensors", lacking)
+        refuse(f"checkpoint {reader.directory} lacks expert tensors", lacking)
         used = {entry.name for matrix in self.matrices for entry in matrix.parts.values()}
         is_expert = family.expert_pattern()
         refuse(
-            f"checkpoint {self._where} holds expert tensors that this model has no place for",
+            f"checkpoint {reader.directory} holds expert tensors that this model has no place for",
             (
                 name
                 for name in reader.tensors

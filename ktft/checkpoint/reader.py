@@ -78,10 +78,12 @@ class CheckpointReader:
 
     def __init__(self, files: Sequence[str | os.PathLike[str]]) -> None:
         self.tensors: dict[str, TensorEntry] = {}
-        self.files = [Path(file) for file in files]
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
-        paths = self.files
+        paths = [Path(file) for file in files]
+        if not paths:
+            raise ValueError("the checkpoint has no shards; ktft reads experts from .safetensors files")
+        self.directory = paths[0].parent
         for path in paths:
             if path.suffix != ".safetensors":
                 raise ValueError(
@@ -98,8 +100,7 @@ class CheckpointReader:
                     raise ValueError(
                         f"tensor {entry.name} is in two shards, {other.file} and {path}; remove one of them"
                     )
-        if paths:
-            self._check_index(paths)
+        self._check_index(paths)
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> CheckpointReader:
@@ -135,12 +136,12 @@ class CheckpointReader:
         Raises:
             ValueError: config.json is damaged, or names a scheme that ktft cannot read.
         """
-        path = self.files[0].parent / CONFIG_NAME
+        path = self.directory / CONFIG_NAME
         if not path.is_file():
             return PLAIN_SCHEME
         try:
             config = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error}; download it again") from None
         if not isinstance(config, dict):
             raise ValueError(f"{path} is not a configuration; download it again")
@@ -213,7 +214,7 @@ def read_header(path: Path) -> list[TensorEntry]:
             )
         try:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} has no valid safetensors header: {error}; download it again") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path} has no valid safetensors header; download it again")
@@ -246,7 +247,7 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
         dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path}: tensor {name} has no dtype, shape and data_offsets in the header") from None
-    if dtype not in BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{path}: tensor {name} has the unknown dtype {dtype!r}; known: {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"{path}: tensor {name} has the invalid shape {shape!r}")
@@ -263,8 +264,12 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-        if all(isinstance(shard, str) for shard in weight_map.values()):
+        # Names of files beside the index, nothing else: a path could lead anywhere
+        if all(
+            isinstance(shard, str) and shard == Path(shard).name and shard.isprintable()
+            for shard in weight_map.values()
+        ):
             return dict(weight_map)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ValueError(f"{path} is not a valid index: it needs a weight_map of tensor names to shards; download it again")

@@ -52,10 +52,11 @@ class Backbone:
             lacking += missing
             if not missing:
                 self._sources[name] = scheme, parts
-        refuse("the checkpoint lacks tensors that the model needs", lacking)
+        where = f"checkpoint {checkpoint.directory}"
+        refuse(f"{where} lacks tensors that the model needs", lacking)
         used = {entry.name for _, parts in self._sources.values() for entry in parts.values()}
         refuse(
-            "the checkpoint holds tensors that the model has no place for",
+            f"{where} holds tensors that the model has no place for",
             (
                 name
                 for name in checkpoint.tensors.keys() - used - expected.keys()
