@@ -204,8 +204,7 @@ class ExpertLayer:
                 "expected a 2-D fp32, bf16 or fp16 CPU tensor, or codes and scales, "
                 f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
             )
-        if 0 <= expert < self.num_experts and self._layer.loaded(expert, _PROJECTIONS[projection]):
-            raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
+        self._refuse_second(expert, projection)
         weight = weight.contiguous()
         rows, cols = weight.shape
         encoding, block = _ENCODINGS.get(weight.dtype), block or (0, 0)
@@ -226,6 +225,39 @@ class ExpertLayer:
                 addresses[1],
             )
         )
+
+    def canonical_bytes(self, projection: str) -> int:
+        """Size of what `export_packed` returns, a function of format and shape alone."""
+        return int(self._layer.canonical_bytes(_PROJECTIONS[projection]))
+
+    def export_packed(self, expert: int, projection: str) -> Tensor:
+        """One packed weight in the canonical layout, uint8 `[canonical_bytes]`: docs/convert.md describes it.
+
+        The bytes do not depend on NUMA nodes, threads or ISA.
+
+        Raises:
+            ValueError: no such expert, or nothing was loaded.
+        """
+        out = torch.empty(self.canonical_bytes(projection), dtype=torch.uint8)
+        self._layer.export_canonical(expert, _PROJECTIONS[projection], out.data_ptr())
+        return out
+
+    def import_packed(self, expert: int, projection: str, packed: Tensor) -> None:
+        """Take over one weight that `export_packed` of the same format and shape gave.
+
+        Raises:
+            ValueError: not a uint8 tensor of `canonical_bytes`, scales that no packing gives, no such expert, or loaded
+                before.
+        """
+        size = self.canonical_bytes(projection)
+        if packed.dtype != torch.uint8 or packed.shape != (size,) or packed.device.type != "cpu":
+            raise ValueError(f"expected {size} bytes of {self.format}, got {list(packed.shape)} {packed.dtype}")
+        self._refuse_second(expert, projection)
+        self._layer.import_canonical(expert, _PROJECTIONS[projection], packed.contiguous().data_ptr())
+
+    def _refuse_second(self, expert: int, projection: str) -> None:
+        if 0 <= expert < self.num_experts and self._layer.loaded(expert, _PROJECTIONS[projection]):
+            raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
 
     def missing(self) -> list[tuple[int, str]]:
         """(expert, projection) pairs that no `load` filled."""

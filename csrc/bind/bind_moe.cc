@@ -118,9 +118,22 @@ void bind_moe(py::module_& m) {
           },
           py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("encoding"), py::arg("rows"),
           py::arg("cols"), py::arg("scales"), py::arg("block_rows"), py::arg("block_cols"), py::arg("zeros"))
+      .def("canonical_bytes", [](const MoeLayer& layer, Projection p) { return layer.weights().canonical_bytes(p); })
+      .def(
+          "export_canonical",
+          [](const MoeLayer& layer, int e, Projection p, Address out) {
+            layer.export_canonical(e, p, at<uint8_t>(out));
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "import_canonical",
+          [](MoeLayer& layer, int e, Projection p, Address in) { layer.import_canonical(e, p, at<const uint8_t>(in)); },
+          py::call_guard<py::gil_scoped_release>())
       .def("loaded", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded(e, p); })
-      .def("dequantize", [](const MoeLayer& layer, int e, Projection p,
-                            Address out) { layer.weights().dequantize(e, p, at<float>(out)); })
+      .def(
+          "dequantize",
+          [](const MoeLayer& layer, int e, Projection p, Address out) { layer.dequantize(e, p, at<float>(out)); },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("bytes", [](const MoeLayer& layer) { return layer.weights().bytes(); })
       .def("forward", &forward_layer, py::arg("hidden"), py::arg("dtype"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("tokens"), py::arg("top_k"), py::arg("lora"), py::arg("keep"),

@@ -32,11 +32,33 @@ MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format f
       name_(std::move(name)),
       weights_(checked(shape, name_), format, runtime_->node_ids) {}
 
-bool MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
+void MoeLayer::check_expert(int expert) const {
   KTFT_CHECK(expert >= 0 && expert < weights_.shape().experts, name_, ": expert ", expert,
              " does not exist, there are ", weights_.shape().experts);
+}
+
+bool MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
+  check_expert(expert);
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
   return weights_.load(runtime_->pool, expert, projection, source);
+}
+
+void MoeLayer::export_canonical(int expert, Projection projection, uint8_t* out) const {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.export_canonical(runtime_->pool, expert, projection, out);
+}
+
+void MoeLayer::dequantize(int expert, Projection projection, float* out) const {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.dequantize(runtime_->pool, expert, projection, out);
+}
+
+void MoeLayer::import_canonical(int expert, Projection projection, const uint8_t* in) {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.import_canonical(runtime_->pool, expert, projection, in);
 }
 
 void MoeLayer::check_lora(const Lora* lora) const {

@@ -26,6 +26,9 @@ class MoeLayer {
 
   const PackedExperts& weights() const { return weights_; }
   bool load(int expert, Projection projection, const SourceMatrix& source);
+  void export_canonical(int expert, Projection projection, uint8_t* out) const;
+  void dequantize(int expert, Projection projection, float* out) const;
+  void import_canonical(int expert, Projection projection, const uint8_t* in);
 
   // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits: 16
   // (bf16) or 8 (int8, see w8a8.h).
@@ -34,6 +37,7 @@ class MoeLayer {
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:
+  void check_expert(int expert) const;
   void check_lora(const Lora* lora) const;
   void check_bits(int activation_bits, Keep keep) const;
 

@@ -74,11 +74,4 @@ bool PackedExperts::load(Pool& pool, int expert, Projection projection, const So
   return keep;
 }
 
-void PackedExperts::dequantize(int expert, Projection projection, float* out) const {
-  const bool down = projection == Projection::kDown;
-  const int cols = down ? shape_.intermediate : shape_.hidden;
-  for (int n = 0; n < nodes(); n++)
-    unpack(matrix(n, expert, projection), out + (down ? size_t(begin(n)) : size_t(begin(n)) * cols), cols);
-}
-
 }  // namespace ktft

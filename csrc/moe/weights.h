@@ -35,8 +35,15 @@ class PackedExperts {
   bool load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
   bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
 
+  // One matrix as files hold it: the tiles of the whole matrix, strip after strip with nothing between them, then its
+  // scales (fp32, by row or by block). The same bytes whatever the nodes, the threads and the ISA.
+  size_t canonical_bytes(Projection projection) const;
+  void export_canonical(Pool& pool, int expert, Projection projection, uint8_t* out) const;
+  // Instead of load. Throws on a scale that is NaN, Inf or, where outputs are multiplied by it, not positive.
+  void import_canonical(Pool& pool, int expert, Projection projection, const uint8_t* in);
+
   // fp32 [rows, cols] of the whole matrix.
-  void dequantize(int expert, Projection projection, float* out) const;
+  void dequantize(Pool& pool, int expert, Projection projection, float* out) const;
 
   PackedMatrix matrix(int node, int expert, Projection projection) const;
 
@@ -47,6 +54,8 @@ class PackedExperts {
     NodeBuffer memory;
   };
   void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
+  template <class Fn>
+  void each_unit(Pool& pool, int expert, Projection projection, const Fn& fn) const;
 
   ExpertShape shape_;
   Format format_;
