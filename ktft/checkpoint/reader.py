@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,7 +83,9 @@ class CheckpointReader:
         paths = [Path(file) for file in files]
         if not paths:
             raise ValueError("the checkpoint has no shards; ktft reads experts from .safetensors files")
-        self.directory = paths[0].parent
+        self.files, self.directory = paths, paths[0].parent
+        self.observer: Callable[[TensorEntry, int, memoryview], None] | None = None
+        """Called, by the thread that reads, with tensor, offset in the file and content of every piece."""
         for path in paths:
             if path.suffix != ".safetensors":
                 raise ValueError(
@@ -182,6 +184,8 @@ class CheckpointReader:
             done += count
         with suppress(OSError):
             os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_DONTNEED)
+        if self.observer is not None:
+            self.observer(entry, begin, view)
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:

@@ -6,6 +6,8 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,11 +20,12 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktft import native
+from ktft.checkpoint.cache import PackedCache
 from ktft.checkpoint.families import Family, family_of
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
-from ktft.config import SETTINGS, Settings, unknown_key, world_size
+from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, unknown_key, world_size
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts
 
@@ -39,11 +42,12 @@ class KtftConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        expert_format: str = Settings.expert_format,
+        expert_format: str | None = Settings.expert_format,
         threads: int | None = Settings.threads,
         numa_nodes: int | None = Settings.numa_nodes,
         activation: str = Settings.activation,
         expert_checkpoint: str | None = Settings.expert_checkpoint,
+        verify_checksums: bool = Settings.verify_checksums,
         quant_method: str = "ktft",
         **unknown: Any,
     ) -> None:
@@ -55,6 +59,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.numa_nodes = numa_nodes
         self.activation = activation
         self.expert_checkpoint = expert_checkpoint
+        self.verify_checksums = verify_checksums
         _ = self.settings  # checks the values
 
     @property
@@ -96,7 +101,7 @@ class KtftHfQuantizer(HfQuantizer):
     """Replaces experts modules while the model is on meta, and fills them once everything else is loaded."""
 
     quantization_config: KtftConfig
-    _plan: _LoadPlan | None = None
+    _plan: LoadPlan | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -136,7 +141,7 @@ class KtftHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        self._plan = _LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
+        self._plan = LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
         if self._plan.backbone.conversions():
             self.pre_quantized = True  # else transformers casts integers and scales to the model's dtype
 
@@ -152,7 +157,7 @@ class KtftHfQuantizer(HfQuantizer):
         return model
 
 
-class _LoadPlan:
+class LoadPlan:
     """Which tensor of the checkpoint goes where, settled from headers alone before any weight is read."""
 
     def __init__(self, model: PreTrainedModel, checkpoint_files: list[str], settings: Settings) -> None:
@@ -161,15 +166,25 @@ class _LoadPlan:
         if activation != self.family.activation:
             raise ValueError(f"hidden_act is {activation!r}; ktft's experts compute {self.family.activation!r} only")
         checkpoint = CheckpointReader(checkpoint_files)
+        packed = _packed_experts(checkpoint, settings)
+        if packed is not None:
+            settings = replace(settings, expert_format=packed.check_format(settings.expert_format))
         experts = swap_experts(model, self.family, settings)
         self.layers = {number: module.layer for number, module in experts.items()}
+        if packed is not None:
+            packed.check_model(self.family.model_type, self.layers)
+            packed.check_source(checkpoint.files)
         ignored = list(model._keys_to_ignore_on_load_unexpected or [])
         self.backbone = Backbone(model, checkpoint, self.family.expert_pattern(), ignored)
-        source = checkpoint
-        if settings.expert_checkpoint is not None:
-            source = CheckpointReader.from_directory(settings.expert_checkpoint)
-        self.experts = ExpertPlan(source, self.family, self.layers, ignored)
-        self.title = f"Packing experts ({settings.expert_format})"
+        self.experts: ExpertPlan | PackedCache
+        if packed is not None:
+            self.experts, doing = packed, "Loading packed"
+        else:
+            source = checkpoint
+            if settings.expert_checkpoint is not None:
+                source = CheckpointReader.from_directory(settings.expert_checkpoint)
+            self.experts, doing = ExpertPlan(source, self.family, self.layers, ignored), "Packing"
+        self.title = f"{doing} experts ({settings.expert_format or DEFAULT_EXPERT_FORMAT})"
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
         model._keys_to_ignore_on_load_unexpected = [
             *ignored,
@@ -178,10 +193,15 @@ class _LoadPlan:
         ]
 
     def load_experts(self) -> None:
-        """Read each expert weight once, in the order of the files, and pack it."""
+        """Read each expert weight once, in the order of the files, and pack it, unless it is packed already."""
         with tqdm(total=self.experts.nbytes(), desc=self.title, unit="B", unit_scale=True) as progress:
             for nbytes in self.experts.load(self.layers):
                 progress.update(nbytes)
+
+
+def _packed_experts(checkpoint: CheckpointReader, settings: Settings) -> PackedCache | None:
+    """The converted checkpoint that the experts come from, if they come from one."""
+    return PackedCache.find(Path(settings.expert_checkpoint or checkpoint.directory), settings.verify_checksums)
 
 
 def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[int, KtftExperts]:
@@ -201,7 +221,7 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
-            format=settings.expert_format,
+            format=settings.expert_format or DEFAULT_EXPERT_FORMAT,
             name=name,
         )
         number = re.search(r"\blayers\.(\d+)\.", name)
