@@ -42,10 +42,28 @@ void MoeLayer::check_expert(int expert) const {
              " does not exist, there are ", weights_.shape().experts);
 }
 
-void MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
+bool MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
   check_expert(expert);
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
-  weights_.load(runtime_->pool, expert, projection, source);
+  return weights_.load(runtime_->pool, expert, projection, source);
+}
+
+void MoeLayer::export_canonical(int expert, Projection projection, uint8_t* out) const {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.export_canonical(runtime_->pool, expert, projection, out);
+}
+
+void MoeLayer::dequantize(int expert, Projection projection, float* out) const {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.dequantize(runtime_->pool, expert, projection, out);
+}
+
+void MoeLayer::import_canonical(int expert, Projection projection, const uint8_t* in) {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.import_canonical(runtime_->pool, expert, projection, in);
 }
 
 void MoeLayer::load_bias(int expert, Projection projection, const float* values, int count) {

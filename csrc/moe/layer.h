@@ -26,8 +26,11 @@ class MoeLayer {
            std::string name);
 
   const PackedExperts& weights() const { return weights_; }
-  void load(int expert, Projection projection, const SourceMatrix& source);
+  bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);
+  void export_canonical(int expert, Projection projection, uint8_t* out) const;
+  void dequantize(int expert, Projection projection, float* out) const;
+  void import_canonical(int expert, Projection projection, const uint8_t* in);
 
   // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits: 16
   // (bf16) or 8 (int8, see w8a8.h).

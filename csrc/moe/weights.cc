@@ -60,21 +60,26 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
   return m;
 }
 
-void PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
+bool PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
   const bool down = projection == Projection::kDown;
   const int rows = down ? shape_.hidden : shape_.intermediate, cols = down ? shape_.intermediate : shape_.hidden;
   KTFT_CHECK(source.rows == rows && source.cols == cols, "its shape is [", source.rows, ", ", source.cols,
              "], the model's config says [", rows, ", ", cols, "]");
   std::vector<int> units(pool.nodes(), 0);
   for (int n = 0; n < nodes(); n++) units[n] = ceil_div(matrix(n, expert, projection).rows, pack_rows(format_));
+  const bool keep = keeps(source, format_);
   std::atomic<int64_t> bad{-1};
   pool.run(units, [&](int node, int unit, int) {
     const BadValue v =
-        pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit);
-    if (v.row >= 0) bad = int64_t(v.row) * cols + v.col;
+        pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit, keep);
+    if (v.row < 0) return;
+    const int64_t at = int64_t(v.row) * cols + v.col;  // the first of all, whichever thread met it
+    for (int64_t seen = bad; (seen < 0 || at < seen) && !bad.compare_exchange_weak(seen, at);) {
+    }
   });
   KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");
   loaded_[size_t(expert) * kProjections + int(projection)] = true;
+  return keep;
 }
 
 void PackedExperts::load_bias(int expert, Projection projection, const float* values) {
@@ -95,13 +100,6 @@ void PackedExperts::bias(int expert, Projection projection, float* out) const {
     const PackedMatrix m = matrix(n, expert, projection);
     std::copy_n(m.bias, m.rows, out + (down ? 0 : begin(n)));
   }
-}
-
-void PackedExperts::dequantize(int expert, Projection projection, float* out) const {
-  const bool down = projection == Projection::kDown;
-  const int cols = down ? shape_.intermediate : shape_.hidden;
-  for (int n = 0; n < nodes(); n++)
-    unpack(matrix(n, expert, projection), out + (down ? size_t(begin(n)) : size_t(begin(n)) * cols), cols);
 }
 
 }  // namespace ktft

@@ -30,18 +30,26 @@ class PackedExperts {
   size_t bytes() const;
 
   // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
-  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf.
-  void load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
+  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf. Returns whether codes and scales stayed as they
+  // were.
+  bool load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
+  bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
   // One expert's bias of one projection, a value an output: for layers with biases. Throws on NaN and Inf.
   void load_bias(int expert, Projection projection, const float* values);
   bool loaded_bias(int expert, Projection projection) const {
     return loaded_biases_[expert * kProjections + int(projection)];
   }
   bool biases() const { return biases_; }
-  bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
+
+  // One matrix as files hold it: the tiles of the whole matrix, strip after strip with nothing between them, then its
+  // scales (fp32, by row or by block). The same bytes whatever the nodes, the threads and the ISA.
+  size_t canonical_bytes(Projection projection) const;
+  void export_canonical(Pool& pool, int expert, Projection projection, uint8_t* out) const;
+  // Instead of load. Throws on a scale that is NaN, Inf or, where outputs are multiplied by it, not positive.
+  void import_canonical(Pool& pool, int expert, Projection projection, const uint8_t* in);
 
   // fp32 [rows, cols] of the whole matrix, and [rows] of its bias.
-  void dequantize(int expert, Projection projection, float* out) const;
+  void dequantize(Pool& pool, int expert, Projection projection, float* out) const;
   void bias(int expert, Projection projection, float* out) const;
 
   // Down's bias is node 0's alone: the nodes' outputs add up.
@@ -55,6 +63,8 @@ class PackedExperts {
   };
   void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
   bool has_bias(int node, Projection p) const { return biases_ && (node == 0 || p != Projection::kDown); }
+  template <class Fn>
+  void each_unit(Pool& pool, int expert, Projection projection, const Fn& fn) const;
 
   ExpertShape shape_;
   Format format_;

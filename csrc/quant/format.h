@@ -46,6 +46,12 @@ constexpr FormatInfo kFormatInfo[kFormats] = {
 
 constexpr const FormatInfo& info(Format format) { return kFormatInfo[int(format)]; }
 
+// To the nearest integer, ties to even, |v| < 2^22. std::lrintf keeps loops from being vectorized.
+static inline int round_even(float v) {
+  constexpr float kShift = 12582912.f;  // 1.5 * 2^23: no bits are left for a fraction
+  return int((v + kShift) - kShift);
+}
+
 static constexpr int ceil_div(int value, int unit) { return (value + unit - 1) / unit; }
 
 struct PackedMatrix {

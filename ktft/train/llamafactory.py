@@ -189,8 +189,11 @@ def _adapt_loader(module: Any) -> None:
 
     @functools.wraps(original_config)
     def patch_config(config: Any, tokenizer: Any, model_args: Any, init_kwargs: dict[str, Any], *args: Any) -> None:
-        original_config(config, tokenizer, model_args, init_kwargs, *args)
         settings = settings_of(model_args)
+        if settings is not None:
+            # LLaMA-Factory would ask for the packages of the checkpoint's own method, and give that one to the model
+            vars(config).pop("quantization_config", None)
+        original_config(config, tokenizer, model_args, init_kwargs, *args)
         if settings is not None:
             configure(config, settings)
             if init_kwargs.get("device_map") == "auto":  # inference: would spread the model over all GPUs
