@@ -1,4 +1,4 @@
-// pybind11 only: names, argument order, no logic. Arrays arrive as addresses that ktft/native.py has checked.
+// pybind11 only: names, argument order, no logic. Arrays arrive as addresses that ktft/native/ has checked.
 #pragma once
 
 #include <pybind11/pybind11.h>

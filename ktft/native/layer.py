@@ -1,11 +1,7 @@
-"""The only importer of the extension: turns tensors into checked addresses, and native errors into ValueError.
-
-Everything here takes and returns CPU tensors.
-"""
+"""One layer's routed experts: packed, computed forward and backward."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,127 +10,10 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
+from ktft.native.codes import check_codes
+from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
+from ktft.native.machine import Runtime
 from ktft.swiglu import SILU, Swiglu
-
-try:
-    import ktft._C as _C
-except ImportError as error:
-    raise ImportError(
-        f"ktft's native core cannot be loaded ({error}). Install ktft for this Python from its folder: pip install ."
-    ) from error
-
-FORMATS: tuple[str, ...] = _C.FORMATS
-_DTYPES = {torch.float32: _C.Dtype.f32, torch.bfloat16: _C.Dtype.bf16, torch.float16: _C.Dtype.f16}
-_ENCODINGS = {torch.float32: _C.Encoding.f32, torch.bfloat16: _C.Encoding.bf16, torch.float16: _C.Encoding.f16}
-_PROJECTIONS = {name: getattr(_C.Projection, name) for name in PROJECTIONS}
-
-
-def cpu_features() -> dict[str, bool]:
-    """CPU feature name -> whether this process can use it (AMX: granted by the operating system)."""
-    return dict(_C.cpu_features())
-
-
-def isas() -> list[str]:
-    """ISAs this CPU runs, slowest first; `runtime` takes the last one unless KTFT_ISA names another."""
-    return list(_C.isas())
-
-
-def default_isa() -> str:
-    """The ISA that `runtime` takes. Raises ValueError when KTFT_ISA is unknown or cannot run here."""
-    return str(_C.default_isa())
-
-
-def topology() -> dict[str, Any]:
-    """CPUs and memory this process may use.
-
-    Returns `nodes` (`id`, `cpus`, physical `cores`, `memory_bytes`, `free_bytes` each), `cgroup_cpus` (CPU quota or
-    None), `cores` (physical cores within the quota) and `mbind` ("ok" or why memory cannot be placed on a node).
-    """
-    return dict(_C.topology())
-
-
-def kernels() -> list[dict[str, Any]]:
-    """The kernel table: `name`, `isa`, `format`, `backward` of each row."""
-    return list(_C.kernels())
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Thread pools and workspace, shared by all layers of a process with the same settings."""
-
-    handle: Any
-
-    @property
-    def isa(self) -> str:
-        """Name of the ISA whose kernels run."""
-        return str(self.handle.isa)
-
-    @property
-    def threads(self) -> int:
-        """Threads that compute, the calling one included."""
-        return int(self.handle.threads)
-
-    @property
-    def nodes(self) -> int:
-        """NUMA nodes the experts are spread over."""
-        return int(self.handle.nodes)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of buffers that grew to the largest call so far."""
-        return int(self.handle.workspace_bytes)
-
-    def take_phases(self) -> dict[str, float]:
-        """Seconds that layer calls spent in each phase since this was last called, in order of first appearance."""
-        return dict(self.handle.take_phases())
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What makes this machine slower than it could be, for a person."""
-        status = topology()["mbind"]
-        if self.nodes > 1 and status != "ok":
-            return (
-                f"memory cannot be bound to NUMA nodes here ({status}): experts may lie far from their threads. In a "
-                "container allow the mbind system call, for instance docker run --cap-add SYS_NICE",
-            )
-        return ()
-
-
-@functools.cache
-def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str | None = None) -> Runtime:
-    """The process's runtime for these settings, made on first use.
-
-    Args:
-        threads: threads that compute; None for one per physical core that affinity and cgroup allow.
-        numa_nodes: parts to split the experts into; None for the machine's nodes. More than it has emulates a split.
-        isa: kernel ISA; None for `default_isa()`.
-    """
-    return Runtime(_C.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
-
-
-def compute_ceilings(runtime: Runtime, seconds: float = 0.01) -> tuple[float, float]:
-    """FLOP/s of all the runtime's threads now: products of registers only (P), and the forward kernel's inner loop on
-    operands in L1 and L2 with nothing decoded (H). Takes twice `seconds`.
-    """
-    measure, handle = _C.measure_flops, runtime.handle
-    return float(measure(handle, _C.Ceiling.registers, seconds)), float(measure(handle, _C.Ceiling.hot, seconds))
-
-
-class StreamedMemory:
-    """Memory for the ceilings of operands that no cache holds. Take far more `bytes` than the caches hold."""
-
-    def __init__(self, runtime: Runtime, bytes: int) -> None:
-        self._native = _C.StreamedMemory(runtime.handle, bytes)
-
-    def read(self) -> float:
-        """Bytes per second of all threads together, reading everything once."""
-        return float(self._native.read())
-
-    def gemm(self, tokens: int, reduction: int) -> float:
-        """FLOP/s of all threads' bf16 forward GEMM alone (S): everything once as weights of `reduction` columns (a
-        multiple of 32), under the same 1 to 704 tokens, results not used.
-        """
-        return float(self._native.gemm(tokens, reduction))
 
 
 @dataclass
@@ -178,7 +57,7 @@ class ExpertLayer:
         self.runtime, self.format, self.name = runtime, format, name
         self.swiglu, self.biases = swiglu, biases
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        self._layer = _C.MoeLayer(
+        self._layer = core.MoeLayer(
             runtime.handle,
             num_experts,
             hidden_size,
@@ -225,7 +104,7 @@ class ExpertLayer:
         Raises:
             ValueError: wrong shape or dtype, NaN or Inf, a negative fp8 scale, no such expert, or loaded before.
         """
-        if weight.dim() != 2 or weight.device.type != "cpu" or (weight.dtype not in _ENCODINGS and scales is None):
+        if weight.dim() != 2 or weight.device.type != "cpu" or (weight.dtype not in ENCODINGS and scales is None):
             raise ValueError(
                 "expected a 2-D fp32, bf16 or fp16 CPU tensor, or codes and scales, "
                 f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
@@ -233,15 +112,15 @@ class ExpertLayer:
         self._refuse_second(expert, projection)
         weight = weight.contiguous()
         rows, cols = weight.shape
-        encoding, block = _ENCODINGS.get(weight.dtype), block or (0, 0)
+        encoding, block = ENCODINGS.get(weight.dtype), block or (0, 0)
         if scales is not None:
-            encoding, cols, block = _check_codes(weight, scales, block, zeros)
+            encoding, cols, block = check_codes(weight, scales, block, zeros)
             scales, zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (scales, zeros)]
         return bool(
             self._layer.load(
                 expert,
-                _PROJECTIONS[projection],
+                NATIVE_PROJECTIONS[projection],
                 weight.data_ptr(),
                 encoding,
                 rows,
@@ -254,7 +133,7 @@ class ExpertLayer:
 
     def canonical_bytes(self, projection: str) -> int:
         """Size of what `export_packed` returns, a function of format and shape alone."""
-        return int(self._layer.canonical_bytes(_PROJECTIONS[projection]))
+        return int(self._layer.canonical_bytes(NATIVE_PROJECTIONS[projection]))
 
     def export_packed(self, expert: int, projection: str) -> Tensor:
         """One packed weight in the canonical layout, uint8 `[canonical_bytes]`: docs/convert.md describes it.
@@ -265,7 +144,7 @@ class ExpertLayer:
             ValueError: no such expert, or nothing was loaded.
         """
         out = torch.empty(self.canonical_bytes(projection), dtype=torch.uint8)
-        self._layer.export_canonical(expert, _PROJECTIONS[projection], out.data_ptr())
+        self._layer.export_canonical(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
     def import_packed(self, expert: int, projection: str, packed: Tensor) -> None:
@@ -279,10 +158,10 @@ class ExpertLayer:
         if packed.dtype != torch.uint8 or packed.shape != (size,) or packed.device.type != "cpu":
             raise ValueError(f"expected {size} bytes of {self.format}, got {list(packed.shape)} {packed.dtype}")
         self._refuse_second(expert, projection)
-        self._layer.import_canonical(expert, _PROJECTIONS[projection], packed.contiguous().data_ptr())
+        self._layer.import_canonical(expert, NATIVE_PROJECTIONS[projection], packed.contiguous().data_ptr())
 
     def _refuse_second(self, expert: int, projection: str) -> None:
-        if 0 <= expert < self.num_experts and self._layer.loaded(expert, _PROJECTIONS[projection]):
+        if 0 <= expert < self.num_experts and self._layer.loaded(expert, NATIVE_PROJECTIONS[projection]):
             raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
 
     def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
@@ -291,16 +170,16 @@ class ExpertLayer:
         Raises:
             ValueError: the layer has no biases; wrong shape or dtype, NaN or Inf, no such expert, or loaded before.
         """
-        if bias.dtype not in _DTYPES or bias.dim() != 1 or bias.device.type != "cpu":
+        if bias.dtype not in DTYPES or bias.dim() != 1 or bias.device.type != "cpu":
             raise ValueError(
                 f"expected a 1-D fp32, bf16 or fp16 CPU tensor, got {bias.dtype} {list(bias.shape)} on {bias.device}"
             )
-        if 0 <= expert < self.num_experts and self._layer.loaded_bias(expert, _PROJECTIONS[projection]):
+        if 0 <= expert < self.num_experts and self._layer.loaded_bias(expert, NATIVE_PROJECTIONS[projection]):
             raise ValueError(
                 f"the bias of {self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice"
             )
         bias = bias.float().contiguous()
-        self._layer.load_bias(expert, _PROJECTIONS[projection], bias.data_ptr(), len(bias))
+        self._layer.load_bias(expert, NATIVE_PROJECTIONS[projection], bias.data_ptr(), len(bias))
 
     def missing(self) -> list[tuple[int, str]]:
         """(expert, projection) pairs whose weight or, in a layer with biases, bias was never loaded."""
@@ -309,14 +188,14 @@ class ExpertLayer:
             (expert, name)
             for expert in range(self.num_experts)
             for name in PROJECTIONS
-            if not all(is_loaded(expert, _PROJECTIONS[name]) for is_loaded in filled)
+            if not all(is_loaded(expert, NATIVE_PROJECTIONS[name]) for is_loaded in filled)
         ]
 
     def dequantize(self, expert: int, projection: str) -> Tensor:
         """The packed weight as fp32 `[out_features, in_features]`."""
         shape = (self.hidden_size, self.intermediate_size)
         out = torch.empty(shape if projection == "down_proj" else shape[::-1], dtype=torch.float32)
-        self._layer.dequantize(expert, _PROJECTIONS[projection], out.data_ptr())
+        self._layer.dequantize(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
     def bias(self, expert: int, projection: str) -> Tensor:
@@ -330,7 +209,7 @@ class ExpertLayer:
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"{self.name}: expert {expert} does not exist, there are {self.num_experts}")
         out = torch.empty(self.hidden_size if projection == "down_proj" else self.intermediate_size)
-        self._layer.bias(expert, _PROJECTIONS[projection], out.data_ptr())
+        self._layer.bias(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
     def forward(
@@ -364,12 +243,12 @@ class ExpertLayer:
         out = torch.empty_like(x)
         saved = self._layer.forward(
             x.data_ptr(),
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
             index.data_ptr(),
             weights.data_ptr(),
             *index.shape,
             native_lora,
-            getattr(_C.Keep, activation),
+            getattr(core.Keep, activation),
             activation_bits,
             out.data_ptr(),
         )
@@ -400,7 +279,7 @@ class ExpertLayer:
             saved,
             x.data_ptr(),
             grad_output.data_ptr(),
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
             weights.data_ptr(),
             native_lora,
             grad_hidden.data_ptr(),
@@ -409,7 +288,7 @@ class ExpertLayer:
         return Gradients(grad_hidden, grad_weights, [g.to(p.dtype) for g, p in zip(grads, keep_alive, strict=True)])
 
     def _inputs(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if x.dim() != 2 or x.shape[1] != self.hidden_size or x.dtype not in _DTYPES:
+        if x.dim() != 2 or x.shape[1] != self.hidden_size or x.dtype not in DTYPES:
             raise ValueError(
                 f"{self.name}: hidden states must be [tokens, {self.hidden_size}] in fp32, bf16 or fp16, got "
                 f"{list(x.shape)} {x.dtype}"
@@ -425,7 +304,7 @@ class ExpertLayer:
         """The native view of the adapters, and the tensors it points into."""
         if lora is None or not lora.pairs:
             return None, []
-        native, tensors = _C.Lora(lora.dropout, lora.seed), []
+        native, tensors = core.Lora(lora.dropout, lora.seed), []
         buffers = iter(grads or [])
         for name in PROJECTIONS:
             if (pair := lora.pairs.get(name)) is None:
@@ -443,11 +322,11 @@ class ExpertLayer:
             a, b = pair.a.detach().contiguous(), pair.b.detach().contiguous()
             tensors += [a, b]
             native.add(
-                _PROJECTIONS[name],
+                NATIVE_PROJECTIONS[name],
                 a.data_ptr(),
-                _DTYPES[a.dtype],
+                DTYPES[a.dtype],
                 b.data_ptr(),
-                _DTYPES[b.dtype],
+                DTYPES[b.dtype],
                 a.shape[1],
                 a.shape[2],
                 b.shape[1],
@@ -455,32 +334,3 @@ class ExpertLayer:
                 *(next(buffers).data_ptr() if grads else 0 for _ in range(2)),
             )
         return native, tensors
-
-
-def _check_codes(
-    codes: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None
-) -> tuple[Any, int, tuple[int, int]]:
-    """The encoding, the number of columns and the block of a weight that comes as codes."""
-    nibbles = codes.dtype == torch.uint8
-    if not nibbles and codes.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"codes with scales are float8_e4m3fn, or uint8 of two 4-bit codes; got {codes.dtype}")
-    if scales.dtype != torch.float32 and not (nibbles and scales.dtype == torch.uint8):
-        raise ValueError(f"scales of {codes.dtype} codes cannot be {scales.dtype}")
-    encoding = _C.Encoding.fp8
-    if nibbles:
-        encoding = _C.Encoding.mxfp4 if scales.dtype == torch.uint8 else _C.Encoding.int4
-    rows, cols = codes.shape[0], codes.shape[1] * (2 if nibbles else 1)
-    block = block if all(block) else (1, 32) if nibbles else (128, 128)
-    expected = (-(-rows // block[0]), -(-cols // block[1]))
-    if scales.shape != expected or scales.device.type != "cpu" or (nibbles and block[1] % 2 and block[1] < cols):
-        raise ValueError(
-            f"codes [{rows}, {cols}] in blocks of {list(block)} need scales {list(expected)}, got {list(scales.shape)}"
-        )
-    if zeros is not None and (encoding != _C.Encoding.int4 or zeros.shape != expected or zeros.dtype != torch.uint8):
-        raise ValueError(f"zero points must be uint8 {list(expected)} of int4, got {zeros.dtype} {list(zeros.shape)}")
-    if scales.dtype == torch.float32:
-        if not scales.isfinite().all():
-            raise ValueError("its scales hold NaN or Inf")
-        if not nibbles and bool((scales < 0).any()):
-            raise ValueError("its scales hold a negative number, which no fp8 scale is")
-    return encoding, cols, block

@@ -1,0 +1,24 @@
+"""ktft's native core: turns tensors into checked addresses, and native errors into ValueError.
+
+Everything here takes and returns CPU tensors.
+"""
+
+from ktft.native.ceilings import StreamedMemory, compute_ceilings
+from ktft.native.extension import FORMATS
+from ktft.native.layer import ExpertLayer, Gradients
+from ktft.native.machine import Runtime, cpu_features, default_isa, isas, kernels, runtime, topology
+
+__all__ = [
+    "FORMATS",
+    "ExpertLayer",
+    "Gradients",
+    "Runtime",
+    "StreamedMemory",
+    "compute_ceilings",
+    "cpu_features",
+    "default_isa",
+    "isas",
+    "kernels",
+    "runtime",
+    "topology",
+]

@@ -1,0 +1,39 @@
+"""Weights that come as codes with scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft.native.extension import core
+
+
+def check_codes(
+    codes: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None
+) -> tuple[Any, int, tuple[int, int]]:
+    """The encoding, the number of columns and the block of a weight that comes as codes."""
+    nibbles = codes.dtype == torch.uint8
+    if not nibbles and codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"codes with scales are float8_e4m3fn, or uint8 of two 4-bit codes; got {codes.dtype}")
+    if scales.dtype != torch.float32 and not (nibbles and scales.dtype == torch.uint8):
+        raise ValueError(f"scales of {codes.dtype} codes cannot be {scales.dtype}")
+    encoding = core.Encoding.fp8
+    if nibbles:
+        encoding = core.Encoding.mxfp4 if scales.dtype == torch.uint8 else core.Encoding.int4
+    rows, cols = codes.shape[0], codes.shape[1] * (2 if nibbles else 1)
+    block = block if all(block) else (1, 32) if nibbles else (128, 128)
+    expected = (-(-rows // block[0]), -(-cols // block[1]))
+    if scales.shape != expected or scales.device.type != "cpu" or (nibbles and block[1] % 2 and block[1] < cols):
+        raise ValueError(
+            f"codes [{rows}, {cols}] in blocks of {list(block)} need scales {list(expected)}, got {list(scales.shape)}"
+        )
+    if zeros is not None and (encoding != core.Encoding.int4 or zeros.shape != expected or zeros.dtype != torch.uint8):
+        raise ValueError(f"zero points must be uint8 {list(expected)} of int4, got {zeros.dtype} {list(zeros.shape)}")
+    if scales.dtype == torch.float32:
+        if not scales.isfinite().all():
+            raise ValueError("its scales hold NaN or Inf")
+        if not nibbles and bool((scales < 0).any()):
+            raise ValueError("its scales hold a negative number, which no fp8 scale is")
+    return encoding, cols, block

@@ -1,0 +1,92 @@
+"""What this machine has, and the threads that compute on it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ktft.native.extension import core
+
+
+def cpu_features() -> dict[str, bool]:
+    """CPU feature name -> whether this process can use it (AMX: granted by the operating system)."""
+    return dict(core.cpu_features())
+
+
+def isas() -> list[str]:
+    """ISAs this CPU runs, slowest first; `runtime` takes the last one unless KTFT_ISA names another."""
+    return list(core.isas())
+
+
+def default_isa() -> str:
+    """The ISA that `runtime` takes. Raises ValueError when KTFT_ISA is unknown or cannot run here."""
+    return str(core.default_isa())
+
+
+def topology() -> dict[str, Any]:
+    """CPUs and memory this process may use.
+
+    Returns `nodes` (`id`, `cpus`, physical `cores`, `memory_bytes`, `free_bytes` each), `cgroup_cpus` (CPU quota or
+    None), `cores` (physical cores within the quota) and `mbind` ("ok" or why memory cannot be placed on a node).
+    """
+    return dict(core.topology())
+
+
+def kernels() -> list[dict[str, Any]]:
+    """The kernel table: `name`, `isa`, `format`, `backward` of each row."""
+    return list(core.kernels())
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Thread pools and workspace, shared by all layers of a process with the same settings."""
+
+    handle: Any
+
+    @property
+    def isa(self) -> str:
+        """Name of the ISA whose kernels run."""
+        return str(self.handle.isa)
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute, the calling one included."""
+        return int(self.handle.threads)
+
+    @property
+    def nodes(self) -> int:
+        """NUMA nodes the experts are spread over."""
+        return int(self.handle.nodes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of buffers that grew to the largest call so far."""
+        return int(self.handle.workspace_bytes)
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds that layer calls spent in each phase since this was last called, in order of first appearance."""
+        return dict(self.handle.take_phases())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes this machine slower than it could be, for a person."""
+        status = topology()["mbind"]
+        if self.nodes > 1 and status != "ok":
+            return (
+                f"memory cannot be bound to NUMA nodes here ({status}): experts may lie far from their threads. In a "
+                "container allow the mbind system call, for instance docker run --cap-add SYS_NICE",
+            )
+        return ()
+
+
+@functools.cache
+def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str | None = None) -> Runtime:
+    """The process's runtime for these settings, made on first use.
+
+    Args:
+        threads: threads that compute; None for one per physical core that affinity and cgroup allow.
+        numa_nodes: parts to split the experts into; None for the machine's nodes. More than it has emulates a split.
+        isa: kernel ISA; None for `default_isa()`.
+    """
+    return Runtime(core.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
