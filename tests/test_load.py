@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktft import native
-from ktft.checkpoint.families import ExpertSource
+from ktft.checkpoint.families import Family, Layout
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import SINGLE_NAME, CheckpointReader
 from ktft.config import PROJECTIONS
@@ -28,30 +26,19 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 # --- layouts: stacked, fused, interleaved, transposed -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A family of one layer with its experts stacked in two tensors, as `ExpertPlan` sees families."""
-
-    interleaved: bool = False
-    transposed: bool = False
-    inter: int = 128
-
-    def source(self, layer: int, expert: int, projection: str) -> ExpertSource:
-        if projection == "down_proj":
-            return ExpertSource("e.down_proj", expert, transposed=self.transposed)
-        second = projection == "up_proj"
-        halves = slice(self.inter, None) if second else slice(0, self.inter)
-        rows = slice(int(second), None, 2) if self.interleaved else halves
-        return ExpertSource("e.gate_up_proj", expert, rows, self.transposed)
-
-    def expert_pattern(self) -> re.Pattern[str]:
-        return re.compile(r"^e\.")
-
-    def fuse(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.stack([gate, up], 1).flatten(0, 1) if self.interleaved else torch.cat([gate, up])
+HIDDEN, INTER = 192, 128
+LAYOUTS = [
+    Layout("e.experts.{projection}", ("gate_up_proj", "gate_up_proj", "down_proj"), interleaved, transposed)
+    for interleaved in (False, True)
+    for transposed in (False, True)
+]
 
 
-def random_experts(experts: int = 3, hidden: int = 192, inter: int = 128) -> list[dict[str, Tensor]]:
+def fuse(layout: Layout, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.stack([gate, up], 1).flatten(0, 1) if layout.interleaved else torch.cat([gate, up])
+
+
+def random_experts(experts: int = 3, hidden: int = HIDDEN, inter: int = INTER) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(4)
     shapes = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
     return [
@@ -59,23 +46,19 @@ def random_experts(experts: int = 3, hidden: int = 192, inter: int = 128) -> lis
     ]
 
 
-def fill(folder: Path, layout: Any, expert_format: str, inter: int = 128) -> native.ExpertLayer:
+def fill(folder: Path, layout: Layout, expert_format: str) -> native.ExpertLayer:
     layer = native.ExpertLayer(
-        native.runtime(1, 1), num_experts=3, hidden_size=192, intermediate_size=inter, format=expert_format
+        native.runtime(1, 1), num_experts=3, hidden_size=HIDDEN, intermediate_size=INTER, format=expert_format
     )
-    plan = ExpertPlan(CheckpointReader.from_directory(folder), layout, {0: layer})
+    family = Family("stacked", ("stacked",), "StackedExperts", layouts=(layout,))
+    plan = ExpertPlan(CheckpointReader.from_directory(folder), family, {0: layer})
     assert sum(plan.load({0: layer})) == plan.nbytes()
     return layer
 
 
-LAYOUTS = [
-    Layout(interleaved=interleaved, transposed=transposed)
-    for interleaved in (False, True)
-    for transposed in (False, True)
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda each: f"interleaved={each.interleaved}-transposed={each.transposed}"
+)
 @pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])
 def test_stacked_experts(tmp_path: Path, layout: Layout, kind: str) -> None:
     """Every layout of `ExpertSource`, with the native format keeping the codes wherever whole blocks stay together."""
@@ -85,8 +68,8 @@ def test_stacked_experts(tmp_path: Path, layout: Layout, kind: str) -> None:
     encode = {"plain": lambda w: ({"weight": w.bfloat16()}, w.bfloat16().float()), "fp8": fp8, "mxfp4": mxfp4}[kind]
     for number, expert in enumerate(experts):
         for stem, matrix in (
-            ("e.gate_up_proj", layout.fuse(expert["gate_proj"], expert["up_proj"])),
-            ("e.down_proj", expert["down_proj"]),
+            ("e.experts.gate_up_proj", fuse(layout, expert["gate_proj"], expert["up_proj"])),
+            ("e.experts.down_proj", expert["down_proj"]),
         ):
             flip = layout.transposed and kind != "mxfp4"  # its blocks lie by output rows always
             tensors, values = encode(matrix.T.contiguous() if flip else matrix)
@@ -95,7 +78,7 @@ def test_stacked_experts(tmp_path: Path, layout: Layout, kind: str) -> None:
                 suffix = f"_{part}" if kind == "mxfp4" else part.removeprefix("weight")
                 stored.setdefault(stem + suffix, []).append(tensor)
             for projection in PROJECTIONS:
-                source = layout.source(0, number, projection)
+                source = layout.source(0, number, projection, INTER)
                 if source.stem == stem:
                     expected[number, projection] = values[source.rows]
     save_file({name: torch.stack(parts).contiguous() for name, parts in stored.items()}, tmp_path / SINGLE_NAME)
@@ -112,12 +95,12 @@ def test_stacked_experts(tmp_path: Path, layout: Layout, kind: str) -> None:
 
 
 def test_a_stacked_tensor_is_read_expert_by_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout()
+    layout = LAYOUTS[0]
     experts = random_experts()
     save_file(
         {
-            "e.gate_up_proj": torch.stack([layout.fuse(e["gate_proj"], e["up_proj"]) for e in experts]),
-            "e.down_proj": torch.stack([e["down_proj"] for e in experts]),
+            "e.experts.gate_up_proj": torch.stack([fuse(layout, e["gate_proj"], e["up_proj"]) for e in experts]),
+            "e.experts.down_proj": torch.stack([e["down_proj"] for e in experts]),
         },
         tmp_path / SINGLE_NAME,
     )
@@ -131,7 +114,7 @@ def test_a_stacked_tensor_is_read_expert_by_expert(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(CheckpointReader, "read", spy)
     fill(tmp_path, layout, "bf16")
-    sizes = {"e.gate_up_proj": 2 * 128 * 192 * 4, "e.down_proj": 128 * 192 * 4}
+    sizes = {"e.experts.gate_up_proj": 2 * INTER * HIDDEN * 4, "e.experts.down_proj": INTER * HIDDEN * 4}
     assert sorted(reads) == sorted((name, i, size) for name, size in sizes.items() for i in range(3)), "once each"
 
 
