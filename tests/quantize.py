@@ -159,12 +159,29 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
 }
 """Name -> how a weight is stored and what it then is, and config.json's `quantization_config`."""
 
+MXFP4_CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+ALL_SCHEMES = SCHEMES | {"mxfp4": (mxfp4, MXFP4_CONFIG)}
+"""With the one that only stacked experts have."""
+
 
 def is_linear(name: str) -> bool:
     """Weights that released checkpoints quantize: projections of attention and MLPs, experts included."""
     return (
         name.endswith("_proj.weight") or "_proj_with_mqa.weight" in name or name.endswith(("q_a.weight", "kv_b.weight"))
     )
+
+
+def is_expert(name: str) -> bool:
+    """Weights of routed experts alone."""
+    return ".experts." in name and not name.endswith("bias")
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
@@ -189,6 +206,19 @@ def write(source: Path, target: Path, tensors: dict[str, Tensor], quantization: 
     return target
 
 
+def stacked_name(stem: str, part: str) -> str:
+    """The name of a part of stacked experts."""
+    return stem + (part.removeprefix("weight") if part.startswith("weight") else f"_{part}")
+
+
+def encode_stacked(encode: Callable[[Tensor], Stored], experts: Tensor, transposed: bool = True) -> Stored:
+    """`[E, in, out]` if `transposed`, encoded as it lies; MXFP4's blocks lie by output rows always."""
+    turn = transposed and encode is mxfp4
+    encoded = [encode(matrix.T.contiguous() if turn else matrix) for matrix in experts]
+    tensors = {part: torch.stack([each[part] for each, _ in encoded]) for part in encoded[0][0]}
+    return tensors, torch.stack([values.T if turn else values for _, values in encoded])
+
+
 def quantize(
     source: Path, folder: Path, scheme: str, chosen: Callable[[str], bool] = is_linear
 ) -> tuple[Path, Path, dict[str, Tensor]]:
@@ -197,13 +227,17 @@ def quantize(
     Returns:
         The quantized checkpoint, the dequantized one (fp32), and the latter's tensors.
     """
-    encode, config = SCHEMES[scheme]
+    encode, config = ALL_SCHEMES[scheme]
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in read_all(source).items():
         stored[name], plain[name] = tensor, tensor.float()
         if chosen(name):
-            parts, plain[name] = encode(tensor.float())
             del stored[name]
-            stored |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+            if tensor.dim() == 3:
+                parts, plain[name] = encode_stacked(encode, tensor.float())
+                stored |= {stacked_name(name, part): value for part, value in parts.items()}
+            else:
+                parts, plain[name] = encode(tensor.float())
+                stored |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
     return write(source, folder / "quantized", stored, config), write(source, folder / "plain", plain, None), plain

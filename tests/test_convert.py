@@ -9,12 +9,13 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantize import quantize
+from quantize import is_expert, quantize
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 from torch import Tensor
@@ -121,6 +122,34 @@ def test_quantized_sources(source: Path, tmp_path: Path, scheme: str, expert_for
     kept = errors["relative_rms"] < 0.002  # fp8's product of code and scale is a bf16
     assert kept == (expert_format != "k4")
     assert "all checksums match" in convert(quantized, target, "--check")[1]
+
+
+@pytest.mark.parametrize(("scheme", "expert_format"), [(None, "k4"), ("mxfp4", "mxfp4"), ("mxfp4", "k4")])
+def test_biases_go_along(tiny_checkpoint: Checkpoint, tmp_path: Path, scheme: str | None, expert_format: str) -> None:
+    origin = tiny_checkpoint("gpt_oss")
+    if scheme is not None:
+        origin = quantize(origin, tmp_path, scheme, is_expert)[0]
+    target = converted(origin, tmp_path / "target", "--format", expert_format, "--report")
+    expected, found = load(origin, expert_format=expert_format), load(target, nodes=2)
+    one_node = load(target)
+    assert torch.equal(logits(one_node), logits(expected))
+    torch.testing.assert_close(logits(found), logits(expected))
+    modules = find_experts(expected)
+    for name, module in modules.items():
+        for expert, projection in product(range(8), PROJECTIONS):
+            bias = module.layer.bias(expert, projection)
+            assert bias.any()
+            for other in (one_node, found):
+                assert torch.equal(find_experts(other)[name].layer.bias(expert, projection), bias)
+    stored = [load_file(file).keys() for file in target.glob("*.safetensors")]
+    assert not [name for names in stored for name in names if ".experts." in name]
+    assert load_file(target / LAYER)["7.up_proj.bias"].dtype == torch.float32
+    assert "all checksums match" in convert(origin, target, "--check")[1]
+
+    changed = tmp_path / "changed"
+    shutil.copytree(origin, changed)
+    flip_in(changed, "model.layers.1.mlp.experts.gate_up_proj_bias")
+    assert f"{changed}: layer 1 changed since the conversion" in refused(changed, target, "--check")
 
 
 def test_every_file_beside_the_weights_goes_along(source: Path, packed: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantize import SCHEMES, SLACK, fp8, int4, mxfp4
+from quantize import SCHEMES, SLACK, encode_stacked, fp8, int4, mxfp4, stacked_name
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -71,12 +71,12 @@ def test_stacked_experts(tmp_path: Path, layout: Layout, kind: str) -> None:
             ("e.experts.gate_up_proj", fuse(layout, expert["gate_proj"], expert["up_proj"])),
             ("e.experts.down_proj", expert["down_proj"]),
         ):
-            flip = layout.transposed and kind != "mxfp4"  # its blocks lie by output rows always
-            tensors, values = encode(matrix.T.contiguous() if flip else matrix)
-            values = values.T if flip else values
+            if layout.transposed:
+                matrix = matrix.T.contiguous()
+            tensors, values = encode_stacked(encode, matrix[None], layout.transposed)
+            values = values[0].T if layout.transposed else values[0]
             for part, tensor in tensors.items():
-                suffix = f"_{part}" if kind == "mxfp4" else part.removeprefix("weight")
-                stored.setdefault(stem + suffix, []).append(tensor)
+                stored.setdefault(stacked_name(stem, part), []).append(tensor[0])
             for projection in PROJECTIONS:
                 source = layout.source(0, number, projection, INTER)
                 if source.stem == stem:

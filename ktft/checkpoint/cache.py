@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ktft.checkpoint.files import CRC32, to_json
+from ktft.checkpoint.files import CRC32, NewTensor, to_json
 from ktft.checkpoint.identity import difference, identify
 from ktft.checkpoint.reader import CONFIG_NAME, TensorEntry, read_header
 from ktft.config import PROJECTIONS
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MANIFEST, UNFINISHED = "ktft.json", "ktft.unfinished.json"
 FORMAT_VERSION = 1  # of the directory: the manifest, names of files and tensors
 LAYOUT_VERSION = 1  # of packed bytes: ExpertLayer.export_packed
+BIAS = ".bias"
 READERS = 8  # reads in flight, each with its checksum: more than one core's CRC-32 is needed to keep up with a disk
 
 
@@ -41,11 +43,12 @@ class ExpertShape:
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    biases: bool
 
     @classmethod
     def of(cls, layer: ExpertLayer) -> ExpertShape:
         """The shape of a native layer."""
-        return cls(layer.num_experts, layer.hidden_size, layer.intermediate_size)
+        return cls(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.biases)
 
 
 @dataclass(frozen=True)
@@ -110,14 +113,25 @@ def layer_file(number: int) -> str:
     return f"experts/layer-{number:05d}.safetensors"
 
 
-def packed_name(expert: int, projection: str) -> str:
-    """The name of one packed weight in its layer's file, uint8 `[ExpertLayer.canonical_bytes]`."""
-    return f"{expert}.{projection}.packed"
+def layer_tensors(layer: ExpertLayer) -> dict[NewTensor, tuple[int, str]]:
+    """The tensors of a layer's file in order, each with its expert and projection.
+
+    `E.PROJECTION.packed` is uint8 `[ExpertLayer.canonical_bytes]`; in a layer with biases `E.PROJECTION.bias` is fp32
+    `[out_features]`.
+    """
+    tensors = {}
+    for place in product(range(layer.num_experts), PROJECTIONS):
+        stem, nbytes = "{}.{}".format(*place), layer.canonical_bytes(place[1])
+        tensors[NewTensor(f"{stem}.packed", "U8", (nbytes,), nbytes)] = place
+        if layer.biases:
+            rows = layer.hidden_size if place[1] == "down_proj" else layer.intermediate_size
+            tensors[NewTensor(f"{stem}{BIAS}", "F32", (rows,), 4 * rows)] = place
+    return tensors
 
 
 def layer_metadata(manifest: Manifest, number: int, source_sha256: str) -> dict[str, str]:
     """What a layer's file says of itself. `source_sha256` is the `hash_content` of the tensors it was packed from."""
-    shape = {name: str(value) for name, value in asdict(manifest.layers[number]).items()}
+    shape = {name: json.dumps(value) for name, value in asdict(manifest.layers[number]).items()}
     return shape | {
         "format_version": str(manifest.format_version),
         "layout_version": str(manifest.layout_version),
@@ -284,18 +298,24 @@ class PackedCache:
 def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[int]:
     """Fill one layer from its file; see `PackedCache.load`."""
     entries = {entry.name: entry for entry in read_header(path)}
-    targets = {packed_name(e, p): (e, p) for e in range(layer.num_experts) for p in PROJECTIONS}
-    if odd := sorted(entries.keys() ^ targets.keys()):
-        raise ValueError(f"{path} {'lacks' if odd[0] in targets else 'holds an unknown'} tensor {odd[0]}; {_REDO}")
-    expected = checksums(path) if verify else {}
+    expected = {tensor.name: (tensor, place) for tensor, place in layer_tensors(layer).items()}
+    if odd := sorted(entries.keys() ^ expected.keys()):
+        raise ValueError(f"{path} {'lacks' if odd[0] in expected else 'holds an unknown'} tensor {odd[0]}; {_REDO}")
+    recorded = checksums(path) if verify else {}
     for entry, data, crc in _read_ahead(list(entries.values()), verify):
-        if verify and crc != expected.get(entry.name):
+        if verify and crc != recorded.get(entry.name):
             raise ValueError(
                 f"{path}: tensor {entry.name} is damaged, its CRC-32 is {crc:08x}, the header says "
-                f"{expected.get(entry.name, 0):08x}; {_REDO}"
+                f"{recorded.get(entry.name, 0):08x}; {_REDO}"
             )
+        tensor, place = expected[entry.name]
         try:
-            layer.import_packed(*targets[entry.name], torch.frombuffer(data, dtype=torch.uint8))
+            if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+                raise ValueError(f"it is {entry.dtype} {entry.shape}, expected {tensor.dtype} {tensor.shape}")
+            if entry.name.endswith(BIAS):
+                layer.load_bias(*place, torch.frombuffer(data, dtype=torch.float32))
+            else:
+                layer.import_packed(*place, torch.frombuffer(data, dtype=torch.uint8))
         except ValueError as error:
             raise ValueError(f"{path}: {entry.name}: {error}; {_REDO}") from error
         yield entry.nbytes

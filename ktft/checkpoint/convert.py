@@ -16,7 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from ktft.checkpoint.cache import (
+    BIAS,
     MANIFEST,
     UNFINISHED,
     ExpertShape,
@@ -24,8 +27,8 @@ from ktft.checkpoint.cache import (
     describe_file,
     layer_file,
     layer_metadata,
+    layer_tensors,
     load_layer,
-    packed_name,
     read_metadata,
     sha256,
 )
@@ -40,10 +43,9 @@ from ktft.checkpoint.files import (
     write_whole,
 )
 from ktft.checkpoint.identity import ContentHash, difference, identify, read_chunks
-from ktft.checkpoint.load import READERS, ExpertPlan, Matrix
+from ktft.checkpoint.load import READERS, ExpertPlan
 from ktft.checkpoint.quantization_error import REPORT, ErrorMeter, ProjectionError
 from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry, read_header
-from ktft.config import PROJECTIONS
 from ktft.native import ExpertLayer
 
 SHARD_BYTES = 5 << 30  # of tensors that are copied as they are
@@ -99,26 +101,19 @@ class Conversion:
 
     # --- what there is to do --------------------------------------------------------------------------------------
 
-    def _matrices(self, number: int) -> list[Matrix]:
-        return [matrix for matrix in self.experts.matrices if matrix.targets[0].layer == number]
-
     def _layer_outputs(self) -> dict[int, Output]:
         """Layer number -> the file of its packed experts."""
         outputs = {}
         for number, layer in sorted(self.layers.items()):
-            sizes = {name: layer.canonical_bytes(name) for name in PROJECTIONS}
-            tensors = tuple(
-                NewTensor(packed_name(expert, name), "U8", (sizes[name],), sizes[name])
-                for expert in range(layer.num_experts)
-                for name in PROJECTIONS
-            )
             metadata = layer_metadata(self.manifest, number, "0" * 64)
-            outputs[number] = Output(layer_file(number), tensors, metadata, self.experts.nbytes([number]))
+            outputs[number] = Output(
+                layer_file(number), tuple(layer_tensors(layer)), metadata, self.experts.nbytes([number])
+            )
         return outputs
 
     def _copy_outputs(self) -> list[Output]:
         """The shards of all other tensors, in the source's order."""
-        packed = {entry.name for matrix in self.experts.matrices for entry in matrix.parts.values()}
+        packed = self.experts.tensor_names
         shards: list[list[TensorEntry]] = []
         size = SHARD_BYTES
         for entry in sorted(self.reader.tensors.values(), key=lambda entry: (entry.file.name, entry.offset)):
@@ -242,12 +237,12 @@ class Conversion:
                 yield f"packing layer {number}", nbytes
             self.reader.observer = None
             metadata = layer_metadata(self.manifest, number, content.hexdigest())
-            packed = (
-                [layer.export_packed(expert, name).numpy().data]
-                for expert in range(layer.num_experts)
-                for name in PROJECTIONS
+            stored = (
+                layer.bias(*place) if tensor.name.endswith(BIAS) else layer.export_packed(*place)
+                for tensor, place in layer_tensors(layer).items()
             )
-            write_safetensors(path, output.tensors, metadata, packed)
+            content_of = ([tensor.view(torch.uint8).numpy().data] for tensor in stored)
+            write_safetensors(path, output.tensors, metadata, content_of)
         else:
             for _ in load_layer(path, layer):
                 pass
@@ -259,10 +254,10 @@ class Conversion:
 
     def hash_source(self, number: int) -> str:
         """The content hash of one layer's experts as the source has them now."""
-        content, pieces = ContentHash(), [(e, m.index) for m in self._matrices(number) for e in m.parts.values()]
+        content = ContentHash()
         with self.reader, ThreadPoolExecutor(READERS) as pool:
             self.reader.observer = content.add
-            for _ in pool.map(lambda piece: bool(self.reader.read(piece[0].name, piece[1]).numel()), pieces):
+            for _ in pool.map(lambda piece: bool(self.reader.read(*piece).numel()), self.experts.pieces(number)):
                 pass
             self.reader.observer = None
         return content.hexdigest()

@@ -162,6 +162,9 @@ class ExpertPlan:
         layers: layer number -> its shape.
         ignored: patterns of tensor names that nobody needs (layers for multi-token prediction, for instance).
 
+    Attributes:
+        tensor_names: of all that the experts consist of.
+
     Raises:
         ValueError: an expert tensor is missing or left over, or has a wrong shape or dtype.
     """
@@ -183,14 +186,14 @@ class ExpertPlan:
             if family.biases:
                 lacking += self._match_biases(number, shape)
         refuse(f"checkpoint {reader.directory} lacks expert tensors", lacking)
-        used = {entry.name for matrix in self.matrices for entry in matrix.parts.values()} | self.biases.keys()
+        self.tensor_names = {e.name for m in self.matrices for e in m.parts.values()} | self.biases.keys()
         is_expert = family.expert_pattern()
         refuse(
             f"checkpoint {reader.directory} holds expert tensors that this model has no place for",
             (
                 name
                 for name in reader.tensors
-                if name not in used and is_expert.match(name) and not any_match([*ignored, IGNORED], name)
+                if name not in self.tensor_names and is_expert.match(name) and not any_match([*ignored, IGNORED], name)
             ),
         )
 
@@ -260,6 +263,11 @@ class ExpertPlan:
 
     def _of(self, layers: Collection[int] | None) -> list[Matrix]:
         return [m for m in self.matrices if layers is None or m.targets[0].layer in layers]
+
+    def pieces(self, layer: int) -> list[tuple[str, int | None]]:
+        """What `load` reads for a layer: names of tensors, each with an index into its first dimension or None."""
+        matrices = [(entry.name, matrix.index) for matrix in self._of([layer]) for entry in matrix.parts.values()]
+        return matrices + [(name, None) for name, bias in self.biases.items() if bias.targets[0][0].layer == layer]
 
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
         """Fill these layers, in the order of the bytes on disk. Yields bytes read as they are packed.

@@ -52,6 +52,9 @@ class ErrorMeter:
         self._squares[projection][expert] = (_squares(difference), _squares(source))
         return True
 
+    def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
+        """Biases are held in fp32: there is no error."""
+
     def result(self) -> dict[str, ProjectionError]:
         """Projection -> error over the experts compared so far."""
         errors = {}
