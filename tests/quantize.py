@@ -7,6 +7,7 @@ values finds others.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -172,11 +173,14 @@ ALL_SCHEMES = SCHEMES | {"mxfp4": (mxfp4, MXFP4_CONFIG)}
 """With the one that only stacked experts have."""
 
 
+LINEAR = re.compile(
+    r"(?<!indexer\.weights)_proj(_with_mqa|_qkvz|_qkv|_z)?\.weight$|\.(w[123]|wk|wq_b)\.weight$|experts\.(gate_up|down)_proj$"
+)
+
+
 def is_linear(name: str) -> bool:
     """Weights that released checkpoints quantize: projections of attention and MLPs, experts included."""
-    return (
-        name.endswith("_proj.weight") or "_proj_with_mqa.weight" in name or name.endswith(("q_a.weight", "kv_b.weight"))
-    )
+    return bool(LINEAR.search(name))
 
 
 def is_expert(name: str) -> bool:

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from quantize import SCHEMES, mxfp4, quantize, read_all, write
+from quantize import SCHEMES, quantize, read_all, write
 from tiny import write_checkpoint
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ktft
-from ktft.checkpoint.families import FAMILIES, ExpertSource
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, scheme_of
 from ktft.config import PROJECTIONS, Settings
 from ktft.model.experts import find_experts
@@ -136,51 +135,6 @@ def test_llamafactory_trains(
     log = run_cli(["llamafactory-cli", "train"], settings).stdout
     assert "1 layers x 8, fp8" in log
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-
-
-def test_a_checkpoint_of_mxfp4(tmp_path: Path) -> None:
-    """Through `from_pretrained`: a family whose experts are stacked as in gpt-oss, in MXFP4."""
-    path = write_checkpoint("qwen3moe", tmp_path / "plain", num_hidden_layers=1, hidden_size=64)
-    stored, weights = {}, {}
-    for name, tensor in read_all(path).items():
-        weights[name] = tensor.float()
-        if ".experts." not in name:
-            stored[name] = tensor
-    stem = "model.layers.0.mlp.experts"
-    for fused, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-        blocks, scales = [], []
-        for expert in range(8):
-            parts = [weights[f"{stem}.{expert}.{name}.weight"] for name in names]
-            tensors, values = mxfp4(torch.cat(parts))
-            blocks.append(tensors["blocks"])
-            scales.append(tensors["scales"])
-            for name, value in zip(names, values.chunk(len(names)), strict=True):
-                weights[f"{stem}.{expert}.{name}.weight"] = value.contiguous()
-        stored |= {f"{stem}.{fused}_blocks": torch.stack(blocks), f"{stem}.{fused}_scales": torch.stack(scales)}
-    quantized = write(path, tmp_path / "mxfp4", stored, {"quant_method": "mxfp4"})
-    dequantized = write(path, tmp_path / "dequantized", weights, None)
-
-    class Stacked(type(FAMILIES["qwen3_moe"])):  # type: ignore[misc]
-        def source(self, layer: int, expert: int, projection: str) -> ExpertSource:
-            prefix = f"model.layers.{layer}.mlp.experts"
-            if projection == "down_proj":
-                return ExpertSource(f"{prefix}.down_proj", expert)
-            return ExpertSource(
-                f"{prefix}.gate_up_proj", expert, slice(0, 32) if projection == "gate_proj" else slice(32, 64)
-            )
-
-        def expert_pattern(self) -> re.Pattern[str]:
-            return re.compile(r"^model\.layers\.\d+\.mlp\.experts\.")
-
-    row = FAMILIES["qwen3_moe"]
-    expected = logits(AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "qwen3_moe", Stacked(**vars(row)))
-        for expert_format in ("mxfp4", "int8", "k4"):
-            model = load(quantized, expert_format)
-            assert relative(logits(model), expected) < (0.15 if expert_format == "k4" else 2e-2)
-            if expert_format == "mxfp4":
-                assert all(torch.equal(weight, weights[name]) for name, weight in each_weight(model))
 
 
 def test_rounding_once_more_is_said_once(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -112,7 +112,8 @@ class Encoded:
 
 def exponents(e8m0: Tensor) -> Tensor:
     """E8M0 bytes as fp32: 2^(e - 127), NaN for 255 (OCP MX v1.0, 5.4)."""
-    return torch.ldexp(torch.ones((), device=e8m0.device), e8m0.int() - 127).masked_fill(e8m0 == 255, float("nan"))
+    one = torch.ones(e8m0.shape, device=e8m0.device)
+    return torch.ldexp(one, e8m0.int() - 127).masked_fill(e8m0 == 255, float("nan"))
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

@@ -1,0 +1,222 @@
+"""Each family in each source format it is released in: a tiny checkpoint of the real architecture, quantized and named
+as its authors do, against stock transformers with the dequantized weights, and a training step against the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantize import ALL_SCHEMES, is_expert, is_linear, quantize, read_all, write
+from safetensors.torch import load_file
+from test_families import adapt, load, matrices, same_choices, text_loss
+from test_kernels import relative
+from tiny import write_checkpoint
+from torch import Tensor, nn
+
+from ktft import reference
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.experts import KtftExperts, find_experts
+
+GATES = ["lm_head", "re:.*mlp.gate$"]
+
+
+@dataclass(frozen=True)
+class Release:
+    """A family's checkpoints in one format.
+
+    Attributes:
+        family: of `tiny.py`.
+        scheme: of `quantize.py`; `quantization` is added to its config.
+        expert_format: what the experts are loaded into: the source's own format where ktft has it.
+        chosen: which weights are quantized.
+        separate: one tensor an expert, where unquantized checkpoints have them stacked.
+        intermediate_size: by default blocks of 128 are ragged in both directions.
+    """
+
+    family: str
+    scheme: str
+    expert_format: str = "bf16"
+    chosen: Callable[[str], bool] = is_linear
+    quantization: dict[str, Any] = field(default_factory=dict)
+    separate: bool = False
+    intermediate_size: int = 160
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.scheme}{'-separate' if self.separate else ''}"
+
+
+def block_fp8(family: str, *excluded: str, fmt: str = "e4m3", **options: Any) -> Release:
+    written = {"activation_scheme": "dynamic", "fmt": fmt, "modules_to_not_convert": [*excluded]}
+    return Release(family, "fp8", "fp8", quantization=written, **options)
+
+
+RELEASES = [
+    block_fp8("dsv3"),
+    block_fp8("kimi_k2"),
+    Release(  # Kimi-K2-Thinking: attention, shared experts and dense layers stay BF16
+        "kimi_k2",
+        "int4-32",
+        "int4",
+        is_expert,
+        {
+            "ignore": [
+                "lm_head",
+                "re:.*self_attn.*",
+                "re:.*shared_experts.*",
+                r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+            ]
+        },
+    ),
+    Release("glm4", "fp8-channel", "bf16", quantization={"ignore": GATES, "kv_cache_scheme": None}),
+    block_fp8("glm5", "lm_head", "model.layers.*.self_attn.indexer.weights_proj"),
+    block_fp8("minimax", "gate", "e_score_correction_bias", "lm_head", fmt="float8_e4m3fn"),
+    Release("gpt_oss", "mxfp4", "mxfp4", is_expert),
+    block_fp8("qwen3moe", "lm_head", "model.layers.0.mlp.gate"),
+    Release("qwen3moe", "gptq", quantization={"lm_head": False, "true_sequential": True}),
+    Release("qwen3moe", "awq", quantization={"modules_to_not_convert": ["gate"]}),
+    Release("qwen2moe", "gptq", quantization={"model_file_base_name": "model"}),
+    block_fp8("qwen3next", "lm_head", "model.layers.0.linear_attn.in_proj_ba", "model.layers.0.mlp.gate"),
+    block_fp8("qwen3_5", "lm_head", "model.language_model.layers.0.mlp.gate", separate=True),
+    # gate and up of one matrix keep their codes where no block holds rows of both
+    block_fp8("qwen3vl", "lm_head", "model.language_model.layers.0.mlp.gate", intermediate_size=256),
+    block_fp8("qwen3vl", "lm_head", "model.language_model.layers.0.mlp.gate", separate=True),
+    Release("mixtral", "gptq"),
+    Release("mixtral", "gptq-order"),
+    Release("mixtral", "awq", quantization={"modules_to_not_convert": ["gate"]}),
+]
+
+
+def separate(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+    """Stacked experts apart, one tensor an expert and projection."""
+    apart = dict(tensors)
+    for name in [name for name in tensors if is_expert(name)]:
+        stem, kind = name.rsplit(".", 1)
+        weight = apart.pop(name).mT if transposed else apart.pop(name)
+        parts = (("down_proj", weight),)
+        if kind == "gate_up_proj":
+            parts = tuple(zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True))
+        for projection, stacked in parts:
+            apart |= {f"{stem}.{e}.{projection}.weight": matrix.contiguous() for e, matrix in enumerate(stacked)}
+    return apart
+
+
+def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `separate`, as transformers 5 writes experts."""
+    together = {name: t for name, t in tensors.items() if not is_expert(name)}
+    for stem in {name.rsplit(".", 3)[0] for name in tensors if is_expert(name)}:
+        experts = [[tensors[f"{stem}.{e}.{name}.weight"] for e in range(8)] for name in PROJECTIONS]
+        gate, up, down = (torch.stack(matrices) for matrices in experts)
+        together |= {f"{stem}.gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}.down_proj": down}
+    return together
+
+
+def make(release: Release, folder: Path) -> tuple[Path, Path]:
+    """The released checkpoint, and the dequantized one as stock transformers reads it."""
+    size = release.intermediate_size
+    sizes = {"hidden_size": 192, "intermediate_size": size, "moe_intermediate_size": size}
+    source = write_checkpoint(release.family, folder / "source", **sizes)
+    if release.separate:
+        apart = separate(read_all(source), transposed=release.family == "qwen3vl")
+        source = write(source, folder / "apart", apart, None)
+    quantized, plain, tensors = quantize(source, folder, release.scheme, release.chosen)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] |= release.quantization
+    (quantized / "config.json").write_text(json.dumps(config))
+    if release.family in ("qwen3vl", "qwen3_5"):  # stock 5.6 reads only what it writes
+        stocks = stack(tensors) if release.separate else {n: t.mT if is_expert(n) else t for n, t in tensors.items()}
+        plain = write(source, folder / "stock", stocks, None)
+    return quantized, plain
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+class Watch:
+    """What one layer's experts were called with and returned, and the gradients of both."""
+
+    def __init__(self, module: KtftExperts) -> None:
+        self.inputs: tuple[Tensor, ...] = ()
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave)
+
+    def enter(self, module: nn.Module, args: Any) -> Any:
+        hidden, index, weights = args
+        hidden = hidden.view_as(hidden)  # its gradient is then the experts' alone, without shared ones
+        hidden.retain_grad()
+        self.inputs = hidden, index, weights.detach().requires_grad_()
+        return self.inputs
+
+    def leave(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        output.retain_grad()
+        self.output = output
+
+
+def check_contract(watch: Watch, layer: Any, stock: Any) -> None:
+    """Output within 0.5% and every gradient within 1% of the reference on the dequantized checkpoint's weights."""
+    hidden, index, weights = watch.inputs
+    own = [layer.stacked(kind, "default")[name] for name in PROJECTIONS for kind in ("lora_A", "lora_B")]
+    copies = [leaf(parameter) for parameter in own]
+    pairs = {name: LoraPair(a, b, 2.0) for name, a, b in zip(PROJECTIONS, copies[::2], copies[1::2], strict=True)}
+    biases = None
+    if hasattr(stock, "gate_up_proj_bias"):
+        gate_up, down = stock.gate_up_proj_bias.detach(), stock.down_proj_bias.detach()
+        biases = {"gate_proj": gate_up[:, ::2], "up_proj": gate_up[:, 1::2], "down_proj": down}
+    x, w = leaf(hidden), leaf(weights)
+    frozen = matrices(stock, stock.gate_up_proj.detach(), stock.down_proj.detach())
+    swiglu = layer.base_layer.layer.swiglu
+    expected = reference.moe(x, index, w, *frozen.values(), ExpertLora(pairs), swiglu, biases)
+    assert relative(watch.output.detach(), expected.detach()) <= 0.005
+    expected.backward(watch.output.grad)
+    for number, (actual, wanted) in enumerate(zip((hidden, weights, *own), (x, w, *copies), strict=True)):
+        assert relative(actual.grad, wanted.grad) <= 0.01, number
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_released_checkpoint(tmp_path: Path, release: Release, caplog: pytest.LogCaptureFixture) -> None:
+    quantized, plain = make(release, tmp_path)
+    written = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    assert written["quant_method"] == ALL_SCHEMES[release.scheme][1]["quant_method"]
+    stock, mine = load(plain, None), load(quantized, release.expert_format)
+    assert "rounded once more" not in caplog.text
+    names = list(find_experts(mine))
+    same_choices(stock, mine, names)
+    with torch.no_grad():
+        expected, actual = text_loss(stock)[0], text_loss(mine)[0]
+    assert relative(actual, expected) <= 0.02
+
+    model = adapt(mine, b_std=0.05)
+    watches = {name: Watch(mine.get_submodule(f"{name}.base_layer")) for name in names}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    _, loss = text_loss(model)
+    loss.backward()
+    for name, watch in watches.items():
+        check_contract(watch, mine.get_submodule(name), stock.get_submodule(name))
+    optimizer.step()
+    assert not [name for name, p in trained.items() if torch.equal(p, before[name])]
+    assert text_loss(model)[1] < loss
+
+
+@pytest.mark.parametrize("release", [r for r in RELEASES if str(r) in ("gpt_oss-mxfp4", "kimi_k2-int4-32")], ids=str)
+def test_llamafactory_trains(
+    tmp_path: Path,
+    release: Release,
+    train_yaml: Callable[..., dict[str, Any]],
+    run_cli: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    settings = {"expert_format": release.expert_format, "threads": 1}
+    path = str(make(release, tmp_path)[0])
+    log = run_cli(["llamafactory-cli", "train"], train_yaml(model_name_or_path=path, kt_config=settings)).stdout
+    assert f"layers x 8, {release.expert_format}" in log
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert any(bool(t.any()) for name, t in tensors.items() if ".experts." in name and "lora_B" in name)
