@@ -17,10 +17,11 @@ from quantize import ALL_SCHEMES, is_expert, is_linear, quantize, read_all, writ
 from safetensors.torch import load_file
 from test_families import adapt, load, matrices, same_choices, text_loss
 from test_kernels import relative
-from tiny import write_checkpoint
+from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
 from torch import Tensor, nn
 
 from ktft import reference
+from ktft.checkpoint.families import ROWS
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts, find_experts
@@ -92,6 +93,9 @@ RELEASES = [
     Release("mixtral", "gptq-order"),
     Release("mixtral", "awq", quantization={"modules_to_not_convert": ["gate"]}),
 ]
+
+PLAIN_ONLY = {"DeepSeek-V2", "OLMoE", "Ernie-4.5-MoE"}
+"""Families that are released in BF16 alone: `test_families.py`."""
 
 
 def separate(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
@@ -178,6 +182,11 @@ def check_contract(watch: Watch, layer: Any, stock: Any) -> None:
     expected.backward(watch.output.grad)
     for number, (actual, wanted) in enumerate(zip((hidden, weights, *own), (x, w, *copies), strict=True)):
         assert relative(actual.grad, wanted.grad) <= 0.01, number
+
+
+def test_every_family_has_its_formats() -> None:
+    released = {(FAMILIES | MORE_FAMILIES)[release.family][0].model_type for release in RELEASES}
+    assert {row.name for row in ROWS if not released & set(row.model_types)} == PLAIN_ONLY
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=str)
