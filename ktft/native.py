@@ -56,6 +56,15 @@ def kernels() -> list[dict[str, Any]]:
     return list(_C.kernels())
 
 
+def packed_bytes(num_experts: int, hidden_size: int, intermediate_size: int, format: str, nodes: int) -> list[int]:
+    """Bytes that each NUMA node would hold of one layer's experts; fewer entries where the columns do not go round.
+
+    Raises:
+        ValueError: dims that the kernels cannot take, or an unknown format.
+    """
+    return list(_C.packed_bytes(num_experts, hidden_size, intermediate_size, format, nodes))
+
+
 @dataclass(frozen=True)
 class Runtime:
     """Thread pools and workspace, shared by all layers of a process with the same settings."""

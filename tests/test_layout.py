@@ -20,6 +20,7 @@ PYTHON_RANKS = {
     "config": 0,
     "lora": 0,
     "native": 1,
+    "system": 1,
     "reference": 1,
     "checkpoint": 2,
     "model": 3,
@@ -27,8 +28,9 @@ PYTHON_RANKS = {
     "train": 5,
     "_autoload": 6,
     "serve": 6,
-    "bench": 7,
-    "cli": 8,
+    "plan": 7,
+    "bench": 8,
+    "cli": 9,
 }
 CPP_RANKS = {"base": 0, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "bench": 5, "bind": 6}
 # The one file that may import a module which the rest must reach through it.

@@ -24,6 +24,9 @@ class MoeLayer {
   // Throws when the kernels cannot take the dimensions.
   MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, std::string name);
 
+  // The shape itself. Throws when the kernels cannot take it.
+  static ExpertShape checked(ExpertShape shape, const std::string& name);
+
   const PackedExperts& weights() const { return weights_; }
   void load(int expert, Projection projection, const SourceMatrix& source);
 

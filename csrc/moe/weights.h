@@ -28,6 +28,8 @@ class PackedExperts {
   int begin(int node) const { return slices_[node].begin; }
   int width(int node) const { return slices_[node].width; }
   size_t bytes() const;
+  // Bytes that each of so many nodes would hold.
+  static std::vector<size_t> packed_bytes(ExpertShape shape, Format format, int nodes);
 
   // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
   // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf.
@@ -45,6 +47,8 @@ class PackedExperts {
     size_t offset[kProjections], scale_offset[kProjections], expert_bytes;
     NodeBuffer memory;
   };
+  // Slices without memory, one a node as far as there are columns for it.
+  static std::vector<Slice> slices_of(ExpertShape shape, Format format, int nodes);
   void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
 
   ExpertShape shape_;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ktft.config import PROJECTIONS
 
@@ -22,7 +22,7 @@ class ExpertSource:
 
     stem: str
     expert: int | None = None
-    rows: slice = slice(None)
+    rows: slice = field(default_factory=lambda: slice(None))
     transposed: bool = False
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import re
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from ktft.checkpoint.families import Family
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 from ktft.native import ExpertLayer
+
+
+class ExpertSizes(Protocol):
+    """What every stand-in for one layer's experts tells."""
+
+    @property
+    def num_experts(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def intermediate_size(self) -> int: ...  # noqa: D102
 
 
 class KtftExperts(nn.Module):
@@ -20,13 +33,15 @@ class KtftExperts(nn.Module):
     expert weights. The only buffer, `weight`, has no elements: it tells peft which device the model is on.
 
     Args:
-        layer: the packed experts.
+        layer: the packed experts, or only their sizes where nothing will be computed.
         activation: what backward finds saved, `retain` or `recompute`.
     """
 
-    def __init__(self, layer: ExpertLayer, activation: str = "retain") -> None:
+    layer: ExpertLayer
+
+    def __init__(self, layer: ExpertSizes, activation: str = "retain") -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = cast(ExpertLayer, layer)
         self.activation = activation
         self.num_experts = layer.num_experts
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
@@ -64,6 +79,26 @@ def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
             f"the adapter holds LoRA for routed experts ({lora[0]} and {len(lora) - 1} more), which peft alone cannot "
             "put on ktft's experts; load it with ktft.load_adapter(model, path)"
         )
+
+
+def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tuple[int, int, int]]]:
+    """Layer number, module name and (num_experts, hidden_size, intermediate_size) of transformers' stacked experts.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if type(module).__name__ == family.experts_class:
+            number = re.search(r"\blayers\.(\d+)\.", name)
+            assert number is not None, name
+            found.append((int(number[1]), name, tuple(module.down_proj.shape)))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} (model_type {family.model_type!r}) has no {family.experts_class} to replace; "
+            "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
+        )
+    return found
 
 
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:

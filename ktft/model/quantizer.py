@@ -19,14 +19,16 @@ from ktft import native
 from ktft.checkpoint.families import Family, family_of
 from ktft.checkpoint.reader import READABLE, CheckpointReader, TensorEntry
 from ktft.config import PROJECTIONS, SETTINGS, Settings, unknown_key, world_size
-from ktft.model.experts import KtftExperts
+from ktft.model.experts import KtftExperts, expert_modules, find_experts
+from ktft.model.memory import require_memory
 
 logger = logging.getLogger(__name__)
 
 
 @register_quantization_config("ktft")
 class KtftConfig(QuantizationConfigMixin):
-    """Pass as `quantization_config` to `from_pretrained`. The arguments are those of `ktft.config.Settings`.
+    """Pass as `quantization_config` to `from_pretrained`. The arguments are those of `ktft.config.Settings`, and
+    `reserve_bytes`: memory that must be left once the model is loaded, for training say; more is not loaded.
 
     Raises:
         ValueError: an unknown argument (naming the nearest valid one), or a value that is not accepted.
@@ -39,6 +41,7 @@ class KtftConfig(QuantizationConfigMixin):
         numa_nodes: int | None = Settings.numa_nodes,
         activation: str = Settings.activation,
         expert_checkpoint: str | None = Settings.expert_checkpoint,
+        reserve_bytes: int = 0,
         quant_method: str = "ktft",
         **unknown: Any,
     ) -> None:
@@ -50,6 +53,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.numa_nodes = numa_nodes
         self.activation = activation
         self.expert_checkpoint = expert_checkpoint
+        self.reserve_bytes = reserve_bytes
         _ = self.settings  # checks the values
 
     @property
@@ -58,12 +62,12 @@ class KtftConfig(QuantizationConfigMixin):
         return Settings(**{name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> KtftConfig:
+    def from_settings(cls, settings: Settings, reserve_bytes: int = 0) -> KtftConfig:
         """The configuration that carries these settings."""
-        return cls(**{name: getattr(settings, name) for name in SETTINGS})
+        return cls(**{name: getattr(settings, name) for name in SETTINGS}, reserve_bytes=reserve_bytes)
 
 
-def configure(config: PreTrainedConfig, settings: Settings) -> None:
+def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int = 0) -> None:
     """Make `from_pretrained(config=config)` load the routed experts with ktft.
 
     Raises:
@@ -76,7 +80,7 @@ def configure(config: PreTrainedConfig, settings: Settings) -> None:
             f"the checkpoint is quantized with {getattr(method, 'value', method)}, which ktft cannot read yet; "
             f"give a checkpoint in {', '.join(READABLE)} (for DeepSeek-V3, a BF16 conversion)"
         )
-    config.quantization_config = KtftConfig.from_settings(settings).to_dict()
+    config.quantization_config = KtftConfig.from_settings(settings, reserve_bytes).to_dict()
 
 
 @register_quantizer("ktft")
@@ -125,12 +129,23 @@ class KtftHfQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._plan = _LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
+        _check_memory(model, self.quantization_config, kwargs.get("device_map"))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         assert self._plan is not None
         self._plan.load_experts()
         self._plan = None
         return model
+
+
+def _check_memory(model: PreTrainedModel, config: KtftConfig, device_map: Any) -> None:
+    """Refuse a model that would not fit, before its weights are read."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
+    needed = sum(module.layer.packed_bytes for module in find_experts(model).values())
+    if all(str(place) == "cpu" for place in places):
+        needed += sum(tensor.nbytes for tensor in model.state_dict().values())
+    what = f"the model in expert_format {config.expert_format}"
+    require_memory(f"{what} and training" if config.reserve_bytes else what, needed + config.reserve_bytes)
 
 
 class _LoadPlan:
@@ -198,10 +213,7 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
     """
     runtime = native.runtime(settings.threads, settings.numa_nodes)
     experts: dict[int, KtftExperts] = {}
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ != family.experts_class:
-            continue
-        num_experts, hidden_size, intermediate_size = module.down_proj.shape
+    for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
         layer = native.ExpertLayer(
             runtime,
             num_experts=num_experts,
@@ -210,15 +222,8 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             format=settings.expert_format,
             name=name,
         )
-        number = re.search(r"\blayers\.(\d+)\.", name)
-        assert number is not None, name
-        experts[int(number[1])] = KtftExperts(layer, settings.activation)
-        model.set_submodule(name, experts[int(number[1])])
-    if not experts:
-        raise ValueError(
-            f"{type(model).__name__} (model_type {family.model_type!r}) has no {family.experts_class} to replace; "
-            "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
-        )
+        experts[number] = KtftExperts(layer, settings.activation)
+        model.set_submodule(name, experts[number])
     return experts
 
 
