@@ -87,9 +87,10 @@ def show(plan: Plan, console: Console) -> None:
     model, adapter, disk, machine = facts["model"], facts["adapter"], facts["disk"], plan.machine
     gpu = f"one GPU: {machine.gpu.name}" if machine.gpu else "no GPU"
     console.print(
-        f"{model['name']} ({model['model_type']}): {model['expert_parameters'] / 1e9:,.1f} billion parameters in routed "
-        f"experts, {model['other_parameters'] / 1e9:,.1f} billion elsewhere; {readable(disk['checkpoint_bytes'])} on "
-        f"disk ({model['quantization'] or 'not quantized'}, from its {model['sizes_from']})\n"
+        f"{model['name']} ({model['model_type']}): {model['expert_parameters'] / 1e9:,.1f} billion parameters in "
+        f"routed experts, {model['other_parameters'] / 1e9:,.1f} billion elsewhere; "
+        f"{readable(disk['checkpoint_bytes'])} on disk "
+        f"({model['quantization'] or 'not quantized'}, from its {model['sizes_from']})\n"
         f"machine: {readable(machine.ram_bytes)} usable on {machine.nodes} NUMA node{'s' * (machine.nodes > 1)}, "
         f"{machine.threads} threads, {machine.isa}, {machine.bandwidth / 1e9:,.0f} GB/s; {gpu}\n"
         f"step: {plan.work.accumulation} x {plan.work.batch} sequences of {plan.work.sequence} tokens; LoRA: "

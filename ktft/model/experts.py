@@ -19,11 +19,11 @@ class ExpertSizes(Protocol):
     """What every stand-in for one layer's experts tells."""
 
     @property
-    def num_experts(self) -> int: ...  # noqa: D102
+    def num_experts(self) -> int: ...
     @property
-    def hidden_size(self) -> int: ...  # noqa: D102
+    def hidden_size(self) -> int: ...
     @property
-    def intermediate_size(self) -> int: ...  # noqa: D102
+    def intermediate_size(self) -> int: ...
 
 
 class KtftExperts(nn.Module):

@@ -74,7 +74,7 @@ class Workload:
     checkpointing: bool = True
     activation: str = "retain"
     adapter_bytes: int = FP32
-    states: int = ADAM_STATES
+    states: float = ADAM_STATES
     weight_bytes: int = BF16
     mixed: bool = False
 
@@ -93,7 +93,7 @@ class Workload:
 
     def training_bytes(self, adapters: Iterable[Adapter]) -> int:
         """Parameters, gradients and the optimizer's moments."""
-        return sum(a.parameters for a in adapters) * self.adapter_bytes * (2 + self.states)
+        return int(sum(a.parameters for a in adapters) * self.adapter_bytes * (2 + self.states))
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,7 @@ def saved_activations(moe: MoeShape, tokens: int, adapters: Iterable[Adapter]) -
     return int(2 * _activations(packed, moe.intermediate_size) + low_rank)
 
 
-def workspace(
-    moe: MoeShape, tokens: int, adapters: list[Adapter], *, threads: int, nodes: int, activation: str
-) -> int:
+def workspace(moe: MoeShape, tokens: int, adapters: list[Adapter], *, threads: int, nodes: int, activation: str) -> int:
     """Buffers that all native layers share, after a forward and a backward of so many tokens."""
     hidden, inner = moe.hidden_size, moe.intermediate_size
     rows, packed = _rows(moe, tokens)
@@ -309,8 +307,9 @@ def require_memory(what: str, needed: int) -> None:
     if needed <= available or config.skip_memory_check():
         return
     raise ValueError(
-        f"{shortage(what, needed, available, limit=_limit_words())}. Choose a smaller expert_format ({', '.join(by_size())}, smallest first),"
-        " or see what fits with `ktft plan MODEL train.yaml`; KTFT_SKIP_MEMORY_CHECK=1 loads all the same"
+        f"{shortage(what, needed, available, limit=_limit_words())}. Choose a smaller expert_format "
+        f"({', '.join(by_size())}, smallest first), or see what fits with `ktft plan MODEL train.yaml`; "
+        "KTFT_SKIP_MEMORY_CHECK=1 loads all the same"
     )
 
 
@@ -322,8 +321,13 @@ def by_size() -> list[str]:
 def expert_adapters(moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]]) -> list[Adapter]:
     """LoRA on routed experts from layer -> projection -> rank."""
     return [
-        Adapter(*moe[layer].projection(name), rank=ranks[layer][name], count=moe[layer].num_experts, layer=layer,
-                projection=name)
+        Adapter(
+            *moe[layer].projection(name),
+            rank=ranks[layer][name],
+            count=moe[layer].num_experts,
+            layer=layer,
+            projection=name,
+        )
         for layer in moe
         for name in PROJECTIONS
         if name in ranks.get(layer, {})

@@ -1,4 +1,4 @@
-"""What a model is made of, read off its modules on the meta device: enough to plan memory and time, without a weight."""
+"""What a model is made of, read off its modules on the meta device: enough to plan memory and time."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from ktft.config import memory_limit, parse_size
 # FLOP/s of products on registers, a core: measured P over cores, docs/benchmarks.md (amx_bf16: 43 TFLOPS on 16;
 # avx512_bf16: 0.43 on 2). Without bf16 products: two fp32 multiply-adds of a vector a cycle at 2.5 GHz, published.
 CORE_FLOPS = {"amx_bf16": 2.7e12, "avx512_bf16": 0.21e12, "avx512": 0.16e12, "avx2": 0.08e12, "scalar": 0.004e12}
-# Bytes/s a socket can read: channels x transfer rate x 8 bytes, as published for the servers that have the ISA, of which
-# about 75% is reached: 8 x DDR5-4800, 12 x DDR5-4800, 8 x DDR4-3200, 4 x DDR4-3200.
+# Bytes/s a socket can read: channels x transfer rate x 8 bytes, as published for the servers that have the ISA, of
+# which about 75% is reached: 8 x DDR5-4800, 12 x DDR5-4800, 8 x DDR4-3200, 4 x DDR4-3200.
 SOCKET_BANDWIDTH = {
     "amx_bf16": 0.75 * 307e9,
     "avx512_bf16": 0.75 * 461e9,
@@ -96,9 +96,7 @@ def gpu_of_size(memory_bytes: int, tflops: float | None = None) -> Gpu:
     """A GPU of so much memory: the fastest published one that has no more."""
     gib = round(memory_bytes / system.GIB)
     name, own_tflops, gbs = GPUS[max((size for size in GPUS if size <= gib), default=min(GPUS))]
-    return Gpu(
-        f"{gib} GiB ({name} assumed)", int(memory_bytes * GPU_USABLE), (tflops or own_tflops) * 1e12, gbs * 1e9
-    )
+    return Gpu(f"{gib} GiB ({name} assumed)", int(memory_bytes * GPU_USABLE), (tflops or own_tflops) * 1e12, gbs * 1e9)
 
 
 @dataclass(frozen=True)

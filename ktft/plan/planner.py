@@ -126,9 +126,7 @@ class Planner:
 
     def _format(self, name: str, machine: Machine, work: Workload) -> FormatPlan:
         shape = self.source.shape
-        need = footprint(
-            shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None
-        )
+        need = footprint(shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None)
         rate = self._experts[name]
         step = step_time(shape, work, machine, rate, self._torch, sum(need.packed))
         loading = load_seconds(self.source.expert_bytes, self.source.other_bytes, shape, machine, rate)
@@ -342,4 +340,3 @@ def _format_json(plan: FormatPlan) -> dict[str, Any]:
         "step": asdict(plan.step),
         "tokens_per_second": plan.tokens_per_second,
     }
-

@@ -77,8 +77,10 @@ def _other(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate)
     inside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is not None)
     outside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is None)
     attention = shape.layers * work.sequence * shape.heads * (shape.qk_dim + shape.v_dim) / 2 / ATTENTION_SHARE
-    total = 2.0 * tokens * (
-        (forwards * (inside + attention) + outside) / forward + (inside + 2 * attention + outside) / backward
+    total = (
+        2.0
+        * tokens
+        * ((forwards * (inside + attention) + outside) / forward + (inside + 2 * attention + outside) / backward)
     )
     total += shape.layers * (forwards * LAYER_SECONDS[0] + LAYER_SECONDS[1])
     logits = tokens * shape.vocab_size
@@ -88,8 +90,10 @@ def _other(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate)
         return total
     features = sum(a.in_features + a.out_features for a in work.elsewhere())
     elementwise = shape.layers * shape.hidden_size * 40 * FP32  # norms, residuals, activations, forward and backward
-    return total + logits * rate.logit + tokens * (
-        features * rate.lora * (1 + forwards) / 2 + elementwise / machine.bandwidth
+    return (
+        total
+        + logits * rate.logit
+        + tokens * (features * rate.lora * (1 + forwards) / 2 + elementwise / machine.bandwidth)
     )
 
 

@@ -1,0 +1,406 @@
+"""`ktft plan` and the check before loading: sizes to the byte, the answer for DeepSeek-V3, bad input, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tiny import write_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import ktft
+from ktft import config, native, system
+from ktft.cli.main import app
+from ktft.config import EXPERT_FORMATS, parse_size
+from ktft.model.memory import Workload, active_experts, packed_per_node, saved_activations, workspace
+from ktft.model.shape import MoeShape, shape_of
+from ktft.plan.machine import Description
+from ktft.plan.source import read_source
+from ktft.system import GIB
+from ktft.train.recipe import Recipe, read_recipe, recipe_of
+
+Checkpoint = Callable[[str], Path]
+TrainYaml = Callable[..., dict[str, Any]]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
+runner = CliRunner()
+
+
+def plan(*args: str | Path, code: int = 0) -> dict[str, Any]:
+    done = runner.invoke(app, ["plan", *map(str, args), "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def by_format(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["format"]: row for row in told["formats"]}
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+def test_packed_bytes_are_what_native_allocates(expert_format: str, nodes: int) -> None:
+    runtime = native.runtime(threads=1, numa_nodes=nodes)
+    for experts, hidden_size, intermediate_size in ((3, 96, 320), (2, 64, 32), (1, 160, 288)):
+        layer = native.ExpertLayer(
+            runtime,
+            num_experts=experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            format=expert_format,
+        )
+        shape = MoeShape(experts, 1, hidden_size, intermediate_size)
+        per_node = packed_per_node([shape], expert_format, nodes)
+        assert len(per_node) == nodes
+        assert sum(per_node) == layer.packed_bytes
+
+
+def test_packed_bytes_refuses_what_the_kernels_cannot_take() -> None:
+    with pytest.raises(ValueError, match="hidden_size is 100"):
+        native.packed_bytes(2, 100, 64, "int8", 1)
+    with pytest.raises(ValueError, match="unknown expert format 'int3'"):
+        native.packed_bytes(2, 64, 64, "int3", 1)
+
+
+@pytest.mark.parametrize("activation", ["retain", "recompute"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_workspace_is_near_what_native_allocates(activation: str, threads: int) -> None:
+    """The same layer call as in training, in a runtime of its own."""
+    import torch
+
+    from ktft.lora import ExpertLora, LoraPair
+    from ktft.model.memory import Adapter
+
+    moe, tokens, rank = MoeShape(8, 2, 512, 256), 700, 8
+    runtime = native.Runtime(native._C.Runtime(native.default_isa(), threads, 1))
+    layer = native.ExpertLayer(runtime, num_experts=8, hidden_size=512, intermediate_size=256, format="int8")
+    adapters = [
+        Adapter(*moe.projection(name), rank=rank, count=8, layer=0, projection=name) for name in config.PROJECTIONS
+    ]
+    lora = ExpertLora(
+        {
+            a.projection: LoraPair(torch.zeros(8, rank, a.in_features), torch.zeros(8, a.out_features, rank), 1.0)
+            for a in adapters
+        }
+    )
+    for expert in range(8):
+        for name in config.PROJECTIONS:
+            layer.load(expert, name, torch.zeros(moe.projection(name)[::-1]))
+    x = torch.randn(tokens, 512)
+    index = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
+    weights = torch.ones(tokens, 2)
+    _, saved = layer.forward(x, index, weights, lora, activation)
+    layer.backward(saved, x, x, index, weights, lora)
+    told = workspace(moe, tokens, adapters, threads=threads, nodes=1, activation=activation)
+    assert told == pytest.approx(runtime.workspace_bytes, rel=0.1)
+    if activation == "retain":
+        assert saved_activations(moe, tokens, adapters) == pytest.approx(saved.bytes, rel=0.1)
+
+
+def test_active_experts() -> None:
+    assert active_experts(MoeShape(64, 8, 64, 64), 1) == pytest.approx(8)
+    assert active_experts(MoeShape(64, 8, 64, 64), 10_000) == pytest.approx(64)
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "dsv2", "dsv3"])
+def test_adapters_are_those_that_training_makes(tiny_checkpoint: Checkpoint, family: str) -> None:
+    from peft import LoraConfig
+
+    from ktft.adapters.peft import linear_names
+
+    path = tiny_checkpoint(family)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1))
+    others = sum(t.numel() for t in model.state_dict().values())
+    model = ktft.get_peft_model(model, LoraConfig(r=4, target_modules=sorted(linear_names(model))))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shape, meta = shape_of(AutoConfig.from_pretrained(path))
+    adapters = Recipe(lora_rank=4).adapters(shape, meta)
+    assert sum(a.parameters for a in adapters) == trained
+    assert shape.other_parameters == pytest.approx(others, rel=0.001)  # rotary tables are not in the state dict
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu() -> None:
+    told = plan(DEEPSEEK, "--ram", "512G", "--gpu", "24G", code=1)
+    assert told["model"]["quantization"] == "fp8"
+    assert told["model"]["expert_parameters"] == 58 * 256 * 3 * 7168 * 2048
+    assert told["adapter"]["expert_parameters"] == 58 * 256 * 3 * 8 * (7168 + 2048)
+    rows = by_format(told)
+    assert set(rows) == set(EXPERT_FORMATS)
+    assert sum(rows["k4"]["packed_bytes"]) == 58 * sum(native.packed_bytes(256, 7168, 2048, "k4", 1))
+    assert rows["k4"]["ram_bytes"] < 512 * GIB < rows["int8"]["ram_bytes"]
+    # 34 GB of other weights cannot be in 24 GB; the experts in 4 bits can be in 512
+    assert any("GPU memory" in words for words in rows["k4"]["lacking"])
+    assert not any(row["fits"] for row in rows.values())
+    assert "GPU memory" in told["verdict"]
+    on_cpu = next(change for change in told["changes"] if change["change"] == "use_cpu: true")
+    assert on_cpu["fits"]
+    assert on_cpu["format"] == "k4"
+    assert on_cpu["vram_bytes"] == 0
+    assert on_cpu["step_seconds"] > 0
+    assert any("a GPU of 48 GiB" in change["change"] for change in told["changes"])
+    assert any("--cores" in line for line in told["assumptions"])
+
+
+def test_a_machine_that_suffices(tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("per_device_train_batch_size: 1\nkt_config: {expert_format: k4}\n")
+    machine = ["--ram", "512G", "--gpu", "48G", "--sockets", "2", "--cores", "64", "--bandwidth", "400G"]
+    told = plan(DEEPSEEK, recipe, *machine)
+    assert told["fits"]
+    assert "k4 experts" in told["verdict"]
+    assert told["changes"] == []
+    k4 = by_format(told)["k4"]
+    assert len(k4["node_bytes"]) == 2
+    assert sum(k4["ram"].values()) == k4["ram_bytes"]
+    assert told["machine"]["bandwidth"] == 400e9
+    faster = plan(DEEPSEEK, recipe, *machine[:-4], "--cores", "128", "--bandwidth", "800G")
+    assert by_format(faster)["k4"]["step_seconds"] < k4["step_seconds"]
+
+
+def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tiny_checkpoint("qwen3moe")
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("cutoff_len: 64\nuse_cpu: true\nkt_config: {expert_format: bf16, kt_num_threads: 1}\n")
+    told = plan(path, recipe)
+    assert told["fits"]
+    assert told["model"]["sizes_from"] == "shards"
+    tensors = [safe_open(file, "pt").keys() for file in path.glob("*.safetensors")]
+    assert sum(map(len, tensors)) > 0
+    assert 0 < told["disk"]["checkpoint_bytes"] <= sum(f.stat().st_size for f in path.glob("*.safetensors"))
+    assert told["machine"]["measured"]
+    assert told["machine"]["threads"] == 1
+    assert told["machine"]["ram_bytes"] <= system.memory()["MemTotal"]
+    table = runner.invoke(app, ["plan", str(path), str(recipe)])
+    assert table.exit_code == 0
+    assert "bf16 *" in table.stdout
+    assert "estimate" in table.stdout
+
+
+def test_nothing_fits(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "300M")
+    told = plan(tiny_checkpoint("dsv3"), code=1)
+    assert not told["fits"]
+    assert "300.0 MiB are available" in told["verdict"]
+    assert any("GiB of memory" in change["change"] for change in told["changes"])
+    assert any("KTFT_MEMORY_LIMIT" in line for line in told["warnings"])
+    shown = runner.invoke(app, ["plan", str(tiny_checkpoint("dsv3"))])
+    assert shown.exit_code == 1
+    assert "What would change that" in shown.stdout
+
+
+def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 8 * GIB)
+    monkeypatch.setattr(system, "transparent_hugepages", lambda: "never")
+    two = {"nodes": [], "cgroup_cpus": 0.5, "mbind": "ok", "cores": 1}
+    real = native.topology()
+    monkeypatch.setattr(native, "topology", lambda: real | {"cgroup_cpus": two["cgroup_cpus"]})
+    told = " ".join(plan(tiny_checkpoint("qwen3moe"))["warnings"])
+    for words in ("a cgroup allows 8.0 GiB", "huge pages are never", "0.5 of"):
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--ram", "512X"), "--ram: '512X' is not a size"),
+        (("--ram", "0"), "--ram is '0'; it must be more than 0"),
+        (("--ram", "64G", "--gpu", "big"), "--gpu: 'big' is not a size"),
+        (("--ram", "64G", "--bandwidth", "-1G"), "--bandwidth: '-1G'"),
+        (("--ram", "64G", "--isa", "neon"), "--isa is 'neon'; known: amx_bf16"),
+        (("--gpu", "24G"), "needs --ram"),
+    ],
+)
+def test_bad_options(args: tuple[str, ...], words: str) -> None:
+    done = runner.invoke(app, ["plan", str(DEEPSEEK), *args])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kt_config: {expert_fromat: k4}", "nearest valid key is 'expert_format'"),
+        ("kt_config: {expert_format: int3}", "int3"),
+        ("cutoff_len: lots", "cutoff_len is 'lots'"),
+        ("stage: ppo", "ppo"),
+        ("finetuning_type: full", "ktft trains lora"),
+        ("lora_target: no_such_layer", "matches nothing"),
+        ("- a list", "holds no keys"),
+        ("{", "is not a YAML file"),
+    ],
+)
+def test_bad_recipes(text: str, words: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text(text)
+    done = runner.invoke(app, ["plan", str(DEEPSEEK), str(recipe), "--ram", "64G"])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "has no config.json"), ("{", "no config that transformers can read"), ('{"model_type": "bert"}', "bert")],
+)
+def test_bad_models(text: str | None, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    done = runner.invoke(app, ["plan", str(tmp_path), "--ram", "64G"])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+# --- what it reads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512G", 512 << 30), ("1.5T", 3 << 39), ("24 GiB", 24 << 30), ("80gb", 80 << 30), ("17", 17)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+    assert parse_size("400G", 1000) == 400_000_000_000
+
+
+def test_recipe_follows_llamafactorys_keys_and_defaults(tmp_path: Path) -> None:
+    assert read_recipe(None)[0] == Recipe()
+    recipe, notes = recipe_of(
+        {
+            "stage": "dpo",
+            "lora_rank": 32,
+            "cutoff_len": 4096,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "pure_bf16": True,
+            "optim": "adafactor",
+            "learning_rate": "1e-4",
+            "kt_config": {"kt_backend": "AMXINT8", "activation": "recompute", "kt_max_cache_depth": 2},
+        }
+    )
+    assert (recipe.settings.expert_format, recipe.settings.activation) == ("int8", "recompute")
+    assert any("kt_max_cache_depth" in note for note in notes)
+    work = recipe.workload((), 2)
+    assert (work.batch, work.sequence, work.accumulation) == (4, 4096, 4)
+    assert (work.adapter_bytes, work.states, work.activation) == (2, 0.0, "recompute")
+
+
+def test_defaults_are_llamafactorys() -> None:
+    from llamafactory.hparams import DataArguments, FinetuningArguments, ModelArguments, TrainingArguments
+
+    theirs: dict[str, Any] = {}
+    for arguments in (DataArguments, FinetuningArguments, ModelArguments, TrainingArguments):
+        theirs |= {name: each.default for name, each in arguments.__dataclass_fields__.items()}
+    own = {name: value for name, value in vars(Recipe()).items() if name != "settings"}
+    assert own == {name: theirs[name] for name in own}
+
+
+def test_memory_grows_with_what_the_recipe_asks() -> None:
+    shape, model = shape_of(AutoConfig.from_pretrained(DEEPSEEK))
+    recipe = Recipe(per_device_train_batch_size=1)
+    from dataclasses import replace
+
+    from ktft.model.memory import torch_activations
+
+    def work(**changes: Any) -> Workload:
+        return replace(recipe, **changes).workload((), 2)
+
+    least = torch_activations(shape, work())
+    for changes in ({"cutoff_len": 4096}, {"disable_gradient_checkpointing": True}, {"per_device_train_batch_size": 2}):
+        assert torch_activations(shape, work(**changes)) > least
+    assert model is not None
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        (None, 16),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "mxfp4"}, 4.25),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.15625),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+            },
+            4.5,
+        ),
+    ],
+)
+def test_bytes_on_disk_from_the_config(quantization: dict[str, Any] | None, bits: float, tmp_path: Path) -> None:
+    values = json.loads((DEEPSEEK / "config.json").read_text())
+    values.pop("quantization_config")
+    if quantization:
+        values["quantization_config"] = quantization
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    source = read_source(tmp_path / "config.json")
+    assert source.expert_bytes == pytest.approx(source.shape.expert_parameters * bits / 8, rel=0.001)
+
+
+def test_available_memory_follows_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 8192 kB\nMemAvailable: 4096 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "3145728\n",
+        "sys/fs/cgroup/job/memory.current": "2097152\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 524288\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert system.available_memory(tmp_path) == 1048576 + 524288
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "1M")
+    assert system.available_memory(tmp_path) == 1 << 20
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "lots")
+    with pytest.raises(ValueError, match="KTFT_MEMORY_LIMIT: 'lots' is not a size"):
+        system.available_memory(tmp_path)
+
+
+def test_a_described_machine_needs_no_gpu() -> None:
+    machine = Description(ram="64G", gpu="none").machine()
+    assert machine.gpu is None
+    assert machine.ram_bytes < 64 * GIB
+
+
+# --- the check before loading -----------------------------------------------------------------------------------------
+
+
+def test_training_refuses_what_does_not_fit(train_yaml: TrainYaml, run_cli: RunCli) -> None:
+    settings = train_yaml("qwen3moe")
+    done = run_cli(["llamafactory-cli", "train"], settings, check=False, env={"KTFT_MEMORY_LIMIT": "1M"})
+    assert done.returncode != 0
+    assert "and training needs" in done.stdout
+    assert "1.0 MiB are available (KTFT_MEMORY_LIMIT is set)" in done.stdout
+    assert "Packing experts" not in done.stdout
+
+
+def test_loading_refuses_and_can_be_told_not_to(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_checkpoint("dsv3")
+
+    def load(**options: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1, **options))
+
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "100K")
+    with pytest.raises(ValueError, match="expert_format int8 needs .* too few.*mxfp4, k4"):
+        load()
+    monkeypatch.setenv("KTFT_SKIP_MEMORY_CHECK", "1")
+    load()
+    monkeypatch.delenv("KTFT_SKIP_MEMORY_CHECK")
+    monkeypatch.delenv("KTFT_MEMORY_LIMIT")
+    with pytest.raises(ValueError, match="and training needs"):
+        load(reserve_bytes=1 << 50)
+
+
+def test_a_large_checkpoint_is_not_opened_twice(tmp_path: Path) -> None:
+    """A model whose shards are still to come is planned from its config."""
+    path = write_checkpoint("qwen3moe", tmp_path / "model")
+    next(path.glob("model-*.safetensors")).unlink()
+    assert not read_source(path).from_shards
