@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig
 from safetensors import safe_open
 from tiny import write_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,9 +19,19 @@ from typer.testing import CliRunner
 
 import ktft
 from ktft import config, native, system
+from ktft.adapters.peft import linear_names
 from ktft.cli.main import app
 from ktft.config import EXPERT_FORMATS, parse_size
-from ktft.model.memory import Workload, active_experts, packed_per_node, saved_activations, workspace
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.memory import (
+    Adapter,
+    Workload,
+    active_experts,
+    packed_per_node,
+    saved_activations,
+    torch_activations,
+    workspace,
+)
 from ktft.model.shape import MoeShape, shape_of
 from ktft.plan.machine import Description
 from ktft.plan.source import read_source
@@ -74,11 +87,6 @@ def test_packed_bytes_refuses_what_the_kernels_cannot_take() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_workspace_is_near_what_native_allocates(activation: str, threads: int) -> None:
     """The same layer call as in training, in a runtime of its own."""
-    import torch
-
-    from ktft.lora import ExpertLora, LoraPair
-    from ktft.model.memory import Adapter
-
     moe, tokens, rank = MoeShape(8, 2, 512, 256), 700, 8
     runtime = native.Runtime(native._C.Runtime(native.default_isa(), threads, 1))
     layer = native.ExpertLayer(runtime, num_experts=8, hidden_size=512, intermediate_size=256, format="int8")
@@ -112,10 +120,6 @@ def test_active_experts() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3moe", "dsv2", "dsv3"])
 def test_adapters_are_those_that_training_makes(tiny_checkpoint: Checkpoint, family: str) -> None:
-    from peft import LoraConfig
-
-    from ktft.adapters.peft import linear_names
-
     path = tiny_checkpoint(family)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1))
     others = sum(t.numel() for t in model.state_dict().values())
@@ -130,8 +134,10 @@ def test_adapters_are_those_that_training_makes(tiny_checkpoint: Checkpoint, fam
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu() -> None:
-    told = plan(DEEPSEEK, "--ram", "512G", "--gpu", "24G", code=1)
+def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu(tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("per_device_train_batch_size: 1")
+    told = plan(DEEPSEEK, recipe, "--ram", "512G", "--gpu", "24G", code=1)
     assert told["model"]["quantization"] == "fp8"
     assert told["model"]["expert_parameters"] == 58 * 256 * 3 * 7168 * 2048
     assert told["adapter"]["expert_parameters"] == 58 * 256 * 3 * 8 * (7168 + 2048)
@@ -202,9 +208,8 @@ def test_nothing_fits(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPat
 def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 8 * GIB)
     monkeypatch.setattr(system, "transparent_hugepages", lambda: "never")
-    two = {"nodes": [], "cgroup_cpus": 0.5, "mbind": "ok", "cores": 1}
     real = native.topology()
-    monkeypatch.setattr(native, "topology", lambda: real | {"cgroup_cpus": two["cgroup_cpus"]})
+    monkeypatch.setattr(native, "topology", lambda: real | {"cgroup_cpus": 0.5})
     told = " ".join(plan(tiny_checkpoint("qwen3moe"))["warnings"])
     for words in ("a cgroup allows 8.0 GiB", "huge pages are never", "0.5 of"):
         assert words in told
@@ -234,6 +239,7 @@ def test_bad_options(args: tuple[str, ...], words: str) -> None:
         ("kt_config: {expert_format: int3}", "int3"),
         ("cutoff_len: lots", "cutoff_len is 'lots'"),
         ("stage: ppo", "ppo"),
+        ("per_device_train_batch_size: 0", "per_device_train_batch_size is 0"),
         ("finetuning_type: full", "ktft trains lora"),
         ("lora_target: no_such_layer", "matches nothing"),
         ("- a list", "holds no keys"),
@@ -304,19 +310,16 @@ def test_defaults_are_llamafactorys() -> None:
 
 
 def test_memory_grows_with_what_the_recipe_asks() -> None:
-    shape, model = shape_of(AutoConfig.from_pretrained(DEEPSEEK))
+    shape, _ = shape_of(AutoConfig.from_pretrained(DEEPSEEK))
     recipe = Recipe(per_device_train_batch_size=1)
-    from dataclasses import replace
-
-    from ktft.model.memory import torch_activations
-
-    def work(**changes: Any) -> Workload:
+        def work(**changes: Any) -> Workload:
         return replace(recipe, **changes).workload((), 2)
 
-    least = torch_activations(shape, work())
+    least = torch_activations(shape, work(), gpu=True)
     for changes in ({"cutoff_len": 4096}, {"disable_gradient_checkpointing": True}, {"per_device_train_batch_size": 2}):
-        assert torch_activations(shape, work(**changes)) > least
-    assert model is not None
+        assert torch_activations(shape, work(**changes), gpu=True) > least
+    # without fused attention its scores count too
+    assert torch_activations(shape, work(), gpu=False) > least
 
 
 @pytest.mark.parametrize(
@@ -399,8 +402,7 @@ def test_loading_refuses_and_can_be_told_not_to(tiny_checkpoint: Checkpoint, mon
         load(reserve_bytes=1 << 50)
 
 
-def test_a_large_checkpoint_is_not_opened_twice(tmp_path: Path) -> None:
-    """A model whose shards are still to come is planned from its config."""
+def test_a_model_whose_shards_are_still_to_come_is_planned_from_its_config(tmp_path: Path) -> None:
     path = write_checkpoint("qwen3moe", tmp_path / "model")
     next(path.glob("model-*.safetensors")).unlink()
     assert not read_source(path).from_shards

@@ -16,7 +16,7 @@ from ktft.model.shape import ModelShape, MoeShape
 
 FP32, BF16 = 4, 2
 ADAM_STATES = 2  # fp32 moments a parameter
-BASELINE = 850 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
+BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
 CUDA_CONTEXT = 600 << 20  # of VRAM: driver, kernels, cuBLAS
 CUDA_HOST = 1200 << 20  # of RAM: CUDA's libraries and pinned buffers
 VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used
@@ -31,6 +31,9 @@ _EXPERT_BYTES, _TASKS_PER_THREAD = 2 << 20, 4
 # Bytes for each logit while the loss is computed and differentiated: bf16 or fp32 logits as the model returns them,
 # fp32 ones, log-softmax, its gradient, and the gradient in the logits' dtype.
 _LOGIT_BYTES = {BF16: 14, FP32: 16}
+# Bytes for each attention score while one layer runs, where torch has no fused attention: on the CPU, when values are
+# not as wide as keys (DeepSeek's attention). Scores, mask, softmax and their gradients in fp32.
+_SCORE_BYTES = 29
 
 
 @dataclass(frozen=True)
@@ -224,13 +227,16 @@ def _layer_activations(shape: ModelShape, work: Workload) -> float:
     return max(layers.values(), default=0.0) + attention + norms
 
 
-def torch_activations(shape: ModelShape, work: Workload) -> int:
+def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     """The peak of what torch holds in one forward and backward pass, wherever the model's other weights are."""
     stream = work.tokens * shape.hidden_size * (FP32 if work.mixed else work.weight_bytes)
     layer = work.tokens * _layer_activations(shape, work)
-    kept = shape.layers * (stream if work.checkpointing else layer)
+    fused = gpu or shape.qk_dim == shape.v_dim
+    scores = 0 if fused else work.batch * shape.heads * work.sequence**2 * _SCORE_BYTES
     logits = work.tokens * shape.vocab_size * (_LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0))
-    return int(kept + max(logits, 2 * layer if work.checkpointing else layer))
+    if work.checkpointing:
+        return int(shape.layers * stream + max(logits, 2 * layer + scores))
+    return int(shape.layers * layer + max(logits, scores))
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -272,7 +278,7 @@ def footprint(
     layer_grads = [sum(a.parameters for a in work.on_experts(n)) for n in shape.moe]
     second = work.accumulation > 1  # gradients of a further pass stand beside those they are added to
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
-    place["activations"] = torch_activations(shape, work)
+    place["activations"] = torch_activations(shape, work, gpu=gpu)
     if gpu:
         held = sum(vram.values()) - CUDA_CONTEXT
         vram["fragments"] = int(held * (VRAM_FRAGMENTS - 1))
