@@ -312,7 +312,8 @@ def test_defaults_are_llamafactorys() -> None:
 def test_memory_grows_with_what_the_recipe_asks() -> None:
     shape, _ = shape_of(AutoConfig.from_pretrained(DEEPSEEK))
     recipe = Recipe(per_device_train_batch_size=1)
-        def work(**changes: Any) -> Workload:
+
+    def work(**changes: Any) -> Workload:
         return replace(recipe, **changes).workload((), 2)
 
     least = torch_activations(shape, work(), gpu=True)
