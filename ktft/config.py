@@ -13,6 +13,7 @@ from typing import Any
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_FORMATS = ("bf16", "int8", "fp8", "k4", "int4", "mxfp4")
+DEFAULT_EXPERT_FORMAT = "int8"
 ACTIVATIONS = ("retain", "recompute")
 
 TESTED_VERSIONS: dict[str, tuple[str, str]] = {
@@ -104,26 +105,33 @@ class Settings:
     """How the routed experts are held and run.
 
     Attributes:
-        expert_format: weights' format in memory, one of `EXPERT_FORMATS`.
+        expert_format: weights' format in memory, one of `EXPERT_FORMATS`; None takes a converted checkpoint's own, and
+            `DEFAULT_EXPERT_FORMAT` for any other.
         threads: CPU threads of the kernels; None takes one per physical core that this process may use.
         numa_nodes: NUMA nodes to spread the experts over; None takes all nodes this process may use.
         activation: `retain` keeps gate and up outputs for backward, `recompute` computes them again to save memory.
-        expert_checkpoint: directory of a safetensors checkpoint to read the experts from; None takes the model's own.
+        expert_checkpoint: directory of a safetensors checkpoint, as released or converted, to read the experts from;
+            None takes the model's own.
+        verify_checksums: compare the checksums of a converted checkpoint's experts while they load.
 
     Raises:
         ValueError: a value is not among those accepted.
     """
 
-    expert_format: str = "int8"
+    expert_format: str | None = None
     threads: int | None = None
     numa_nodes: int | None = None
     activation: str = "retain"
     expert_checkpoint: str | None = None
+    verify_checksums: bool = True
 
     def __post_init__(self) -> None:
-        for name, accepted in (("expert_format", EXPERT_FORMATS), ("activation", ACTIVATIONS)):
+        if not isinstance(self.verify_checksums, bool):
+            raise ValueError(f"verify_checksums is {self.verify_checksums!r}; give true or false")
+        for name, accepted in (("expert_format", (None, *EXPERT_FORMATS)), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in accepted:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; supported: {', '.join(accepted)}")
+                supported = ", ".join(value for value in accepted if value)
+                raise ValueError(f"{name} is {getattr(self, name)!r}; supported: {supported}")
         for name in ("threads", "numa_nodes"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
+from ktft.swiglu import SILU, Swiglu
 
 try:
     import ktft._C as _C
@@ -24,6 +25,7 @@ except ImportError as error:
 
 FORMATS: tuple[str, ...] = _C.FORMATS
 _DTYPES = {torch.float32: _C.Dtype.f32, torch.bfloat16: _C.Dtype.bf16, torch.float16: _C.Dtype.f16}
+_ENCODINGS = {torch.float32: _C.Encoding.f32, torch.bfloat16: _C.Encoding.bf16, torch.float16: _C.Encoding.f16}
 _PROJECTIONS = {name: getattr(_C.Projection, name) for name in PROJECTIONS}
 
 
@@ -56,13 +58,15 @@ def kernels() -> list[dict[str, Any]]:
     return list(_C.kernels())
 
 
-def packed_bytes(num_experts: int, hidden_size: int, intermediate_size: int, format: str, nodes: int) -> list[int]:
+def packed_bytes(
+    num_experts: int, hidden_size: int, intermediate_size: int, format: str, nodes: int, biases: bool = False
+) -> list[int]:
     """Bytes that each NUMA node would hold of one layer's experts; fewer entries where the columns do not go round.
 
     Raises:
         ValueError: dims that the kernels cannot take, or an unknown format.
     """
-    return list(_C.packed_bytes(num_experts, hidden_size, intermediate_size, format, nodes))
+    return list(_C.packed_bytes(num_experts, hidden_size, intermediate_size, format, biases, nodes))
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,21 @@ def compute_ceilings(runtime: Runtime, seconds: float = 0.01) -> tuple[float, fl
     return float(measure(handle, _C.Ceiling.registers, seconds)), float(measure(handle, _C.Ceiling.hot, seconds))
 
 
-class ReadBandwidth:
-    """Memory that the runtime's threads read to see how fast memory is. Take far more `bytes` than the caches hold."""
+class StreamedMemory:
+    """Memory for the ceilings of operands that no cache holds. Take far more `bytes` than the caches hold."""
 
     def __init__(self, runtime: Runtime, bytes: int) -> None:
-        self._native = _C.ReadBandwidth(runtime.handle, bytes)
+        self._native = _C.StreamedMemory(runtime.handle, bytes)
 
-    def measure(self) -> float:
+    def read(self) -> float:
         """Bytes per second of all threads together, reading everything once."""
-        return float(self._native.measure())
+        return float(self._native.read())
+
+    def gemm(self, tokens: int, reduction: int) -> float:
+        """FLOP/s of all threads' bf16 forward GEMM alone (S): everything once as weights of `reduction` columns (a
+        multiple of 32), under the same 1 to 704 tokens, results not used.
+        """
+        return float(self._native.gemm(tokens, reduction))
 
 
 @dataclass
@@ -157,6 +167,11 @@ class ExpertLayer:
         num_experts, hidden_size, intermediate_size: the last two multiples of 32.
         format: one of `FORMATS`.
         name: the layer's name in error messages.
+        swiglu: the activation.
+        biases: whether the projections have biases, which `load_bias` then fills.
+
+    Raises:
+        ValueError: dimensions that the kernels cannot take, an unknown format, an alpha or limit that is not positive.
     """
 
     def __init__(
@@ -168,39 +183,144 @@ class ExpertLayer:
         intermediate_size: int,
         format: str,
         name: str = "experts",
+        swiglu: Swiglu = SILU,
+        biases: bool = False,
     ) -> None:
         self.runtime, self.format, self.name = runtime, format, name
+        self.swiglu, self.biases = swiglu, biases
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        self._layer = _C.MoeLayer(runtime.handle, num_experts, hidden_size, intermediate_size, format, name)
+        self._layer = _C.MoeLayer(
+            runtime.handle,
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            format,
+            swiglu.alpha,
+            swiglu.limit,
+            swiglu.shift,
+            biases,
+            name,
+        )
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of packed weights and scales."""
+        """Bytes of packed weights, scales and biases."""
         return int(self._layer.bytes)
 
-    def load(self, expert: int, projection: str, weight: Tensor) -> None:
-        """Pack one `[out_features, in_features]` weight: fp32, bf16 or fp16, on the CPU.
+    def load(
+        self,
+        expert: int,
+        projection: str,
+        weight: Tensor,
+        scales: Tensor | None = None,
+        *,
+        block: tuple[int, int] | None = None,
+        zeros: Tensor | None = None,
+    ) -> bool:
+        """Pack one `[out_features, in_features]` weight, given plain or as codes with scales, on the CPU.
+
+        Codes whose blocks this layer's format has are kept with their scales; all else is encoded from the values.
+
+        Args:
+            expert, projection: where it goes.
+            weight: fp32, bf16 or fp16; or codes: float8_e4m3fn, or uint8 `[out_features, in_features / 2]` of two 4-bit
+                codes, the even column in the low half.
+            scales: of codes, one a block: `[ceil(out / block[0]), ceil(in / block[1])]`, fp32 (fp8, and int4, whose
+                codes are q + 8), or uint8: E8M0 exponents, which make 4-bit codes mxfp4 (OCP MX v1.0).
+            block: rows and columns that share a scale; by default (128, 128) of fp8 and (1, 32) of 4 bits.
+            zeros: int4 only, uint8 like `scales`: the code that means zero; by default 8 everywhere.
+
+        Returns:
+            Whether codes and scales were kept, so that `dequantize` gives the values they stand for.
 
         Raises:
-            ValueError: wrong shape or dtype, NaN or Inf, no such expert, or loaded before.
+            ValueError: wrong shape or dtype, NaN or Inf, a negative fp8 scale, no such expert, or loaded before.
         """
-        if weight.dtype not in _DTYPES or weight.dim() != 2 or weight.device.type != "cpu":
+        if weight.dim() != 2 or weight.device.type != "cpu" or (weight.dtype not in _ENCODINGS and scales is None):
             raise ValueError(
-                "expected a 2-D fp32, bf16 or fp16 CPU tensor, "
+                "expected a 2-D fp32, bf16 or fp16 CPU tensor, or codes and scales, "
                 f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
             )
+        self._refuse_second(expert, projection)
+        weight = weight.contiguous()
+        rows, cols = weight.shape
+        encoding, block = _ENCODINGS.get(weight.dtype), block or (0, 0)
+        if scales is not None:
+            encoding, cols, block = _check_codes(weight, scales, block, zeros)
+            scales, zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (scales, zeros)]
+        return bool(
+            self._layer.load(
+                expert,
+                _PROJECTIONS[projection],
+                weight.data_ptr(),
+                encoding,
+                rows,
+                cols,
+                addresses[0],
+                *block,
+                addresses[1],
+            )
+        )
+
+    def canonical_bytes(self, projection: str) -> int:
+        """Size of what `export_packed` returns, a function of format and shape alone."""
+        return int(self._layer.canonical_bytes(_PROJECTIONS[projection]))
+
+    def export_packed(self, expert: int, projection: str) -> Tensor:
+        """One packed weight in the canonical layout, uint8 `[canonical_bytes]`: docs/convert.md describes it.
+
+        The bytes do not depend on NUMA nodes, threads or ISA.
+
+        Raises:
+            ValueError: no such expert, or nothing was loaded.
+        """
+        out = torch.empty(self.canonical_bytes(projection), dtype=torch.uint8)
+        self._layer.export_canonical(expert, _PROJECTIONS[projection], out.data_ptr())
+        return out
+
+    def import_packed(self, expert: int, projection: str, packed: Tensor) -> None:
+        """Take over one weight that `export_packed` of the same format and shape gave.
+
+        Raises:
+            ValueError: not a uint8 tensor of `canonical_bytes`, scales that no packing gives, no such expert, or loaded
+                before.
+        """
+        size = self.canonical_bytes(projection)
+        if packed.dtype != torch.uint8 or packed.shape != (size,) or packed.device.type != "cpu":
+            raise ValueError(f"expected {size} bytes of {self.format}, got {list(packed.shape)} {packed.dtype}")
+        self._refuse_second(expert, projection)
+        self._layer.import_canonical(expert, _PROJECTIONS[projection], packed.contiguous().data_ptr())
+
+    def _refuse_second(self, expert: int, projection: str) -> None:
         if 0 <= expert < self.num_experts and self._layer.loaded(expert, _PROJECTIONS[projection]):
             raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
-        weight = weight.contiguous()
-        self._layer.load(expert, _PROJECTIONS[projection], weight.data_ptr(), _DTYPES[weight.dtype], *weight.shape)
+
+    def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
+        """Keep one `[out_features]` bias, in fp32: fp32, bf16 or fp16, on the CPU. Biases stay frozen.
+
+        Raises:
+            ValueError: the layer has no biases; wrong shape or dtype, NaN or Inf, no such expert, or loaded before.
+        """
+        if bias.dtype not in _DTYPES or bias.dim() != 1 or bias.device.type != "cpu":
+            raise ValueError(
+                f"expected a 1-D fp32, bf16 or fp16 CPU tensor, got {bias.dtype} {list(bias.shape)} on {bias.device}"
+            )
+        if 0 <= expert < self.num_experts and self._layer.loaded_bias(expert, _PROJECTIONS[projection]):
+            raise ValueError(
+                f"the bias of {self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice"
+            )
+        bias = bias.float().contiguous()
+        self._layer.load_bias(expert, _PROJECTIONS[projection], bias.data_ptr(), len(bias))
 
     def missing(self) -> list[tuple[int, str]]:
-        """(expert, projection) pairs that no `load` filled."""
+        """(expert, projection) pairs whose weight or, in a layer with biases, bias was never loaded."""
+        filled = (self._layer.loaded, self._layer.loaded_bias) if self.biases else (self._layer.loaded,)
         return [
             (expert, name)
             for expert in range(self.num_experts)
             for name in PROJECTIONS
-            if not self._layer.loaded(expert, _PROJECTIONS[name])
+            if not all(is_loaded(expert, _PROJECTIONS[name]) for is_loaded in filled)
         ]
 
     def dequantize(self, expert: int, projection: str) -> Tensor:
@@ -208,6 +328,20 @@ class ExpertLayer:
         shape = (self.hidden_size, self.intermediate_size)
         out = torch.empty(shape if projection == "down_proj" else shape[::-1], dtype=torch.float32)
         self._layer.dequantize(expert, _PROJECTIONS[projection], out.data_ptr())
+        return out
+
+    def bias(self, expert: int, projection: str) -> Tensor:
+        """The bias as fp32 `[out_features]`, of a layer that has biases.
+
+        Raises:
+            ValueError: this one has none, or no such expert.
+        """
+        if not self.biases:
+            raise ValueError(f"{self.name} has no biases")
+        if not 0 <= expert < self.num_experts:
+            raise ValueError(f"{self.name}: expert {expert} does not exist, there are {self.num_experts}")
+        out = torch.empty(self.hidden_size if projection == "down_proj" else self.intermediate_size)
+        self._layer.bias(expert, _PROJECTIONS[projection], out.data_ptr())
         return out
 
     def forward(
@@ -332,3 +466,32 @@ class ExpertLayer:
                 *(next(buffers).data_ptr() if grads else 0 for _ in range(2)),
             )
         return native, tensors
+
+
+def _check_codes(
+    codes: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None
+) -> tuple[Any, int, tuple[int, int]]:
+    """The encoding, the number of columns and the block of a weight that comes as codes."""
+    nibbles = codes.dtype == torch.uint8
+    if not nibbles and codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"codes with scales are float8_e4m3fn, or uint8 of two 4-bit codes; got {codes.dtype}")
+    if scales.dtype != torch.float32 and not (nibbles and scales.dtype == torch.uint8):
+        raise ValueError(f"scales of {codes.dtype} codes cannot be {scales.dtype}")
+    encoding = _C.Encoding.fp8
+    if nibbles:
+        encoding = _C.Encoding.mxfp4 if scales.dtype == torch.uint8 else _C.Encoding.int4
+    rows, cols = codes.shape[0], codes.shape[1] * (2 if nibbles else 1)
+    block = block if all(block) else (1, 32) if nibbles else (128, 128)
+    expected = (-(-rows // block[0]), -(-cols // block[1]))
+    if scales.shape != expected or scales.device.type != "cpu" or (nibbles and block[1] % 2 and block[1] < cols):
+        raise ValueError(
+            f"codes [{rows}, {cols}] in blocks of {list(block)} need scales {list(expected)}, got {list(scales.shape)}"
+        )
+    if zeros is not None and (encoding != _C.Encoding.int4 or zeros.shape != expected or zeros.dtype != torch.uint8):
+        raise ValueError(f"zero points must be uint8 {list(expected)} of int4, got {zeros.dtype} {list(zeros.shape)}")
+    if scales.dtype == torch.float32:
+        if not scales.isfinite().all():
+            raise ValueError("its scales hold NaN or Inf")
+        if not nibbles and bool((scales < 0).any()):
+            raise ValueError("its scales hold a negative number, which no fp8 scale is")
+    return encoding, cols, block

@@ -3,9 +3,11 @@ what they compute.
 
 For token t with experts e_1..e_k and routing weights w_1..w_k:
 
-    g = x W_gᵀ + s_g (drop(x) A_gᵀ) B_gᵀ          u likewise
-    h = SiLU(g) · u
-    y_t = Σ_j w_j (h W_dᵀ + s_d (drop(h) A_dᵀ) B_dᵀ)
+    g = x W_gᵀ + b_g + s_g (drop(x) A_gᵀ) B_gᵀ    u likewise
+    h = SiLU(g) · u, or what `Swiglu` says
+    y_t = Σ_j w_j (h W_dᵀ + b_d + s_d (drop(h) A_dᵀ) B_dᵀ)
+
+Biases are there in some families only.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
+from ktft.swiglu import SILU, Swiglu
 
 
 def moe(
@@ -25,6 +29,8 @@ def moe(
     up: Tensor,
     down: Tensor,
     lora: ExpertLora | None = None,
+    swiglu: Swiglu = SILU,
+    biases: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Weighted sum over the chosen experts, differentiable in hidden states, routing weights and LoRA.
 
@@ -34,13 +40,16 @@ def moe(
         top_k_weights: `[T, k]`, float.
         gate, up: `[E, I, H]`; down: `[E, H, I]`: frozen weights.
         lora: adapters of the three projections; LoRA dropout is not applied here.
+        swiglu: the activation.
+        biases: projection -> `[E, out_features]`, frozen; None where the family has none.
 
     Returns:
         `[T, H]` in the dtype of `hidden_states`; everything in between is fp32.
     """
+    matrices = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
 
-    def project(x: Tensor, expert: int, name: str, weight: Tensor) -> Tensor:
-        y = F.linear(x, weight[expert].float())
+    def project(x: Tensor, expert: int, name: str) -> Tensor:
+        y = F.linear(x, matrices[name][expert].float(), biases[name][expert].float() if biases else None)
         pair = lora.pairs.get(name) if lora is not None else None
         if pair is not None:
             y = y + pair.scaling * F.linear(F.linear(x, pair.a[expert].float()), pair.b[expert].float())
@@ -51,6 +60,8 @@ def moe(
     for expert in top_k_index.unique().tolist():
         token, slot = torch.where(top_k_index == expert)
         rows = x[token]
-        h = F.silu(project(rows, expert, "gate_proj", gate)) * project(rows, expert, "up_proj", up)
-        out = out.index_add(0, token, project(h, expert, "down_proj", down) * weights[token, slot, None])
+        g = project(rows, expert, "gate_proj").clamp(max=swiglu.limit)
+        u = project(rows, expert, "up_proj").clamp(-swiglu.limit, swiglu.limit)
+        h = g * torch.sigmoid(swiglu.alpha * g) * (u + swiglu.shift)
+        out = out.index_add(0, token, project(h, expert, "down_proj") * weights[token, slot, None])
     return out.to(hidden_states.dtype)

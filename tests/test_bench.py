@@ -22,7 +22,7 @@ from ktft.bench import layers, machine, measure, peer_kt, report
 from ktft.bench.cases import SHAPES, STEPS, W8A8_STEP, Case, PeerFigure, Record, Shape, parse_shape
 from ktft.bench.layers import Ktft
 from ktft.bench.peer import Job
-from ktft.bench.peers import PEERS
+from ktft.bench.peers import LIBRARIES, PEERS
 from ktft.cli.main import app
 
 TINY = "4,2,64,96"
@@ -61,7 +61,8 @@ def test_records(tmp_path: Path) -> None:
         assert r["max_error"] <= CONTRACT[r["step"]], r
         numbers = [r[f.name] for f in fields(Record) if f.type == "float"]
         assert all(math.isfinite(n) and n >= 0 for n in numbers), r
-        assert r["ms"] > 0 and r["registers_tflops"] > 0 and r["hot_tflops"] > 0 and r["read_gbs"] > 0
+        assert all(r[f"{name}_tflops"] > 0 for name in ("registers", "hot", "streamed"))
+        assert r["ms"] > 0 and r["read_gbs"] > 0
         assert r["tflops"] * r["ms"] * 1e9 == pytest.approx(6 * 40 * 2 * 64 * 96 * STEPS[r["step"]], rel=1e-3)
         assert r["percent_of_read"] == pytest.approx(100 * r["gbs"] / r["read_gbs"], rel=1e-3)
         assert set(r["peers"]) | set(r["absent_peers"]) == {peer.name for peer in PEERS}
@@ -76,6 +77,18 @@ def test_json_lines_on_stdout_are_alone_there() -> None:
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == list(STEPS)
     assert "%read" in done.stderr
+
+
+def test_ktft_beside_itself(tmp_path: Path) -> None:
+    """What LoRA, skewed routing and the last thread cost, each as a peer."""
+    output = tmp_path / "records.jsonl"
+    done = bench("--shape", TINY, "--tokens", "9", "--routing", "zipf", "--format", "int8", "--runs", "1", "--threads",
+                 "2", "--peer", "no-lora", "--peer", "uniform", "--peer", "thread-less",
+                 "--output", str(output))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for r in map(json.loads, output.read_text().splitlines()):
+        assert set(r["peers"]) == {"no-lora", "uniform", "thread-less"}
+        assert all(figure["ratio"] > 0 for figure in r["peers"].values())
 
 
 def test_w8a8_is_a_step_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +144,13 @@ def test_zipf_is_skewed_and_draws_without_replacement() -> None:
 def test_ceilings(isa: str) -> None:
     runtime = native.runtime(threads=2, isa=isa)
     assert all(rate > 0 for rate in native.compute_ceilings(runtime, seconds=0.001))
-    assert native.ReadBandwidth(native.runtime(threads=3, numa_nodes=2, isa=isa), 20 << 20).measure() > 0
+    memory = native.StreamedMemory(native.runtime(threads=3, numa_nodes=2, isa=isa), 20 << 20)
+    assert memory.read() > 0 and memory.gemm(3, 2048) > 0
+    with pytest.raises(ValueError, match="tokens are 705"):
+        memory.gemm(705, 2048)
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", LIBRARIES, ids=lambda peer: peer.name)
 def test_peers_compute_the_same_layer(peer: Any) -> None:
     """Without LoRA, which torch's peers do not have; bf16 products in another order: 2%."""
     if reason := peer.absent():
@@ -143,7 +159,7 @@ def test_peers_compute_the_same_layer(peer: Any) -> None:
     case = Case(parse_shape("4,2,256,256"), 24, "uniform", "bf16", 0)
     weights, batch = layers.make_weights(case.shape), layers.make_batch(case)
     ours = Ktft(case.shape, case.format, native.runtime(threads=2), weights, None)
-    runner = peer.make(Job(case, weights, None, batch, copies=2, threads=2))
+    runner = peer.make(Job(case, weights, None, batch, ours))
     wanted = ours.forward(batch).float()
     for _ in range(2):
         assert (runner.forward(batch).float() - wanted).norm() <= 0.02 * wanted.norm()
@@ -164,7 +180,7 @@ def test_kt_kernel_says_why_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> Non
 def a_record(**changes: Any) -> Record:
     values: dict[str, Any] = {f.name: {"str": "deepseek-v2-lite", "int": 8192, "float": 1234.5678}.get(str(f.type)) for
                               f in fields(Record)}  # fmt: skip
-    figures = {peer.name: PeerFigure(123.4, 123.45) for peer in PEERS}
+    figures = {peer.name: PeerFigure(123.4, 123.45) for peer in LIBRARIES}
     return Record(**values | {"step": "forward", "routing": "uniform", "peers": figures, "absent_peers": {}} | changes)
 
 

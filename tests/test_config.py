@@ -14,7 +14,7 @@ from ktft.config import KT_KEYS, TESTED_VERSIONS, TOP_LEVEL_KEYS, Settings, pars
 
 
 def test_defaults() -> None:
-    assert parse_kt_config({}) == (Settings("int8", None, None, "retain", None), [])
+    assert parse_kt_config({}) == (Settings(None, None, None, "retain", None, True), [])
 
 
 @pytest.mark.parametrize(

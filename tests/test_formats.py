@@ -94,7 +94,7 @@ def representable(fmt: str, rows: int, cols: int) -> Tensor:
         values = in_groups(choose(signed(K4_CODEBOOK), grouped, 1), subs, -127).bfloat16().float()
         return values * 1.375 * powers((rows, 1), 3)
     if fmt == "int4":
-        scales = (torch.rand(grouped[:2], generator=torch.Generator().manual_seed(2)) + 2**-7).bfloat16().float()
+        scales = choose(torch.arange(16.0, 32.0), grouped[:2], 2) * powers(grouped[:2], 3)  # of 5 bits: no rounding
         codes = choose(torch.arange(-8.0, 8.0), grouped, 1)
         return torch.cat([in_groups(codes.clone(), scales, -8), in_groups(codes.clamp(-7, 7), scales, 7)])[::2]
     assert fmt == "mxfp4", f"say what {fmt} holds exactly"

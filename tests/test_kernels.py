@@ -40,7 +40,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
 
 
-def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1):
+def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1, **options):
     torch.manual_seed(hidden + intermediate)
     layer = native.ExpertLayer(
         native.runtime(threads, nodes, isa),
@@ -48,6 +48,7 @@ def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int 
         hidden_size=hidden,
         intermediate_size=intermediate,
         format=fmt,
+        **options,
     )
     for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
         shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
@@ -81,12 +82,14 @@ def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bf
     return x, index, weights
 
 
-def compare(layer, lora, x, index, weights, activation="retain", oracle=reference.moe) -> dict[str, float]:
+def compare(
+    layer, lora, x, index, weights, activation="retain", oracle=reference.moe, forward=routed_experts
+) -> dict[str, float]:
     """Relative errors of the output and of each gradient."""
     leaves = {"hidden_states": x, "top_k_weights": weights}
     for name, pair in lora.pairs.items() if lora else ():
         leaves |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
-    out = routed_experts(layer, x, index, weights, lora, activation)
+    out = forward(layer, x, index, weights, lora, activation)
     expected = oracle(x.float(), index, weights, *dequantized(layer), lora)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     if index.numel() < FEW_ROUTES:
@@ -98,9 +101,12 @@ def compare(layer, lora, x, index, weights, activation="retain", oracle=referenc
     return errors | {name: relative(a, e) for name, a, e in zip(leaves, actual_grads, expected_grads, strict=True)}
 
 
+def limits(errors: dict[str, float]) -> dict[str, float]:
+    return {name: OUTPUT_TOLERANCE if name == "output" else GRADIENT_TOLERANCE for name in errors}
+
+
 def assert_contract(errors: dict[str, float]) -> None:
-    limits = {name: OUTPUT_TOLERANCE if name == "output" else GRADIENT_TOLERANCE for name in errors}
-    bad = {name: error for name, error in errors.items() if not error <= limits[name]}
+    bad = {name: error for name, error in errors.items() if not error <= limits(errors)[name]}
     assert not bad, f"relative L2 errors over the contract: {bad}"
 
 

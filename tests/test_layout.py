@@ -19,6 +19,7 @@ MAX_LINES = 450
 PYTHON_RANKS = {
     "config": 0,
     "lora": 0,
+    "swiglu": 0,
     "system": 1,
     "native": 2,
     "reference": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from ktft.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader
 
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+import fuzz_reader
+
 
 def write(path: Path, header: dict[str, Any] | bytes, data: bytes = b"") -> Path:
     """A safetensors file with this header, valid or not."""
@@ -22,7 +26,7 @@ def write(path: Path, header: dict[str, Any] | bytes, data: bytes = b"") -> Path
     return path
 
 
-def entry(begin: int = 0, end: int = 8, shape: Any = (2,), dtype: str = "F32") -> dict[str, Any]:
+def entry(begin: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -31,11 +35,13 @@ def test_reads_what_safetensors_wrote(tmp_path: Path, dtype: torch.dtype) -> Non
     tensors = {f"w{n}": torch.randn(n, 2 * n).to(dtype) for n in (3, 1, 5, 0)}
     save_file(tensors, tmp_path / SINGLE_NAME)
     with CheckpointReader.from_directory(tmp_path) as reader:
-        seen = {name: tensor.clone() for name, tensor in reader.read_in_file_order(list(tensors))}
-        again = reader.read("w3").clone()
+        seen = {name: reader.read(name) for name in tensors}
+        slices = [reader.read("w3", i) for i in range(3)]
     assert seen.keys() == tensors.keys()
     assert all(torch.equal(seen[name], tensor) and seen[name].dtype == dtype for name, tensor in tensors.items())
-    assert torch.equal(again, tensors["w3"])
+    assert all(torch.equal(row, tensors["w3"][i]) for i, row in enumerate(slices))
+    with pytest.raises(IndexError, match=r"tensor w3 has shape \(3, 6\), so no slice 3"):
+        reader.read("w3", 3)
 
 
 def test_reads_shards(tiny_checkpoint: Callable[[str], Path]) -> None:
@@ -56,11 +62,13 @@ def test_reads_shards(tiny_checkpoint: Callable[[str], Path]) -> None:
         ({"a": entry(), "b": entry(9, 17)}, b"x" * 17, "and leaves a gap after a"),
         ({"w": entry(0, 8, (3,))}, b"x" * 8, "tensor w, F32 of shape [3], needs 12 bytes but has 8 in the file"),
         ({"w": entry(dtype="F33")}, b"x" * 8, "tensor w has the unknown dtype 'F33'"),
+        ({"w": entry(dtype=["F32"])}, b"x" * 8, "tensor w has the unknown dtype ['F32']"),
         ({"w": entry(shape=(-2,))}, b"x" * 8, "tensor w has the invalid shape [-2]"),
         ({"w": entry(8, 0)}, b"x" * 8, "tensor w has the invalid data_offsets [8, 0]"),
         ({"w": {"dtype": "F32"}}, b"", "tensor w has no dtype, shape and data_offsets"),
         (b"{not json", b"", "has no valid safetensors header"),
         (b"[]", b"", "has no valid safetensors header"),
+        (b"[" * 100_000, b"", "has no valid safetensors header"),
         (b'{"w": {}, "w": {}}', b"", "w appears twice"),
     ],
 )
@@ -83,7 +91,7 @@ def test_header_longer_than_the_file(tmp_path: Path) -> None:
 def test_dtype_that_experts_cannot_have(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
     reader = CheckpointReader.from_directory(tmp_path)
-    with pytest.raises(ValueError, match="tensor w is I8; weights are read from BF16, F16, F32"):
+    with pytest.raises(ValueError, match="tensor w is I8; ktft reads BF16, F16, F32"):
         reader.read("w")
 
 
@@ -103,9 +111,10 @@ def test_shards_and_index_must_agree(tiny_checkpoint: Callable[[str], Path], tmp
     fails(weight_map | {"extra": shards[0].name}, f"lists extra in {shards[0].name}, which does not hold it")
     fails(weight_map | {"lm_head.weight": shards[1].name}, f"but it is in {shards[0].name}")
     fails({k: v for k, v in weight_map.items() if k != "lm_head.weight"}, "holds lm_head.weight, which")
-    (path / INDEX_NAME).write_text("[]")
-    with pytest.raises(ValueError, match="is not a valid index"):
-        CheckpointReader.from_directory(path)
+    for index in ("[]", "[" * 100_000, '{"weight_map": {"w": "../other.safetensors"}}', '{"weight_map": {"w": 1}}'):
+        (path / INDEX_NAME).write_text(index)
+        with pytest.raises(ValueError, match="is not a valid index"):
+            CheckpointReader.from_directory(path)
 
     (path / INDEX_NAME).unlink()
     shutil.copy(shards[0], path / "copy.safetensors")
@@ -113,3 +122,19 @@ def test_shards_and_index_must_agree(tiny_checkpoint: Callable[[str], Path], tmp
         CheckpointReader([*shards, path / "copy.safetensors"])
     with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor"):
         CheckpointReader.from_directory(path)
+
+
+def test_config_that_is_none(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint("dsv3"), tmp_path / "checkpoint")
+    for content, message in (("{", "is not valid JSON"), ("[]", "is not a configuration")):
+        (tmp_path / "checkpoint" / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"config\.json {message}"):
+            _ = CheckpointReader.from_directory(tmp_path / "checkpoint").scheme
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    """A slice of tests/scripts/fuzz_reader.py: refused by name, or loaded unchanged."""
+    counts, failures = fuzz_reader.run(150, 1, tmp_path)
+    assert not failures
+    assert sum(count for (_, outcome), count in counts.items() if outcome == "refused") > 50
+    assert sum(count for (_, outcome), count in counts.items() if outcome.startswith("loaded")) > 5

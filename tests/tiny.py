@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GlmMoeDsaConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    Qwen3VLMoeConfig,
 )
+
+from ktft.model.kimi_k2 import KimiK2Config, register
+
+register()
 
 END, PAD, START = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
 CHAT_TEMPLATE = (
@@ -57,6 +78,83 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 """Name -> configuration class and its own settings. All have 3 layers and 8 experts."""
 
+HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16}
+SHARED: dict[str, Any] = {"num_experts": 8, "shared_expert_intermediate_size": 32}
+LINEAR_ATTENTION: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+# Neither the intermediate size nor twice it is the hidden size: a transposed matrix has another shape
+OBLONG: dict[str, Any] = {"moe_intermediate_size": 96}
+ROPE_3D = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+IMAGE_TOKENS = {"image_token_id": 316, "video_token_id": 317, "vision_start_token_id": 318, "vision_end_token_id": 319}
+MORE_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen2moe": (Qwen2MoeConfig, {"num_key_value_heads": 2} | SHARED),
+    "qwen3next": (Qwen3NextConfig, HEADS | SHARED | LINEAR_ATTENTION),
+    "qwen3_5": (Qwen3_5MoeConfig, HEADS | SHARED | LINEAR_ATTENTION | OBLONG | ROPE_3D),
+    "qwen3_5_text": (Qwen3_5MoeTextConfig, HEADS | SHARED | LINEAR_ATTENTION | OBLONG),
+    "qwen3vl": (Qwen3VLMoeConfig, HEADS | OBLONG | ROPE_3D | {"num_experts": 8}),
+    "kimi_k2": (KimiK2Config, DEEPSEEK | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1}),
+    "glm4": (Glm4MoeConfig, HEADS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "glm5": (
+        GlmMoeDsaConfig,
+        DEEPSEEK
+        | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "minimax": (MiniMaxM2Config, HEADS | {"num_local_experts": 8, "intermediate_size": 32}),
+    "gpt_oss": (
+        GptOssConfig,
+        HEADS
+        | {"num_local_experts": 8, "intermediate_size": 96, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "mixtral": (MixtralConfig, {"num_key_value_heads": 2, "num_local_experts": 8, "intermediate_size": 32}),
+    "olmoe": (OlmoeConfig, {"num_key_value_heads": 4, "num_experts": 8, "intermediate_size": 32}),
+    "ernie": (
+        Ernie4_5_MoeConfig,
+        {"num_key_value_heads": 2, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}
+        | {"moe_layer_start_index": 1},
+    ),
+}
+"""The same for the families whose experts differ from those of `FAMILIES` in names, layout or function at most."""
+
+
+def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """A tiny model's configuration, for our tokenizer. `overrides` go to the text model."""
+    config_class, own = (FAMILIES | MORE_FAMILIES)[family]
+    tok = tokenizer()
+    settings = COMMON | own | {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id} | overrides
+    if "text_config" in config_class.sub_configs:
+        return config_class(text_config=settings, vision_config=VISION, **IMAGE_TOKENS)
+    return config_class(**settings)
+
+
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Random bf16 weights, biases included, that all matter to the logits."""
+    torch.manual_seed(0)
+    has_images = "text_config" in type(config).sub_configs
+    model = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_config(config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            tensor.data.copy_(torch.linspace(-0.1, 0.1, tensor.numel()).view_as(tensor))
+        elif ".experts." in name and name.endswith("_bias"):
+            torch.nn.init.normal_(tensor, std=0.5)
+    return model.to(torch.bfloat16)
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte and three special tokens; nothing to train."""
@@ -73,21 +171,27 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def write_checkpoint(family: str, path: Path, **overrides: Any) -> Path:
     """Save a bf16 checkpoint of `family`, in two shards, with its tokenizer. `overrides` go to the config."""
-    config_class, own = FAMILIES[family]
     tok = tokenizer()
-    config = config_class(
-        **COMMON | own | {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id} | overrides
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.linspace(-0.1, 0.1, buffer.numel()))
-    model = model.to(torch.bfloat16)
+    model = make_model(make_config(family, **overrides))
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(path, max_shard_size=total * 2 // 3)
     tok.save_pretrained(path)
+    if family in RELEASED:
+        for shard in path.glob("*.safetensors"):
+            save_file(RELEASED[family](load_file(shard)), shard, metadata={"format": "pt"})
+    if family == "kimi_k2":  # its authors' code must not be asked for
+        settings = json.loads((path / "config.json").read_text())
+        settings |= {"architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "code.KimiK2Config"}}
+        (path / "config.json").write_text(json.dumps(settings))
     return path
+
+
+def _transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+
+
+RELEASED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"qwen3vl": _transposed_experts}
+"""What a family's authors lay out otherwise than save_pretrained does."""
 
 
 def write_data(path: Path, rows: int = 16) -> Path:

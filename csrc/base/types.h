@@ -1,6 +1,7 @@
 // Scalar types and the enums that name formats, ISAs and passes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -21,6 +22,8 @@ constexpr int kIsas = 6;
 constexpr int kPasses = 2;
 constexpr int kProjections = 3;
 
+static constexpr size_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+
 // Helpers are static: a file compiled for AVX-512 must not lend its copy to one that runs everywhere.
 static inline float to_float(bf16 v) {
   const uint32_t bits = uint32_t(v.bits) << 16;
@@ -35,6 +38,18 @@ static inline bf16 to_bf16(float f) {
   std::memcpy(&bits, &f, 4);
   if ((bits & 0x7fffffff) > 0x7f800000) return {uint16_t(bits >> 16 | 0x40)};
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+// Brings a line into L2 (prefetch) or L1 too (prefetch_l1). Not __builtin_prefetch: GCC takes a function that does
+// nothing else for one without effect and drops its calls.
+static inline void prefetch(const void* line) {
+  __asm__ volatile("prefetcht1 %0" ::"m"(*static_cast<const char*>(line)));
+}
+static inline void prefetch_l1(const void* line) {
+  __asm__ volatile("prefetcht0 %0" ::"m"(*static_cast<const char*>(line)));
+}
+static inline void prefetch(const void* begin, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(begin) + i);
 }
 
 static inline float half_to_float(uint16_t h) {

@@ -15,7 +15,7 @@ constexpr size_t kChunk = size_t(4) << 20;
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 // 16-byte loads, two a cycle, are faster than any core's share of memory: no ISA needs its own loop.
-void read(const char* at, size_t bytes) {
+void read_lines(const char* at, size_t bytes) {
   __m128i sums[4] = {};
   for (size_t i = 0; i < bytes; i += 64)
     for (int k = 0; k < 4; k++)
@@ -44,23 +44,67 @@ double measure_flops(Runtime& runtime, Ceiling ceiling, double seconds) {
   return double(flops) / since(start);
 }
 
-ReadBandwidth::ReadBandwidth(std::shared_ptr<Runtime> runtime, size_t bytes) : runtime_(std::move(runtime)) {
+StreamedMemory::StreamedMemory(std::shared_ptr<Runtime> runtime, size_t bytes) : runtime_(std::move(runtime)) {
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
   const int nodes = runtime_->pool.nodes();
   for (int n = 0; n < nodes; n++) {
     chunks_.push_back(int((bytes / size_t(nodes) + kChunk - 1) / kChunk));
     memory_.emplace_back(size_t(chunks_[n]) * kChunk, runtime_->node_ids[n]);
   }
-  runtime_->pool.run(chunks_,
-                     [&](int node, int task, int) { std::memset(memory_[node].data() + task * kChunk, 1, kChunk); });
+  const RateKernels& kernels = rate_kernels(runtime_->isa);
+  static_assert(kChunk % kRateMemory == 0);
+  runtime_->pool.run(chunks_, [&](int node, int task, int) {
+    for (size_t at = 0; at < kChunk; at += kRateMemory) kernels.fill(memory_[node].data() + task * kChunk + at);
+  });
 }
 
-double ReadBandwidth::measure() {
+double StreamedMemory::gemm(int tokens, int reduction) {
+  KTFT_CHECK(tokens > 0 && tokens <= kMaxTokens && reduction > 0 && reduction % kDimMultiple == 0, "tokens are ",
+             tokens, ", the reduction is ", reduction, "; they must be 1 to ", kMaxTokens, " and a multiple of ",
+             kDimMultiple);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const RateKernels& kernels = rate_kernels(runtime_->isa);
+  const size_t x_bytes = activation_elements(pad_rows(tokens), reduction) * sizeof(bf16);
+  const size_t filled = (x_bytes + kRateMemory - 1) / kRateMemory * kRateMemory;
+  const size_t results = size_t(pad_rows(tokens)) * kMaxOutputs * sizeof(float);
+  std::vector<char*> x(runtime_->scratch.size());
+  runtime_->pool.run(int(x.size()), [&](int task, int) {
+    Scratch& scratch = runtime_->scratch[task];
+    scratch.reserve(filled + results + kGemmScratch + 4096);
+    scratch.reset();
+    x[task] = scratch.take<char>(filled);
+    for (size_t at = 0; at < filled; at += kRateMemory) kernels.fill(x[task] + at);
+  });
+  const int64_t call_bytes = kMaxOutputs / kTileRows * weight_strip_bytes(Format::kBf16, reduction);
+  std::vector<int> calls;
+  int64_t count = 0;
+  for (const NodeBuffer& memory : memory_) {
+    calls.push_back(int(memory.size() / size_t(call_bytes)));
+    count += calls.back();
+  }
+  KTFT_CHECK(count > 0, "the memory holds no ", kMaxOutputs, " rows of ", reduction, " weights");
+  const auto start = Clock::now();
+  runtime_->pool.run(calls, [&](int node, int task, int thread) {
+    Scratch& scratch = runtime_->scratch[thread];
+    scratch.reset();
+    const bf16* const rows = reinterpret_cast<const bf16*>(scratch.take<char>(filled));
+    float* const c = scratch.take<float>(results / sizeof(float));
+    uint8_t* const weights = reinterpret_cast<uint8_t*>(memory_[node].data()) + task * call_bytes;
+    const PackedMatrix w{
+        Format::kBf16, kMaxOutputs, reduction, weights, nullptr, nullptr, weight_strip_bytes(Format::kBf16, reduction)};
+    find_gemm(runtime_->isa, Format::kBf16, Pass::kForward)
+        .run({{{&w, 0, rows, nullptr, 0, nullptr, c}}, 1, kMaxOutputs, tokens, scratch.take<char>(kGemmScratch)});
+  });
+  return double(count) * 2 * kMaxOutputs * tokens * reduction / since(start);
+}
+
+double StreamedMemory::read() {
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
   size_t bytes = 0;
   for (int chunks : chunks_) bytes += size_t(chunks) * kChunk;
   const auto start = Clock::now();
-  runtime_->pool.run(chunks_, [&](int node, int task, int) { read(memory_[node].data() + task * kChunk, kChunk); });
+  runtime_->pool.run(chunks_,
+                     [&](int node, int task, int) { read_lines(memory_[node].data() + task * kChunk, kChunk); });
   return double(bytes) / since(start);
 }
 

@@ -12,14 +12,18 @@ enum class Ceiling { kRegisters, kHot };
 // FLOP/s of all threads together, each repeating its ISA's loop for `seconds`.
 double measure_flops(Runtime& runtime, Ceiling ceiling, double seconds);
 
-// Bytes/s that all threads together read from memory, for buffers far larger than the caches.
-class ReadBandwidth {
+// What all threads together make of operands that lie in memory, for buffers far larger than the caches.
+class StreamedMemory {
  public:
-  // Spreads `bytes` over the runtime's nodes and touches every page. Throws std::bad_alloc.
-  ReadBandwidth(std::shared_ptr<Runtime> runtime, size_t bytes);
+  // Spreads `bytes` over the runtime's nodes and fills them. Throws std::bad_alloc.
+  StreamedMemory(std::shared_ptr<Runtime> runtime, size_t bytes);
 
-  // Reads all of it once.
-  double measure();
+  // Bytes/s, reading all of it once.
+  double read();
+
+  // FLOP/s of the bf16 forward GEMM and nothing else: calls as a layer makes them, all of the memory once as weights of
+  // `reduction` columns, each thread's tokens its own, results not used.
+  double gemm(int tokens, int reduction);
 
  private:
   std::shared_ptr<Runtime> runtime_;

@@ -55,6 +55,13 @@ void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_
 
 void bind_moe(py::module_& m) {
   py::enum_<Dtype>(m, "Dtype").value("f32", Dtype::kF32).value("bf16", Dtype::kBf16).value("f16", Dtype::kF16);
+  py::enum_<Encoding>(m, "Encoding")
+      .value("f32", Encoding::kF32)
+      .value("bf16", Encoding::kBf16)
+      .value("f16", Encoding::kF16)
+      .value("fp8", Encoding::kFp8)
+      .value("int4", Encoding::kInt4)
+      .value("mxfp4", Encoding::kMxfp4);
   py::enum_<Projection>(m, "Projection")
       .value("gate_proj", Projection::kGate)
       .value("up_proj", Projection::kUp)
@@ -66,11 +73,12 @@ void bind_moe(py::module_& m) {
 
   m.def(
       "packed_bytes",
-      [](int experts, int hidden, int intermediate, const std::string& format, int nodes) {
+      [](int experts, int hidden, int intermediate, const std::string& format, bool biases, int nodes) {
         return PackedExperts::packed_bytes(MoeLayer::checked({experts, hidden, intermediate}, "experts"),
-                                           format_from_name(format), nodes);
+                                           format_from_name(format), biases, nodes);
       },
-      py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"), py::arg("nodes"));
+      py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
+      py::arg("biases"), py::arg("nodes"));
 
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init([](const std::string& isa, int threads, int nodes) {
@@ -102,22 +110,45 @@ void bind_moe(py::module_& m) {
 
   py::class_<MoeLayer>(m, "MoeLayer")
       .def(py::init([](std::shared_ptr<Runtime> runtime, int experts, int hidden, int intermediate,
-                       const std::string& format, const std::string& name) {
+                       const std::string& format, float alpha, float limit, float shift, bool biases,
+                       const std::string& name) {
              return std::make_unique<MoeLayer>(std::move(runtime), ExpertShape{experts, hidden, intermediate},
-                                               format_from_name(format), name);
+                                               format_from_name(format), Swiglu{alpha, limit, shift}, biases, name);
            }),
            py::arg("runtime"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
-           py::arg("name"))
+           py::arg("alpha"), py::arg("limit"), py::arg("shift"), py::arg("biases"), py::arg("name"))
       .def(
           "load",
-          [](MoeLayer& layer, int expert, Projection p, Address data, Dtype dtype, int rows, int cols) {
+          [](MoeLayer& layer, int expert, Projection p, Address data, Encoding encoding, int rows, int cols,
+             Address scales, int block_rows, int block_cols, Address zeros) {
             const py::gil_scoped_release release;
-            layer.load(expert, p, {at<const void>(data), dtype, rows, cols});
+            return layer.load(expert, p,
+                              {at<const void>(data), encoding, rows, cols, at<const void>(scales), block_rows,
+                               block_cols, at<const uint8_t>(zeros)});
           },
-          py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("dtype"), py::arg("rows"), py::arg("cols"))
+          py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("encoding"), py::arg("rows"),
+          py::arg("cols"), py::arg("scales"), py::arg("block_rows"), py::arg("block_cols"), py::arg("zeros"))
+      .def("load_bias", [](MoeLayer& layer, int e, Projection p, Address values,
+                           int count) { layer.load_bias(e, p, at<const float>(values), count); })
+      .def("loaded_bias", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded_bias(e, p); })
+      .def("bias",
+           [](const MoeLayer& layer, int e, Projection p, Address out) { layer.weights().bias(e, p, at<float>(out)); })
+      .def("canonical_bytes", [](const MoeLayer& layer, Projection p) { return layer.weights().canonical_bytes(p); })
+      .def(
+          "export_canonical",
+          [](const MoeLayer& layer, int e, Projection p, Address out) {
+            layer.export_canonical(e, p, at<uint8_t>(out));
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "import_canonical",
+          [](MoeLayer& layer, int e, Projection p, Address in) { layer.import_canonical(e, p, at<const uint8_t>(in)); },
+          py::call_guard<py::gil_scoped_release>())
       .def("loaded", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded(e, p); })
-      .def("dequantize", [](const MoeLayer& layer, int e, Projection p,
-                            Address out) { layer.weights().dequantize(e, p, at<float>(out)); })
+      .def(
+          "dequantize",
+          [](const MoeLayer& layer, int e, Projection p, Address out) { layer.dequantize(e, p, at<float>(out)); },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("bytes", [](const MoeLayer& layer) { return layer.weights().bytes(); })
       .def("forward", &forward_layer, py::arg("hidden"), py::arg("dtype"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("tokens"), py::arg("top_k"), py::arg("lora"), py::arg("keep"),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "base/types.h"
 
@@ -11,9 +12,11 @@ namespace ktft {
 //   F            kWidth fp32 lanes            In   kStep bf16 inputs of dot()
 //   load_fp8     E4M3 codes as 1/256 of their value, which is what they are as the upper bits of half precision
 //   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
+//   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
 //   kLooksUpWords  whether lookup_nibbles finds 32 bf16 values of 4-bit codes at once
+//   stream_line  copies 64 aligned bytes to where they are not read soon, past the caches; drain() orders such copies
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
 //   Tiles        of tile ISAs only, with store_pairs and transpose_dwords: see isa/amx.h
 struct Scalar {
@@ -37,12 +40,15 @@ struct Scalar {
   }
   static void store(float* p, F v) { *p = v; }
   static void store(bf16* p, F v) { *p = to_bf16(v); }
+  static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
+  static void drain() {}
   static F add(F a, F b) { return a + b; }
   static F mul(F a, F b) { return a * b; }
   static F reciprocal(F v) { return 1 / v; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }
+  static F where_equal(F a, F b, F v) { return a == b ? v : 0; }
   static F round(F v) { return std::nearbyintf(v); }
   static F scale_by_power(F v, F n) { return std::ldexp(v, int(n)); }  // v * 2^n, n whole in [-126, 127]
   static float sum(F v) { return v; }

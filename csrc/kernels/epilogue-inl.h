@@ -1,4 +1,7 @@
-// What happens to a GEMM's results while they are in L2: row scales, SiLU and its gradient, rounding to bf16.
+// What happens to a GEMM's results while they are in L2: row scales and biases, the activation and its gradient,
+// rounding to bf16.
+//
+// What the next phase does not read is streamed: a store to a line that no cache holds would wait for memory first.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +14,20 @@ namespace ktft {
 template <class V>
 constexpr bool kHasTiles = requires { typename V::Tiles; };
 
+// One result of outputs that lie side by side.
 template <class V>
-typename V::F scaled(const float* value, const float* scale) {
-  return scale ? V::mul(V::load(value), V::load(scale)) : V::load(value);
+typename V::F apply(const float* value, const Affine& out) {
+  const typename V::F v = V::load(value);
+  if (!out.bias) return out.scale ? V::mul(v, V::load(out.scale)) : v;
+  return out.scale ? V::fma(v, V::load(out.scale), V::load(out.bias)) : V::add(v, V::load(out.bias));
+}
+
+// One turned result: all lanes belong to output k.
+template <class V>
+typename V::F apply_turned(const float* value, const Affine& out, int k) {
+  const typename V::F v = V::load(value);
+  if (!out.bias) return out.scale ? V::mul(v, V::set1(out.scale[k])) : v;
+  return out.scale ? V::fma(v, V::set1(out.scale[k]), V::set1(out.bias[k])) : V::add(v, V::set1(out.bias[k]));
 }
 
 template <class V>
@@ -28,21 +42,22 @@ void unturn(int pieces, float* c) {
   }
 }
 
-// A turned piece in bf16, times the scales of its outputs: turning pairs of bf16 is half the work of turning fp32.
-template <class V>
-void narrow_turned(const float* c, const float* scale, bf16* piece) {
+// A turned piece of value(k, t) in bf16: turning pairs of bf16 is half the work of turning fp32.
+template <class V, class Value>
+void narrow_turned(const Value& value, bf16* piece) {
   alignas(64) bf16 spare[kPieceElements];
-  const auto value = [&](int k, int t) {
-    const typename V::F v = V::load(c + k * 16 + t);
-    return scale ? V::mul(v, V::set1(scale[k])) : v;
-  };
   for (int k = 0; k < 32; k += 2)
     for (int t = 0; t < 16; t += V::kWidth) V::store_pairs(spare + k * 16 + 2 * t, value(k, t), value(k + 1, t));
   V::transpose_dwords(spare, 64, piece, 64);
 }
 
 template <class V>
-void store_rows(Pass pass, int tokens, int cols, const float* c, const float* scale, bf16* y, int64_t ldy) {
+void stream_lines(int lines, const bf16* from, bf16* to, int64_t apart) {
+  for (int i = 0; i < lines; i++) V::stream_line(to + i * apart, from + i * 32);
+}
+
+template <class V>
+void store_rows(Pass pass, int tokens, int cols, const float* c, const Affine& affine, bf16* y, int64_t ldy) {
   alignas(64) bf16 spare[kPieceElements];
   for (int t = 0; t < tokens; t += kTileRows)
     for (int col = 0; col < cols; col += 32) {
@@ -51,74 +66,105 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const float* sc
       bf16* const out = y + t * ldy + col;
       if constexpr (kHasTiles<V>) {
         if (pass == Pass::kForward) {
-          narrow_turned<V>(piece, scale ? scale + col : nullptr, spare);
-          for (int r = 0; r < rows; r++) std::memcpy(out + r * ldy, spare + r * 32, 32 * sizeof(bf16));
+          const Affine here = affine_at(affine, col);
+          narrow_turned<V>([&](int k, int t) { return apply_turned<V>(piece + k * 16 + t, here, k); }, spare);
+          stream_lines<V>(rows, spare, out, ldy);
           continue;
         }
       }
-      for (int r = 0; r < rows; r++)
-        for (int j = 0; j < 32; j += V::kWidth)
-          V::store(out + r * ldy + j, scaled<V>(piece + r * 32 + j, scale ? scale + col + j : nullptr));
+      for (int i = 0; i < rows * 32; i += V::kWidth)
+        V::store(spare + i, apply<V>(piece + i, affine_at(affine, col + i % 32)));
+      stream_lines<V>(rows, spare, out, ldy);
     }
+  V::drain();
 }
 
+// Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16: so `marked`
+// moves those beyond the limit away from it, by over 2^-5 of it, and `edge` lies between them and all others.
 template <class V>
-typename V::F silu_times(typename V::F gate, typename V::F up) {
-  return V::mul(V::mul(gate, sigmoid<V>(gate)), up);
-}
+struct SwigluLanes {
+  using F = typename V::F;
+  F alpha, limit, least, edge, least_edge, shift;
+
+  explicit SwigluLanes(const Swiglu& f)
+      : alpha(V::set1(f.alpha)),
+        limit(V::set1(f.limit)),
+        least(V::set1(-f.limit)),
+        edge(V::set1(f.limit * (1 + 0x1p-7f))),
+        least_edge(V::set1(-f.limit * (1 + 0x1p-7f))),
+        shift(V::set1(f.shift)) {}
+  F gate(F value) const { return V::min(value, limit); }
+  F up(F value) const { return V::max(V::min(value, limit), least); }
+  static F marked(F value, F clamped) { return V::fma(V::fma(clamped, V::set1(-1.f), value), V::set1(0x1p20f), value); }
+  F marked_gate(F value) const { return marked(value, gate(value)); }
+  F marked_up(F value) const { return marked(value, up(value)); }
+  // A gradient, or zero where the value was clamped.
+  F gate_grad(F value, F grad) const { return V::where_equal(V::min(value, edge), value, grad); }
+  F up_grad(F value, F grad) const { return V::where_equal(V::max(V::min(value, edge), least_edge), value, grad); }
+  F h(F gate_value, F up_value) const {
+    const F g = gate(gate_value);
+    return V::mul(V::mul(g, sigmoid<V>(V::mul(alpha, g))), V::add(up(up_value), shift));
+  }
+};
 
 // One piece of h: turned results give turned bf16 without a transpose, since everything is element by element.
 template <class V>
-void swiglu_turned(const float* gate, const float* up, const float* gate_scale, const float* up_scale, bf16* h,
-                   bf16* saved_gate, bf16* saved_up) {
-  const auto value = [](const float* at, const float* scale, int i) {
-    return scale ? V::mul(V::load(at), V::set1(scale[i])) : V::load(at);
-  };
-  const auto out = [&](int k, int t) {
-    return silu_times<V>(value(gate + k * 16 + t, gate_scale, k), value(up + k * 16 + t, up_scale, k));
-  };
+void swiglu_turned(const SwigluLanes<V>& f, const float* gate, const float* up, const Affine& gate_out,
+                   const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
+  const auto gate_at = [&](int k, int t) { return apply_turned<V>(gate + k * 16 + t, gate_out, k); };
+  const auto up_at = [&](int k, int t) { return apply_turned<V>(up + k * 16 + t, up_out, k); };
+  const auto out = [&](int k, int t) { return f.h(gate_at(k, t), up_at(k, t)); };
   for (int k = 0; k < 32; k += 2)
     for (int t = 0; t < 16; t += V::kWidth) V::store_pairs(h + k * 16 + 2 * t, out(k, t), out(k + 1, t));
   if (!saved_gate) return;
-  narrow_turned<V>(gate, gate_scale, saved_gate);
-  narrow_turned<V>(up, up_scale, saved_up);
+  alignas(64) bf16 spare[kPieceElements];
+  narrow_turned<V>([&](int k, int t) { return f.marked_gate(gate_at(k, t)); }, spare);
+  stream_lines<V>(kTileRows, spare, saved_gate, 32);
+  narrow_turned<V>([&](int k, int t) { return f.marked_up(up_at(k, t)); }, spare);
+  stream_lines<V>(kTileRows, spare, saved_up, 32);
 }
 
 template <class V>
-void swiglu_rows(int rows, const float* gate, const float* up, const float* gate_scale, const float* up_scale, bf16* h,
-                 bf16* saved_gate, bf16* saved_up) {
+void swiglu_rows(const SwigluLanes<V>& f, int rows, const float* gate, const float* up, const Affine& gate_out,
+                 const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
+  alignas(64) bf16 spare[2 * kPieceElements];
   for (int i = 0; i < rows * 32; i += V::kWidth) {
-    const typename V::F g = scaled<V>(gate + i, gate_scale ? gate_scale + i % 32 : nullptr);
-    const typename V::F u = scaled<V>(up + i, up_scale ? up_scale + i % 32 : nullptr);
-    V::store(h + i, silu_times<V>(g, u));
+    const typename V::F g = apply<V>(gate + i, affine_at(gate_out, i % 32)),
+                        u = apply<V>(up + i, affine_at(up_out, i % 32));
+    V::store(h + i, f.h(g, u));
     if (!saved_gate) continue;
-    V::store(saved_gate + i, g);
-    V::store(saved_up + i, u);
+    V::store(spare + i, f.marked_gate(g));
+    V::store(spare + kPieceElements + i, f.marked_up(u));
   }
+  if (!saved_gate) return;
+  stream_lines<V>(rows, spare, saved_gate, 32);
+  stream_lines<V>(rows, spare + kPieceElements, saved_up, 32);
 }
 
 template <class V>
 void swiglu(const SwigluArgs& a) {
+  const SwigluLanes<V> f(a.function);
   for (int t = 0; t < a.tokens; t += kTileRows)
     for (int col = 0; col < a.cols; col += 32) {
       const int64_t c = result_piece(col / 32, t / kTileRows, a.tokens);
       const int64_t out = t / kTileRows * a.strip + col * kTileRows;
-      const float* const gate_scale = a.gate_scale ? a.gate_scale + col : nullptr;
-      const float* const up_scale = a.up_scale ? a.up_scale + col : nullptr;
       bf16* const saved_gate = a.saved_gate ? a.saved_gate + out : nullptr;
       bf16* const saved_up = a.saved_gate ? a.saved_up + out : nullptr;
       if constexpr (kHasTiles<V>)
-        swiglu_turned<V>(a.gate + c, a.up + c, gate_scale, up_scale, a.h + out, saved_gate, saved_up);
+        swiglu_turned<V>(f, a.gate + c, a.up + c, affine_at(a.gate_out, col), affine_at(a.up_out, col), a.h + out,
+                         saved_gate, saved_up);
       else
-        swiglu_rows<V>(std::min(kTileRows, a.tokens - t), a.gate + c, a.up + c, gate_scale, up_scale, a.h + out,
-                       saved_gate, saved_up);
+        swiglu_rows<V>(f, std::min(kTileRows, a.tokens - t), a.gate + c, a.up + c, affine_at(a.gate_out, col),
+                       affine_at(a.up_out, col), a.h + out, saved_gate, saved_up);
     }
+  V::drain();
 }
 
 template <class V>
 void swiglu_backward(const SwigluBackwardArgs& a) {
   using F = typename V::F;
   const F one = V::set1(1.f), minus = V::set1(-1.f);
+  const SwigluLanes<V> f(a.function);
   for (int t = 0; t < pad_rows(a.tokens); t += kTileRows) {
     const int rows = std::clamp(a.tokens - t, 0, kTileRows);
     F dot[kTileRows];
@@ -132,12 +178,13 @@ void swiglu_backward(const SwigluBackwardArgs& a) {
         for (int j = 0; j < 32; j += V::kWidth) {
           const int64_t at = out + r * 32 + j;
           const F gate = V::load(a.gate + at), up = V::load(a.up + at), grad = V::load(dh + r * 32 + j);
-          const F s = sigmoid<V>(gate), silu = V::mul(gate, s), h = V::mul(silu, up);
+          const F g = f.gate(gate), u = V::add(f.up(up), f.shift), s = sigmoid<V>(V::mul(f.alpha, g));
+          const F glu = V::mul(g, s), h = V::mul(glu, u);
           dot[r] = V::fma(grad, h, dot[r]);
           const F weighted = V::mul(grad, weight);
-          // SiLU'(g) = s + g s (1 - s)
-          const F slope = V::fma(silu, V::fma(s, minus, one), s);
-          F dgate = V::mul(V::mul(weighted, up), slope), dup = V::mul(weighted, silu);
+          // (g sigmoid(alpha g))' = s + alpha g s (1 - s)
+          const F slope = V::fma(V::mul(f.alpha, glu), V::fma(s, minus, one), s);
+          F dgate = f.gate_grad(gate, V::mul(V::mul(weighted, u), slope)), dup = f.up_grad(up, V::mul(weighted, glu));
           if (a.gate_scale) {
             dgate = V::mul(dgate, V::load(a.gate_scale + col + j));
             dup = V::mul(dup, V::load(a.up_scale + col + j));

@@ -21,8 +21,9 @@ template <class V>
 constexpr VectorKernels vector_table() {
   auto* pack_forward = &pack_rows<V>;
   if constexpr (kHasTiles<V>) pack_forward = &pack_turned<V>;
-  return {kHasTiles<V>, &pack_rows<V>, pack_forward, &unturn<V>,    &swiglu<V>, &swiglu_backward<V>, &store_rows<V>,
-          &finite<V>,   &widen<V>,     &narrow<V>,   &scale_row<V>, &split<V>,  &weighted_sum<V>,    &dropout_mask<V>};
+  return {kHasTiles<V>,        &pack_rows<V>,  pack_forward, &unturn<V>,       &swiglu<V>,
+          &swiglu_backward<V>, &store_rows<V>, &finite<V>,   &widen<V>,        &narrow<V>,
+          &scale_row<V>,       &split<V>,      &dot<V>,      &weighted_sum<V>, &dropout_mask<V>};
 }
 
 }  // namespace ktft

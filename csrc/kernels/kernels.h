@@ -1,6 +1,7 @@
 // The kernel table: every kernel ktft can run, found by (ISA, format, pass). Dispatch, tests and benchmarks read it.
 #pragma once
 
+#include <limits>
 #include <vector>
 
 #include "quant/format.h"
@@ -69,21 +70,39 @@ struct GemmKernel {
   void (*run)(const GemmArgs&);
 };
 
-// gate and up: two results of one forward call. h = SiLU(gate) up becomes the down projection's X.
-struct SwigluArgs {
-  int tokens, cols;
-  const float *gate, *up;              // results
-  const float *gate_scale, *up_scale;  // [cols], or null
-  bf16* h;                             // the first strip's first piece, in pack_forward's layout
-  bf16 *saved_gate, *saved_up;         // the same in rows' layout; or null
-  int64_t strip;                       // elements from strip to strip of the three
+// What a product's outputs become: scale * c + bias, output by output.
+struct Affine {
+  const float *scale, *bias;  // [cols], or null: ones, zeros
+};
+static inline Affine affine_at(const Affine& out, int col) {
+  return {out.scale ? out.scale + col : nullptr, out.bias ? out.bias + col : nullptr};
+}
+static inline Affine affine_at(const PackedMatrix& w, int row) { return affine_at(Affine{w.row_scale, w.bias}, row); }
+
+// The activation between gate, up and down, of clamped arguments:
+//   h = g sigmoid(alpha g) (u + shift),  g = min(gate, limit), u = max(min(up, limit), -limit)
+// SiLU(gate) up has alpha 1, no limit and no shift; gpt-oss has 1.702, 7 and 1.
+struct Swiglu {
+  float alpha = 1, limit = std::numeric_limits<float>::infinity(), shift = 0;
 };
 
-// From dh (a backward result, before the routing weight w): dgate, dup = w dh d(SiLU(gate) up), times the rows' scales
-// of gate and up; h = SiLU(gate) up. Rows after the last token become zeros. <dh, h> is given in parts of kDotCols
-// columns, so that its sum does not depend on how columns are cut into calls.
+// gate and up: two results of one forward call. h becomes the down projection's X.
+struct SwigluArgs {
+  Swiglu function;
+  int tokens, cols;
+  const float *gate, *up;  // results
+  Affine gate_out, up_out;
+  bf16* h;                      // the first strip's first piece, in pack_forward's layout
+  bf16 *saved_gate, *saved_up;  // before clamping, in rows' layout, for swiglu_backward; or null
+  int64_t strip;                // elements from strip to strip of the three
+};
+
+// From dh (a backward result, before the routing weight w): dgate, dup = w dh (dh / d gate, up), times the rows' scales
+// of gate and up; h. Rows after the last token become zeros. <dh, h> is given in parts of kDotCols columns, so that its
+// sum does not depend on how columns are cut into calls.
 constexpr int kDotCols = 64;
 struct SwigluBackwardArgs {
+  Swiglu function;
   int tokens, cols;
   const float* dh;
   const bf16 *gate, *up;
@@ -132,13 +151,14 @@ struct VectorKernels {
   void (*unturn)(int pieces, float* c);  // forward results -> 16 x 32, row-major, in place
   void (*swiglu)(const SwigluArgs&);
   void (*swiglu_backward)(const SwigluBackwardArgs&);
-  // y[t, j] = c[t, j] * scale[j], row-major; scale may be null
-  void (*store_rows)(Pass pass, int tokens, int cols, const float* c, const float* scale, bf16* y, int64_t ldy);
+  // y[t, j] = c[t, j] * scale[j] + bias[j], row-major
+  void (*store_rows)(Pass pass, int tokens, int cols, const float* c, const Affine& out, bf16* y, int64_t ldy);
   bool (*finite)(int n, const bf16* x);
   void (*widen)(int n, const bf16* x, float* y);
   void (*narrow)(int n, const float* x, bf16* y);
   void (*scale_row)(int n, const bf16* x, const float* scale, bf16* y);       // y = x * scale
   void (*split)(int n, const float* x, float factor, bf16* high, bf16* low);  // high + low = x * factor
+  float (*dot)(int n, const bf16* x, const float* y);
   void (*weighted_sum)(int n, int rows, const bf16* const* x, const float* weights, float* y);
   // Bit i: whether element first + i of the stream `key` stays, which it does with 1 - probability.
   uint32_t (*dropout_mask)(uint64_t key, uint32_t first, float probability);

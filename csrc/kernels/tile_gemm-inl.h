@@ -53,8 +53,8 @@ static inline Ahead ahead_part(const void* begin, int64_t apart, int total, int 
 
 __attribute__((always_inline)) static inline void fetch(Ahead& ahead) {
   for (int i = 0; i < ahead.lines; i++, ahead.at += kLine) {
-    __builtin_prefetch(ahead.at, 0, 2);
-    __builtin_prefetch(ahead.at + ahead.apart, 0, 2);
+    prefetch(ahead.at);
+    prefetch(ahead.at + ahead.apart);
   }
   if (--ahead.left == 0) {
     ahead.at += ahead.jump;
@@ -93,7 +93,7 @@ void tile_steps(const TileOperand a, const TileOperand b, const int steps, Ahead
       Tiles::template dot<2, 5, 6>();
     }
     if (ahead.results)
-      for (int i = 0; i < 4; i++, ahead.results += kLine) __builtin_prefetch(ahead.results, 0, 3);
+      for (int i = 0; i < 4; i++, ahead.results += kLine) prefetch_l1(ahead.results);
     if constexpr (!kHalf) Tiles::template dot<3, 5, 7>();
   }
 }
@@ -187,10 +187,6 @@ constexpr int kFewTokens = 128;
 // Tokens of no more bytes stay in L2 while all of W passes.
 constexpr int64_t kTokensInL2 = 1 << 20;
 
-static inline void fetch_run(const uint8_t* at, int bytes) {
-  for (int i = 0; i < bytes; i += kLine) __builtin_prefetch(at + i, 0, 2);
-}
-
 // Pieces [first, first + pieces) of one strip: where they lie, when the codec has no work, or decoded into `panel`
 // while one half (0 or 1) of each of as many tiles at `next` is fetched, unless that is null.
 template <class V, class Codec>
@@ -203,7 +199,7 @@ const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces
   for (int t = 1; t <= pieces; t++) {
     if (next && (t % kPieces == 0 || t == pieces)) {
       const uint8_t* const tile = next + (t - 1) / kPieces * format.tile_bytes;
-      fetch_run(half ? tile + kHalf : tile, half ? format.tile_bytes - kHalf : kHalf);
+      prefetch(half ? tile + kHalf : tile, half ? format.tile_bytes - kHalf : kHalf);
     }
     if (t < pieces) Codec::template decode<V>(w, strip, first + t, panel + t * kPieceElements);
   }

@@ -29,9 +29,10 @@ void pack_turned(const bf16* const* rows, int cols, bf16* out) {
 
 template <class V>
 bool finite(int n, const bf16* x) {
-  uint16_t bad = 0;
-  for (int i = 0; i < n; i++) bad |= uint16_t((x[i].bits & 0x7f80) == 0x7f80);
-  return !bad;
+  typename V::F sums[2] = {V::zero(), V::zero()};  // of x * 0: zero, or NaN
+  for (int i = 0; i < n; i += 2 * V::kWidth)
+    for (int j = 0; j < 2; j++) sums[j] = V::fma(V::load(x + i + j * V::kWidth), V::zero(), sums[j]);
+  return V::sum(V::add(sums[0], sums[1])) == 0;
 }
 
 template <class V>
@@ -57,6 +58,13 @@ void split(int n, const float* x, float factor, bf16* high, bf16* low) {
     V::store(high + i, v);
     V::store(low + i, V::fma(V::load(high + i), minus, v));
   }
+}
+
+template <class V>
+float dot(int n, const bf16* x, const float* y) {
+  typename V::F sum = V::zero();
+  for (int i = 0; i < n; i += V::kWidth) sum = V::fma(V::load(x + i), V::load(y + i), sum);
+  return V::sum(sum);
 }
 
 template <class V>

@@ -31,6 +31,7 @@ Gradients place(const Call& call, Saved& saved, const Activations& act) {
   const int packed = call.by_expert ? 0 : call.routes.packed_rows;
   Gradients at{};
   at.dy = ws.dy.get<bf16>(activation_elements(packed, w.shape().hidden));
+  if (w.biases()) at.bias_dots = ws.bias_dots.get<float>(rows);
   for (int p = 0; p < 2; p++)
     at.low_rank[p] = saved.retained ? reinterpret_cast<float*>(saved.low_rank[p].data()) : act.low_rank[p].rows;
   if (const LoraPair* pair = call.pair(kDown))
@@ -59,10 +60,10 @@ Gradients place(const Call& call, Saved& saved, const Activations& act) {
   return at;
 }
 
-// grad_weights[token, slot] = <dh, h>, summed in a fixed order.
+// grad_weights[token, slot] = <dh, h> + <dy, down's bias>, summed in a fixed order.
 void reduce_weight_grads(const Call& call, const Gradients& at, float* out) {
   for (int row = 0; row < call.routes.rows; row++) {
-    float sum = 0;
+    float sum = at.bias_dots ? at.bias_dots[row] : 0;
     for (int n = 0; n < call.weights.nodes(); n++)
       for (int part = 0; part < ceil_div(call.weights.width(n), kDotCols); part++)
         sum += at.nodes[n].weight_grads[size_t(part) * call.routes.rows + row];
@@ -75,7 +76,7 @@ void reduce_weight_grads(const Call& call, const Gradients& at, float* out) {
 void gather_dy(const Call& call, const PackedLora& lora, const TokenRows& dy, const Gradients& at,
                const RowChunk& chunk, Scratch& scratch) {
   bf16* const rows = at.dy + activation_elements(chunk.packed, call.weights.shape().hidden);
-  gather_chunk(call, dy, {Pass::kBackward, false, true}, chunk, rows, scratch);
+  gather_chunk(call, dy, {Pass::kBackward, false, true, at.bias_dots}, chunk, rows, scratch);
   const LoraPair* const pair = call.pair(kDown);
   if (!pair) return;
   scratch.reset();
@@ -110,8 +111,8 @@ void intermediate_block(const Call& call, const PackedLora& lora, const Gradient
   };
   const Gradients::PerNode& out = at.nodes[node];
   call.vec().swiglu_backward(
-      {rows.rows, cols, dh, out.gate + to, out.up + to, scale(Projection::kGate), scale(Projection::kUp), weights,
-       out.grad[0] + to, out.grad[1] + to, out.h ? out.h + to : nullptr, strip_elements(width),
+      {call.swiglu, rows.rows, cols, dh, out.gate + to, out.up + to, scale(Projection::kGate), scale(Projection::kUp),
+       weights, out.grad[0] + to, out.grad[1] + to, out.h ? out.h + to : nullptr, strip_elements(width),
        out.weight_grads + size_t(col / kDotCols) * call.routes.rows + rows.begin, call.routes.rows});
 }
 
@@ -139,8 +140,7 @@ void hidden_block(const Call& call, const PackedLora& lora, const Gradients& at,
   for (int p = 0; p < 2; p++)
     if (drops && call.pair(kGateUp[p]))
       add_dropped_lora(call, kGateUp[p], a[p], args.terms[p].low_rank, rows, col, cols, col, c, gemm, scratch);
-  call.vec().store_rows(Pass::kBackward, rows.rows, cols, c, nullptr, in.dx + size_t(rows.begin) * hidden + col,
-                        hidden);
+  call.vec().store_rows(Pass::kBackward, rows.rows, cols, c, {}, in.dx + size_t(rows.begin) * hidden + col, hidden);
 }
 
 void grad_low_rank(const Call& call, const PackedLora& lora, const Gradients& at, int node, const RowChunk& chunk,

@@ -114,15 +114,27 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
   bf16* const rows = scratch.take<bf16>(size_t(kTileRows) * hidden);
   bf16* const scaled = scratch.take<bf16>(size_t(kTileRows) * hidden);
   float* const spare = scratch.take<float>(size_t(hidden));
-  const float* const scale = how.scaled ? call.weights.matrix(0, chunk.expert, kDown).row_scale : nullptr;
+  const PackedMatrix down = call.weights.matrix(0, chunk.expert, kDown);
+  const float* const scale = how.scaled ? down.row_scale : nullptr;
   const int end = how.pass == Pass::kForward ? chunk.rows : pad_rows(chunk.rows);  // only backward sums over rows
   int bad = -1;
+  // Rows come from anywhere, and a store to a line that is in no cache waits for it as a load does: both are fetched
+  // one strip ahead.
+  const auto fetch_strip = [&](int t) {
+    const size_t bytes = size_t(hidden) * dtype_bytes(tokens.dtype);
+    for (int r = t; r < std::min(t + kTileRows, chunk.rows); r++)
+      prefetch(static_cast<const char*>(tokens.data) + call.routes.token(chunk.begin + r) * bytes, bytes);
+    prefetch(out + activation_elements(t, hidden), size_t(kTileRows) * hidden * sizeof(bf16));
+  };
+  fetch_strip(0);
   for (int t = 0; t < end; t += kTileRows) {
+    if (t + kTileRows < end) fetch_strip(t + kTileRows);
     const bf16* at[kTileRows] = {};
     for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
       const int route = call.routes.row_route[chunk.begin + t + r], token = route / top_k;
       at[r] = bf16_row(call, tokens, token, 0, hidden, rows + size_t(r) * hidden, spare);
       if (how.check && route % top_k == 0 && !vec.finite(hidden, at[r])) bad = token;
+      if (how.bias_dots) how.bias_dots[chunk.begin + t + r] = vec.dot(hidden, at[r], down.bias);
       if (!scale) continue;
       vec.scale_row(hidden, at[r], scale, scaled + size_t(r) * hidden);
       at[r] = scaled + size_t(r) * hidden;
@@ -214,9 +226,9 @@ void gate_up_block(const Call& call, const PackedLora& lora, const bf16* x, cons
   product(call, args, act.int8_x, rows, scratch);
   const Activations::PerNode& out = act.nodes[node];
   const size_t at = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
-  const auto scale = [&](int p) { return matrix[p].row_scale ? matrix[p].row_scale + col : nullptr; };
-  call.vec().swiglu({rows.rows, cols, args.terms[0].c, args.terms[1].c, scale(0), scale(1), out.h + at,
-                     out.gate ? out.gate + at : nullptr, out.gate ? out.up + at : nullptr, strip_elements(width)});
+  call.vec().swiglu({call.swiglu, rows.rows, cols, args.terms[0].c, args.terms[1].c, affine_at(matrix[0], col),
+                     affine_at(matrix[1], col), out.h + at, out.gate ? out.gate + at : nullptr,
+                     out.gate ? out.up + at : nullptr, strip_elements(width)});
 }
 
 void hidden_low_rank(const Call& call, const PackedLora& lora, const Activations& act, int node, const RowChunk& chunk,
@@ -243,7 +255,7 @@ void down_block(const Call& call, const PackedLora& lora, const Activations& act
     term.low_rank = act.nodes[node].down.operand_at(rows, pair->rank());
   }
   product(call, {{term}, 1, cols, rows.rows, scratch.take<char>(kGemmScratch)}, act.nodes[node].int8_h, rows, scratch);
-  call.vec().store_rows(Pass::kForward, rows.rows, cols, c, matrix.row_scale ? matrix.row_scale + col : nullptr,
+  call.vec().store_rows(Pass::kForward, rows.rows, cols, c, affine_at(matrix, col),
                         y + size_t(rows.begin) * hidden + col, hidden);
 }
 

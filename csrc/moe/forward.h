@@ -12,10 +12,11 @@ struct Call {
   const Routes& routes;
   const float* top_k_weights;  // [tokens, top_k]
   const Lora* lora;            // or null
-  const char* name;            // the layer, for messages
-  bool int8 = false;           // activations: see w8a8.h
-  int block = 0;               // outputs of one GEMM call
-  bool by_expert = false;      // each expert's whole pass is one task; or every step of it is a phase of all experts
+  Swiglu swiglu;
+  const char* name;        // the layer, for messages
+  bool int8 = false;       // activations: see w8a8.h
+  int block = 0;           // outputs of one GEMM call
+  bool by_expert = false;  // each expert's whole pass is one task; or every step of it is a phase of all experts
 
   const VectorKernels& vec() const { return runtime.vec(); }
   const LoraPair* pair(Projection p) const { return lora ? lora->pair(p) : nullptr; }
@@ -26,7 +27,7 @@ struct Call {
 // them after the call.
 struct Activations {
   struct PerNode {
-    bf16 *gate, *up;  // [packed rows, width], before SiLU
+    bf16 *gate, *up;  // [packed rows, width], before the activation
     bf16* h;          // the same, as the forward GEMM takes it
     LowRank down;     // this node's part of A_down h
     Int8Rows int8_h{};
@@ -70,9 +71,10 @@ const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int c
 
 // How rows are gathered.
 struct Gather {
-  Pass pass;    // forward: as the forward GEMM takes them
-  bool check;   // look for NaN and Inf
-  bool scaled;  // by down's row scales, if the format has them
+  Pass pass;                   // forward: as the forward GEMM takes them
+  bool check;                  // look for NaN and Inf
+  bool scaled;                 // by down's row scales, if the format has them
+  float* bias_dots = nullptr;  // row by row of the call: <token, down's bias>; or null
 };
 // One chunk of rows -> `out`, its first strip. Returns a token with NaN or Inf, or -1.
 int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, const RowChunk& chunk, bf16* out,
@@ -96,7 +98,7 @@ void down_block(const Call& call, const PackedLora& lora, const Activations& act
 int gate_up_blocks(const Call& call, int node);
 int hidden_blocks(const Call& call);
 
-// gate, up (LoRA included), h = SiLU(gate) * up, and the down projection's A h.
+// gate, up (biases and LoRA included), h, and the down projection's A h.
 void gate_up(const Call& call, const PackedLora& lora, const TokenRows& hidden, const Activations& act);
 
 // y [rows, hidden] of each node.

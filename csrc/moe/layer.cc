@@ -27,16 +27,52 @@ ExpertShape MoeLayer::checked(ExpertShape shape, const std::string& name) {
   return shape;
 }
 
-MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, std::string name)
+MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, Swiglu swiglu, bool biases,
+                   std::string name)
     : runtime_(std::move(runtime)),
       name_(std::move(name)),
-      weights_(checked(shape, name_), format, runtime_->node_ids) {}
+      swiglu_(swiglu),
+      weights_(checked(shape, name_), format, biases, runtime_->node_ids) {
+  KTFT_CHECK(swiglu.limit > 0 && swiglu.alpha > 0, name_, ": the activation's limit is ", swiglu.limit,
+             " and its alpha ", swiglu.alpha, ", both must be positive");
+}
 
-void MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
+void MoeLayer::check_expert(int expert) const {
   KTFT_CHECK(expert >= 0 && expert < weights_.shape().experts, name_, ": expert ", expert,
              " does not exist, there are ", weights_.shape().experts);
+}
+
+bool MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
+  check_expert(expert);
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
-  weights_.load(runtime_->pool, expert, projection, source);
+  return weights_.load(runtime_->pool, expert, projection, source);
+}
+
+void MoeLayer::export_canonical(int expert, Projection projection, uint8_t* out) const {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.export_canonical(runtime_->pool, expert, projection, out);
+}
+
+void MoeLayer::dequantize(int expert, Projection projection, float* out) const {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.dequantize(runtime_->pool, expert, projection, out);
+}
+
+void MoeLayer::import_canonical(int expert, Projection projection, const uint8_t* in) {
+  check_expert(expert);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.import_canonical(runtime_->pool, expert, projection, in);
+}
+
+void MoeLayer::load_bias(int expert, Projection projection, const float* values, int count) {
+  check_expert(expert);
+  const int expected = projection == Projection::kDown ? weights_.shape().hidden : weights_.shape().intermediate;
+  KTFT_CHECK(weights_.biases(), name_, ": this layer was made without biases");
+  KTFT_CHECK(count == expected, "its shape is [", count, "], the model's config says [", expected, "]");
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  weights_.load_bias(expert, projection, values);
 }
 
 void MoeLayer::check_lora(const Lora* lora) const {
@@ -74,7 +110,8 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   saved->routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
   if (input.tokens > 0) {
     const std::lock_guard<std::mutex> lock(runtime_->mutex);
-    Call call{*runtime_, weights_, saved->routes, input.top_k_weights, lora, name_.c_str(), activation_bits == 8};
+    Call call{*runtime_, weights_, saved->routes, input.top_k_weights,
+              lora,      swiglu_,  name_.c_str(), activation_bits == 8};
     plan(call);
     ktft::forward(call, {input.hidden, input.dtype}, out, saved.get(), keep == Keep::kActivations);
   }
@@ -84,7 +121,7 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
 void MoeLayer::backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args) {
   check_lora(lora);
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
-  Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, name_.c_str()};
+  Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, swiglu_, name_.c_str()};
   if (saved.routes.tokens == 0) {
     if (lora) zero_idle_gradients(call);
     return;

@@ -21,14 +21,19 @@ enum class Keep { kNothing, kRoutes, kActivations };  // for backward: none foll
 
 class MoeLayer {
  public:
-  // Throws when the kernels cannot take the dimensions.
-  MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, std::string name);
+  // Throws when the kernels cannot take the dimensions or the activation's constants.
+  MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, Swiglu swiglu, bool biases,
+           std::string name);
 
   // The shape itself. Throws when the kernels cannot take it.
   static ExpertShape checked(ExpertShape shape, const std::string& name);
 
   const PackedExperts& weights() const { return weights_; }
-  void load(int expert, Projection projection, const SourceMatrix& source);
+  bool load(int expert, Projection projection, const SourceMatrix& source);
+  void load_bias(int expert, Projection projection, const float* values, int count);
+  void export_canonical(int expert, Projection projection, uint8_t* out) const;
+  void dequantize(int expert, Projection projection, float* out) const;
+  void import_canonical(int expert, Projection projection, const uint8_t* in);
 
   // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits: 16
   // (bf16) or 8 (int8, see w8a8.h).
@@ -37,11 +42,13 @@ class MoeLayer {
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:
+  void check_expert(int expert) const;
   void check_lora(const Lora* lora) const;
   void check_bits(int activation_bits, Keep keep) const;
 
   std::shared_ptr<Runtime> runtime_;
   std::string name_;
+  Swiglu swiglu_;
   PackedExperts weights_;
 };
 

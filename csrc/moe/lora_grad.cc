@@ -67,7 +67,15 @@ bf16* gather_block(const Call& call, const TokenRows& hidden, const RowChunk& ro
   bf16* const out = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
   bf16* const narrowed = scratch.take<bf16>(size_t(kTileRows) * cols);
   float* const spare = scratch.take<float>(size_t(cols));
+  const size_t bytes = dtype_bytes(hidden.dtype), pitch = size_t(call.weights.shape().hidden) * bytes;
+  const auto fetch_strip = [&](int t) {
+    for (int r = t; r < std::min(t + kTileRows, rows.rows); r++)
+      prefetch(static_cast<const char*>(hidden.data) + call.routes.token(rows.begin + r) * pitch + col * bytes,
+               cols * bytes);
+  };
+  fetch_strip(0);
   for (int t = 0; t < pad_rows(rows.rows); t += kTileRows) {
+    fetch_strip(t + kTileRows);
     const bf16* at[kTileRows] = {};
     for (int r = 0; r < std::min(kTileRows, rows.rows - t); r++)
       at[r] =
@@ -86,11 +94,12 @@ bf16* copy_block(const bf16* m, int width, const RowChunk& rows, int col, int co
   return out;
 }
 
-// Row j of a result whose first row is number `first`, high and low parts together, at column col.
-float value(const float* c, int first, int j, int col, int rows) {
+// Columns [col, col + 32) of row j of a result whose first row is number `first`: high and low parts together.
+void sum_parts(const float* c, int first, int j, int col, int rows, float* out) {
   const int strip = first / kTileRows + j / kRankBlock * 2;
-  const int64_t at = j % kRankBlock * 32 + col % 32;
-  return c[result_piece(col / 32, strip, rows) + at] + c[result_piece(col / 32, strip + 1, rows) + at];
+  const float* const high = c + result_piece(col / 32, strip, rows) + j % kRankBlock * 32;
+  const float* const low = c + result_piece(col / 32, strip + 1, rows) + j % kRankBlock * 32;
+  for (int i = 0; i < 32; i++) out[i] = high[i] + low[i];
 }
 
 struct Job {
@@ -123,15 +132,19 @@ void gradient_block(const Call& call, const TokenRows& hidden, const Job& job, c
     const LoraPair& pair = *call.pair(p);
     const int rank = pair.rank();
     const float* const scale = call.weights.matrix(job.node, rows.expert, p).row_scale;
-    for (int j = 0; j < rank && !product.is_b; j++) {
-      float* const out = pair.grad_a + (size_t(rows.expert) * rank + j) * pair.a.cols + first;
-      for (int i = 0; i < cols; i++) out[i] = value(c, place, j, i, count) * call.lora->keep_scale();
-    }
-    for (int i = 0; i < cols && product.is_b; i++) {
-      float* const out = pair.grad_b + (size_t(rows.expert) * pair.b.rows + first + i) * rank;
-      const float factor = pair.scaling / (scale ? scale[job.col + i] : 1.f);
-      for (int j = 0; j < rank; j++) out[j] = value(c, place, j, i, count) * factor;
-    }
+    for (int begin = 0; begin < cols; begin += 32)
+      for (int j = 0; j < rank; j++) {
+        float sums[32];
+        sum_parts(c, place, j, begin, count, sums);
+        if (product.is_b) {
+          float* const out = pair.grad_b + (size_t(rows.expert) * pair.b.rows + first + begin) * rank + j;
+          const float* const scales = scale ? scale + job.col + begin : nullptr;
+          for (int i = 0; i < 32; i++) out[size_t(i) * rank] = sums[i] * (pair.scaling / (scales ? scales[i] : 1.f));
+        } else {
+          float* const out = pair.grad_a + (size_t(rows.expert) * rank + j) * pair.a.cols + first + begin;
+          for (int i = 0; i < 32; i++) out[i] = sums[i] * call.lora->keep_scale();
+        }
+      }
     place += split_rank(rank);
   }
 }

@@ -18,6 +18,7 @@ struct Gradients {
   };
   std::vector<PerNode> nodes;
   bf16* dy;             // [packed rows, hidden]
+  float* bias_dots;     // [rows]: <dy, down's bias>; null without biases
   LowRank low_rank_dy;  // B_down^T dy
   float* low_rank[2];   // [rows, r]: A_gate x, A_up x
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "base/check.h"
 
@@ -13,7 +14,7 @@ void PackedExperts::matrix_dims(int node, Projection projection, int& rows, int&
   cols = down ? slices_[node].width : shape_.hidden;
 }
 
-std::vector<PackedExperts::Slice> PackedExperts::slices_of(ExpertShape shape, Format format, int nodes) {
+std::vector<PackedExperts::Slice> PackedExperts::slices_of(ExpertShape shape, Format format, bool biases, int nodes) {
   const int units = ceil_div(shape.intermediate, kSliceMultiple), count = std::min(units, nodes);
   std::vector<Slice> slices;
   for (int n = 0; n < count; n++) {
@@ -27,24 +28,28 @@ std::vector<PackedExperts::Slice> PackedExperts::slices_of(ExpertShape shape, Fo
       s.expert_bytes += tiles_bytes(format, rows, cols);
       s.scale_offset[p] = s.expert_bytes;
       s.expert_bytes += (scale_count(format, rows, cols) * sizeof(float) + 63) / 64 * 64;
+      s.bias_offset[p] = s.expert_bytes;
+      if (has_bias(biases, n, Projection(p))) s.expert_bytes += (size_t(rows) * sizeof(float) + 63) / 64 * 64;
     }
     slices.push_back(std::move(s));
   }
   return slices;
 }
 
-PackedExperts::PackedExperts(ExpertShape shape, Format format, const std::vector<int>& node_ids)
+PackedExperts::PackedExperts(ExpertShape shape, Format format, bool biases, const std::vector<int>& node_ids)
     : shape_(shape),
       format_(format),
-      slices_(slices_of(shape, format, int(node_ids.size()))),
-      loaded_(size_t(shape.experts) * kProjections) {
+      biases_(biases),
+      slices_(slices_of(shape, format, biases, int(node_ids.size()))),
+      loaded_(size_t(shape.experts) * kProjections),
+      loaded_biases_(loaded_.size()) {
   for (int n = 0; n < nodes(); n++)
     slices_[n].memory = NodeBuffer(slices_[n].expert_bytes * shape.experts, node_ids[n]);
 }
 
-std::vector<size_t> PackedExperts::packed_bytes(ExpertShape shape, Format format, int nodes) {
+std::vector<size_t> PackedExperts::packed_bytes(ExpertShape shape, Format format, bool biases, int nodes) {
   std::vector<size_t> bytes;
-  for (const Slice& s : slices_of(shape, format, nodes)) bytes.push_back(s.expert_bytes * shape.experts);
+  for (const Slice& s : slices_of(shape, format, biases, nodes)) bytes.push_back(s.expert_bytes * shape.experts);
   return bytes;
 }
 
@@ -63,31 +68,50 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
   float* const scales = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
   if (info(format_).row_scaled) m.row_scale = scales;
   if (info(format_).block_scaled) m.block_scale = scales;
+  if (has_bias(biases_, node, projection)) m.bias = reinterpret_cast<float*>(base + s.bias_offset[int(projection)]);
   return m;
 }
 
-void PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
+bool PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
   const bool down = projection == Projection::kDown;
   const int rows = down ? shape_.hidden : shape_.intermediate, cols = down ? shape_.intermediate : shape_.hidden;
   KTFT_CHECK(source.rows == rows && source.cols == cols, "its shape is [", source.rows, ", ", source.cols,
              "], the model's config says [", rows, ", ", cols, "]");
   std::vector<int> units(pool.nodes(), 0);
   for (int n = 0; n < nodes(); n++) units[n] = ceil_div(matrix(n, expert, projection).rows, pack_rows(format_));
+  const bool keep = keeps(source, format_);
   std::atomic<int64_t> bad{-1};
   pool.run(units, [&](int node, int unit, int) {
     const BadValue v =
-        pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit);
-    if (v.row >= 0) bad = int64_t(v.row) * cols + v.col;
+        pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit, keep);
+    if (v.row < 0) return;
+    const int64_t at = int64_t(v.row) * cols + v.col;  // the first of all, whichever thread met it
+    for (int64_t seen = bad; (seen < 0 || at < seen) && !bad.compare_exchange_weak(seen, at);) {
+    }
   });
   KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");
   loaded_[size_t(expert) * kProjections + int(projection)] = true;
+  return keep;
 }
 
-void PackedExperts::dequantize(int expert, Projection projection, float* out) const {
+void PackedExperts::load_bias(int expert, Projection projection, const float* values) {
   const bool down = projection == Projection::kDown;
-  const int cols = down ? shape_.intermediate : shape_.hidden;
-  for (int n = 0; n < nodes(); n++)
-    unpack(matrix(n, expert, projection), out + (down ? size_t(begin(n)) : size_t(begin(n)) * cols), cols);
+  const int count = down ? shape_.hidden : shape_.intermediate;
+  for (int i = 0; i < count; i++)
+    KTFT_CHECK(std::isfinite(values[i]), "it holds NaN or Inf, for instance at [", i, "]");
+  for (int n = 0; n < (down ? 1 : nodes()); n++) {
+    const PackedMatrix m = matrix(n, expert, projection);
+    std::copy_n(values + (down ? 0 : begin(n)), m.rows, m.bias);
+  }
+  loaded_biases_[size_t(expert) * kProjections + int(projection)] = true;
+}
+
+void PackedExperts::bias(int expert, Projection projection, float* out) const {
+  const bool down = projection == Projection::kDown;
+  for (int n = 0; n < (down ? 1 : nodes()); n++) {
+    const PackedMatrix m = matrix(n, expert, projection);
+    std::copy_n(m.bias, m.rows, out + (down ? 0 : begin(n)));
+  }
 }
 
 }  // namespace ktft

@@ -20,7 +20,7 @@ struct ExpertShape {
 class PackedExperts {
  public:
   // node_ids[n]: the kernel's number of node n, or -1 to leave placement to the kernel.
-  PackedExperts(ExpertShape shape, Format format, const std::vector<int>& node_ids);
+  PackedExperts(ExpertShape shape, Format format, bool biases, const std::vector<int>& node_ids);
 
   const ExpertShape& shape() const { return shape_; }
   Format format() const { return format_; }
@@ -29,32 +29,52 @@ class PackedExperts {
   int width(int node) const { return slices_[node].width; }
   size_t bytes() const;
   // Bytes that each of so many nodes would hold.
-  static std::vector<size_t> packed_bytes(ExpertShape shape, Format format, int nodes);
+  static std::vector<size_t> packed_bytes(ExpertShape shape, Format format, bool biases, int nodes);
 
   // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
-  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf.
-  void load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
+  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf. Returns whether codes and scales stayed as they
+  // were.
+  bool load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
   bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
+  // One expert's bias of one projection, a value an output: for layers with biases. Throws on NaN and Inf.
+  void load_bias(int expert, Projection projection, const float* values);
+  bool loaded_bias(int expert, Projection projection) const {
+    return loaded_biases_[expert * kProjections + int(projection)];
+  }
+  bool biases() const { return biases_; }
 
-  // fp32 [rows, cols] of the whole matrix.
-  void dequantize(int expert, Projection projection, float* out) const;
+  // One matrix as files hold it: the tiles of the whole matrix, strip after strip with nothing between them, then its
+  // scales (fp32, by row or by block). The same bytes whatever the nodes, the threads and the ISA.
+  size_t canonical_bytes(Projection projection) const;
+  void export_canonical(Pool& pool, int expert, Projection projection, uint8_t* out) const;
+  // Instead of load. Throws on a scale that is NaN, Inf or, where outputs are multiplied by it, not positive.
+  void import_canonical(Pool& pool, int expert, Projection projection, const uint8_t* in);
 
+  // fp32 [rows, cols] of the whole matrix, and [rows] of its bias.
+  void dequantize(Pool& pool, int expert, Projection projection, float* out) const;
+  void bias(int expert, Projection projection, float* out) const;
+
+  // Down's bias is node 0's alone: the nodes' outputs add up.
   PackedMatrix matrix(int node, int expert, Projection projection) const;
 
  private:
   struct Slice {
     int begin, width;
-    size_t offset[kProjections], scale_offset[kProjections], expert_bytes;
+    size_t offset[kProjections], scale_offset[kProjections], bias_offset[kProjections], expert_bytes;
     NodeBuffer memory;
   };
   // Slices without memory, one a node as far as there are columns for it.
-  static std::vector<Slice> slices_of(ExpertShape shape, Format format, int nodes);
+  static std::vector<Slice> slices_of(ExpertShape shape, Format format, bool biases, int nodes);
   void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
+  static bool has_bias(bool biases, int node, Projection p) { return biases && (node == 0 || p != Projection::kDown); }
+  template <class Fn>
+  void each_unit(Pool& pool, int expert, Projection projection, const Fn& fn) const;
 
   ExpertShape shape_;
   Format format_;
+  bool biases_;
   std::vector<Slice> slices_;
-  std::vector<bool> loaded_;
+  std::vector<bool> loaded_, loaded_biases_;
 };
 
 }  // namespace ktft

@@ -40,8 +40,8 @@ size_t Runtime::workspace_bytes() const {
   const auto add = [&](const auto& buffers) {
     for (const auto& b : buffers) total += b.bytes();
   };
-  for (const Growing* g :
-       {&workspace.x, &workspace.dy, &workspace.x_codes, &workspace.x_scales, &workspace.lora, &workspace.transposed})
+  for (const Growing* g : {&workspace.x, &workspace.dy, &workspace.x_codes, &workspace.x_scales, &workspace.lora,
+                           &workspace.bias_dots, &workspace.transposed})
     total += g->bytes();
   add(workspace.low_rank);
   add(workspace.low_rank_operand);

@@ -68,6 +68,7 @@ struct Workspace {
   Growing lora;                            // see PackedLora
   Growing low_rank[kProjections];          // fp32 [rows, r]
   Growing low_rank_operand[kProjections];  // bf16 [packed rows, split_rank]
+  Growing bias_dots;                       // fp32 [rows]
   Growing transposed;                      // bf16 [split_rank, packed rows] of each LoRA gradient
   std::vector<NodeWorkspace> nodes;
 };

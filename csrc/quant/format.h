@@ -46,15 +46,22 @@ constexpr FormatInfo kFormatInfo[kFormats] = {
 
 constexpr const FormatInfo& info(Format format) { return kFormatInfo[int(format)]; }
 
+// To the nearest integer, ties to even, |v| < 2^22. std::lrintf keeps loops from being vectorized.
+static inline int round_even(float v) {
+  constexpr float kShift = 12582912.f;  // 1.5 * 2^23: no bits are left for a fraction
+  return int((v + kShift) - kShift);
+}
+
 static constexpr int ceil_div(int value, int unit) { return (value + unit - 1) / unit; }
 
 struct PackedMatrix {
   Format format;
   int rows, cols;
   uint8_t* tiles;
-  float* row_scale;     // [rows], or null when the format has none
-  float* block_scale;   // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
-  int64_t strip_bytes;  // from strip to strip
+  float* row_scale;       // [rows], or null when the format has none
+  float* block_scale;     // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
+  int64_t strip_bytes;    // from strip to strip
+  float* bias = nullptr;  // [rows], or null; the kernels' callers apply it
 
   int col_tiles() const { return ceil_div(cols, info(format).tile_cols); }
   uint8_t* tile(int row_tile, int col_tile) const {

@@ -1,8 +1,7 @@
-// int4: compressed-tensors' pack-quantized, symmetric, group 32: W = q * s, q in [-8, 7] stored as q + 8, s in bf16.
+// int4: compressed-tensors' pack-quantized, symmetric, group 32: W = bf16(q * s), q in [-8, 7] stored as q + 8, s bf16.
 //
 // The encoder gives s the sign that makes the group's extreme negative, where there is one code more, tries sizes from
-// extreme / 7 (nothing is cut off) to extreme / 9.5 and keeps the one of least squared error. Decoding rounds q * s to
-// bf16.
+// extreme / 7 (nothing is cut off) to extreme / 9.5 and keeps the one of least squared error.
 #pragma once
 
 #include "quant/nibble-inl.h"
@@ -11,7 +10,6 @@ namespace ktft {
 
 struct Int4Policy {
   static constexpr Format kFormat = Format::kInt4;
-  static constexpr bool kRounds = false;
   static constexpr int kScales = 0;
   using Scale = bf16;
   static constexpr float kTable[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};

@@ -1,6 +1,7 @@
 // int8: 64 columns a tile, W = scale[row] * q, q in [-127, 127], scale = absmax / 127.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "quant/format.h"
@@ -11,16 +12,19 @@ struct Int8Codec {
   static constexpr Format kFormat = Format::kInt8;
 
   static float prepare(const float* row, int cols, float*) {
-    float largest = 0;
-    for (int c = 0; c < cols; c++) largest = std::fmax(largest, std::fabs(row[c]));
+    float lanes[16] = {}, largest = 0;  // cols is a multiple of 32
+    for (int c = 0; c < cols; c += 16)
+      for (int lane = 0; lane < 16; lane++) lanes[lane] = std::max(lanes[lane], std::fabs(row[c + lane]));
+    for (float lane : lanes) largest = std::max(largest, lane);
     return largest / 127;
   }
 
   static void encode(const float* values, int cols, float scale, const float*, uint8_t* tile, int r) {
     int8_t* q = reinterpret_cast<int8_t*>(tile + r * kRowBytes);
     // The clamp matters for rows so small that their scale is subnormal and value / scale imprecise.
-    for (int c = 0; c < 64; c++)
-      q[c] = c < cols && scale > 0 ? int8_t(std::lrintf(std::fmax(-127.f, std::fmin(127.f, values[c] / scale)))) : 0;
+    std::fill(q, q + 64, int8_t(0));
+    if (!(scale > 0)) return;
+    for (int c = 0; c < cols; c++) q[c] = int8_t(round_even(std::max(-127.f, std::min(127.f, values[c] / scale))));
   }
 
   static float decode_one(const PackedMatrix& w, int r, int c) {

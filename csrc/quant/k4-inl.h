@@ -17,7 +17,6 @@ namespace ktft {
 
 struct K4Policy {
   static constexpr Format kFormat = Format::kK4;
-  static constexpr bool kRounds = true;
   static constexpr int kScales = 65;
   using Scale = uint8_t;
   static constexpr float kTable[16] = {6, 18, 31, 45, 60, 77, 98, 127, -6, -18, -31, -45, -60, -77, -98, -127};

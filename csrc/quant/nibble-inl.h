@@ -1,10 +1,11 @@
-// What the 4-bit formats share: 128 columns a tile, value = table[code] * the multiplier of its group of 32 columns.
+// What the 4-bit formats share: 128 columns a tile, value = bf16(table[code] * the multiplier of its group of 32
+// columns). The product is rounded by definition, so that decoding is exact.
 //
 // A tile is 16 rows x 64 bytes of codes, then 16 rows x 4 group scales. The 16 bytes of a group hold column i in the
 // low half and column 16 + i in the high half of byte i, so that both halves are whole vectors.
 //
 // A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kTable[16] (codes' values),
-// multiplier<V>(scale), kRounds (whether the product is bf16 by definition), prepare (see format.h), and
+// multiplier<V>(scale), prepare (see format.h), and
 //   encode_group(values, row_scale, hint, codes) -> Scale
 // and kScales, the number of different scales, or 0 when there are too many for a table.
 #pragma once
@@ -61,7 +62,7 @@ struct NibbleCodec {
     const int code = tile[row * kRowBytes + group * 16 + i % 16] >> (i / 16 * 4) & 15;
     const Scale scale = reinterpret_cast<const Scale*>(tile + kCodeBytes)[row * 4 + group];
     const float value = Policy::kTable[code] * Policy::template multiplier<void>(scale);
-    return (Policy::kRounds ? to_float(to_bf16(value)) : value) * (w.row_scale ? w.row_scale[r] : 1.f);
+    return to_float(to_bf16(value)) * (w.row_scale ? w.row_scale[r] : 1.f);
   }
 
   template <class V>

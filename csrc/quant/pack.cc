@@ -12,28 +12,6 @@ namespace {
 // Rows that would have smaller scales are packed as zeros: such weights do nothing, and 1 / scale must stay finite.
 constexpr float kLeastRowScale = 1e-30f;
 
-// Widens row `r` to fp32; returns the column of the first NaN or Inf, or -1.
-int widen_row(const SourceMatrix& s, int r, float* out) {
-  const size_t at = size_t(r) * s.cols;
-  switch (s.dtype) {
-    case Dtype::kF32: std::memcpy(out, static_cast<const float*>(s.data) + at, size_t(s.cols) * 4); break;
-    case Dtype::kBf16:
-      for (int c = 0; c < s.cols; c++) out[c] = to_float(static_cast<const bf16*>(s.data)[at + c]);
-      break;
-    case Dtype::kF16:
-      for (int c = 0; c < s.cols; c++) out[c] = half_to_float(static_cast<const uint16_t*>(s.data)[at + c]);
-      break;
-  }
-  uint32_t bad = 0;
-  for (int c = 0; c < s.cols; c++) {
-    uint32_t bits;
-    std::memcpy(&bits, out + c, 4);
-    bad |= uint32_t((bits & 0x7f800000) == 0x7f800000);
-  }
-  if (!bad) return -1;
-  return int(std::find_if(out, out + s.cols, [](float v) { return !std::isfinite(v); }) - out);
-}
-
 // Scales of the blocks that rows [row, row + rows) of the slice lie in; rows begin at a block's first.
 template <class Codec>
 BadValue scale_blocks(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int row,
@@ -78,6 +56,53 @@ BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, con
   return {};
 }
 
+// One row of the slice, codes as they are. Kept formats are fp8, int4 and mxfp4.
+void keep_row(const SourceMatrix& source, int source_row, int col_begin, const PackedMatrix& out, int r) {
+  const uint8_t* codes = static_cast<const uint8_t*>(source.data);
+  const int strip = r / kTileRows, row = r % kTileRows;
+  if (out.format == Format::kFp8) {
+    codes += size_t(source_row) * source.cols + col_begin;
+    for (int c = 0; c < out.cols; c += kRowBytes) {
+      uint8_t* const to = out.tile(strip, c / kRowBytes) + row * kRowBytes;
+      const int count = std::min(kRowBytes, out.cols - c);
+      std::copy(codes + c, codes + c + count, to);
+      std::fill(to + count, to + kRowBytes, uint8_t(0));
+    }
+    return;
+  }
+  codes += (size_t(source_row) * source.cols + col_begin) / 2;
+  const auto code = [&](int c) { return uint8_t(codes[c / 2] >> (c % 2 * 4) & 15); };
+  constexpr int kTileCols = kRowBytes * 2;
+  for (int c = 0; c < ceil_div(out.cols, kTileCols) * kTileCols; c += kGroup) {
+    uint8_t* const tile = out.tile(strip, c / kTileCols);
+    uint8_t* const to = tile + row * kRowBytes + c % kTileCols / 2;
+    const int group = row * 4 + c % kTileCols / kGroup;
+    const bool inside = c < out.cols;
+    for (int i = 0; i < 16; i++) to[i] = inside ? uint8_t(code(c + i) | code(c + 16 + i) << 4) : uint8_t(0);
+    const size_t at = inside ? source.scale_at(source_row, col_begin + c) : 0;
+    if (out.format == Format::kMxfp4)
+      tile[kCodeBytes + group] = inside ? static_cast<const uint8_t*>(source.scales)[at] : uint8_t(0);
+    else
+      reinterpret_cast<bf16*>(tile + kCodeBytes)[group] =
+          inside ? to_bf16(static_cast<const float*>(source.scales)[at]) : bf16{0};
+  }
+}
+
+BadValue keep_unit(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit) {
+  const int first = unit * pack_rows(out.format), end = std::min(out.rows, first + pack_rows(out.format));
+  std::vector<float> row(source.cols);
+  for (int r = first; r < end; r++) {
+    const int bad = widen_row(source, row_begin + r, row.data());
+    if (bad >= 0) return {row_begin + r, bad};
+    keep_row(source, row_begin + r, col_begin, out, r);
+  }
+  if (out.block_scale)
+    for (int c = 0; c < out.cols; c += kScaleBlock)
+      out.block_scale_at(first, c) =
+          static_cast<const float*>(source.scales)[source.scale_at(row_begin + first, col_begin + c)];
+  return {};
+}
+
 template <class Codec>
 void unpack_with(const PackedMatrix& m, float* dst, size_t ld) {
   for (int r = 0; r < m.rows; r++)
@@ -100,7 +125,8 @@ auto with_codec(Format format, const Fn& f) {
 
 }  // namespace
 
-BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit) {
+BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit, bool keep) {
+  if (keep) return keep_unit(source, row_begin, col_begin, out, unit);
   return with_codec(out.format,
                     [&]<class Codec>() { return pack_with<Codec>(source, row_begin, col_begin, out, unit); });
 }

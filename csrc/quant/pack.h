@@ -1,15 +1,9 @@
 // Rows of a checkpoint tensor -> tiles, and back for tests and error reports.
 #pragma once
 
-#include "quant/format.h"
+#include "quant/source.h"
 
 namespace ktft {
-
-struct SourceMatrix {
-  const void* data;  // [rows, cols], row-major, contiguous
-  Dtype dtype;
-  int rows, cols;
-};
 
 struct BadValue {
   int row = -1, col = -1;  // row < 0: none
@@ -19,9 +13,10 @@ struct BadValue {
 constexpr int pack_rows(Format format) { return info(format).block_scaled ? kScaleBlock : kTileRows; }
 
 // Packs unit `unit` of `out`, whose first row and column are row_begin and col_begin of the source, multiples of
-// kSliceMultiple. A row's scale comes from the whole source row, so that slices of one matrix agree. Returns the first
-// NaN or Inf met, and then the unit's content is undefined.
-BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit);
+// kSliceMultiple. With `keep`, which keeps() must allow, codes and scales stay as they are. A row's scale comes from
+// the whole source row, so that slices of one matrix agree. Returns the first NaN or Inf met, and then the unit's
+// content is undefined.
+BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit, bool keep);
 
 // Dequantized rows of the matrix into dst, row stride ld.
 void unpack(const PackedMatrix& matrix, float* dst, size_t ld);

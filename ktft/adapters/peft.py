@@ -24,9 +24,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, to_standard
-from ktft.checkpoint.families import family_of
 from ktft.config import PROJECTIONS, require_tested
-from ktft.model.experts import KtftExperts
+from ktft.model.experts import KtftExperts, experts_family
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -154,15 +153,16 @@ def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
 
 
 def linear_names(model: Any) -> set[str]:
-    """Last names of all that LoRA can train: linear layers and experts' projections, less output layer and router."""
-    family = family_of(model.config.model_type)
+    """Last names of all that LoRA can train: linear layers and experts' projections, less the output layer and what
+    the family's `without_lora` names.
+    """
+    unused = set(experts_family(model).without_lora)
     output = model.get_output_embeddings()
     names = set(PROJECTIONS)
     for name, module in _adaptable(model).items():
-        leaf = name.rpartition(".")[2]
-        is_unused = leaf == family.router and not family.router_lora
-        if isinstance(module, nn.Linear) and module is not output and not is_unused:
-            names.add(leaf)
+        path = name.split(".")
+        if isinstance(module, nn.Linear) and module is not output and not unused & set(path):
+            names.add(path[-1])
     return names
 
 
@@ -218,12 +218,13 @@ def _check_request(model: Any, config: Any) -> None:
         matched = [name for name in (*modules, *standard) if check_target_module_exists(probe, name)]
         if not matched:
             raise ValueError(f"target_modules (lora_target) {target!r} matches nothing in the model; {known}")
-        family = family_of(model.config.model_type)
-        routers = [name for name in matched if name.rpartition(".")[2] == family.router]
-        if routers and not family.router_lora:
+        family = experts_family(model)
+        unused = [name for name in matched if set(family.without_lora) & set(name.split("."))]
+        if unused:
+            what = "router" if family.router in unused[0].split(".") else "module"
             raise ValueError(
-                f"target_modules (lora_target) {target!r} matches the router {routers[0]}, whose forward would not use "
-                "LoRA, so that it would never train; leave the router out"
+                f"target_modules (lora_target) {target!r} matches the {what} {unused[0]}, whose forward would not use "
+                f"LoRA, so that it would never train; leave the {what} out"
             )
 
 

@@ -81,9 +81,9 @@ class PeerFigure:
 class Record:
     """Medians of one step of one case, as printed; None where a figure does not apply.
 
-    `percent_of_registers` and `percent_of_hot` are paired with the ceilings measured just before each run; `gbs` is
-    the packed weights of the experts in use, read once a pass, over the time. `max_error` is the largest relative L2
-    error, against the fp32 reference, of the output or of any gradient over the sampled tokens.
+    `percent_of_registers`, `percent_of_hot` and `percent_of_streamed` are paired with the ceilings measured just before
+    each run; `gbs` is the packed weights of the experts in use, read once a pass, over the time. `max_error` is the
+    largest relative L2 error, against the fp32 reference, of the output or of any gradient over the sampled tokens.
     """
 
     shape: str
@@ -107,8 +107,10 @@ class Record:
     tflops: float
     registers_tflops: float
     hot_tflops: float
+    streamed_tflops: float
     percent_of_registers: float
     percent_of_hot: float
+    percent_of_streamed: float
     gbs: float
     read_gbs: float
     percent_of_read: float

@@ -61,7 +61,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Iterator[Record]:
     runtime = native.runtime(plan.threads)
     torch.set_num_threads(runtime.threads)
     say("read bandwidth ...")
-    bandwidth = native.ReadBandwidth(runtime, machine.read_bytes())
+    memory = native.StreamedMemory(runtime, machine.read_bytes())
     for shape in plan.shapes:
         say(f"{shape.name}: weights ...")
         weights, lora = layers.make_weights(shape), layers.make_lora(shape, plan.rank)
@@ -70,9 +70,9 @@ def run(plan: Plan, say: Callable[[str], None]) -> Iterator[Record]:
             ktft = Ktft(shape, fmt, runtime, weights, lora, w8a8=plan.w8a8 and fmt == "int8")
             cases = [Case(shape, t, routing, fmt, plan.rank) for t in plan.tokens for routing in plan.routings]
             largest = max(cases, key=lambda case: case.tokens)
-            job = Job(largest, weights, lora, layers.make_batch(largest), len(ktft.layers), runtime.threads)
+            job = Job(largest, weights, lora, layers.make_batch(largest), ktft)
             peers, absent = _make_peers(job, plan.peers, say)
             for case in cases:
                 say(f"{shape.name}, {case.tokens} tokens, {case.routing}, {fmt} ...")
-                yield from measure(case, ktft, layers.make_batch(case), peers, absent, bandwidth, plan.runs)
+                yield from measure(case, ktft, layers.make_batch(case), peers, absent, memory, plan.runs)
             del ktft, peers

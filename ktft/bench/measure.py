@@ -18,6 +18,7 @@ RUN_SECONDS, MOST_REPEATS = 0.05, 20
 WARM_REPEATS = 3
 # Threads of the library that ran before may still spin: torch's did for 7 ms, kt-kernel's for 50.
 SETTLE_SECONDS = 0.15
+MOST_ROWS = 704  # that one GEMM call takes
 
 Times = dict[str, float]  # step -> seconds
 
@@ -28,6 +29,7 @@ class Run:
 
     registers: float
     hot: float
+    streamed: float
     ktft: Times
     peers: dict[str, Times]
 
@@ -60,15 +62,18 @@ def _steps(once: Callable[[], Times], repeats: int) -> Times:
     return {step: statistics.median(one[step] for one in times) for step in times[0]}
 
 
-def _run(ktft: Ktft, peers: dict[str, Runner], batch: Batch, repeats: int) -> Run:
+def _run(ktft: Ktft, peers: dict[str, Runner], batch: Batch, memory: native.StreamedMemory, repeats: int) -> Run:
+    layer = ktft.layers[0]
+    rows = min(-(-batch.index.numel() // layer.num_experts), MOST_ROWS)
     time.sleep(SETTLE_SECONDS)
-    registers, hot = native.compute_ceilings(ktft.layers[0].runtime)
+    registers, hot = native.compute_ceilings(layer.runtime)
+    streamed = memory.gemm(rows, layer.hidden_size)
     ours = _steps(partial(_once_ours, ktft, batch), repeats)
     theirs = {}
     for name, peer in peers.items():
         time.sleep(SETTLE_SECONDS)
         theirs[name] = _steps(partial(_once, peer, batch), repeats)
-    return Run(registers, hot, ours, theirs)
+    return Run(registers, hot, streamed, ours, theirs)
 
 
 def _peer_figures(step: str, runs: list[Run]) -> Iterator[tuple[str, PeerFigure]]:
@@ -114,8 +119,10 @@ def _record(
         tflops=flops / seconds / 1e12,
         registers_tflops=_median(runs, lambda run: run.registers) / 1e12,
         hot_tflops=_median(runs, lambda run: run.hot) / 1e12,
+        streamed_tflops=_median(runs, lambda run: run.streamed) / 1e12,
         percent_of_registers=100 * _median(runs, lambda run: flops / run.ktft[step] / run.registers),
         percent_of_hot=100 * _median(runs, lambda run: flops / run.ktft[step] / run.hot),
+        percent_of_streamed=100 * _median(runs, lambda run: flops / run.ktft[step] / run.streamed),
         gbs=bandwidth / 1e9,
         read_gbs=read / 1e9,
         percent_of_read=100 * bandwidth / read,
@@ -131,15 +138,15 @@ def measure(
     batch: Batch,
     peers: dict[str, Runner],
     absent: dict[str, str],
-    bandwidth: native.ReadBandwidth,
+    memory: native.StreamedMemory,
     runs: int,
 ) -> list[Record]:
     """One record a step. The first run warms up and is not counted; bandwidth is measured before and after."""
     errors = accuracy.errors(ktft, batch)
-    reads = [bandwidth.measure() for _ in range(2)]
-    warm = _run(ktft, peers, batch, WARM_REPEATS).ktft["forward+backward"]
+    reads = [memory.read() for _ in range(2)]
+    warm = _run(ktft, peers, batch, memory, WARM_REPEATS).ktft["forward+backward"]
     repeats = max(1, min(MOST_REPEATS, round(RUN_SECONDS / warm)))
-    timed = [_run(ktft, peers, batch, repeats) for _ in range(runs)]
-    reads += [bandwidth.measure() for _ in range(2)]
+    timed = [_run(ktft, peers, batch, memory, repeats) for _ in range(runs)]
+    reads += [memory.read() for _ in range(2)]
     read = statistics.median(reads)
     return [_record(case, step, timed, ktft, batch, read, errors[step], absent) for step in errors]

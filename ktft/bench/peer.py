@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from ktft.bench.cases import Case
-from ktft.bench.layers import Batch, Runner, Weights
+from ktft.bench.layers import Batch, Ktft, Runner, Weights
 from ktft.lora import ExpertLora
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer needs to make the same layer: its largest case and that one's batch, weights and adapters."""
+    """What a peer needs to make the same layer: its largest case and that one's batch, weights and adapters, and the
+    layers that it is timed beside.
+    """
 
     case: Case
     weights: Weights
     lora: ExpertLora | None
     batch: Batch
-    copies: int
-    threads: int
+    ktft: Ktft
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the weights to rotate over."""
+        return len(self.ktft.layers)
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute."""
+        return self.ktft.layers[0].runtime.threads
 
 
 class Peer(Protocol):
     """One row of `ktft.bench.peers.PEERS`."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str:
+        """What `--peer` takes."""
 
     def absent(self) -> str:
         """Why it cannot run here; empty if it can."""

@@ -16,7 +16,7 @@ from ktft.bench.cases import W8A8_STEP, Record
 
 STEP_NAMES = {"forward": "fwd", "backward": "bwd", "forward+backward": "both", W8A8_STEP: "w8a8"}
 NOT_ASKED = "not asked for"
-PEER_NAMES = {"torch-eager": "eager", "torch-grouped": "grouped", "kt-kernel": "kt"}
+PEER_NAMES = {"torch-eager": "eager", "torch-grouped": "grouped", "kt-kernel": "kt"}  # short enough for a column
 
 
 def json_line(record: Record) -> str:
@@ -41,12 +41,15 @@ def make_table(records: Iterable[Record]) -> Table:
     table.add_column("shape", overflow="ellipsis", no_wrap=True, max_width=16)
     for heading in ("T", "routing", "format", "step"):
         table.add_column(heading, no_wrap=True)
-    figures = ("ms", "TFLOPS", "%P", "%H", "GB/s", "%read", "error%")
-    for heading in (*figures, *(f"{name} x" for name in PEER_NAMES.values())):
+    records = list(records)
+    peers = sorted({name for r in records for name in r.peers}, key=lambda name: (name not in PEER_NAMES, name))
+    figures = ("ms", "TFLOPS", "%P", "%H", "%S", "GB/s", "%read", "err%")
+    for heading in (*figures, *(f"{PEER_NAMES.get(name, name)} x" for name in peers)):
         table.add_column(heading, justify="right", no_wrap=True)
     for r in records:
-        speeds = (r.ms, r.tflops, r.percent_of_registers, r.percent_of_hot, r.gbs, r.percent_of_read)
-        ratios = [f"{r.peers[name].ratio:.2f}" if name in r.peers else "-" for name in PEER_NAMES]
+        ceilings = (r.percent_of_registers, r.percent_of_hot, r.percent_of_streamed)
+        speeds = (r.ms, r.tflops, *ceilings, r.gbs, r.percent_of_read)
+        ratios = [f"{r.peers[name].ratio:.2f}" if name in r.peers else "-" for name in peers]
         table.add_row(
             r.shape,
             str(r.tokens),
@@ -63,13 +66,13 @@ def make_table(records: Iterable[Record]) -> Table:
 def explain(records: Sequence[Record], console: Console) -> None:
     """The machine, the ceilings' medians, and the peers that did not run, below the table."""
     first = records[0]
-    registers, hot, read = (
+    registers, hot, streamed, read = (
         statistics.median(getattr(record, name) for record in records)
-        for name in ("registers_tflops", "hot_tflops", "read_gbs")
+        for name in ("registers_tflops", "hot_tflops", "streamed_tflops", "read_gbs")
     )
     console.print(
         f"{first.cpu}, {first.isa}, {first.threads} threads, {first.nodes} NUMA nodes, rank {first.rank}: "
-        f"P {registers:.3g} TFLOPS, H {hot:.3g} TFLOPS, read {read:.3g} GB/s",
+        f"P {registers:.3g} TFLOPS, H {hot:.3g} TFLOPS, S {streamed:.3g} TFLOPS, read {read:.3g} GB/s",
         highlight=False,
     )
     absent = {f"{name}: {reason}" for record in records for name, reason in record.absent_peers.items()}

@@ -1,11 +1,14 @@
-"""The MoE families ktft knows, one row each. Supporting another one is another row."""
+"""The MoE families ktft knows, one row each. Supporting another one is another row: docs/add-a-model.md."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ktft.config import PROJECTIONS
+from ktft.swiglu import SILU, Swiglu
 
 
 @dataclass(frozen=True)
@@ -17,82 +20,210 @@ class ExpertSource:
             `stem.weight`, a stacked one `stem`.
         expert: index into the first dimension of a stacked tensor; None where every expert has its own.
         rows: which rows of the `[out_features, in_features]` matrix are this projection, where gate and up share one.
-        transposed: stored `[in_features, out_features]`.
+        transposed: stored `[in_features, out_features]`; None: if it does not fit the other way.
     """
 
     stem: str
     expert: int | None = None
     rows: slice = field(default_factory=lambda: slice(None))
-    transposed: bool = False
+    transposed: bool | None = False
+
+    @property
+    def tensor(self) -> str:
+        """A plain weight's name."""
+        return self.stem if self.expert is not None else f"{self.stem}.weight"
+
+    @property
+    def bias_tensor(self) -> str:
+        """A bias's name: a vector, stacked as the weight is, of which `rows` are this projection's."""
+        return f"{self.stem}_bias" if self.expert is not None else f"{self.stem}.bias"
+
+    def is_transposed(self, stored: tuple[int, ...], shape: tuple[int, int]) -> bool:
+        """Whether a matrix stored with this shape has to be transposed to get `shape`.
+
+        Raises:
+            ValueError: it does not fit either way, or not the way the layout says.
+        """
+        transposed = stored != shape if self.transposed is None else self.transposed
+        expected = shape[::-1] if transposed else shape
+        if stored != expected:
+            raise ValueError(f"has matrices {list(stored)}, the model's config needs {list(expected)}")
+        return transposed
+
+    def take(self, tensor: Any, shape: tuple[int, int]) -> Any:
+        """The projection `[out_features, in_features]`, a view into a plain tensor.
+
+        Args:
+            tensor: what `tensor` names.
+            shape: of the matrix that holds the projection, `Layout.matrix_shape`.
+        """
+        matrix = tensor if self.expert is None else tensor[self.expert]
+        return (matrix.T if self.is_transposed(tuple(matrix.shape), shape) else matrix)[self.rows]
+
+    def take_bias(self, tensor: Any) -> Any:
+        """The bias `[out_features]`, a view into what `bias_tensor` names."""
+        return (tensor if self.expert is None else tensor[self.expert])[self.rows]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How checkpoints name a family's expert tensors, and how gate and up lie in them.
+
+    Attributes:
+        stem: as `ExpertSource.stem`, with {layer}, {projection} and, where every expert has its own tensors, {expert}
+            in braces.
+        names: what the stem calls gate, up and down. Gate and up have one name where they share a matrix.
+        interleaved: a shared matrix has gate in its even rows and up in its odd rows; else halves, gate first.
+        transposed: as `ExpertSource.transposed`.
+    """
+
+    stem: str
+    names: tuple[str, str, str] = PROJECTIONS
+    interleaved: bool = False
+    transposed: bool | None = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether one tensor holds all experts of a layer."""
+        return "{expert}" not in self.stem
+
+    def source(self, layer: int, expert: int, projection: str, intermediate_size: int) -> ExpertSource:
+        """Where the checkpoint holds one expert's projection."""
+        gate, up, _ = self.names
+        rows = slice(None)
+        if gate == up and projection != "down_proj":
+            number = PROJECTIONS.index(projection)
+            halves = slice(number * intermediate_size, (number + 1) * intermediate_size)
+            rows = slice(number, None, 2) if self.interleaved else halves
+        name = self.names[PROJECTIONS.index(projection)]
+        stem = self.stem.format(layer=layer, expert=expert, projection=name)
+        return ExpertSource(stem, expert if self.stacked else None, rows, self.transposed)
+
+    def matrix_shape(self, projection: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
+        """`[out_features, in_features]` of the matrix that holds a projection, alone or beside another."""
+        if projection == "down_proj":
+            return hidden_size, intermediate_size
+        return intermediate_size * (2 if self.names[0] == self.names[1] else 1), hidden_size
+
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the start of the name of any tensor of a routed expert in this layout, its bias and scales too."""
+        start = self.stem.format(layer="\0", expert="\1", projection="\2")
+        names = "|".join(dict.fromkeys(self.names))
+        pattern = re.escape(start).replace("\0", r"\d+").replace("\1", r"\d+").replace("\2", f"(?:{names})")
+        return re.compile(pattern + r"(?![A-Za-z0-9])")
+
+
+SEPARATE = Layout("model.layers.{layer}.mlp.experts.{expert}.{projection}")
+MIXTRAL = Layout("model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}", names=("w1", "w3", "w2"))
+STACKED = Layout("model.layers.{layer}.mlp.experts.{projection}", names=("gate_up_proj", "gate_up_proj", "down_proj"))
+
+
+def in_language_model(layout: Layout) -> Layout:
+    """The layout of a text model within one that sees images too."""
+    return replace(layout, stem=layout.stem.replace("model.", "model.language_model.", 1))
 
 
 @dataclass(frozen=True)
 class Family:
     """Where a model family keeps its experts, in transformers' module tree and in its checkpoints.
 
+    What no column names, such as the router's function, shared experts and dense layers, is transformers' own code.
+
     Attributes:
         name: what people call it.
-        model_type: `model_type` in config.json.
+        model_types: values of `model_type` in config.json; a text model within another may have its own.
         experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces.
-        expert_tensor: a weight's name in the checkpoint, with {layer}, {expert} and {projection} in braces.
-        attention, shared_experts, routed_experts, router: module names, as they appear in parameter names.
-        router_lora: whether forward uses a LoRA placed on the router module. False where forward reads the router's
-            weight directly, so that LoRA there would never get a gradient.
-        activation: the only `hidden_act` the experts' kernels compute.
+        layouts: how its checkpoints hold the experts; several where releases and re-saved checkpoints differ.
+        swiglu: the activation that stands for `hidden_act: silu`.
+        biases: whether the experts' projections have biases.
+        attention, shared_experts, router: module names, as they appear in parameter names.
+        without_lora: modules that LoRA cannot train, since no gradient would reach it: forward reads the router's
+            weight directly, or takes indices alone from a module.
     """
 
     name: str
-    model_type: str
+    model_types: tuple[str, ...]
     experts_class: str
-    expert_tensor: str = "model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
-    attention: str = "self_attn"
-    shared_experts: str = "shared_experts"
-    routed_experts: str = "experts"
+    layouts: tuple[Layout, ...] = (SEPARATE,)
+    swiglu: Swiglu = SILU
+    biases: bool = False
+    attention: tuple[str, ...] = ("self_attn",)
+    shared_experts: tuple[str, ...] = ("shared_experts",)
     router: str = "gate"
-    router_lora: bool = False
-    activation: str = "silu"
+    without_lora: tuple[str, ...] = ("gate",)
 
-    def tensor_name(self, layer: int, expert: int, projection: str) -> str:
-        """The name of one expert's projection in the checkpoint."""
-        return self.expert_tensor.format(layer=layer, expert=expert, projection=projection)
-
-    def source(self, layer: int, expert: int, projection: str) -> ExpertSource:
-        """Where the checkpoint holds one expert's projection."""
-        return ExpertSource(self.tensor_name(layer, expert, projection).removesuffix(".weight"))
+    def layout(self, names: Iterable[str]) -> Layout:
+        """The layout of the checkpoint that has these tensors; the first if none is found."""
+        patterns = [(layout, layout.pattern()) for layout in self.layouts]
+        return next((layout for name in names for layout, pattern in patterns if pattern.match(name)), self.layouts[0])
 
     def expert_pattern(self) -> re.Pattern[str]:
-        """Matches the name of any tensor that belongs to a routed expert, its bias and scales included."""
-        stem = self.expert_tensor.split("{projection}")[0]
-        pattern = re.escape(stem).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
-        return re.compile(f"^{pattern}(?P<projection>{'|'.join(PROJECTIONS)})\\.")
+        """Matches the name of any tensor that belongs to routed experts, in any layout."""
+        stems = dict.fromkeys(layout.stem.partition("experts.")[0] for layout in self.layouts)
+        starts = (re.escape(stem.format(layer="\0")).replace("\0", r"\d+") for stem in stems)
+        return re.compile(rf"^(?:{'|'.join(starts)})experts\.")
+
+    def activation(self, config: Any) -> Swiglu:
+        """The activation of a model with this config (the text model's), which may set `swiglu_limit`.
+
+        Raises:
+            ValueError: a `hidden_act` that the kernels do not compute.
+        """
+        if (name := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
+            raise ValueError(f"hidden_act is {name!r}; ktft's experts compute 'silu' only")
+        return replace(self.swiglu, limit=getattr(config, "swiglu_limit", None) or self.swiglu.limit)
 
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeExperts"),
-        Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts"),
-        Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3NaiveMoe"),
-    )
-}
+QWEN_SHARED = ("shared_expert", "shared_expert_gate")
+LINEAR_ATTENTION = ("self_attn", "linear_attn")
+
+ROWS = (
+    Family("Qwen2-MoE", ("qwen2_moe",), "Qwen2MoeExperts", shared_experts=QWEN_SHARED),
+    Family("Qwen3-MoE", ("qwen3_moe",), "Qwen3MoeExperts"),
+    Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextExperts", attention=LINEAR_ATTENTION, shared_experts=QWEN_SHARED),
+    Family(
+        "Qwen3.5-MoE",
+        ("qwen3_5_moe", "qwen3_5_moe_text"),
+        "Qwen3_5MoeExperts",
+        layouts=(in_language_model(STACKED), in_language_model(SEPARATE), STACKED, SEPARATE),
+        attention=LINEAR_ATTENTION,
+        shared_experts=QWEN_SHARED,
+    ),
+    Family(
+        "Qwen3-VL-MoE",
+        ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        "Qwen3VLMoeTextExperts",
+        # released transposed, written by transformers 5 as they are in memory
+        layouts=(replace(in_language_model(STACKED), transposed=None), in_language_model(SEPARATE)),
+    ),
+    Family("DeepSeek-V2", ("deepseek_v2",), "DeepseekV2Experts"),
+    Family("DeepSeek-V3", ("deepseek_v3",), "DeepseekV3NaiveMoe"),
+    Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe"),
+    Family("GLM-4-MoE", ("glm4_moe",), "Glm4MoeNaiveMoe"),
+    Family("GLM-5", ("glm_moe_dsa",), "GlmMoeDsaNaiveMoe", without_lora=("gate", "indexer")),
+    Family("MiniMax-M2", ("minimax_m2",), "MiniMaxM2Experts", layouts=(MIXTRAL,)),
+    Family(
+        "gpt-oss",
+        ("gpt_oss",),
+        "GptOssExperts",
+        layouts=(replace(STACKED, interleaved=True, transposed=True),),
+        swiglu=Swiglu(alpha=1.702, limit=7.0, shift=1.0),
+        biases=True,
+        router="router",
+        without_lora=("router",),
+    ),
+    Family("Mixtral", ("mixtral",), "MixtralExperts", layouts=(MIXTRAL,)),
+    Family("OLMoE", ("olmoe",), "OlmoeExperts"),
+    Family("Ernie-4.5-MoE", ("ernie4_5_moe",), "Ernie4_5_MoeExperts"),
+)
+
+FAMILIES: dict[str, Family] = {model_type: family for family in ROWS for model_type in family.model_types}
 
 GROUPS = ("attention", "shared experts", "routed experts", "router", "other")
 
 
-def family_of(model_type: str) -> Family:
-    """The family of a config's `model_type`.
-
-    Raises:
-        ValueError: ktft has no row for it.
-    """
-    if model_type not in FAMILIES:
-        known = ", ".join(f"{family.model_type} ({family.name})" for family in FAMILIES.values())
-        raise ValueError(f"model_type {model_type!r} is not supported by ktft; supported: {known}")
-    return FAMILIES[model_type]
-
-
 def group_of(parameter_name: str, family: Family) -> str:
     """Which of `GROUPS` a parameter, a LoRA tensor included, belongs to."""
-    path = parameter_name.split(".")
-    modules = (family.attention, family.shared_experts, family.routed_experts, family.router)
-    return next((group for group, module in zip(GROUPS, modules, strict=False) if module in path), "other")
+    path = set(parameter_name.split("."))
+    modules = (family.attention, family.shared_experts, ("experts",), (family.router,))
+    return next((group for group, names in zip(GROUPS, modules, strict=False) if path & set(names)), "other")

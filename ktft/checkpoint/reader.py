@@ -1,7 +1,7 @@
-"""Lazy reader of safetensors checkpoints: all headers validated first, then single tensors by `pread`.
+"""Lazy reader of safetensors checkpoints: all headers validated first, then tensors or slices of them by `pread`.
 
 Not `mmap`: mapped pages count as resident memory until the kernel takes them back, and experts are read once, packed
-and forgotten. One buffer, as large as the largest tensor read so far, serves all reads.
+and forgotten. For the same reason the pages that a read leaves in the page cache are given back at once.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-READ_AHEAD_BYTES = 32 << 20
+CONFIG_NAME = "config.json"
 
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -33,7 +37,16 @@ BITS = {
 }
 """Bits per element of every dtype the format defines."""
 
-READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 """Dtypes of tensors that `CheckpointReader.read` returns."""
 
 
@@ -66,8 +79,13 @@ class CheckpointReader:
     def __init__(self, files: Sequence[str | os.PathLike[str]]) -> None:
         self.tensors: dict[str, TensorEntry] = {}
         self._descriptors: dict[Path, int] = {}
-        self._buffer = bytearray()
+        self._lock = threading.Lock()
         paths = [Path(file) for file in files]
+        if not paths:
+            raise ValueError("the checkpoint has no shards; ktft reads experts from .safetensors files")
+        self.files, self.directory = paths, paths[0].parent
+        self.observer: Callable[[TensorEntry, int, memoryview], None] | None = None
+        """Called, by the thread that reads, with tensor, offset in the file and content of every piece."""
         for path in paths:
             if path.suffix != ".safetensors":
                 raise ValueError(
@@ -84,8 +102,7 @@ class CheckpointReader:
                     raise ValueError(
                         f"tensor {entry.name} is in two shards, {other.file} and {path}; remove one of them"
                     )
-        if paths:
-            self._check_index(paths)
+        self._check_index(paths)
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> CheckpointReader:
@@ -114,56 +131,73 @@ class CheckpointReader:
             if name not in index:
                 raise ValueError(f"{entry.file} holds {name}, which {index_path} does not list; download both again")
 
-    def read(self, name: str) -> Tensor:
-        """Read one float tensor, in its own dtype and shape, on the CPU.
+    @cached_property
+    def scheme(self) -> Scheme:
+        """How the checkpoint's weights are quantized, by the config.json beside the shards; plain without one.
 
-        The result shares this reader's buffer: it is valid until the next `read`.
+        Raises:
+            ValueError: config.json is damaged, or names a scheme that ktft cannot read.
+        """
+        path = self.directory / CONFIG_NAME
+        if not path.is_file():
+            return PLAIN_SCHEME
+        try:
+            config = json.loads(path.read_text())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not valid JSON: {error}; download it again") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} is not a configuration; download it again")
+        return scheme_of(config, str(path))
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Read a tensor, or element `index` of its first dimension, in its own dtype. Threads may read at once.
 
         Raises:
             KeyError: there is no such tensor.
-            ValueError: its dtype is not BF16, F16 or F32, or the file ends before it does.
+            IndexError: the first dimension has no element `index`.
+            ValueError: its dtype is not among `DTYPES`, or the file ends before it does.
         """
         entry = self.tensors[name]
-        if entry.dtype not in READABLE:
-            raise ValueError(
-                f"{entry.file}: tensor {name} is {entry.dtype}; weights are read from {', '.join(READABLE)}, "
-                "convert the checkpoint to BF16 first"
-            )
-        if len(self._buffer) < entry.nbytes:
-            self._buffer = bytearray(entry.nbytes)
-        view = memoryview(self._buffer)[: entry.nbytes]
-        descriptor, done = self._descriptor(entry.file), 0
-        while done < entry.nbytes:
-            count = os.preadv(descriptor, [view[done:]], entry.offset + done)
+        if entry.dtype not in DTYPES:
+            raise ValueError(f"{entry.file}: tensor {name} is {entry.dtype}; ktft reads {', '.join(DTYPES)}")
+        begin, nbytes, shape = entry.offset, entry.nbytes, entry.shape
+        if index is not None:
+            if not (shape and 0 <= index < shape[0]):
+                raise IndexError(f"{entry.file}: tensor {name} has shape {shape}, so no slice {index}")
+            nbytes //= shape[0]
+            begin, shape = begin + index * nbytes, shape[1:]
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._fill(entry, begin, memoryview(raw.numpy().data))
+        return raw.view(DTYPES[entry.dtype]).view(shape)
+
+    def _fill(self, entry: TensorEntry, begin: int, view: memoryview) -> None:
+        descriptor, nbytes, done = self._descriptor(entry.file), len(view), 0
+        with suppress(OSError):  # advice only: some file systems do not take it
+            os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_WILLNEED)
+        while done < nbytes:
+            count = os.preadv(descriptor, [view[done:]], begin + done)
             if count == 0:
                 raise ValueError(
-                    f"{entry.file} ended while tensor {name} was read; the file has changed, download it again"
+                    f"{entry.file} ended while tensor {entry.name} was read; the file has changed, download it again"
                 )
             done += count
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=READABLE[entry.dtype])
-        return torch.frombuffer(view, dtype=READABLE[entry.dtype]).view(entry.shape)
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_DONTNEED)
+        if self.observer is not None:
+            self.observer(entry, begin, view)
 
     def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        return self._descriptors[file]
-
-    def read_in_file_order(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the order the tensors lie on disk, with the kernel reading ahead meanwhile."""
-        entries = sorted((self.tensors[name] for name in names), key=lambda entry: (entry.file, entry.offset))
-        for entry in entries:
-            with suppress(OSError):  # advice only: some file systems do not take it
-                start = entry.offset + entry.nbytes
-                os.posix_fadvise(self._descriptor(entry.file), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            yield entry.name, self.read(entry.name)
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
 
     def close(self) -> None:
-        """Close the files and free the buffer. Reading again opens them again."""
+        """Close the files. Reading again opens them again."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        self._buffer = bytearray()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -184,7 +218,7 @@ def read_header(path: Path) -> list[TensorEntry]:
             )
         try:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} has no valid safetensors header: {error}; download it again") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path} has no valid safetensors header; download it again")
@@ -217,7 +251,7 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
         dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path}: tensor {name} has no dtype, shape and data_offsets in the header") from None
-    if dtype not in BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{path}: tensor {name} has the unknown dtype {dtype!r}; known: {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"{path}: tensor {name} has the invalid shape {shape!r}")
@@ -234,8 +268,12 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-        if all(isinstance(shard, str) for shard in weight_map.values()):
+        # Names of files beside the index, nothing else: a path could lead anywhere
+        if all(
+            isinstance(shard, str) and shard == Path(shard).name and shard.isprintable()
+            for shard in weight_map.values()
+        ):
             return dict(weight_map)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ValueError(f"{path} is not a valid index: it needs a weight_map of tensor names to shards; download it again")

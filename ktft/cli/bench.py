@@ -58,7 +58,7 @@ def kernels(
     rank: Annotated[int, typer.Option(min=0, max=LARGEST_RANK, help="LoRA rank, 0 for none.")] = 8,
     runs: Annotated[int, typer.Option(min=1, help="Timed runs a case; medians are reported.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [all that run here]")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [libraries found]")] = None,
     w8a8: Annotated[
         bool, typer.Option("--w8a8", help="Format int8's forward with 8-bit activations too; needs AMX.")
     ] = False,
@@ -77,9 +77,9 @@ def kernels(
     from ktft import native
     from ktft.bench import report
     from ktft.bench.kernels import Plan, run
-    from ktft.bench.peers import PEERS
+    from ktft.bench.peers import LIBRARIES, PEERS
 
-    names = tuple(p.name for p in PEERS)
+    names, libraries = tuple(p.name for p in PEERS), tuple(p.name for p in LIBRARIES)
     plan = Plan(
         shapes=shapes,
         tokens=tokens or [64, 1024],
@@ -89,7 +89,7 @@ def kernels(
         runs=runs,
         threads=threads,
         w8a8=w8a8,
-        peers=[] if peer == ["none"] else _chosen("--peer", peer, names, names),
+        peers=[] if peer == ["none"] else _chosen("--peer", peer, names, libraries),
     )
     records = []
     with _lines(output) as file, console.status("starting ...") as status:

@@ -84,6 +84,43 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the rows 
     raise typer.Exit(int(any(row.status == "fail" for row in rows)))
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Directory of a checkpoint as released.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write, empty or begun before.")],
+    expert_format: Annotated[
+        str | None,
+        typer.Option("--format", help=f"{', '.join(config.EXPERT_FORMATS)}. [{config.DEFAULT_EXPERT_FORMAT}]"),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to work on. [all]")] = None,
+    report: Annotated[bool, typer.Option("--report", help="Measure the quantization error of every layer.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read SRC and DST again and compare all checksums.")] = False,
+) -> None:
+    """Pack a checkpoint's experts once, into a directory that trains and serves like SRC and loads in seconds.
+
+    Run it again after an interruption: it goes on where it stopped.
+    """
+    from ktft.cli import convert as command
+
+    console = Console(stderr=True)
+    try:
+        settings = config.Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes)
+        problems = command.convert(source, target, settings, report=report, check=check, console=console)
+    except KeyboardInterrupt:
+        raise refuse(f"interrupted; what is finished in {target} is kept, run the same command again") from None
+    except (OSError, ValueError) as error:
+        raise refuse(str(error)) from None
+    for problem in problems:
+        console.print(Text(problem, style="red"), soft_wrap=True)
+    if problems:
+        raise refuse(
+            f"{len(problems)} problems. Delete damaged files and run ktft convert {source} {target} again, which makes "
+            "what is missing; where the source has changed, convert it into another directory"
+        )
+    typer.echo(f"{target}: {'all checksums match' if check else 'converted'}")
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     file: Annotated[Path, typer.Argument(help="LLaMA-Factory's YAML file.", exists=True, dir_okay=False)],

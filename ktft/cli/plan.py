@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ TABLE_WIDTH = 120
 
 
 def plan(
-    model: Annotated[Path, typer.Argument(help="A model's directory, or its config.json.")],
+    model: Annotated[Path, typer.Argument(help="A model's directory, as released or converted, or its config.json.")],
     recipe: Annotated[
         Path | None, typer.Argument(help="LLaMA-Factory's YAML file. [its defaults]", dir_okay=False)
     ] = None,
@@ -67,7 +67,7 @@ def _make(model: Path, recipe_file: Path | None, description: object) -> Plan:
 
     assert isinstance(description, Description)
     recipe, notes = read_recipe(recipe_file)
-    source = read_source(model)
+    source = read_source(model, recipe.settings)
     if description.given:
         machine = description.machine()
     else:
@@ -90,7 +90,7 @@ def show(plan: Plan, console: Console) -> None:
         f"{model['name']} ({model['model_type']}): {model['expert_parameters'] / 1e9:,.1f} billion parameters in "
         f"routed experts, {model['other_parameters'] / 1e9:,.1f} billion elsewhere; "
         f"{readable(disk['checkpoint_bytes'])} on disk "
-        f"({model['quantization'] or 'not quantized'}, from its {model['sizes_from']})\n"
+        f"({_how_stored(model)}, from its {model['sizes_from']})\n"
         f"machine: {readable(machine.ram_bytes)} usable on {machine.nodes} NUMA node{'s' * (machine.nodes > 1)}, "
         f"{machine.threads} threads, {machine.isa}, {machine.bandwidth / 1e9:,.0f} GB/s; {gpu}\n"
         f"step: {plan.work.accumulation} x {plan.work.batch} sequences of {plan.work.sequence} tokens; LoRA: "
@@ -114,6 +114,11 @@ def show(plan: Plan, console: Console) -> None:
     console.print(Text(f"Packed experts and LoRA are exact; all else is an estimate, times {kind}.", style="dim"))
 
 
+def _how_stored(model: dict[str, Any]) -> str:
+    stored = model["quantization"] or "not quantized"
+    return f"{stored}, experts converted to {model['converted_to']}" if model["converted_to"] else stored
+
+
 def _table(plan: Plan) -> Table:
     from ktft.system import readable
 
@@ -125,7 +130,7 @@ def _table(plan: Plan) -> Table:
     for row in plan.formats:
         need = row.footprint
         words = ("tight" if row.tight else "yes") if row.fits else "no"
-        own = row.format == plan.recipe.settings.expert_format
+        own = row.format == plan.wished
         table.add_row(
             f"{row.format}{' *' if own else ''}",
             readable(need.ram_bytes),

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ktft.checkpoint.families import Family
+from ktft.checkpoint.load import LayerShape
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 from ktft.native import ExpertLayer
-
-
-class ExpertSizes(Protocol):
-    """What every stand-in for one layer's experts tells."""
-
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
 
 
 class KtftExperts(nn.Module):
@@ -34,14 +24,16 @@ class KtftExperts(nn.Module):
 
     Args:
         layer: the packed experts, or only their sizes where nothing will be computed.
+        family: of the model.
         activation: what backward finds saved, `retain` or `recompute`.
     """
 
     layer: ExpertLayer
 
-    def __init__(self, layer: ExpertSizes, activation: str = "retain") -> None:
+    def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
         super().__init__()
         self.layer = cast(ExpertLayer, layer)
+        self.family = family
         self.activation = activation
         self.num_experts = layer.num_experts
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
@@ -81,21 +73,35 @@ def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
         )
 
 
-def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tuple[int, int, int]]]:
-    """Layer number, module name and (num_experts, hidden_size, intermediate_size) of transformers' stacked experts.
+def layer_number(name: str) -> int:
+    """The number in a module's name of the decoder layer that it is in.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: it is in none.
+    """
+    number = re.search(r"\blayers\.(\d+)\.", name)
+    if number is None:
+        raise ValueError(f"the experts {name} are in no numbered layer; ktft finds them by layers.N in their name")
+    return int(number[1])
+
+
+def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tuple[int, int, int]]]:
+    """Layer number, module name and (num_experts, hidden_size, intermediate_size) of transformers' stacked experts, in
+    a model that may be on the meta device.
+
+    Raises:
+        ValueError: the model has none of the family's class.
     """
     found = []
     for name, module in model.named_modules():
         if type(module).__name__ == family.experts_class:
-            number = re.search(r"\blayers\.(\d+)\.", name)
-            assert number is not None, name
-            found.append((int(number[1]), name, tuple(module.down_proj.shape)))
+            experts, rows, cols = module.get_parameter("down_proj").shape
+            sizes = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
+            found.append((layer_number(name), name, (experts, *sizes)))
     if not found:
+        config: Any = model.config
         raise ValueError(
-            f"{type(model).__name__} (model_type {family.model_type!r}) has no {family.experts_class} to replace; "
+            f"{type(model).__name__} (model_type {config.model_type!r}) has no {family.experts_class} to replace; "
             "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
         )
     return found
@@ -104,3 +110,14 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
     """All of a model's routed experts by module name, those inside adapter layers included."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExperts)}
+
+
+def experts_family(model: nn.Module) -> Family:
+    """The family of a model with ktft's experts, however it is wrapped.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for module in find_experts(model).values():
+        return module.family
+    raise ValueError(f"{type(model).__name__} has no experts held by ktft")

@@ -131,7 +131,8 @@ def packed_per_node(moes: Iterable[MoeShape], expert_format: str, nodes: int) ->
     """Packed experts of all layers on each of so many nodes, exactly as native allocates them."""
     total = [0] * nodes
     for moe in moes:
-        sizes = native.packed_bytes(moe.num_experts, moe.hidden_size, moe.intermediate_size, expert_format, nodes)
+        dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
+        sizes = native.packed_bytes(*dims, expert_format, nodes, moe.biases)
         for node, size in enumerate(sizes):
             total[node] += size
     return tuple(total)

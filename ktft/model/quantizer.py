@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import re
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_enabled
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktft import native
-from ktft.checkpoint.families import Family, family_of
-from ktft.checkpoint.reader import READABLE, CheckpointReader, TensorEntry
-from ktft.config import PROJECTIONS, SETTINGS, Settings, unknown_key, world_size
-from ktft.model.experts import KtftExperts, expert_modules, find_experts
+from ktft.checkpoint.cache import PackedCache
+from ktft.checkpoint.families import Family
+from ktft.checkpoint.load import ExpertPlan
+from ktft.checkpoint.reader import CheckpointReader
+from ktft.checkpoint.schemes import IGNORED
+from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, unknown_key, world_size
+from ktft.model.backbone import Backbone
+from ktft.model.experts import KtftExperts, expert_modules
+from ktft.model.generic import family_of
 from ktft.model.memory import require_memory
 
 logger = logging.getLogger(__name__)
@@ -36,11 +44,12 @@ class KtftConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        expert_format: str = Settings.expert_format,
+        expert_format: str | None = Settings.expert_format,
         threads: int | None = Settings.threads,
         numa_nodes: int | None = Settings.numa_nodes,
         activation: str = Settings.activation,
         expert_checkpoint: str | None = Settings.expert_checkpoint,
+        verify_checksums: bool = Settings.verify_checksums,
         reserve_bytes: int = 0,
         quant_method: str = "ktft",
         **unknown: Any,
@@ -53,6 +62,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.numa_nodes = numa_nodes
         self.activation = activation
         self.expert_checkpoint = expert_checkpoint
+        self.verify_checksums = verify_checksums
         self.reserve_bytes = reserve_bytes
         _ = self.settings  # checks the values
 
@@ -70,17 +80,24 @@ class KtftConfig(QuantizationConfigMixin):
 def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int = 0) -> None:
     """Make `from_pretrained(config=config)` load the routed experts with ktft.
 
-    Raises:
-        ValueError: the checkpoint is already quantized by another method.
+    How the checkpoint itself is quantized is read off its own config.json, so `config` need not keep that.
     """
-    own = getattr(config, "quantization_config", None)
-    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
-    if own is not None and method != "ktft":
-        raise ValueError(
-            f"the checkpoint is quantized with {getattr(method, 'value', method)}, which ktft cannot read yet; "
-            f"give a checkpoint in {', '.join(READABLE)} (for DeepSeek-V3, a BF16 conversion)"
-        )
     config.quantization_config = KtftConfig.from_settings(settings, reserve_bytes).to_dict()
+
+
+def _prefer_ktft(merge: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """transformers refuses a `quantization_config` beside the checkpoint's own method, which ktft is there to read."""
+
+    @functools.wraps(merge)
+    def merge_quantization_configs(own: Any, given: Any) -> Any:
+        return given if isinstance(given, KtftConfig) else merge(own, given)
+
+    return merge_quantization_configs
+
+
+AutoHfQuantizer.merge_quantization_configs = staticmethod(  # type: ignore[method-assign, assignment]
+    _prefer_ktft(AutoHfQuantizer.merge_quantization_configs)
+)
 
 
 @register_quantizer("ktft")
@@ -88,7 +105,7 @@ class KtftHfQuantizer(HfQuantizer):
     """Replaces experts modules while the model is on meta, and fills them once everything else is loaded."""
 
     quantization_config: KtftConfig
-    _plan: _LoadPlan | None = None
+    _plan: LoadPlan | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -128,89 +145,86 @@ class KtftHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        self._plan = _LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
-        _check_memory(model, self.quantization_config, kwargs.get("device_map"))
+        self._plan = LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
+        _check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
+        if self._plan.backbone.conversions():
+            self.pre_quantized = True  # else transformers casts integers and scales to the model's dtype
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Dequantizes the weights around the experts."""
+        return [] if self._plan is None else self._plan.backbone.conversions()
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         assert self._plan is not None
+        self._plan.backbone.finish(model)
         self._plan.load_experts()
         self._plan = None
         return model
 
 
-def _check_memory(model: PreTrainedModel, config: KtftConfig, device_map: Any) -> None:
+def _check_memory(model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int, device_map: Any) -> None:
     """Refuse a model that would not fit, before its weights are read."""
     places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
-    needed = sum(module.layer.packed_bytes for module in find_experts(model).values())
+    needed = sum(layer.packed_bytes for layer in plan.layers.values())
     if all(str(place) == "cpu" for place in places):
         needed += sum(tensor.nbytes for tensor in model.state_dict().values())
-    what = f"the model in expert_format {config.expert_format}"
-    require_memory(f"{what} and training" if config.reserve_bytes else what, needed + config.reserve_bytes)
+    what = f"the model in expert_format {plan.expert_format}"
+    require_memory(f"{what} and training" if reserve_bytes else what, needed + reserve_bytes)
 
 
-class _LoadPlan:
+class LoadPlan:
     """Which tensor of the checkpoint goes where, settled from headers alone before any weight is read."""
 
     def __init__(self, model: PreTrainedModel, checkpoint_files: list[str], settings: Settings) -> None:
-        self.settings = settings
-        self.family = family_of(model.config.model_type)
-        activation = model.config.hidden_act
-        if activation != self.family.activation:
-            raise ValueError(f"hidden_act is {activation!r}; ktft's experts compute {self.family.activation!r} only")
+        self.family, self.model_type = family_of(model), model.config.model_type
         checkpoint = CheckpointReader(checkpoint_files)
-        self.experts = swap_experts(model, self.family, settings)
-        is_expert = self.family.expert_pattern()
-        ignored = list(model._keys_to_ignore_on_load_unexpected or [])
-        _check_other_weights(model, checkpoint, is_expert, ignored)
-        self.reader = checkpoint
-        if settings.expert_checkpoint is not None:
-            self.reader = CheckpointReader.from_directory(settings.expert_checkpoint)
-        self.targets = self._match_experts(is_expert, ignored)
+        packed = _packed_experts(checkpoint, settings)
+        if packed is not None:
+            settings = replace(settings, expert_format=packed.check_format(settings.expert_format))
+        experts = swap_experts(model, self.family, settings)
+        self.layers = {number: module.layer for number, module in experts.items()}
+        if packed is not None:
+            packed.check_model(self.model_type, self.layers)
+            packed.check_source(checkpoint.files)
+        ignored = [*(model._keys_to_ignore_on_load_unexpected or []), *_prediction_layers(model.config)]
+        self.backbone = Backbone(model, checkpoint, self.family.expert_pattern(), ignored)
+        self.experts: ExpertPlan | PackedCache
+        if packed is not None:
+            self.experts, doing = packed, "Loading packed"
+        else:
+            source = checkpoint
+            if settings.expert_checkpoint is not None:
+                source = CheckpointReader.from_directory(settings.expert_checkpoint)
+            self.experts, doing = ExpertPlan(source, self.family, self.layers, ignored), "Packing"
+        self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
+        self.title = f"{doing} experts ({self.expert_format})"
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
-        model._keys_to_ignore_on_load_unexpected = [*ignored, rf"\.{self.family.routed_experts}\."]
-
-    def _match_experts(self, is_expert: re.Pattern[str], ignored: list[str]) -> dict[str, tuple[KtftExperts, int, str]]:
-        """Tensor name -> (module, expert, projection). Everything expected is there, everything there is expected."""
-        targets = {
-            self.family.tensor_name(layer, expert, projection): (module, expert, projection)
-            for layer, module in self.experts.items()
-            for expert in range(module.num_experts)
-            for projection in PROJECTIONS
-        }
-        tensors = self.reader.tensors
-        where = f"checkpoint {next(iter(tensors.values())).file.parent}" if tensors else "checkpoint"
-        _refuse(f"{where} lacks expert tensors", (name for name in targets if name not in tensors))
-        _refuse(
-            f"{where} holds expert tensors that this model has no place for (biases and scales have none)",
-            (name for name in tensors if is_expert.match(name) and name not in targets and not _any(ignored, name)),
-        )
-        for name, (module, _, projection) in targets.items():
-            shape = (module.intermediate_size, module.hidden_size)
-            _check_entry(tensors[name], shape[::-1] if projection == "down_proj" else shape)
-        return targets
+        model._keys_to_ignore_on_load_unexpected = [
+            *ignored,
+            r"\.experts\.",
+            IGNORED.pattern,
+        ]
 
     def load_experts(self) -> None:
-        """Read each expert weight once, in the order of the files, and pack it."""
-        total = sum(self.reader.tensors[name].nbytes for name in self.targets)
-        title = f"Packing experts ({self.settings.expert_format})"
-        with self.reader, tqdm(total=total, desc=title, unit="B", unit_scale=True) as progress:
-            for name, weight in self.reader.read_in_file_order(list(self.targets)):
-                module, expert, projection = self.targets[name]
-                try:
-                    module.layer.load(expert, projection, weight)
-                except ValueError as error:
-                    raise ValueError(f"{self.reader.tensors[name].file}: {name}: {error}") from error
-                progress.update(weight.nbytes)
-        for module in self.experts.values():
-            assert not module.layer.missing(), module.layer.missing()[:3]
+        """Read each expert weight once, in the order of the files, and pack it, unless it is packed already."""
+        with tqdm(total=self.experts.nbytes(), desc=self.title, unit="B", unit_scale=True) as progress:
+            for nbytes in self.experts.load(self.layers):
+                progress.update(nbytes)
+
+
+def _packed_experts(checkpoint: CheckpointReader, settings: Settings) -> PackedCache | None:
+    """The converted checkpoint that the experts come from, if they come from one."""
+    return PackedCache.find(Path(settings.expert_checkpoint or checkpoint.directory), settings.verify_checksums)
 
 
 def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[int, KtftExperts]:
     """Put an empty `KtftExperts` in place of every stacked experts module. Returns them by layer number.
 
     Raises:
-        ValueError: the model has no such module, or dims that the kernels cannot take.
+        ValueError: the model has no such module, or an activation or dims that the kernels cannot take.
     """
+    config: Any = model.config
+    swiglu = family.activation(config.get_text_config())
     runtime = native.runtime(settings.threads, settings.numa_nodes)
     experts: dict[int, KtftExperts] = {}
     for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
@@ -219,61 +233,18 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
-            format=settings.expert_format,
+            format=settings.expert_format or DEFAULT_EXPERT_FORMAT,
             name=name,
+            swiglu=swiglu,
+            biases=family.biases,
         )
-        experts[number] = KtftExperts(layer, settings.activation)
+        experts[number] = KtftExperts(layer, family, settings.activation)
         model.set_submodule(name, experts[number])
     return experts
 
 
-def _check_other_weights(
-    model: PreTrainedModel, checkpoint: CheckpointReader, is_expert: re.Pattern[str], ignored: list[str]
-) -> None:
-    """The backbone must match the checkpoint both ways: transformers would fill a missing weight at random, and lets a
-    quantized model take wrong shapes.
-
-    Task heads other than the LM head are left to transformers: a new one is legitimate.
-    """
-    backbone = model.base_model_prefix + "."
-    prefix = "" if hasattr(model, model.base_model_prefix) else backbone
-    expected = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    tied = {prefix + name for name in model.all_tied_weights_keys}
-    heads = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
-    required = {name for name in expected.keys() - tied if name.startswith(backbone) or name in heads}
-    _refuse("the checkpoint lacks tensors that the model needs", required - checkpoint.tensors.keys())
-    _refuse(
-        "the checkpoint holds tensors that the model has no place for",
-        (
-            name
-            for name in checkpoint.tensors.keys() - expected.keys()
-            if name.startswith(backbone)
-            and not is_expert.match(name)
-            and not _any([*ignored, r"rotary_emb\.inv_freq"], name)
-        ),
-    )
-    for name in required:
-        _check_entry(checkpoint.tensors[name], tuple(expected[name].shape))
-
-
-def _check_entry(entry: TensorEntry, shape: tuple[int, ...]) -> None:
-    if entry.shape != shape:
-        raise ValueError(f"{entry.file}: {entry.name} has shape {entry.shape}, the model's config needs {shape}")
-    if entry.dtype not in READABLE:
-        raise ValueError(
-            f"{entry.file}: {entry.name} is {entry.dtype}; weights are read from {', '.join(READABLE)}, convert the "
-            "checkpoint to BF16 first"
-        )
-
-
-def _any(patterns: list[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _refuse(problem: str, names: Iterable[str]) -> None:
-    found = sorted(names)
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ValueError(
-            f"{problem}: {', '.join(found[:3])}{more}; check that config.json and the shards belong together"
-        )
+def _prediction_layers(config: PreTrainedConfig) -> list[str]:
+    """Names of the layers after the last, which predict several tokens ahead and which transformers leaves out."""
+    text = config.get_text_config()
+    first = text.num_hidden_layers
+    return [rf"\.layers\.{n}\." for n in range(first, first + (getattr(text, "num_nextn_predict_layers", 0) or 0))]

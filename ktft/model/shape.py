@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktft.checkpoint.families import Family, family_of
+from ktft.checkpoint.families import Family
 from ktft.model.experts import KtftExperts, expert_modules
+from ktft.model.generic import family_of
+from ktft.model.meta import meta_model
 
 # What families call the number of experts a token is sent to.
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -26,10 +26,11 @@ class MoeShape:
     top_k: int
     hidden_size: int
     intermediate_size: int
+    biases: bool = False
 
     @property
     def parameters(self) -> int:
-        """Of all experts' weights."""
+        """Of all experts' weights, biases apart."""
         return 3 * self.num_experts * self.hidden_size * self.intermediate_size
 
     def projection(self, name: str) -> tuple[int, int]:
@@ -54,7 +55,8 @@ class ModelShape:
 
     Attributes:
         moe: layer number -> its routed experts.
-        linears: every linear layer outside of them, the output layer included.
+        linears: every linear layer of the text model outside of them, the output layer included. LLaMA-Factory
+            leaves what sees images frozen, and no text goes through it.
         other_parameters: number of parameters and buffers that are not routed experts' weights.
         layers, hidden_size, vocab_size: of the text model.
         heads, qk_dim, v_dim: attention heads, and their width in queries and keys, and in values.
@@ -77,13 +79,6 @@ class ModelShape:
         return sum(moe.parameters for moe in self.moe.values())
 
 
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with every tensor on the meta device, whatever quantization its checkpoint has."""
-    plain = type(config)(**{k: v for k, v in config.to_dict().items() if k != "quantization_config"})
-    with no_init_weights(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(plain)
-
-
 def top_k_of(config: Any) -> int:
     """Experts a token is sent to.
 
@@ -101,8 +96,8 @@ def empty_experts(model: PreTrainedModel, family: Family) -> dict[int, MoeShape]
     top_k = top_k_of(model.config.get_text_config())
     shapes = {}
     for number, name, (experts, hidden_size, intermediate_size) in expert_modules(model, family):
-        shapes[number] = MoeShape(experts, top_k, hidden_size, intermediate_size)
-        model.set_submodule(name, KtftExperts(shapes[number]))
+        shapes[number] = MoeShape(experts, top_k, hidden_size, intermediate_size, family.biases)
+        model.set_submodule(name, KtftExperts(shapes[number], family))
     return shapes
 
 
@@ -112,6 +107,7 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     nope, rope = getattr(text, "qk_nope_head_dim", None), getattr(text, "qk_rope_head_dim", None)
+    text_only, output = text is model.config, model.get_output_embeddings()
     tensors = {id(t): t.numel() for t in (*model.parameters(), *model.buffers())}
     return ModelShape(
         model_type=model.config.model_type,
@@ -119,7 +115,7 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
         linears=tuple(
             LinearShape(name, module.in_features, module.out_features, _layer_of(name))
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, nn.Linear) and (text_only or module is output or "language_model" in name.split("."))
         ),
         other_parameters=sum(tensors.values()),
         layers=text.num_hidden_layers,
@@ -142,7 +138,6 @@ def shape_of(config: PreTrainedConfig) -> tuple[ModelShape, PreTrainedModel]:
     Raises:
         ValueError: ktft does not support the model.
     """
-    family = family_of(config.model_type)
     model = meta_model(config)
-    moe = empty_experts(model, family)
+    moe = empty_experts(model, family_of(model))
     return read_shape(model, moe), model

@@ -192,9 +192,9 @@ def this_machine(threads: int | None, numa_nodes: int | None, *, gpu: bool, disk
     """
     runtime = native.runtime(threads, numa_nodes)
     flops, _ = native.compute_ceilings(runtime, 0.02)
-    memory = native.ReadBandwidth(runtime, min(1 << 30, system.available_memory() // 8))
-    memory.measure()
-    bandwidth = max(memory.measure() for _ in range(2))
+    memory = native.StreamedMemory(runtime, min(1 << 30, system.available_memory() // 8))
+    memory.read()
+    bandwidth = max(memory.read() for _ in range(2))
     available = system.available_memory()
     real = native.topology()["nodes"]
     free = [real[n % len(real)]["memory_bytes"] for n in range(runtime.nodes)]

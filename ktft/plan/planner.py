@@ -8,7 +8,7 @@ from typing import Any
 
 from ktft import native
 from ktft.adapters.peft import linear_names
-from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS
 from ktft.model.memory import Adapter, Footprint, Workload, footprint, shortage
 from ktft.model.shape import MoeShape
 from ktft.plan import rates
@@ -64,13 +64,22 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
+    def wished(self) -> str:
+        """The format that training would take."""
+        return _wished(self.source, self.recipe)
+
+    @property
     def fits(self) -> bool:
         """Whether any format fits."""
         return any(each.fits for each in self.formats)
 
     def best(self) -> FormatPlan | None:
         """The recipe's own format if it fits, else the most precise that does."""
-        return _best(self.formats, self.recipe.settings.expert_format)
+        return _best(self.formats, self.wished)
+
+
+def _wished(source: ModelSource, recipe: Recipe) -> str:
+    return source.expert_format or recipe.settings.expert_format or DEFAULT_EXPERT_FORMAT
 
 
 def _best(plans: tuple[FormatPlan, ...], wished: str) -> FormatPlan | None:
@@ -87,6 +96,7 @@ class Planner:
         self.source, self.machine, self.recipe = source, machine, recipe
         self._adapters: dict[tuple[str, int], tuple[Adapter, ...]] = {}
         self.work = self._workload(recipe)
+        self.formats = (source.expert_format,) if source.expert_format else EXPERT_FORMATS
         self._moe = max(source.shape.moe.values(), key=lambda moe: moe.parameters)
         lora = self.work.on_experts(min(source.shape.moe))
         self._torch = (
@@ -94,7 +104,7 @@ class Planner:
             if machine.measured and machine.gpu is None
             else rates.published_torch_rate(machine, self.work)
         )
-        self._experts = {name: self._expert_rate(name, self._moe, lora) for name in EXPERT_FORMATS}
+        self._experts = {name: self._expert_rate(name, self._moe, lora) for name in self.formats}
 
     def _workload(self, recipe: Recipe) -> Workload:
         key = (recipe.lora_target, recipe.lora_rank)
@@ -122,14 +132,14 @@ class Planner:
         if recipe.use_cpu:
             machine = replace(machine, gpu=None)
         work = self._workload(recipe)
-        return tuple(self._format(name, machine, work) for name in EXPERT_FORMATS)
+        return tuple(self._format(name, machine, work) for name in self.formats)
 
     def _format(self, name: str, machine: Machine, work: Workload) -> FormatPlan:
         shape = self.source.shape
         need = footprint(shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None)
         rate = self._experts[name]
         step = step_time(shape, work, machine, rate, self._torch, sum(need.packed))
-        loading = load_seconds(self.source.expert_bytes, self.source.other_bytes, shape, machine, rate)
+        loading = load_seconds(self.source, machine, rate)
         room = [(need.ram_bytes, machine.ram_bytes)]
         lacking = []
         if need.ram_bytes > machine.ram_bytes:
@@ -178,7 +188,7 @@ class Planner:
             yield from self._both(frugal_words, frugal)
 
     def _try(self, words: str, machine: Machine, recipe: Recipe) -> Change | None:
-        best = _best(self._formats(machine, recipe), recipe.settings.expert_format)
+        best = _best(self._formats(machine, recipe), _wished(self.source, recipe))
         return Change(words, best) if best else None
 
     def _smallest(self, several: list[tuple[str, Machine]], recipe: Recipe, also: str = "") -> Change | None:
@@ -248,16 +258,19 @@ class Planner:
 
 def verdict(plan: Plan) -> str:
     """The answer in plain words."""
-    best, wished = plan.best(), plan.recipe.settings.expert_format
+    best, wished = plan.best(), plan.wished
     if best is None:
         smallest = min(plan.formats, key=lambda each: each.footprint.ram_bytes)
-        return f"No expert format fits. {_sentence('; '.join(smallest.lacking))}."
+        none = "No expert format fits" if len(plan.formats) > 1 else f"The converted {wished} experts do not fit"
+        return f"{none}. {_sentence('; '.join(smallest.lacking))}."
     others = [each.format for each in plan.formats if each.fits and each is not best]
     words = f"{plan.source.name} can be trained here with {best.format} experts, at about {_cost(best)}"
     if best.format != wished:
         words = f"The recipe's {wished} experts do not fit. {words}"
     if best.tight:
         words += "; it is tight, within 5% of what there is"
+    if plan.source.expert_format:
+        return f"{words}. The experts were converted to that format; the original checkpoint can have others."
     return f"{words}. {_sentence('also fit: ' + ', '.join(others)) + '.' if others else 'No other format fits.'}"
 
 
@@ -290,7 +303,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "expert_parameters": shape.expert_parameters,
             "other_parameters": shape.other_parameters,
             "moe_layers": len(shape.moe),
-            "quantization": source.method,
+            "quantization": source.scheme,
+            "converted_to": source.expert_format,
             "sizes_from": "shards" if source.from_shards else "config",
         },
         "machine": {

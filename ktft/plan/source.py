@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,12 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from ktft.checkpoint.families import family_of
-from ktft.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader
-from ktft.model.shape import ModelShape, shape_of
+from ktft.checkpoint.cache import PackedCache
+from ktft.checkpoint.reader import BITS, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointReader
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, Scheme, scheme_of
+from ktft.config import Settings
+from ktft.model.experts import experts_family
+from ktft.model.shape import ModelShape, MoeShape, shape_of
 from ktft.train.recipe import weight_bytes_of
 
 _SAMPLE = 256 << 20
@@ -30,9 +33,10 @@ class ModelSource:
         name: the directory's or the file's.
         model: on meta, with empty `KtftExperts`.
         expert_bytes, other_bytes: of the checkpoint's tensors.
-        from_shards: these are the headers', not computed from the config.
-        method: the checkpoint's quantization, None for plain weights.
-        shard: a shard to measure the disk on.
+        from_shards: these are the files', not computed from the config.
+        scheme: the checkpoint's quantization, None for plain weights.
+        expert_format: of experts that `ktft convert` packed, None of a checkpoint as released.
+        shard: a file to measure the disk on.
     """
 
     name: str
@@ -42,49 +46,64 @@ class ModelSource:
     expert_bytes: int
     other_bytes: int
     from_shards: bool
-    method: str | None
+    scheme: str | None
+    expert_format: str | None
     shard: Path | None
 
 
-def read_source(path: Path) -> ModelSource:
-    """Read a model directory, or a config.json.
+def read_source(path: Path, settings: Settings) -> ModelSource:
+    """Read a model directory, as released or converted, or a config.json.
+
+    Args:
+        path: of the directory or file.
+        settings: `expert_checkpoint` says where the experts are, if not there.
 
     Raises:
-        ValueError: no config.json there, one that transformers cannot read, or a model that ktft does not support.
+        ValueError: no config.json there, one that transformers cannot read, a model or quantization that ktft does not
+            support, damaged shards, or experts converted to another format than `settings` name.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / CONFIG_NAME if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} has no config.json; give a model's directory, or its config.json")
+        raise ValueError(f"{path} has no {CONFIG_NAME}; give a model's directory, or its {CONFIG_NAME}")
     try:
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+        scheme = scheme_of(json.loads(file.read_text()), str(file))
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is no config that transformers can read: {str(error).splitlines()[0]}") from None
     shape, model = shape_of(config)
-    quantization = getattr(config, "quantization_config", None)
-    method, bits = _expert_bits(quantization, 8 * weight_bytes_of(config))
+    reader = _open(path) if path.is_dir() else None
+    experts = Path(settings.expert_checkpoint or path)
+    packed = PackedCache.find(experts, settings.verify_checksums) if experts.is_dir() else None
     common: dict[str, Any] = {
-        "name": file.parent.resolve().name if file.name == "config.json" else file.name,
+        "name": file.parent.resolve().name if file.name == CONFIG_NAME else file.name,
         "config": config,
         "shape": shape,
         "model": model,
-        "method": method,
+        "scheme": None if scheme is PLAIN_SCHEME else scheme.name,
+        "expert_format": None if packed is None else packed.check_format(settings.expert_format),
     }
-    reader = _open(path) if path.is_dir() else None
+    if packed is not None:
+        packed.check_model(config.model_type, shape.moe)
     if reader is None:
-        other_bits = 8 if method == "fp8" else 8 * weight_bytes_of(config)
+        plain = weight_bytes_of(config)
+        other_bytes = shape.other_parameters * (1 if isinstance(scheme, Fp8) else plain)
+        expert_bytes = sum(_expert_bytes(moe, scheme, plain) for moe in shape.moe.values())
         return ModelSource(
-            expert_bytes=int(shape.expert_parameters * bits / 8),
-            other_bytes=shape.other_parameters * other_bits // 8,
+            expert_bytes=expert_bytes if packed is None else packed.nbytes(),
+            other_bytes=other_bytes,
             from_shards=False,
             shard=None,
             **common,
         )
-    is_expert = family_of(config.model_type).expert_pattern()
-    sizes = {True: 0, False: 0}
-    for name, entry in reader.tensors.items():
-        sizes[bool(is_expert.match(name))] += entry.nbytes
-    shard = max({entry.file for entry in reader.tensors.values()}, key=lambda each: each.stat().st_size)
-    return ModelSource(expert_bytes=sizes[True], other_bytes=sizes[False], from_shards=True, shard=shard, **common)
+    is_expert = experts_family(model).expert_pattern()
+    other = sum(entry.nbytes for entry in reader.tensors.values() if not is_expert.match(entry.name))
+    if packed is not None:
+        expert_bytes = packed.nbytes()
+    else:
+        source = reader if settings.expert_checkpoint is None else CheckpointReader.from_directory(experts)
+        expert_bytes = sum(entry.nbytes for entry in source.tensors.values() if is_expert.match(entry.name))
+    shard = max(reader.files, key=lambda each: each.stat().st_size)
+    return ModelSource(expert_bytes=expert_bytes, other_bytes=other, from_shards=True, shard=shard, **common)
 
 
 def _open(directory: Path) -> CheckpointReader | None:
@@ -98,25 +117,24 @@ def _open(directory: Path) -> CheckpointReader | None:
     return reader if reader.tensors else None
 
 
-def _expert_bits(quantization: Any, plain: int) -> tuple[str | None, float]:
-    """Quantization method, and bits of an expert's weight on disk, scales included."""
-    if quantization is None:
-        return None, plain
-    values = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
-    if method == "fp8":
-        return method, 8 + 32 / 128**2
-    if method == "mxfp4":
-        return method, 4.25
-    if method in ("gptq", "awq"):
-        bits, group = int(values.get("bits", 4)), int(values.get("group_size", 128))
-        return method, bits + (16 + bits) / max(group, 1)
-    groups = values.get("config_groups") or {}
-    for group in groups.values():
-        weights = group.get("weights") or {}
-        bits, size = int(weights.get("num_bits") or 8), int(weights.get("group_size") or 0)
-        return method, bits + (16 / size if size > 0 else 0)
-    return method, 8
+def _expert_bytes(moe: MoeShape, scheme: Scheme, plain: int) -> int:
+    """One layer's experts on disk as `scheme` lays matrices out, or with `plain` bytes a weight."""
+    if scheme is PLAIN_SCHEME:
+        return moe.parameters * plain
+    hidden, inner = moe.hidden_size, moe.intermediate_size
+    matrices = 2 * _matrix_bytes(scheme, inner, hidden) + _matrix_bytes(scheme, hidden, inner)
+    return moe.num_experts * matrices
+
+
+def _matrix_bytes(scheme: Scheme, rows: int, cols: int) -> int:
+    total = 0
+    for role, (shape, *_) in scheme.shapes(rows, cols).items():
+        part = scheme.parts[role]
+        if not part.optional:
+            # scales may have several dtypes: 16 bits are most widespread
+            bits = BITS["F16" if "F16" in part.dtypes else part.dtypes[0]]
+            total += math.prod(shape) * bits // 8
+    return total
 
 
 def disk_rate(shard: Path) -> float:

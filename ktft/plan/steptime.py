@@ -8,6 +8,7 @@ from ktft.model.memory import FP32, Workload, active_experts
 from ktft.model.shape import ModelShape
 from ktft.plan.machine import Machine
 from ktft.plan.rates import ExpertRate, TorchRate, expert_flops
+from ktft.plan.source import ModelSource
 
 # Of the GPU's FLOP/s that layers of a transformer reach in practice.
 GPU_SHARE = 0.5
@@ -97,10 +98,8 @@ def _other(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate)
     )
 
 
-def load_seconds(
-    source_expert_bytes: int, source_other_bytes: int, shape: ModelShape, machine: Machine, rate: ExpertRate
-) -> float:
-    """Reading the checkpoint and packing the experts, which go on together."""
-    reading = source_expert_bytes / machine.disk_rate
-    packing = 2 * shape.expert_parameters / rate.pack
-    return max(reading, packing) * LOAD_MARGIN + source_other_bytes / machine.disk_rate
+def load_seconds(source: ModelSource, machine: Machine, rate: ExpertRate) -> float:
+    """Reading the checkpoint and, unless that was done already, packing the experts, which go on together."""
+    reading = source.expert_bytes / machine.disk_rate
+    packing = 0.0 if source.expert_format else 2 * source.shape.expert_parameters / rate.pack
+    return max(reading, packing) * LOAD_MARGIN + source.other_bytes / machine.disk_rate

@@ -24,7 +24,7 @@ from transformers.hf_argparser import string_to_bool
 from ktft import native
 from ktft.adapters.lora import UNMERGED
 from ktft.adapters.peft import linear_names
-from ktft.config import TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
+from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
 from ktft.train.recipe import recipe_of_arguments, training_reserve
@@ -179,11 +179,26 @@ def _carry_settings(model_arguments: Any) -> None:
 
 def _adapt_loader(module: Any) -> None:
     original_config, original_adapter = module.patch_config, module.init_adapter
+    patcher: Any = importlib.import_module("llamafactory.model.patcher")
+    original_attention = patcher.configure_attn_implementation
+
+    @functools.wraps(original_attention)
+    def configure_attn_implementation(config: Any, model_args: Any) -> None:
+        """For gpt-oss LLaMA-Factory 0.9.5 calls a function that transformers 5.6 does not have any more."""
+        try:
+            original_attention(config, model_args)
+        except ImportError as error:
+            if settings_of(model_args) is None:
+                raise
+            logger().warning("attention is transformers' default: LLaMA-Factory's choice cannot be loaded (%s)", error)
 
     @functools.wraps(original_config)
     def patch_config(config: Any, tokenizer: Any, model_args: Any, init_kwargs: dict[str, Any], *args: Any) -> None:
-        original_config(config, tokenizer, model_args, init_kwargs, *args)
         settings = settings_of(model_args)
+        if settings is not None:
+            # LLaMA-Factory would ask for the packages of the checkpoint's own method, and give that one to the model
+            vars(config).pop("quantization_config", None)
+        original_config(config, tokenizer, model_args, init_kwargs, *args)
         if settings is not None:
             configure(config, settings, _reserve(config, model_args, settings))
             if init_kwargs.get("device_map") == "auto":  # inference: would spread the model over all GPUs
@@ -198,6 +213,7 @@ def _adapt_loader(module: Any) -> None:
         return adapted
 
     module.patch_config, module.init_adapter = patch_config, init_adapter
+    patcher.configure_attn_implementation = configure_attn_implementation
 
 
 def _reserve(config: Any, model_args: Any, settings: Settings) -> int:
@@ -212,10 +228,21 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int:
 
 def _adapt_adapter(module: Any) -> None:
     find, get, peft_model = module.find_all_linear_modules, module.get_peft_model, module.PeftModel
+    patch = module.patch_target_modules
 
     @functools.wraps(find)
     def find_all_linear_modules(model: Any, *args: Any, **kwargs: Any) -> list[str]:
-        return sorted(linear_names(model)) if find_experts(model) else find(model, *args, **kwargs)
+        found = find(model, *args, **kwargs)
+        # It leaves out a frozen vision tower, and does not see experts
+        return sorted(linear_names(model) & {*found, *PROJECTIONS}) if find_experts(model) else found
+
+    @functools.wraps(patch)
+    def patch_target_modules(model: Any, finetuning_args: Any, targets: list[str]) -> list[str]:
+        """Of a model that sees images it makes full names of modules, among which no expert's projection is."""
+        names, experts = patch(model, finetuning_args, targets), find_experts(model)
+        if names is targets or not experts.keys() & set(patch(model, finetuning_args, ["experts"])):
+            return names
+        return [*names, *(target for target in targets if target in PROJECTIONS)]
 
     @functools.wraps(get)
     def get_peft_model_(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,6 +257,7 @@ def _adapt_adapter(module: Any) -> None:
             return load_adapter(model, model_id, **kwargs)
 
     module.find_all_linear_modules, module.get_peft_model = find_all_linear_modules, get_peft_model_
+    module.patch_target_modules = patch_target_modules
     module.PeftModel = PeftModel
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ktft.adapters.peft import linear_names, planned_reach
-from ktft.config import TOP_LEVEL_KEYS, Settings, parse_kt_config
+from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, parse_kt_config
 from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
 from ktft.model.shape import ModelShape, shape_of
 
@@ -168,8 +168,9 @@ def training_reserve(config: PreTrainedConfig, recipe: Recipe, *, threads: int, 
     """RAM that training takes beside the model itself: LoRA, gradients, moments and activations."""
     shape, model = shape_of(config)
     work = recipe.workload(recipe.adapters(shape, model), weight_bytes_of(config))
+    # what the experts themselves take is in both, so their format does not matter
     training, holding = (
-        footprint(shape, w, recipe.settings.expert_format, threads=threads, nodes=nodes, gpu=gpu) for w in (work, None)
+        footprint(shape, w, DEFAULT_EXPERT_FORMAT, threads=threads, nodes=nodes, gpu=gpu) for w in (work, None)
     )
     other = 0 if gpu else shape.other_parameters * (work.weight_bytes - BF16)
     return training.ram_bytes - holding.ram_bytes - other

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-from ktft.checkpoint.families import GROUPS, family_of, group_of
-from ktft.model.experts import find_experts
+from ktft.checkpoint.families import GROUPS, group_of
+from ktft.model.experts import experts_family, find_experts
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def examine(model: nn.Module) -> Report | None:
 
 
 def _groups(model: nn.Module) -> tuple[Group, ...]:
-    family = family_of(_model_type(model))
+    family = experts_family(model)
     counts = {group: [0, 0, 0] for group in GROUPS}
     for name, parameter in model.named_parameters():
         count = counts[group_of(name, family)]
@@ -66,12 +64,6 @@ def _groups(model: nn.Module) -> tuple[Group, ...]:
         count[1] += parameter.numel() * (parameter.requires_grad and parameter.device.type == "cpu")
         count[2] += parameter.numel() * (".lora_" in name)
     return tuple(Group(name, *count) for name, count in counts.items())
-
-
-def _model_type(model: nn.Module) -> str:
-    """The family's key; wrappers such as TRL's value head do not carry the config themselves."""
-    configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
-    return next(config.model_type for config in configs if getattr(config, "model_type", None))
 
 
 def format_report(report: Report) -> str:

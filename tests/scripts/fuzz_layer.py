@@ -4,6 +4,10 @@
 
 A case that misses the numeric contract is printed with what reproduces it, and the script exits 1. At the end it prints
 the errors seen, by format.
+
+Few routes and a small rank leave sums that all but cancel, and then no relative error is bounded. What misses the
+contract is therefore held against the reference's own answer to hidden states and weights that differ in bf16's last
+bit: an error up to MARGIN times that change is the case's condition, printed and counted apart.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -20,16 +25,34 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import test_kernels as kernels
 
-from ktft import native
+from ktft import native, reference
 from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora
+
+MARGIN, DRAWS = 4, 5
 
 
-def run_case(rng: random.Random) -> tuple[str, str, dict[str, float]]:
-    """One random case: its format, its description, and the relative errors."""
+def condition(layer: native.ExpertLayer, lora: ExpertLora, *inputs: Tensor) -> dict[str, float]:
+    """Relative changes of the reference's output and gradients when x and all weights change by half a unit of bf16."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(values: Tensor) -> Tensor:
+        return values.float() * (1 + 2**-8 * (torch.rand(values.shape, generator=generator) - 0.5))
+
+    def forward(layer, x, index, weights, lora, activation):
+        return reference.moe(noisy(x), index, weights, *map(noisy, kernels.dequantized(layer)), lora)
+
+    draws = [kernels.compare(layer, lora, *inputs, forward=forward) for _ in range(DRAWS)]
+    return {name: max(draw[name] for draw in draws) for name in draws[0]}
+
+
+def run_case(rng: random.Random) -> tuple[str, str, dict[str, float], Callable[[], dict[str, float]]]:
+    """One random case: its format, its description, the relative errors, and what computes its condition."""
     hidden, intermediate = (32 * rng.choice([1, 2, 3, 4, 5, 7, 9, 17, 33]) for _ in range(2))
     isa, fmt = rng.choice(native.isas()), rng.choice(native.FORMATS)
     row_counts = [0, 0, 1, 2, 5, 16, 31, 33, 64, 70]
@@ -51,7 +74,8 @@ def run_case(rng: random.Random) -> tuple[str, str, dict[str, float]]:
     )
     layer = kernels.make_layer(hidden, intermediate, fmt, isa, threads, nodes)
     lora = kernels.make_lora(hidden, intermediate, rank, torch.float32, names)
-    return fmt, shown, kernels.compare(layer, lora, *kernels.inputs_for(rows, hidden, dtype), activation)
+    inputs = kernels.inputs_for(rows, hidden, dtype)
+    return fmt, shown, kernels.compare(layer, lora, *inputs, activation), lambda: condition(layer, lora, *inputs)
 
 
 def show(seen: dict[str, list[dict[str, float]]]) -> None:
@@ -71,17 +95,20 @@ def main(
     seed: Annotated[int, typer.Option(help="of the first case; case i uses seed + i")] = 0,
 ) -> None:
     """Fuzz the layer."""
-    failed, seen = 0, defaultdict(list)
+    failed = ill = 0
+    seen = defaultdict(list)
     for i in track(range(cases), "fuzzing"):
-        fmt, shown, errors = run_case(random.Random(seed + i))
+        fmt, shown, errors, measure_condition = run_case(random.Random(seed + i))
         seen[fmt].append(errors)
         try:
             kernels.assert_contract(errors)
         except AssertionError as error:
-            failed += 1
-            print(f"seed {seed + i}: {shown}: {error}")
+            allowed = {name: MARGIN * change for name, change in measure_condition().items()}
+            excused = all(errors[name] <= max(allowed[name], limit) for name, limit in kernels.limits(errors).items())
+            ill, failed = ill + excused, failed + (not excused)
+            print(f"seed {seed + i}: {shown}: {error}; {MARGIN} times the condition: {allowed}")
     show(seen)
-    print(f"{cases} cases, {failed} failed")
+    print(f"{cases} cases, {failed} failed, {ill} ill-conditioned")
     sys.exit(failed > 0)
 
 

@@ -1,0 +1,70 @@
+"""ktft itself under another condition, as a peer: what LoRA, skewed routing or the last thread cost, pair by pair."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from ktft import native
+from ktft.bench import layers
+from ktft.bench.layers import Batch, Ktft, Runner
+from ktft.bench.peer import Job
+
+
+@dataclass
+class _EvenlyRouted:
+    """The same layers on as many tokens, routed evenly."""
+
+    job: Job
+    has_backward: bool = True
+    _batches: dict[int, Batch] = field(default_factory=dict)
+
+    def _even(self, batch: Batch) -> Batch:
+        tokens = len(batch.x)
+        if tokens not in self._batches:  # in the warm-up run, which is not counted
+            self._batches[tokens] = layers.make_batch(replace(self.job.case, tokens=tokens, routing="uniform"))
+        return self._batches[tokens]
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.job.ktft.forward(self._even(batch))
+
+    def train(self, batch: Batch) -> Callable[[], object]:
+        return self.job.ktft.train(self._even(batch))
+
+
+def _without_lora(job: Job) -> Runner:
+    if job.lora is None:
+        raise ValueError("the rank is 0")
+    bare = copy.copy(job.ktft)
+    bare.lora = None
+    return bare
+
+
+def _with_a_thread_less(job: Job) -> Runner:
+    if job.threads < 2:
+        raise ValueError("there is one thread")
+    runtime = native.runtime(job.threads - 1)
+    return Ktft(job.case.shape, job.case.format, runtime, job.weights, job.lora)
+
+
+@dataclass(frozen=True)
+class Itself:
+    """A row of `SELF_PEERS`."""
+
+    name: str
+    make: Callable[[Job], Runner]
+
+    def absent(self) -> str:
+        """Runs everywhere."""
+        return ""
+
+
+SELF_PEERS = (
+    Itself("no-lora", _without_lora),
+    Itself("uniform", _EvenlyRouted),
+    Itself("thread-less", _with_a_thread_less),
+)
+"""Timed only when asked for; the ratio is the condition's time over ktft's, so below 1 says what it costs."""

@@ -1,0 +1,335 @@
+"""A converted checkpoint: what `ktft convert` writes, and how its packed experts get into memory.
+
+`ktft.json` describes it and is written last: without it the conversion is unfinished. docs/convert.md has the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktft.checkpoint.files import CRC32, to_json
+from ktft.checkpoint.identity import difference, identify
+from ktft.checkpoint.load import LayerShape
+from ktft.checkpoint.reader import CONFIG_NAME, TensorEntry, read_header
+from ktft.config import PROJECTIONS
+from ktft.native import ExpertLayer
+
+logger = logging.getLogger(__name__)
+
+MANIFEST, UNFINISHED = "ktft.json", "ktft.unfinished.json"
+FORMAT_VERSION = 1  # of the directory: the manifest, names of files and tensors
+LAYOUT_VERSION = 1  # of packed bytes: ExpertLayer.export_packed
+READERS = 8  # reads in flight, each with its checksum: more than one core's CRC-32 is needed to keep up with a disk
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """One layer's routed experts."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+
+    @classmethod
+    def of(cls, layer: LayerShape) -> ExpertShape:
+        """The shape of a native layer, or of what stands for one."""
+        return cls(layer.num_experts, layer.hidden_size, layer.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `ktft.json` says.
+
+    Attributes:
+        expert_format: the packed experts' format.
+        model_type: of config.json.
+        source: the source's shards, see `ktft.checkpoint.identity.identify`.
+        layers: layer number -> its experts' shape.
+        files: safetensors file's name within the directory -> `describe_file`; empty in `ktft.unfinished.json`.
+        config_sha256: of config.json as it was copied. Editing it is allowed (a longer context, for instance).
+    """
+
+    expert_format: str
+    model_type: str
+    source: dict[str, dict[str, Any]]
+    layers: dict[int, ExpertShape]
+    files: dict[str, dict[str, Any]]
+    config_sha256: str
+    format_version: int = FORMAT_VERSION
+    layout_version: int = LAYOUT_VERSION
+
+    @property
+    def id(self) -> str:
+        """Hash of source, model, format and versions. Every safetensors file repeats it."""
+        return hashlib.sha256(to_json(self.to_dict() | {"files": {}, "config_sha256": ""})).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the JSON file holds."""
+        return asdict(self) | {"layers": {str(number): asdict(shape) for number, shape in self.layers.items()}}
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read one.
+
+        Raises:
+            ValueError: it is not a manifest, or of another version.
+        """
+        try:
+            content = json.loads(path.read_text())
+            for key, known in (("format_version", FORMAT_VERSION), ("layout_version", LAYOUT_VERSION)):
+                if content[key] != known:
+                    raise ValueError(f"{path} has {key} {content[key]!r}, this ktft knows {known}; {_AGAIN}")
+            layers = {int(number): ExpertShape(**shape) for number, shape in content.pop("layers").items()}
+            return cls(**content, layers=layers)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not what ktft convert wrote ({error!r}); {_AGAIN}") from None
+
+
+_AGAIN = "convert the original checkpoint again, into another directory: ktft convert SRC DST"
+
+
+def sha256(path: Path) -> str:
+    """Of a small file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def layer_file(number: int) -> str:
+    """The name, within the directory, of the file with one layer's experts."""
+    return f"experts/layer-{number:05d}.safetensors"
+
+
+def packed_name(expert: int, projection: str) -> str:
+    """The name of one packed weight in its layer's file, uint8 `[ExpertLayer.canonical_bytes]`."""
+    return f"{expert}.{projection}.packed"
+
+
+def layer_metadata(manifest: Manifest, number: int, source_sha256: str) -> dict[str, str]:
+    """What a layer's file says of itself. `source_sha256` is the `hash_content` of the tensors it was packed from."""
+    shape = {name: str(value) for name, value in asdict(manifest.layers[number]).items()}
+    return shape | {
+        "format_version": str(manifest.format_version),
+        "layout_version": str(manifest.layout_version),
+        "expert_format": manifest.expert_format,
+        "layer": str(number),
+        "manifest_id": manifest.id,
+        "source_sha256": source_sha256,
+    }
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """A safetensors file's size and the hash of its header, which holds the checksums of its tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        file.seek(0)
+        return {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(file.read(8 + length)).hexdigest()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """A safetensors file's own metadata, of a file that `read_header` accepts."""
+    with path.open("rb") as file:
+        metadata = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def checksums(path: Path) -> dict[str, int]:
+    """Tensor name -> CRC-32, from the metadata of a file that `write_safetensors` wrote.
+
+    Raises:
+        ValueError: there are none.
+    """
+    try:
+        return {name: int(value, 16) for name, value in json.loads(read_metadata(path)[CRC32]).items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ValueError(f"{path} has no checksums in its header: ktft convert did not write it; {_REDO}") from None
+
+
+_REDO = "delete it and run the same ktft convert SRC DST again, which makes what is missing"
+
+
+class PackedCache:
+    """A finished converted checkpoint, its files checked against `ktft.json` by size and header.
+
+    Args:
+        directory: where it is.
+        verify: compare tensors' checksums while they load.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not the one that was converted.
+    """
+
+    def __init__(self, directory: Path, verify: bool = True) -> None:
+        self.directory, self.verify = directory, verify
+        self.manifest = Manifest.read(directory / MANIFEST)
+        expected = {layer_file(number) for number in self.manifest.layers}
+        listed = {name for name in self.manifest.files if name.startswith("experts/")}
+        if listed != expected:
+            odd = sorted(listed ^ expected)[0]
+            raise ValueError(f"{directory / MANIFEST}: files and layers disagree about {odd}; {_AGAIN}")
+        for name, recorded in self.manifest.files.items():
+            self._check_file(directory / name, recorded)
+        config = directory / CONFIG_NAME
+        if config.is_file() and (found := sha256(config)) != self.manifest.config_sha256:
+            logger.warning(
+                "%s was edited since the conversion: its SHA-256 is %s, it was %s",
+                config,
+                found,
+                self.manifest.config_sha256,
+            )
+
+    @classmethod
+    def find(cls, directory: Path, verify: bool = True) -> PackedCache | None:
+        """Open `directory` if it is a converted checkpoint.
+
+        Raises:
+            ValueError: it is one whose conversion has not finished, or see the class.
+        """
+        if (directory / MANIFEST).is_file():
+            return cls(directory, verify)
+        if (directory / UNFINISHED).is_file():
+            raise ValueError(
+                f"{directory} is a conversion that has not finished; run the same ktft convert SRC DST again, which "
+                "goes on where it stopped"
+            )
+        return None
+
+    def _check_file(self, path: Path, recorded: Mapping[str, Any]) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing; run the same ktft convert SRC DST again, which makes it")
+        if path.stat().st_size != recorded["bytes"]:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, {MANIFEST} says {recorded['bytes']}; {_REDO}")
+        read_header(path)
+        found = describe_file(path)["header_sha256"]
+        if found != recorded["header_sha256"]:
+            raise ValueError(
+                f"{path} has header_sha256 {found}, {MANIFEST} says {recorded['header_sha256']}: it is of another "
+                f"conversion or was edited; {_REDO}"
+            )
+
+    def check_format(self, expert_format: str | None) -> str:
+        """The packed experts' format, which settings must leave out or name.
+
+        Raises:
+            ValueError: they name another one.
+        """
+        own = self.manifest.expert_format
+        if expert_format not in (None, own):
+            raise ValueError(
+                f"{self.directory} holds experts in {own}, but expert_format is {expert_format}; leave expert_format "
+                "out, or convert the original checkpoint to that format"
+            )
+        return own
+
+    def check_model(self, model_type: str, layers: Mapping[int, LayerShape]) -> None:
+        """Compare with the model that is to take the experts.
+
+        Raises:
+            ValueError: it is of another type, or its layers or shapes are others.
+        """
+        path, own = self.directory / MANIFEST, self.manifest
+        cure = "config.json and the experts are of different models: give the directory that belongs to the model"
+        if model_type != own.model_type:
+            raise ValueError(f"{path} is of model_type {own.model_type!r}, config.json of {model_type!r}; {cure}")
+        if layers.keys() != own.layers.keys():
+            odd = sorted(layers.keys() ^ own.layers.keys())[0]
+            has = "lacks" if odd in layers else "has"
+            raise ValueError(
+                f"{path} has experts of {len(own.layers)} layers, the model of {len(layers)}: it {has} layer {odd}; "
+                f"{cure}"
+            )
+        for number, layer in layers.items():
+            if (shape := ExpertShape.of(layer)) != own.layers[number]:
+                raise ValueError(f"{path}: layer {number} is {own.layers[number]}, the model's is {shape}; {cure}")
+
+    def check_source(self, shards: Sequence[Path]) -> None:
+        """Compare with the checkpoint that the model's other weights come from.
+
+        Raises:
+            ValueError: it is not the one that was converted, or it has changed.
+        """
+        if all(shard.parent.resolve() == self.directory.resolve() for shard in shards):
+            return
+        if (problem := difference(self.manifest.source, identify(shards))) is not None:
+            raise ValueError(
+                f"{self.directory} was not converted from {shards[0].parent} as that is now: {problem}; convert it "
+                f"again, or take the whole model from {self.directory}"
+            )
+
+    def nbytes(self) -> int:
+        """Bytes of the experts' files."""
+        return sum(self.manifest.files[layer_file(number)]["bytes"] for number in self.manifest.layers)
+
+    def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
+        """Fill layers, empty and of the packed format and shape. Yields the bytes taken over since the last time.
+
+        Raises:
+            ValueError: a tensor is missing, left over or damaged.
+        """
+        for number, layer in sorted(layers.items()):
+            yield from load_layer(self.directory / layer_file(number), layer, self.verify)
+
+
+def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[int]:
+    """Fill one layer from its file; see `PackedCache.load`."""
+    entries = {entry.name: entry for entry in read_header(path)}
+    targets = {packed_name(e, p): (e, p) for e in range(layer.num_experts) for p in PROJECTIONS}
+    if odd := sorted(entries.keys() ^ targets.keys()):
+        raise ValueError(f"{path} {'lacks' if odd[0] in targets else 'holds an unknown'} tensor {odd[0]}; {_REDO}")
+    expected = checksums(path) if verify else {}
+    for entry, data, crc in _read_ahead(list(entries.values()), verify):
+        if verify and crc != expected.get(entry.name):
+            raise ValueError(
+                f"{path}: tensor {entry.name} is damaged, its CRC-32 is {crc:08x}, the header says "
+                f"{expected.get(entry.name, 0):08x}; {_REDO}"
+            )
+        try:
+            layer.import_packed(*targets[entry.name], torch.frombuffer(data, dtype=torch.uint8))
+        except ValueError as error:
+            raise ValueError(f"{path}: {entry.name}: {error}; {_REDO}") from error
+        yield entry.nbytes
+
+
+def _read_ahead(entries: Sequence[TensorEntry], verify: bool) -> Iterator[tuple[TensorEntry, memoryview, int]]:
+    """(tensor, its bytes, their CRC-32) in order, several being read meanwhile. Bytes are valid until the next one."""
+    if not entries:
+        return
+    buffers = [memoryview(bytearray(max(entry.nbytes for entry in entries))) for _ in range(READERS)]
+    descriptor = os.open(entries[0].file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(number: int) -> tuple[TensorEntry, memoryview, int]:
+        entry = entries[number]
+        data, done = buffers[number % READERS][: entry.nbytes], 0
+        while done < entry.nbytes:
+            count = os.preadv(descriptor, [data[done:]], entry.offset + done)
+            if not count:
+                raise ValueError(f"{entry.file} ended while tensor {entry.name} was read; the file has changed")
+            done += count
+        with suppress(OSError):  # a page cache that fills a node would push packed experts onto another one
+            os.posix_fadvise(descriptor, entry.offset, entry.nbytes, os.POSIX_FADV_DONTNEED)
+        return entry, data, zlib.crc32(data) if verify else 0
+
+    try:
+        with ThreadPoolExecutor(READERS) as pool:
+            pending: deque[Future[tuple[TensorEntry, memoryview, int]]] = deque()
+            for number in range(len(entries)):
+                # a buffer's reader starts only after its last content was taken over
+                if len(pending) == READERS:
+                    yield pending.popleft().result()
+                pending.append(pool.submit(read, number))
+            while pending:
+                yield pending.popleft().result()
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,330 @@
+"""Writes a converted checkpoint, one layer in memory at a time, so that a killed run goes on where it stopped.
+
+Every file appears whole, by renaming, and its header says which conversion it belongs to. Bytes depend on source and
+format alone: not on threads, NUMA nodes, or how often a run was interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from ktft.checkpoint.cache import (
+    MANIFEST,
+    UNFINISHED,
+    ExpertShape,
+    Manifest,
+    describe_file,
+    layer_file,
+    layer_metadata,
+    load_layer,
+    packed_name,
+    read_metadata,
+    sha256,
+)
+from ktft.checkpoint.files import (
+    TEMPORARY,
+    NewTensor,
+    locked,
+    safetensors_bytes,
+    sync_directory,
+    to_json,
+    write_safetensors,
+    write_whole,
+)
+from ktft.checkpoint.identity import ContentHash, difference, identify, read_chunks
+from ktft.checkpoint.load import READERS, ExpertPlan, Matrix
+from ktft.checkpoint.quantization_error import REPORT, ErrorMeter, ProjectionError
+from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry, read_header
+from ktft.config import PROJECTIONS
+from ktft.native import ExpertLayer
+
+SHARD_BYTES = 5 << 30  # of tensors that are copied as they are
+COPIED = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".md")
+"""Suffixes of files beside the weights that go along: configuration, tokenizer, chat template, remote code."""
+TEMPLATES = "additional_chat_templates"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A safetensors file to write.
+
+    Attributes:
+        name: within the directory.
+        tensors, metadata: what its header says.
+        source_bytes: to be read for it.
+        copied: the source's tensors that it consists of; none of packed experts.
+    """
+
+    name: str
+    tensors: tuple[NewTensor, ...]
+    metadata: dict[str, str]
+    source_bytes: int
+    copied: tuple[TensorEntry, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return safetensors_bytes(self.tensors, self.metadata)
+
+
+class Conversion:
+    """One source, one target directory, one format.
+
+    Args:
+        experts: the source's experts, checked.
+        layers: layer number -> an empty layer for them. It is taken out when its turn comes, and filled.
+        model_type: of the source's config.json.
+        target: the directory to write.
+    """
+
+    def __init__(self, experts: ExpertPlan, layers: dict[int, ExpertLayer], model_type: str, target: Path) -> None:
+        self.experts, self.reader, self.layers, self.target = experts, experts.reader, layers, target
+        self.source = self.reader.directory
+        (expert_format,) = {layer.format for layer in layers.values()}
+        shapes = {number: ExpertShape.of(layer) for number, layer in layers.items()}
+        config = sha256(self.source / CONFIG_NAME)
+        self.manifest = Manifest(expert_format, model_type, identify(self.reader.files), shapes, {}, config)
+        self.layer_outputs = self._layer_outputs()
+        self.copy_outputs = self._copy_outputs()
+        self.outputs = [*self.copy_outputs, *self.layer_outputs.values()]
+
+    # --- what there is to do --------------------------------------------------------------------------------------
+
+    def _matrices(self, number: int) -> list[Matrix]:
+        return [matrix for matrix in self.experts.matrices if matrix.targets[0].layer == number]
+
+    def _layer_outputs(self) -> dict[int, Output]:
+        """Layer number -> the file of its packed experts."""
+        outputs = {}
+        for number, layer in sorted(self.layers.items()):
+            sizes = {name: layer.canonical_bytes(name) for name in PROJECTIONS}
+            tensors = tuple(
+                NewTensor(packed_name(expert, name), "U8", (sizes[name],), sizes[name])
+                for expert in range(layer.num_experts)
+                for name in PROJECTIONS
+            )
+            metadata = layer_metadata(self.manifest, number, "0" * 64)
+            outputs[number] = Output(layer_file(number), tensors, metadata, self.experts.nbytes([number]))
+        return outputs
+
+    def _copy_outputs(self) -> list[Output]:
+        """The shards of all other tensors, in the source's order."""
+        packed = {entry.name for matrix in self.experts.matrices for entry in matrix.parts.values()}
+        shards: list[list[TensorEntry]] = []
+        size = SHARD_BYTES
+        for entry in sorted(self.reader.tensors.values(), key=lambda entry: (entry.file.name, entry.offset)):
+            if entry.name in packed:
+                continue
+            if size + entry.nbytes > SHARD_BYTES:
+                shards.append([])
+                size = 0
+            shards[-1].append(entry)
+            size += entry.nbytes
+        return [
+            Output(
+                f"model-{i:05d}-of-{len(shards):05d}.safetensors",
+                tuple(NewTensor(entry.name, entry.dtype, entry.shape, entry.nbytes) for entry in shard),
+                {"manifest_id": self.manifest.id},
+                sum(entry.nbytes for entry in shard),
+                tuple(shard),
+            )
+            for i, shard in enumerate(shards, 1)
+        ]
+
+    def is_written(self, output: Output) -> bool:
+        """Whether the file is there, whole, and of this very conversion."""
+        path = self.target / output.name
+        if not path.is_file() or path.stat().st_size != output.nbytes:
+            return False
+        try:
+            found = {entry.name: (entry.dtype, entry.shape) for entry in read_header(path)}
+        except ValueError:
+            return False
+        fixed = {key: value for key, value in output.metadata.items() if key != "source_sha256"}
+        return (
+            found == {t.name: (t.dtype, t.shape) for t in output.tensors}
+            and fixed.items() <= read_metadata(path).items()
+        )
+
+    def source_bytes(self, report: bool) -> int:
+        """What `run` will yield in all."""
+        done = set(self._reported()) if report else set(self.manifest.layers)
+        measured = sum(output.source_bytes for number, output in self.layer_outputs.items() if number not in done)
+        return measured + sum(output.source_bytes for output in self.outputs if not self.is_written(output))
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, write: bool = True) -> Iterator[None]:
+        """Make the target directory this conversion's alone. To `write`, remove what a killed run left half written.
+
+        Raises:
+            ValueError: it holds something else, or another conversion, or another process is at it.
+        """
+        target = self.target
+        if target.exists() and not target.is_dir():
+            raise ValueError(f"{target} is not a directory; give one that is empty or does not exist")
+        target.mkdir(parents=True, exist_ok=True)
+        with locked(target):
+            existing = next((target / name for name in (MANIFEST, UNFINISHED) if (target / name).is_file()), None)
+            if existing is not None:
+                self._check_same(existing)
+            elif left := sorted(path.name for path in target.iterdir() if path.suffix != TEMPORARY):
+                raise ValueError(
+                    f"{target} is not empty ({', '.join(left[:3])}) and no conversion; give a directory that is empty "
+                    "or does not exist"
+                )
+            if write:
+                for path in (*target.glob(f"*{TEMPORARY}"), *target.glob(f"*/*{TEMPORARY}")):
+                    path.unlink()
+            yield
+
+    def _check_same(self, path: Path) -> None:
+        old, new = Manifest.read(path), self.manifest
+        cure = "give another directory, or remove this one to convert anew"
+        for name in ("expert_format", "model_type"):
+            if getattr(old, name) != getattr(new, name):
+                raise ValueError(f"{path} has {name} {getattr(old, name)}, asked for is {getattr(new, name)}; {cure}")
+        for number in sorted(old.layers.keys() | new.layers.keys()):
+            if old.layers.get(number) != new.layers.get(number):
+                were, are = old.layers.get(number, "none"), new.layers.get(number, "none")
+                raise ValueError(f"{path} has experts of layer {number}: {were}, the source's are: {are}; {cure}")
+        if (problem := difference(old.source, new.source)) is not None:
+            raise ValueError(f"{path} was made from another source, or {self.source} has changed: {problem}; {cure}")
+
+    def run(self, report: bool = False) -> Iterator[tuple[str, int]]:
+        """Write what is missing. Yields (what was worked on, bytes of the source that are done with).
+
+        Args:
+            report: measure the packed experts against the source too, into `quantization_error.json`.
+
+        Raises:
+            ValueError: the source is damaged, or the disk is full; all files finished before are kept.
+        """
+        todo = {output.name for output in self.outputs if not self.is_written(output)}
+        self._check_space(sum(output.nbytes for output in self.outputs if output.name in todo))
+        with self._explained():
+            if not (self.target / MANIFEST).is_file():
+                write_whole(self.target / UNFINISHED, to_json(self.manifest.to_dict()))
+            self._copy_files()
+            for output in self.copy_outputs:
+                if output.name in todo:
+                    content = (read_chunks(entry) for entry in output.copied)
+                    write_safetensors(self.target / output.name, output.tensors, output.metadata, content)
+                    yield "copying", output.source_bytes
+            self._write_index()
+            reported = self._reported() if report else {}
+            for number, output in self.layer_outputs.items():
+                yield from self._finish_layer(number, output.name in todo, report and number not in reported)
+            files = {output.name: describe_file(self.target / output.name) for output in self.outputs}
+            write_whole(self.target / MANIFEST, to_json(replace(self.manifest, files=files).to_dict()))
+            (self.target / UNFINISHED).unlink(missing_ok=True)
+            sync_directory(self.target)
+
+    def _finish_layer(self, number: int, write: bool, measure: bool) -> Iterator[tuple[str, int]]:
+        if not (write or measure):
+            return
+        layer, output = self.layers.pop(number), self.layer_outputs[number]
+        path = self.target / output.name
+        if write:
+            content = ContentHash()
+            self.reader.observer = content.add
+            for nbytes in self.experts.load({number: layer}):
+                yield f"packing layer {number}", nbytes
+            self.reader.observer = None
+            metadata = layer_metadata(self.manifest, number, content.hexdigest())
+            packed = (
+                [layer.export_packed(expert, name).numpy().data]
+                for expert in range(layer.num_experts)
+                for name in PROJECTIONS
+            )
+            write_safetensors(path, output.tensors, metadata, packed)
+        else:
+            for _ in load_layer(path, layer):
+                pass
+        if measure:
+            meter = ErrorMeter(layer)
+            for nbytes in self.experts.load({number: cast(ExpertLayer, meter)}):
+                yield f"measuring layer {number}", nbytes
+            self._add_report(number, meter.result())
+
+    def hash_source(self, number: int) -> str:
+        """The content hash of one layer's experts as the source has them now."""
+        content, pieces = ContentHash(), [(e, m.index) for m in self._matrices(number) for e in m.parts.values()]
+        with self.reader, ThreadPoolExecutor(READERS) as pool:
+            self.reader.observer = content.add
+            for _ in pool.map(lambda piece: bool(self.reader.read(piece[0].name, piece[1]).numel()), pieces):
+                pass
+            self.reader.observer = None
+        return content.hexdigest()
+
+    def _copy_files(self) -> None:
+        folder = self.source / TEMPLATES
+        for path in (*self.source.iterdir(), *(folder.iterdir() if folder.is_dir() else ())):
+            if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
+                write_whole(self.target / path.relative_to(self.source), path.read_bytes())
+
+    def _write_index(self) -> None:
+        weight_map = {tensor.name: output.name for output in self.copy_outputs for tensor in output.tensors}
+        size = sum(tensor.nbytes for output in self.copy_outputs for tensor in output.tensors)
+        write_whole(self.target / INDEX_NAME, to_json({"metadata": {"total_size": size}, "weight_map": weight_map}))
+
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self.target).free
+        if needed > free:
+            raise ValueError(
+                f"{self.target}: {needed:,} bytes are still to be written, {free:,} are free there; free "
+                f"{needed - free:,} bytes, or convert onto another disk"
+            )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            free = shutil.disk_usage(self.target).free
+            needed = sum(output.nbytes for output in self.outputs if not self.is_written(output))
+            raise ValueError(
+                f"{self.target}: {error.strerror}; {needed:,} bytes are still to be written, {free:,} are free there. "
+                "What is finished is kept: make room, then run the same command again"
+            ) from error
+
+    # --- report and check -----------------------------------------------------------------------------------------
+
+    def _reported(self) -> dict[int, dict[str, ProjectionError]]:
+        """Layer number -> projection -> error, as far as it was measured in this conversion."""
+        path = self.target / REPORT
+        try:
+            content = json.loads(path.read_text())
+            if content["manifest_id"] != self.manifest.id:
+                return {}
+            return {
+                int(number): {name: ProjectionError(**error) for name, error in errors.items()}
+                for number, errors in content["layers"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}  # absent, or edited: it is measured again
+
+    def report(self) -> dict[int, dict[str, ProjectionError]]:
+        """Layer number -> projection -> error, of a run with `report`."""
+        return dict(sorted(self._reported().items()))
+
+    def _add_report(self, number: int, errors: Mapping[str, ProjectionError]) -> None:
+        layers = {**self._reported(), number: errors}
+        content = {
+            "manifest_id": self.manifest.id,
+            "expert_format": self.manifest.expert_format,
+            "layers": {str(n): {name: asdict(error) for name, error in each.items()} for n, each in layers.items()},
+        }
+        write_whole(self.target / REPORT, to_json(content))

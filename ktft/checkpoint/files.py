@@ -1,0 +1,139 @@
+"""Files that are whole or absent: written under a temporary name, synced, renamed, the directory synced."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TEMPORARY = ".ktft-tmp"
+"""Suffix of files that are being written. One that is left over comes from a process that was killed."""
+
+CRC32 = "crc32"
+"""Metadata key of files that `write_safetensors` wrote: JSON, tensor name -> CRC-32 of its bytes, 8 hex digits."""
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor to be written. `dtype` as safetensors spells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[int]:
+    """A descriptor to write `path` through; `path` appears, or changes, when the block ends without an exception."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # it may be what fills the disk
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and removals in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file, unless it has this content already."""
+    if path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content:
+        return
+    with replacing(path) as descriptor:
+        _write_at(descriptor, memoryview(content), 0)
+
+
+def to_json(value: Any) -> bytes:
+    """The same bytes for the same value."""
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def safetensors_header(
+    tensors: Sequence[NewTensor], metadata: Mapping[str, str], checksums: Mapping[str, int] | None = None
+) -> bytes:
+    """Length prefix and header. Its size does not depend on the checksums, which are zero where none are given."""
+    crc32 = {tensor.name: f"{(checksums or {}).get(tensor.name, 0):08x}" for tensor in tensors}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt", CRC32: json.dumps(crc32)}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def safetensors_bytes(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> int:
+    """The size of the file that `write_safetensors` would write."""
+    return len(safetensors_header(tensors, metadata)) + sum(tensor.nbytes for tensor in tensors)
+
+
+def write_safetensors(
+    path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], content: Iterable[Iterable[memoryview]]
+) -> None:
+    """Write a safetensors file in one pass: `content` has the chunks of each tensor, in order.
+
+    Raises:
+        OSError: the disk is full, among others; nothing is left then.
+    """
+    checksums: dict[str, int] = {}
+    with replacing(path) as descriptor:
+        at = len(safetensors_header(tensors, metadata))
+        for tensor, chunks in zip(tensors, content, strict=True):
+            crc, begin = 0, at
+            for chunk in chunks:
+                crc = zlib.crc32(chunk, crc)
+                at = _write_at(descriptor, chunk, at)
+            assert at - begin == tensor.nbytes, tensor
+            checksums[tensor.name] = crc
+        _write_at(descriptor, memoryview(safetensors_header(tensors, metadata, checksums)), 0)
+
+
+def _write_at(descriptor: int, data: memoryview, at: int) -> int:
+    """Returns where the data ends."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], at + done)
+    return at + done
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other writers out of `directory`. The kernel's lock: it goes when the process does, and leaves no file.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process is writing into {directory}; wait for it, or end it") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,359 @@
+"""From a checkpoint's shards into packed experts: what lies where is settled first, from headers alone, then the bytes
+stream through a bounded queue: a few threads read and unpack ahead, in the order of the files, and the caller's thread
+packs, with the runtime's threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product, zip_longest
+from pathlib import Path
+from typing import Protocol
+
+from ktft.checkpoint.encoded import Encoded
+from ktft.checkpoint.families import ExpertSource, Family
+from ktft.checkpoint.reader import CheckpointReader, TensorEntry
+from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
+from ktft.config import PROJECTIONS
+from ktft.native import ExpertLayer
+
+logger = logging.getLogger(__name__)
+
+READERS = 8  # threads that read and unpack
+AHEAD = 16  # matrices that are read before they are packed: far less than a layer has
+SHARDS_AT_ONCE = 4
+
+
+class LayerShape(Protocol):
+    """What of a layer decides which tensors it needs."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one projection goes: `rows` of a matrix on disk are `projection` of `expert` in layer number `layer`."""
+
+    layer: int
+    expert: int
+    projection: str
+    rows: slice
+
+
+@dataclass
+class Matrix:
+    """One matrix on disk, its tensors by role, and the projections that are cut from it."""
+
+    scheme: Scheme
+    parts: dict[str, TensorEntry]
+    index: int | None  # of stacked tensors
+    transposed: bool | None  # None: as its shape says
+    targets: list[Target] = field(default_factory=list)
+
+    @property
+    def codes(self) -> TensorEntry:
+        """The tensor that names the matrix in messages and decides when it is read."""
+        return self.parts["codes"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(
+            entry.nbytes if self.index is None else entry.nbytes // entry.shape[0] for entry in self.parts.values()
+        )
+
+    def read(self, reader: CheckpointReader) -> Encoded:
+        """Read and decode it; ValueError names file and tensor."""
+        tensors = {role: reader.read(entry.name, self.index) for role, entry in self.parts.items()}
+        with naming(self.codes):
+            encoded = self.scheme.decode(tensors)
+        return encoded.transpose() if self.transposed and self.scheme.transposes else encoded
+
+
+@dataclass
+class Bias:
+    """A tensor of biases, one expert's or all experts' of a layer, and the projections whose `rows` it holds."""
+
+    entry: TensorEntry
+    targets: list[tuple[Target, ExpertSource]] = field(default_factory=list)
+
+
+@contextmanager
+def naming(entry: TensorEntry) -> Iterator[None]:
+    """Put file and tensor in front of a ValueError's message."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{entry.file}: {entry.name}: {error}") from error
+
+
+def locate(
+    tensors: Mapping[str, TensorEntry], scheme: Scheme, stem: str, stacked: bool = False
+) -> tuple[Scheme, dict[str, TensorEntry], list[str]]:
+    """How one matrix is stored: in `scheme`, or plain.
+
+    Returns:
+        The scheme that applies, its tensors by role, and names of tensors that should be there and are not.
+
+    Raises:
+        ValueError: the tensor is there, but its dtype is neither the scheme's nor plain, or a part's dtype is wrong.
+    """
+    seen: TensorEntry | None = None
+    for each in (scheme, PLAIN_SCHEME):
+        names = each.tensor_names(stem, stacked)
+        codes = tensors.get(names["codes"])
+        if codes is None:
+            continue
+        seen = codes
+        if codes.dtype not in each.parts["codes"].dtypes:
+            continue
+        parts = {role: tensors[name] for role, name in names.items() if name in tensors}
+        for role, entry in parts.items():
+            if entry.dtype not in each.parts[role].dtypes:
+                raise ValueError(
+                    f"{entry.file}: {entry.name} is {entry.dtype}; {each.name} has it in "
+                    f"{', '.join(each.parts[role].dtypes)}"
+                )
+        return each, parts, [names[role] for role in names if role not in parts and not each.parts[role].optional]
+    if seen is not None:
+        codes_part = scheme.parts["codes"]
+        read = dict.fromkeys(
+            [*(codes_part.dtypes if codes_part.suffix == "" else ()), *PLAIN_SCHEME.parts["codes"].dtypes]
+        )
+        raise ValueError(
+            f"{seen.file}: {seen.name} is {seen.dtype}; weights are read from {', '.join(read)} in a checkpoint whose "
+            f"config.json names {'no quantization' if scheme is PLAIN_SCHEME else scheme.name}"
+        )
+    return scheme, {}, [scheme.tensor_names(stem, stacked)["codes"]]
+
+
+def check_shapes(scheme: Scheme, parts: Mapping[str, TensorEntry], shape: Shape, experts: int | None = None) -> None:
+    """Compare each tensor's shape with what a weight of `shape` (`experts` of them, stacked) needs.
+
+    Raises:
+        ValueError: naming file, tensor and both shapes.
+    """
+    if scheme is not PLAIN_SCHEME and len(shape) != 2:
+        raise ValueError(f"{parts['codes'].file}: {parts['codes'].name} is {scheme.name}, but not a matrix")
+    stack = () if experts is None else (experts,)
+    expected = {"codes": (shape,)} if scheme is PLAIN_SCHEME else scheme.shapes(*shape)
+    for role, entry in parts.items():
+        accepted: list[Shape] = [(*stack, *each) for each in expected[role]]
+        if entry.shape not in accepted:
+            needed = " or ".join(str(each) for each in accepted)
+            raise ValueError(f"{entry.file}: {entry.name} has shape {entry.shape}, the model's config needs {needed}")
+
+
+class ExpertPlan:
+    """Which tensors hold the experts of `layers`, checked from headers: everything needed is there, once, in its
+    shape, and everything there is needed.
+
+    Args:
+        reader: the opened checkpoint.
+        family: where it keeps experts.
+        layers: layer number -> its shape.
+        ignored: patterns of tensor names that nobody needs (layers for multi-token prediction, for instance).
+
+    Raises:
+        ValueError: an expert tensor is missing or left over, or has a wrong shape or dtype.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        family: Family,
+        layers: Mapping[int, LayerShape],
+        ignored: Collection[str] = (),
+    ) -> None:
+        self.reader = reader
+        self.matrices: list[Matrix] = []
+        self.biases: dict[str, Bias] = {}
+        self._layout = family.layout(reader.tensors)
+        lacking: list[str] = []
+        for number, shape in layers.items():
+            lacking += self._match_layer(number, shape)
+            if family.biases:
+                lacking += self._match_biases(number, shape)
+        refuse(f"checkpoint {reader.directory} lacks expert tensors", lacking)
+        used = {entry.name for matrix in self.matrices for entry in matrix.parts.values()} | self.biases.keys()
+        is_expert = family.expert_pattern()
+        refuse(
+            f"checkpoint {reader.directory} holds expert tensors that this model has no place for",
+            (
+                name
+                for name in reader.tensors
+                if name not in used and is_expert.match(name) and not any_match([*ignored, IGNORED], name)
+            ),
+        )
+
+    def _match_biases(self, number: int, shape: LayerShape) -> list[str]:
+        lacking: list[str] = []
+        for expert, projection in product(range(shape.num_experts), PROJECTIONS):
+            source = self._layout.source(number, expert, projection, shape.intermediate_size)
+            name = source.bias_tensor
+            entry = self.reader.tensors.get(name)
+            if entry is None:
+                lacking.append(name)
+                continue
+            rows, _ = self._layout.matrix_shape(projection, shape.hidden_size, shape.intermediate_size)
+            stack = () if source.expert is None else (shape.num_experts,)
+            if entry.dtype not in PLAIN_SCHEME.parts["codes"].dtypes:
+                raise ValueError(f"{entry.file}: {name} is {entry.dtype}; biases are read from BF16, F16, F32")
+            if entry.shape != (*stack, rows):
+                raise ValueError(
+                    f"{entry.file}: {name} has shape {entry.shape}, the model's config needs {(*stack, rows)}"
+                )
+            target = Target(number, expert, projection, source.rows)
+            self.biases.setdefault(name, Bias(entry)).targets.append((target, source))
+        return list(dict.fromkeys(lacking))
+
+    def load_biases(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
+        """Fill the biases of these layers, if they have any. Yields bytes read.
+
+        Raises:
+            ValueError: NaN or Inf; the message names file and tensor.
+        """
+        for name, bias in self.biases.items():
+            if bias.targets[0][0].layer not in layers:
+                continue
+            tensor = self.reader.read(name)
+            for target, source in bias.targets:
+                with naming(bias.entry):
+                    layers[target.layer].load_bias(target.expert, target.projection, source.take_bias(tensor))
+            yield bias.entry.nbytes
+
+    def _match_layer(self, number: int, shape: LayerShape) -> list[str]:
+        found: dict[tuple[str, int | None], Matrix] = {}
+        lacking: list[str] = []
+        for expert in range(shape.num_experts):
+            for projection in PROJECTIONS:
+                source = self._layout.source(number, expert, projection, shape.intermediate_size)
+                key = (source.stem, source.expert)
+                if key not in found:
+                    found[key], missing = self._matrix(source)
+                    lacking += missing
+                found[key].targets.append(Target(number, expert, projection, source.rows))
+        if not lacking:
+            for matrix in found.values():
+                _check_matrix(matrix, shape)
+            self.matrices += found.values()
+        return lacking
+
+    def _matrix(self, source: ExpertSource) -> tuple[Matrix, list[str]]:
+        scheme, parts, missing = locate(
+            self.reader.tensors, self.reader.scheme, source.stem, stacked=source.expert is not None
+        )
+        return Matrix(scheme, parts, source.expert, source.transposed), missing
+
+    def nbytes(self, layers: Collection[int] | None = None) -> int:
+        """Bytes that `load` reads, of all layers or of some."""
+        biases = (b.entry.nbytes for b in self.biases.values() if layers is None or b.targets[0][0].layer in layers)
+        return sum(matrix.nbytes for matrix in self._of(layers)) + sum(biases)
+
+    def _of(self, layers: Collection[int] | None) -> list[Matrix]:
+        return [m for m in self.matrices if layers is None or m.targets[0].layer in layers]
+
+    def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
+        """Fill these layers, in the order of the bytes on disk. Yields bytes read as they are packed.
+
+        At most `AHEAD` matrices are in memory at once, beside the packed ones.
+
+        Raises:
+            ValueError: NaN or Inf, or a file that has changed meanwhile; the message names file and tensor.
+        """
+        rerounded: Matrix | None = None
+        with self.reader:
+            yield from self.load_biases(layers)
+            for matrix, encoded in _read_ahead(self.reader, in_disk_order(self._of(layers.keys()))):
+                for target in matrix.targets:
+                    layer = layers[target.layer]
+                    part = encoded.take_rows(target.rows)
+                    with naming(matrix.codes):
+                        kept = layer.load(target.expert, target.projection, **part.load_arguments())
+                    if not kept and part.native_format == layer.format:
+                        rerounded = rerounded or matrix
+                yield matrix.nbytes
+        for layer in layers.values():
+            assert not layer.missing(), layer.missing()[:3]
+        if rerounded is not None:
+            logger.warning(
+                "%s weights are rounded once more: %s has scales that this format cannot hold as they are (%s)",
+                next(iter(layers.values())).format,
+                rerounded.codes.name,
+                rerounded.scheme.name,
+            )
+
+
+def _check_matrix(matrix: Matrix, layer: LayerShape) -> None:
+    """Shapes, and that the projections cut from a matrix are all of its rows, once."""
+    sizes = (layer.intermediate_size, layer.hidden_size)
+    shapes = {(sizes[::-1] if target.projection == "down_proj" else sizes) for target in matrix.targets}
+    assert len(shapes) == 1, "projections of one matrix have one shape"
+    ((height, cols),) = shapes
+    rows = height * len(matrix.targets)
+    taken = sorted(row for target in matrix.targets for row in range(rows)[target.rows])
+    assert taken == list(range(rows)), f"the family cuts {matrix.codes.name} into overlapping or missing rows"
+    if matrix.transposed is None:
+        matrix.transposed = matrix.codes.shape[-2:] == (cols, rows) != (rows, cols)
+    stored = (cols, rows) if matrix.transposed and matrix.scheme.transposes else (rows, cols)
+    check_shapes(matrix.scheme, matrix.parts, stored, experts=None if matrix.index is None else layer.num_experts)
+
+
+def in_disk_order(matrices: Iterable[Matrix]) -> list[Matrix]:
+    """By place in their files, with `SHARDS_AT_ONCE` files taking turns."""
+    shards: dict[Path, list[tuple[int, Matrix]]] = defaultdict(list)
+    for matrix in matrices:
+        entry = matrix.codes
+        size = entry.nbytes // entry.shape[0] if matrix.index is not None else 0
+        shards[entry.file].append((entry.offset + size * (matrix.index or 0), matrix))
+    queues = [[matrix for _, matrix in sorted(shards[file], key=lambda pair: pair[0])] for file in sorted(shards)]
+    order: list[Matrix] = []
+    for at in range(0, len(queues), SHARDS_AT_ONCE):
+        for turn in zip_longest(*queues[at : at + SHARDS_AT_ONCE]):
+            order += [matrix for matrix in turn if matrix is not None]
+    return order
+
+
+def _read_ahead(reader: CheckpointReader, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Encoded]]:
+    """Matrices in their order, up to `AHEAD` of them read by `READERS` threads before they are asked for."""
+    pending: deque[tuple[Matrix, Future[Encoded]]] = deque()
+    todo = iter(matrices)
+    pool = ThreadPoolExecutor(READERS, thread_name_prefix="ktft-read")
+    try:
+        while True:
+            while len(pending) < AHEAD and (matrix := next(todo, None)) is not None:
+                pending.append((matrix, pool.submit(matrix.read, reader)))
+            if not pending:
+                return
+            matrix, future = pending.popleft()
+            encoded = future.result()
+            del future  # it would keep the matrix alive while the next one is packed
+            yield matrix, encoded
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def any_match(patterns: Iterable[str | re.Pattern[str]], name: str) -> bool:
+    """Whether one of the patterns occurs in `name`."""
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def refuse(problem: str, names: Iterable[str]) -> None:
+    """Raise ValueError with the first names, if there is any."""
+    found = sorted(names)
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"{problem}: {', '.join(found[:3])}{more}; check that config.json and the shards belong together"
+        )

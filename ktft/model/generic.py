@@ -1,0 +1,133 @@
+"""The family of a transformers model; without a row, one derived from what transformers itself knows of the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.integrations.moe import _default_apply_gate
+
+from ktft.checkpoint.families import FAMILIES, STACKED, Family, Layout
+from ktft.config import PROJECTIONS
+from ktft.model import kimi_k2
+from ktft.model.experts import layer_number
+
+kimi_k2.register()
+
+CALL = ("hidden_states", "top_k_index", "top_k_weights")
+"""Arguments of transformers 5's routed experts."""
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The family of a transformers model: its row, or one derived from modules that follow transformers' call.
+
+    Raises:
+        ValueError: there is no row, and the model's experts are none that ktft computes.
+    """
+    return FAMILIES.get(model.config.model_type) or _derive(model)
+
+
+def _derive(model: PreTrainedModel) -> Family:
+    """The family of experts that take `CALL`, with stacked gate_up_proj [E, 2I, H] and down_proj [E, H, I] and SiLU."""
+    model_type = model.config.model_type
+    experts = {name: module for name, module in model.named_modules() if _looks_like_experts(module)}
+    known = ", ".join(FAMILIES)
+    refusal = f"model_type {model_type!r} has no row in ktft's table of families (it has {known})"
+    if not experts:
+        raise ValueError(
+            f"{refusal}, and no module of {type(model).__name__} holds its routed experts as transformers 5 does, "
+            f"stacked and called with {', '.join(CALL)}"
+        )
+    for name, module in experts.items():
+        if problems := list(_problems(module)):
+            raise ValueError(
+                f"{refusal}, and its experts {name} ({type(module).__name__}) are not SiLU(gate) * up as transformers "
+                f"5 calls and stacks it. They have {'; '.join(problems)}. docs/add-a-model.md says what a row needs"
+            )
+    classes = sorted({type(module).__name__ for module in experts.values()})
+    if len(classes) > 1:
+        raise ValueError(f"{refusal}, and it has experts of several classes ({', '.join(classes)}): add a row for one")
+    name = next(iter(experts))
+    siblings = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
+    router = next((sibling for sibling in ("gate", "router") if sibling in siblings), "gate")
+    return Family(
+        f"{model_type} (no row: as transformers lays it out)",
+        (model_type,),
+        classes[0],
+        layouts=(_layout(model, name),),
+        router=router,
+        without_lora=(router,),
+    )
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    return any(name in parameters and parameters[name].dim() == 3 for name in ("gate_up_proj", "up_proj", "down_proj"))
+
+
+def _problems(module: nn.Module) -> Iterator[str]:
+    """What of one experts module is not as the decorator `use_experts_implementation` promises, with its defaults."""
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+    arguments = tuple(inspect.signature(module.forward).parameters)
+    if not hasattr(module, "has_gate"):
+        yield "a forward of their own, which transformers' other implementations of experts cannot replace"
+    if arguments != CALL:
+        yield f"a forward({', '.join(arguments)}) instead of forward({', '.join(CALL)})"
+    if "gate_up_proj" not in parameters:
+        yield "no gate projection"
+    elif getattr(module, "is_transposed", False):
+        yield "transposed weights"
+    else:
+        experts, hidden, intermediate = parameters.get("down_proj", (0, 0, 0))
+        expected = {"gate_up_proj": (experts, 2 * intermediate, hidden), "down_proj": (experts, hidden, intermediate)}
+        if parameters != expected:
+            found = ", ".join(f"{name} {list(shape)}" for name, shape in parameters.items())
+            yield f"the parameters {found} instead of gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone"
+    activation = getattr(module, "act_fn", None)
+    if not (isinstance(activation, nn.SiLU | SiLUActivation) or activation is torch.nn.functional.silu):
+        yield f"the activation {getattr(activation, '__name__', type(activation).__name__)} instead of SiLU"
+    if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate:
+        yield "a gating function of their own"
+
+
+def _layout(model: PreTrainedModel, name: str) -> Layout:
+    """How checkpoints hold the experts of module `name`, from the conversions that transformers loads them with."""
+    conversions = get_model_conversion_mapping(model)
+    stems = {kind: f"{name}.{kind}" for kind in ("gate_up_proj", "down_proj")}
+    found: dict[str, list[str]] = {}
+    for conversion in conversions:
+        for kind, stem in stems.items():
+            if not isinstance(conversion, WeightConverter) or not stem.endswith(conversion.target_patterns[0]):
+                continue
+            merges = [type(operation) for operation in conversion.operations]
+            if merges not in ([MergeModulelist], [MergeModulelist, Concatenate]):
+                raise ValueError(
+                    f"the experts of model_type {model.config.model_type!r} are converted on loading by "
+                    f"{', '.join(merge.__name__ for merge in merges)}; add a row with their layout to ktft's families"
+                )
+            start = stem.removesuffix(conversion.target_patterns[0])
+            found[kind] = [start + source.removesuffix(".weight") for source in conversion._original_source_patterns]
+    layer = f".{layer_number(name)}."
+    if not found:
+        return Layout(f"{name.replace(layer, '.{layer}.', 1)}.{{projection}}", names=STACKED.names)
+    stems_on_disk = [_on_disk(stem, conversions) for stem in (*found["gate_up_proj"], *found["down_proj"])]
+    prefixes = {stem.rpartition(".")[0] for stem in stems_on_disk}
+    if len(stems_on_disk) != len(PROJECTIONS) or len(prefixes) > 1:
+        raise ValueError(f"cannot tell where checkpoints of {model.config.model_type!r} hold {name}; add a row")
+    prefix = prefixes.pop().replace(layer, ".{layer}.", 1).replace(".*", ".{expert}", 1)
+    gate, up, down = (stem.rpartition(".")[2] for stem in stems_on_disk)
+    return Layout(f"{prefix}.{{projection}}", names=(gate, up, down))
+
+
+def _on_disk(stem: str, conversions: list[Any]) -> str:
+    for conversion in reversed(conversions):
+        if isinstance(conversion, WeightRenaming):
+            stem, _ = conversion.reverse_transform().rename_source_key(stem)
+    return stem

@@ -1,0 +1,342 @@
+"""Every row of the table of families: a tiny checkpoint of the real architecture, named and laid out as released, gives
+stock transformers' logits and gradients, trains, and has an adapter that loads again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from test_kernels import relative
+from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LongcatFlashConfig,
+    NemotronHConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SolarOpenConfig,
+    Trainer,
+    TrainingArguments,
+)
+
+import ktft
+from ktft.checkpoint.families import FAMILIES as ROWS
+from ktft.checkpoint.families import ROWS as TABLE
+from ktft.checkpoint.families import STACKED, Layout, group_of
+from ktft.config import PROJECTIONS
+from ktft.model.experts import experts_family, find_experts
+from ktft.model.generic import family_of
+
+Checkpoint = Callable[[str], Path]
+ALL = [*FAMILIES, *MORE_FAMILIES]
+IDS = torch.arange(3, 67).reshape(4, 16)
+SCALING = 2.0
+
+
+def load(path: Path, expert_format: str | None = "bf16") -> Any:
+    """In fp32: the stock model, or one with ktft's experts."""
+    has_images = "text_config" in type(AutoConfig.from_pretrained(path)).sub_configs
+    auto = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    options = {"quantization_config": ktft.KtftConfig(expert_format=expert_format, threads=1)} if expert_format else {}
+    return auto.from_pretrained(path, dtype=torch.float32, **options)
+
+
+def adapt(model: Any, targets: Any = "all-linear", b_std: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, exclude_modules=r".*\.visual\..*")
+    model = ktft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and b_std:
+            nn.init.normal_(parameter, std=b_std)
+    return model
+
+
+def same_choices(stock: nn.Module, mine: nn.Module, experts: list[str]) -> None:
+    """Have `mine` choose what `stock`, which runs first, chose: bf16 rounding may tip a near tie. No router learns."""
+    chosen: dict[str, Any] = {}
+
+    def choose(name: str, args: Any) -> Any:
+        chosen[name] = (args[1], args[2].detach())
+        return args[0], *chosen[name]
+
+    for name in experts:
+        stock.get_submodule(name).register_forward_pre_hook(lambda _, args, n=name: choose(n, args))
+        mine.get_submodule(name).register_forward_pre_hook(lambda _, args, n=name: (args[0], *chosen[n]))
+    for name, module in stock.named_modules():
+        if name.endswith(".indexer"):
+            module.register_forward_hook(lambda _, __, out, n=name: chosen.update({n: out}))
+            mine.get_submodule(name).register_forward_hook(lambda _, __, out, n=name: chosen[n])
+
+
+def matrices(module: nn.Module, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
+    """Projection -> `[E, out, in]`, views into a stock module's stacked tensors."""
+    if module.is_transposed:  # gpt-oss, whose gates and ups take turns
+        return {"gate_proj": gate_up.mT[:, ::2], "up_proj": gate_up.mT[:, 1::2], "down_proj": down.mT}
+    return dict(zip(PROJECTIONS, (*gate_up.chunk(2, dim=1), down), strict=True))
+
+
+def text_loss(model: nn.Module) -> tuple[Tensor, Tensor]:
+    logits = model(input_ids=IDS, use_cache=False).logits
+    return logits, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+
+def test_every_row_is_tested() -> None:
+    assert len(ALL) == len(set(ALL))
+    tested = {config_class.model_type for config_class, _ in (FAMILIES | MORE_FAMILIES).values()}
+    assert {family.name for family in TABLE if not tested & set(family.model_types)} == set()
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_logits_and_gradients_are_those_of_stock_transformers(tiny_checkpoint: Checkpoint, family: str) -> None:
+    """LoRA with B = 0 leaves stock's logits. Otherwise stock has it merged: dA = s Bᵀ dW, dB = s dW Aᵀ."""
+    path = tiny_checkpoint(family)
+    stock, mine = load(path, None), load(path)
+    names = list(find_experts(mine))
+    assert names
+    same_choices(stock, mine, names)
+    with torch.no_grad():
+        expected, actual = text_loss(stock)[0], text_loss(mine)[0]
+    assert relative(actual, expected) <= 0.02
+
+    adapted = adapt(mine, ["experts"], b_std=0.05)
+    lora = {name: adapted.base_model.model.get_submodule(name) for name in names}
+    with torch.no_grad():
+        for name, layer in lora.items():
+            module = stock.get_submodule(name)
+            for projection, weight in matrices(module, module.gate_up_proj, module.down_proj).items():
+                a, b = (layer.stacked(kind, "default")[projection] for kind in ("lora_A", "lora_B"))
+                weight += SCALING * b @ a
+    (expected, loss), (actual, own_loss) = text_loss(stock), text_loss(adapted)
+    assert relative(actual, expected) <= 0.02
+    loss.backward()
+    own_loss.backward()
+    for name, layer in lora.items():
+        module = stock.get_submodule(name)
+        for projection, grad in matrices(module, module.gate_up_proj.grad, module.down_proj.grad).items():
+            a, b = (layer.stacked(kind, "default")[projection] for kind in ("lora_A", "lora_B"))
+            for mine_grad, stock_grad in ((a.grad, SCALING * b.mT @ grad), (b.grad, SCALING * grad @ a.mT)):
+                assert relative(mine_grad, stock_grad) <= 0.02, (name, projection)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_trains_and_its_adapter_loads_again(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """A step of transformers' Trainer on all linear layers: every one of them learns, the routers stay out."""
+    model = adapt(load(tiny_checkpoint(family), "int8"), b_std=0.02)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    row = experts_family(model)
+    groups = {group_of(name, row) for name in before}
+    assert {"attention", "routed experts"} <= groups and "router" not in groups
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+    idle = [name for name, p in model.named_parameters() if name in before and torch.equal(p, before[name])]
+    assert not idle
+    model.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    experts = next(iter(find_experts(model))).removeprefix("base_model.model.").removesuffix(".base_layer")
+    for projection in PROJECTIONS:
+        assert f"base_model.model.{experts}.7.{projection}.lora_A.weight" in names
+    again = ktft.load_adapter(load(tiny_checkpoint(family), "int8"), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(text_loss(again)[0], text_loss(model.eval())[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3vl", "qwen3_5", "qwen3_5_text"])
+def test_other_layouts_of_the_same_weights(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """Experts as save_pretrained writes them, and one tensor an expert: the same model."""
+    path = tiny_checkpoint(family)
+    expected = {name: [e.layer.dequantize(7, p) for p in PROJECTIONS] for name, e in find_experts(load(path)).items()}
+    stock = load(path, None)
+    stock.save_pretrained(tmp_path / "saved")
+    separate = tmp_path / "separate"
+    separate.mkdir()
+    (separate / "config.json").write_text((path / "config.json").read_text())
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        weight, stem = tensors.pop(name), name.rpartition(".")[0]
+        halves = weight.chunk(2, dim=1)
+        parts = {"down_proj": weight} if name.endswith("down_proj") else {"gate_proj": halves[0], "up_proj": halves[1]}
+        for projection, stacked in parts.items():
+            for expert, matrix in enumerate(stacked):
+                tensors[f"{stem}.{expert}.{projection}.weight"] = matrix.contiguous()
+    save_file(tensors, separate / "model.safetensors", metadata={"format": "pt"})
+    for other in (tmp_path / "saved", separate):
+        for name, module in find_experts(load(other)).items():
+            for projection, weight in zip(PROJECTIONS, expected[name], strict=True):
+                assert torch.equal(module.layer.dequantize(7, projection), weight)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    path = write_checkpoint("glm4", tmp_path, num_nextn_predict_layers=1)
+    shard = sorted(path.glob("*.safetensors"))[-1]
+    tensors = load_file(shard)
+    extra = {f"model.layers.3.{n}": torch.ones(2, 2) for n in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
+    save_file(tensors | extra, shard, metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(extra, shard.name)
+    index.write_text(json.dumps(content))
+    assert len(find_experts(load(path))) == 2
+
+
+def test_bad_experts_are_named(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = tiny_checkpoint("gpt_oss")
+    tensors = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
+    stem = "model.layers.1.mlp.experts."
+    changes: dict[str, tuple[dict[str, Tensor | None], str]] = {
+        "no bias": ({f"{stem}down_proj_bias": None}, f"lacks expert tensors: {stem}down_proj_bias"),
+        "bias": ({f"{stem}gate_up_proj_bias": torch.zeros(8, 96)}, "needs (8, 192)"),
+        "shape": ({f"{stem}gate_up_proj": torch.zeros(8, 192, 64)}, "needs (8, 64, 192)"),
+        "left over": (
+            {f"{stem}up_proj": torch.zeros(8, 64, 96)},
+            f"no place for: {stem}up",
+        ),
+        "NaN": ({f"{stem}down_proj_bias": torch.full((8, 64), float("nan"))}, f"{stem}down_proj_bias: it holds NaN"),
+    }
+    for name, (change, message) in changes.items():
+        path = tmp_path / name.replace(" ", "_")
+        path.mkdir()
+        (path / "config.json").write_text((source / "config.json").read_text())
+        changed = {key: value for key, value in (tensors | change).items() if value is not None}
+        save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError) as error:
+            load(path)
+        assert message in str(error.value), name
+
+
+def test_limit_of_the_config_counts(tmp_path: Path) -> None:
+    model = load(write_checkpoint("gpt_oss", tmp_path, swiglu_limit=5.0))
+    swiglu = next(iter(find_experts(model).values())).layer.swiglu
+    assert (swiglu.alpha, swiglu.limit, swiglu.shift) == (1.702, 5.0, 1.0)
+
+
+def test_lora_that_would_get_no_gradient_is_refused(tiny_checkpoint: Checkpoint) -> None:
+    with pytest.raises(
+        ValueError, match=r"matches the module .*self_attn\.indexer\.wk, whose forward would not use LoRA"
+    ):
+        adapt(load(tiny_checkpoint("glm5")), ["wk"])
+    with pytest.raises(ValueError, match=r"matches the router .*mlp\.router"):
+        adapt(load(tiny_checkpoint("gpt_oss")), ["router"])
+
+
+# --- families without a row -------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.08,
+}
+GENERIC: dict[str, tuple[PreTrainedConfig, Layout]] = {
+    "phimoe": (
+        PhimoeConfig(**SMALL, num_local_experts=8),
+        Layout("model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}", names=("w1", "w3", "w2")),
+    ),
+    "solar_open": (
+        SolarOpenConfig(**SMALL, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, head_dim=16),
+        Layout("model.layers.{layer}.mlp.experts.{expert}.{projection}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", GENERIC)
+def test_family_without_a_row(tmp_path: Path, model_type: str) -> None:
+    config, layout = GENERIC[model_type]
+    assert model_type not in ROWS
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    stock, mine = load(tmp_path, None), load(tmp_path)
+    assert experts_family(mine).layouts == (layout,)
+    same_choices(stock, mine, list(find_experts(mine)))
+    with torch.no_grad():
+        expected, actual = text_loss(stock)[0], text_loss(mine)[0]
+    assert relative(actual, expected) <= 0.02
+    adapted = adapt(mine, b_std=0.02)
+    text_loss(adapted)[1].backward()
+    assert all(p.grad is not None and p.grad.any() for p in adapted.parameters() if p.requires_grad)
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (NemotronHConfig(hidden_size=64), "no gate projection; the activation ReLUSquaredActivation instead of SiLU"),
+        (LongcatFlashConfig(), "a forward of their own"),
+        (AutoConfig.for_model("llama4_text"), r"a forward\(hidden_states\) instead of forward\(hidden_states, top_k_i"),
+        (PhimoeConfig(**SMALL, hidden_act="gelu"), "the activation GELUActivation instead of SiLU"),
+        (LlamaConfig(**SMALL), "no module of LlamaForCausalLM holds its routed experts"),
+        (AutoConfig.for_model("granitemoe"), "no module of GraniteMoeForCausalLM holds its routed experts"),
+    ],
+)
+def test_other_experts_are_refused(config: PreTrainedConfig, what: str) -> None:
+    with pytest.raises(ValueError, match=f"model_type '{config.model_type}' has no row in .*{what}") as error:
+        family_of(on_meta(config))
+    assert "\n" not in str(error.value)
+
+
+def test_converted_experts_are_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("ernie4_5_vl_moe"))
+    with pytest.raises(ValueError, match="converted on loading by ErnieFuseAndSplitTextVisionExperts; add a row"):
+        family_of(model)
+
+
+def test_names_of_other_tensors_are_not_experts() -> None:
+    row = ROWS["mixtral"]
+    is_expert = row.expert_pattern()
+    assert is_expert.match("model.layers.3.block_sparse_moe.experts.7.w1.weight_scale_inv")
+    assert not is_expert.match("model.layers.3.block_sparse_moe.gate.weight")
+    assert not ROWS["qwen2_moe"].expert_pattern().match("model.layers.0.mlp.shared_experts.up_proj.weight")
+    assert STACKED.pattern().match("model.layers.11.mlp.experts.gate_up_proj_blocks")
+    assert not STACKED.pattern().match("model.layers.11.mlp.experts.gate_up_projection")
+
+
+# --- a user's entry point ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen3vl"])
+def test_llamafactory_trains(
+    train_yaml: Callable[..., dict[str, Any]],
+    run_cli: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    family: str,
+) -> None:
+    log = run_cli(["llamafactory-cli", "train"], train_yaml(family)).stdout
+    assert "routed experts: 3 layers x 8, bf16" in log
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    trained = {
+        name.split(".lora_")[0].rpartition(".")[2] for name, t in tensors.items() if "lora_B" in name and t.any()
+    }
+    assert {*PROJECTIONS, "q_proj", "o_proj"} <= trained
+    assert sum(".experts." in name for name in tensors) == 3 * 8 * 3 * 2
+    assert not [name for name in tensors if ".visual." in name or "router" in name or ".gate." in name]

@@ -1,0 +1,337 @@
+"""Quantized checkpoints: each source format into ktft's, kept codes, stacked layouts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from quantize import SCHEMES, mxfp4, quantize, read_all, write
+from tiny import write_checkpoint
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import ktft
+from ktft.checkpoint.families import FAMILIES, ExpertSource
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, scheme_of
+from ktft.config import PROJECTIONS, Settings
+from ktft.model.experts import find_experts
+from ktft.model.quantizer import configure
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+IDS = torch.arange(24).reshape(2, 12)
+# Blocks of 128 are ragged in both directions, in experts and in attention. One MoE layer: a router further up would
+# see rounded inputs, and near ties would choose other experts.
+SIZES = {"hidden_size": 192, "moe_intermediate_size": 160, "kv_lora_rank": 32, "num_hidden_layers": 2}
+EXPERTS = "model.layers.1.mlp.experts"
+KEPT = {
+    **dict.fromkeys(("fp8", "fp8-bf16-scales", "fp8-block", "fp8-tensor"), "fp8"),
+    **dict.fromkeys(("int4-32", "int4-channel"), "int4"),
+}
+"""Source -> the expert format that holds it as it is."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("dsv3", tmp_path_factory.mktemp("plain"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def fp8_checkpoint(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantize(plain, tmp_path_factory.mktemp("fp8"), "fp8")[0]
+
+
+def load(path: Path, expert_format: str = "bf16", **options: Any) -> PreTrainedModel:
+    config = ktft.KtftConfig(expert_format=expert_format, threads=1)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config, **options)
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def each_weight(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    for name, module in find_experts(model).items():
+        for expert in range(module.num_experts):
+            for projection in PROJECTIONS:
+                yield f"{name}.{expert}.{projection}.weight", module.layer.dequantize(expert, projection)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_are_those_of_the_dequantized_checkpoint(plain: Path, tmp_path: Path, scheme: str) -> None:
+    quantized, dequantized, weights = quantize(plain, tmp_path, scheme)
+    expected = logits(AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32))
+    formats = {"bf16": 2e-2, "int8": 2e-2} | ({KEPT[scheme]: 2e-2} if scheme in KEPT else {})
+    for expert_format, tolerance in formats.items():
+        model = load(quantized, expert_format)
+        assert relative(logits(model), expected) < tolerance, expert_format
+        for name, weight in each_weight(model):
+            if expert_format == "int8":
+                assert ((weight - weights[name]).abs() <= weights[name].abs().amax(1, keepdim=True) * 0.502 / 127).all()
+            else:
+                assert torch.equal(weight.bfloat16(), weights[name].bfloat16()), (name, expert_format)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, weights[name]), name
+
+
+def test_weights_around_the_experts_in_bf16(plain: Path, tmp_path: Path) -> None:
+    quantized, _, weights = quantize(plain, tmp_path, "fp8")
+    model = AutoModelForCausalLM.from_pretrained(quantized, quantization_config=ktft.KtftConfig(threads=1))
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, weights[name].bfloat16()), name
+
+
+def test_excluded_modules_are_plain(plain: Path, tmp_path: Path) -> None:
+    """Kimi-K2: experts in INT4, attention, shared experts and dense layers as they were."""
+    quantized, _, weights = quantize(plain, tmp_path, "int4-32", chosen=lambda name: ".experts." in name)
+    model = load(quantized, "int4")
+    assert all(torch.equal(weight.bfloat16(), weights[name].bfloat16()) for name, weight in each_weight(model))
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+
+
+def test_layers_for_multi_token_prediction_are_ignored(plain: Path, tmp_path: Path) -> None:
+    quantized, _, _ = quantize(plain, tmp_path / "a", "fp8")
+    extra = {
+        name.replace("layers.1.", "layers.61."): t for name, t in read_all(quantized).items() if "layers.1." in name
+    }
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    path = write(quantized, tmp_path / "mtp", read_all(quantized) | extra, config)
+    assert torch.equal(logits(load(path)), logits(load(quantized)))
+
+
+def test_trainer_api_and_configure(fp8_checkpoint: Path) -> None:
+    config = AutoConfig.from_pretrained(fp8_checkpoint)
+    configure(config, Settings(expert_format="fp8", threads=1))
+    model = AutoModelForCausalLM.from_pretrained(fp8_checkpoint, config=config, dtype=torch.float32)
+    model = ktft.get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    gradients = [p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name]
+    assert gradients and all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "awq"])
+def test_llamafactory_trains(
+    plain: Path, tmp_path: Path, scheme: str, train_yaml: Callable[..., dict[str, Any]], run_cli: RunCli
+) -> None:
+    """A released checkpoint as it is, with LLaMA-Factory not asking for the packages of its method."""
+    quantized, _, _ = quantize(plain, tmp_path, scheme)
+    settings = train_yaml("dsv3", model_name_or_path=str(quantized), kt_config={"expert_format": "fp8", "threads": 1})
+    log = run_cli(["llamafactory-cli", "train"], settings).stdout
+    assert "1 layers x 8, fp8" in log
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_mxfp4(tmp_path: Path) -> None:
+    """Through `from_pretrained`: a family whose experts are stacked as in gpt-oss, in MXFP4."""
+    path = write_checkpoint("qwen3moe", tmp_path / "plain", num_hidden_layers=1, hidden_size=64)
+    stored, weights = {}, {}
+    for name, tensor in read_all(path).items():
+        weights[name] = tensor.float()
+        if ".experts." not in name:
+            stored[name] = tensor
+    stem = "model.layers.0.mlp.experts"
+    for fused, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        blocks, scales = [], []
+        for expert in range(8):
+            parts = [weights[f"{stem}.{expert}.{name}.weight"] for name in names]
+            tensors, values = mxfp4(torch.cat(parts))
+            blocks.append(tensors["blocks"])
+            scales.append(tensors["scales"])
+            for name, value in zip(names, values.chunk(len(names)), strict=True):
+                weights[f"{stem}.{expert}.{name}.weight"] = value.contiguous()
+        stored |= {f"{stem}.{fused}_blocks": torch.stack(blocks), f"{stem}.{fused}_scales": torch.stack(scales)}
+    quantized = write(path, tmp_path / "mxfp4", stored, {"quant_method": "mxfp4"})
+    dequantized = write(path, tmp_path / "dequantized", weights, None)
+
+    class Stacked(type(FAMILIES["qwen3_moe"])):  # type: ignore[misc]
+        def source(self, layer: int, expert: int, projection: str) -> ExpertSource:
+            prefix = f"model.layers.{layer}.mlp.experts"
+            if projection == "down_proj":
+                return ExpertSource(f"{prefix}.down_proj", expert)
+            return ExpertSource(
+                f"{prefix}.gate_up_proj", expert, slice(0, 32) if projection == "gate_proj" else slice(32, 64)
+            )
+
+        def expert_pattern(self) -> re.Pattern[str]:
+            return re.compile(r"^model\.layers\.\d+\.mlp\.experts\.")
+
+    row = FAMILIES["qwen3_moe"]
+    expected = logits(AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "qwen3_moe", Stacked(**vars(row)))
+        for expert_format in ("mxfp4", "int8", "k4"):
+            model = load(quantized, expert_format)
+            assert relative(logits(model), expected) < (0.15 if expert_format == "k4" else 2e-2)
+            if expert_format == "mxfp4":
+                assert all(torch.equal(weight, weights[name]) for name, weight in each_weight(model))
+
+
+def test_rounding_once_more_is_said_once(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantized, _, _ = quantize(plain, tmp_path, "int4-fp16-scales")
+    with caplog.at_level(logging.WARNING, logger="ktft"):
+        load(quantized, "int4")
+        load(quantized, "int8")
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("ktft")]
+    assert len(messages) == 1 and "int4 weights are rounded once more" in messages[0]
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def test_schemes_by_configuration() -> None:
+    kimi = SCHEMES["int4-32"][1]
+    assert scheme_of({}, "c") is PLAIN_SCHEME
+    assert scheme_of({"text_config": {"quantization_config": kimi}}, "c") == PackedInt4(32)
+    assert scheme_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}}, "c") == Fp8(
+        (64, 32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; ktft reads fp8, compressed-tensors, mxfp4"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; ktft reads e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]; it must be two positive"),
+        ({"quant_method": "gptq", "bits": 8}, "bits is 8; ktft reads 4"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "group_size is 48; ktft reads multiples of 32"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; ktft reads gemm"),
+        ({"quant_method": "compressed-tensors"}, "it has no config_groups"),
+        ("fp8", "quantization_config is 'fp8'; it must be a mapping"),
+    ],
+)
+def test_configurations_that_cannot_be_read(change: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        scheme_of({"quantization_config": change}, "some/config.json")
+    assert "some/config.json: " in str(error.value)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_bits": 8}, "weights: num_bits is 8; ktft reads 4"),
+        ({"symmetric": False}, "symmetric is False; ktft reads True"),
+        ({"actorder": "group"}, "actorder is 'group'; ktft reads null"),
+        ({"group_size": 20}, "group_size is 20"),
+        ({"strategy": "token"}, "strategy is 'token'; ktft reads group, channel"),
+    ],
+)
+def test_compressed_tensors_that_cannot_be_read(change: dict[str, Any], message: str) -> None:
+    config = json.loads(json.dumps(SCHEMES["int4-32"][1]))
+    config["config_groups"]["group_0"]["weights"] |= change
+    with pytest.raises(ValueError) as error:
+        scheme_of({"quantization_config": config}, "config.json")
+    assert message in str(error.value)
+
+
+# --- bad checkpoints --------------------------------------------------------------------------------------------------
+
+
+CODES = f"{EXPERTS}.3.up_proj.weight"
+SCALE = f"{CODES}_scale_inv"
+ATTENTION = "model.layers.0.self_attn.o_proj.weight"
+BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "no scale": (lambda t: t.pop(SCALE), f"lacks expert tensors: {SCALE}"),
+    "no codes": (lambda t: t.pop(CODES), f"lacks expert tensors: {CODES}"),
+    "scale left over": (
+        lambda t: t.update({CODES: t[CODES].bfloat16()}),
+        f"holds expert tensors that this model has no place for: {SCALE}",
+    ),
+    "scale dtype": (
+        lambda t: t.update({SCALE: t[SCALE].int()}),
+        f"{SCALE} is I32; fp8 has it in F32, BF16, F16, F8_E8M0",
+    ),
+    "scale shape": (
+        lambda t: t.update({SCALE: torch.ones(1, 2)}),
+        f"{SCALE} has shape (1, 2), the model's config needs (2, 2)",
+    ),
+    "NaN scale": (lambda t: t[SCALE].fill_(torch.nan), f"{CODES}: its scales hold NaN or Inf"),
+    "negative scale": (lambda t: t[SCALE].neg_(), f"{CODES}: its scales hold a negative number"),
+    "NaN codes": (
+        lambda t: t[CODES].view(torch.uint8)[5].fill_(0x7F),
+        f"{CODES}: it holds NaN or Inf, for instance at [5, 0]",
+    ),
+    "codes dtype": (
+        lambda t: t.update({CODES: t[CODES].float().to(torch.float8_e5m2)}),
+        f"{CODES} is F8_E5M2; weights are read from F8_E4M3, BF16, F16, F32 in a checkpoint whose config.json names",
+    ),
+    "attention without scale": (
+        lambda t: t.pop(f"{ATTENTION}_scale_inv"),
+        f"that the model needs: {ATTENTION}_scale_inv",
+    ),
+    "attention scale shape": (
+        lambda t: t.update({f"{ATTENTION}_scale_inv": torch.ones(1, 1)}),
+        f"{ATTENTION}_scale_inv has shape (1, 1), the model's config needs (2, 1)",
+    ),
+    "attention NaN scale": (
+        lambda t: t[f"{ATTENTION}_scale_inv"].fill_(torch.inf),
+        f"{ATTENTION}: it holds NaN or Inf",
+    ),
+    "attention negative scale": (
+        lambda t: t[f"{ATTENTION}_scale_inv"].neg_(),
+        f"{ATTENTION}: its scales hold a negative",
+    ),
+    "norm NaN": (lambda t: t["model.norm.weight"].fill_(torch.nan), "model.norm.weight holds NaN or Inf"),
+    "left over": (
+        lambda t: t.update({"model.layers.0.self_attn.o_proj.weight_zero_point": torch.zeros(1)}),
+        "tensors that the model has no place for: model.layers.0.self_attn.o_proj.weight_zero_point",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_checkpoints(fp8_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    change, message = BAD[name]
+    tensors = read_all(fp8_checkpoint)
+    change(tensors)
+    path = write(fp8_checkpoint, tmp_path / "bad", tensors, SCHEMES["fp8"][1])
+    with pytest.raises(ValueError) as error:
+        load(path, "int8")
+    assert message in str(error.value)
+    assert str(path) in str(error.value) or "the model needs" in message or "no place" in message
+
+
+def test_both_plain_and_packed(plain: Path, tmp_path: Path) -> None:
+    quantized, _, weights = quantize(plain, tmp_path, "int4-32")
+    path = write(quantized, tmp_path / "both", read_all(quantized) | {CODES: weights[CODES]}, SCHEMES["int4-32"][1])
+    with pytest.raises(ValueError, match=f"no place for: {re.escape(CODES)};"):
+        load(path)
+
+
+def test_wrong_weight_shape(plain: Path, tmp_path: Path) -> None:
+    quantized, _, _ = quantize(plain, tmp_path, "int4-32")
+    tensors = read_all(quantized)
+    tensors[f"{CODES}_shape"] = torch.tensor([160, 184])
+    path = write(quantized, tmp_path / "bad", tensors, SCHEMES["int4-32"][1])
+    with pytest.raises(
+        ValueError, match=r"weight_packed: its weight_shape says \[160, 184\], its codes are \[160, 192\]"
+    ):
+        load(path)
+
+
+def test_group_index_out_of_range(plain: Path, tmp_path: Path) -> None:
+    quantized, _, _ = quantize(plain, tmp_path, "gptq")
+    tensors = read_all(quantized)
+    tensors[f"{EXPERTS}.3.up_proj.g_idx"][0] = 99
+    path = write(quantized, tmp_path / "bad", tensors, SCHEMES["gptq"][1])
+    with pytest.raises(ValueError, match=r"3\.up_proj\.qweight: its g_idx holds 0 to 99, it has 6 groups"):
+        load(path)

@@ -1,0 +1,165 @@
+"""gpt-oss's experts: biases of all projections and the clamped activation, held to the same contract as SiLU's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from test_kernels import (
+    CASES,
+    EXPERTS,
+    SIZES,
+    TAILS,
+    assert_contract,
+    compare,
+    dequantized,
+    inputs_for,
+    make_layer,
+    make_lora,
+    relative,
+)
+from torch import Tensor
+
+from ktft import native, reference
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora
+from ktft.model.autograd import routed_experts
+from ktft.swiglu import SILU, Swiglu
+
+GPT_OSS = Swiglu(alpha=1.702, limit=7.0, shift=1.0)
+# Gates and ups have a variance of 2: this limit clamps a good part of them
+TIGHT = Swiglu(alpha=1.702, limit=1.7, shift=1.0)
+
+
+def make(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1, swiglu: Swiglu = TIGHT):
+    layer = make_layer(hidden, intermediate, fmt, isa, threads, nodes, swiglu=swiglu, biases=True)
+    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
+        layer.load_bias(expert, name, torch.randn(hidden if name == "down_proj" else intermediate))
+    return layer
+
+
+def small_lora(*args, **kwargs) -> ExpertLora:
+    """LoRA's inner sums are rounded to bf16. Scaled down, that tips few values over the limit, where gradients jump."""
+    lora = make_lora(*args, **kwargs)
+    return replace(lora, pairs={name: replace(pair, scaling=0.02) for name, pair in lora.pairs.items()})
+
+
+def biases(layer: native.ExpertLayer) -> dict[str, Tensor]:
+    return {name: torch.stack([layer.bias(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS}
+
+
+def oracle(layer: native.ExpertLayer):
+    return functools.partial(reference.moe, swiglu=layer.swiglu, biases=biases(layer) if layer.biases else None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "threads", "activation"), [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompute")]
+)
+@pytest.mark.parametrize(("isa", "fmt"), [case for case in CASES if case[1] in ("bf16", "int8", "mxfp4")])
+def test_contract(isa: str, fmt: str, nodes: int, threads: int, activation: str) -> None:
+    for hidden, intermediate, rank, rows in SIZES[nodes]:
+        layer = make(hidden, intermediate, fmt, isa, threads, nodes)
+        lora = small_lora(hidden, intermediate, rank, torch.float32)
+        assert_contract(compare(layer, lora, *inputs_for(rows, hidden), activation, oracle(layer)))
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in native.FORMATS if fmt not in ("bf16", "int8", "mxfp4")])
+def test_other_formats(fmt: str) -> None:
+    layer = make(64, 160, fmt, native.default_isa(), 2, 2, GPT_OSS)
+    lora = make_lora(64, 160, 8, torch.float32)
+    assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=oracle(layer)))
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize(
+    ("swiglu", "has_biases"), [(SILU, True), (GPT_OSS, False), (GPT_OSS, True), (Swiglu(limit=0.5), False)]
+)
+def test_biases_and_activation_apart(isa: str, swiglu: Swiglu, has_biases: bool) -> None:
+    layer = make(64, 96, "int8", isa, swiglu=swiglu) if has_biases else make_layer(64, 96, "int8", isa, swiglu=swiglu)
+    for lora in (None, small_lora(64, 96, 4, torch.float32), small_lora(64, 96, 4, torch.float32, ("up_proj",))):
+        assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=oracle(layer)))
+
+
+def test_what_is_clamped_has_no_gradient() -> None:
+    """One token and one expert, whose gates and ups are all far beyond the limit: only routing learns."""
+    layer = native.ExpertLayer(
+        native.runtime(1), num_experts=1, hidden_size=32, intermediate_size=32, format="bf16", swiglu=TIGHT, biases=True
+    )
+    for name in PROJECTIONS:
+        layer.load(0, name, torch.eye(32))
+        layer.load_bias(0, name, torch.full((32,), 0.0 if name == "down_proj" else 50.0))
+    x = torch.randn(1, 32, requires_grad=True)
+    weights = torch.ones(1, 1, requires_grad=True)
+    routed_experts(layer, x, torch.zeros(1, 1, dtype=torch.long), weights).sum().backward()
+    assert not x.grad.any()
+    h = TIGHT.limit * torch.sigmoid(torch.tensor(TIGHT.alpha * TIGHT.limit)) * (TIGHT.limit + 1)
+    assert weights.grad.item() == pytest.approx(32 * h.item(), rel=0.01)
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_down_bias_is_added_once(nodes: int) -> None:
+    layer = native.ExpertLayer(
+        native.runtime(2, nodes), num_experts=1, hidden_size=32, intermediate_size=288, format="bf16", biases=True
+    )
+    expected = torch.randn(32)
+    for name in PROJECTIONS:
+        layer.load(0, name, torch.zeros(32, 288) if name == "down_proj" else torch.zeros(288, 32))
+        layer.load_bias(0, name, expected if name == "down_proj" else torch.zeros(288))
+    out = routed_experts(layer, torch.ones(3, 32), torch.zeros(3, 1, dtype=torch.long), torch.full((3, 1), 0.5))
+    torch.testing.assert_close(out, (expected * 0.5).expand(3, 32), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("isa", native.isas())
+def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
+    results = []
+    for threads, activation in ((1, "retain"), (2, "recompute"), (3, "retain")):
+        layer = make(64, 96, "int8", isa, threads)
+        torch.manual_seed(1)
+        lora = small_lora(64, 96, 33, torch.float32, dropout=0.1, seed=11)
+        x, index, weights = inputs_for(TAILS[1], 64)
+        out = routed_experts(layer, x, index, weights, lora, activation)
+        leaves = [x, weights, *(t for p in lora.pairs.values() for t in (p.a, p.b))]
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_8_bit_activations(nodes: int) -> None:
+    """W8A8 has the same epilogue: its error is what it is without biases, about 1 to 3%."""
+    isas = [isa for isa in native.isas() if isa.startswith("amx")] or ["amx_emu"]
+    layer = make(64, 160, "int8", isas[-1], nodes, nodes)
+    lora = small_lora(64, 160, 4, torch.float32)
+    x, index, weights = (tensor.detach() for tensor in inputs_for(TAILS[1], 64))
+    out, _ = layer.forward(x, index, weights, lora, "none", activation_bits=8)
+    expected = oracle(layer)(x.float(), index, weights, *dequantized(layer), lora)
+    assert relative(out, expected) < 0.03
+
+
+def test_bad_biases_are_named() -> None:
+    runtime = native.runtime(1)
+    shape = {"num_experts": 2, "hidden_size": 32, "intermediate_size": 64, "format": "bf16"}
+    plain, layer = native.ExpertLayer(runtime, **shape), native.ExpertLayer(runtime, **shape, biases=True)
+    with pytest.raises(ValueError, match="made without biases"):
+        plain.load_bias(0, "up_proj", torch.zeros(64))
+    with pytest.raises(ValueError, match="has no biases"):
+        plain.bias(0, "up_proj")
+    with pytest.raises(ValueError, match="expert 2 does not exist"):
+        layer.bias(2, "up_proj")
+    with pytest.raises(ValueError, match=r"\[32\], the model's config says \[64\]"):
+        layer.load_bias(0, "up_proj", torch.zeros(32))
+    with pytest.raises(ValueError, match=r"NaN or Inf, for instance at \[3\]"):
+        layer.load_bias(0, "up_proj", torch.zeros(64).index_fill(0, torch.tensor(3), float("nan")))
+    with pytest.raises(ValueError, match="expert 2 does not exist"):
+        layer.load_bias(2, "up_proj", torch.zeros(64))
+    layer.load_bias(0, "up_proj", torch.zeros(64))
+    with pytest.raises(ValueError, match=r"bias of experts\.0\.up_proj was loaded already"):
+        layer.load_bias(0, "up_proj", torch.zeros(64))
+    layer.load(0, "up_proj", torch.zeros(64, 32))
+    assert (0, "up_proj") not in layer.missing() and len(layer.missing()) == 5
+    for swiglu in (Swiglu(limit=0.0), Swiglu(alpha=-1.0)):
+        with pytest.raises(ValueError, match="both must be positive"):
+            native.ExpertLayer(runtime, **shape, swiglu=swiglu)
