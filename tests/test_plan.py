@@ -13,16 +13,17 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors import safe_open
-from tiny import write_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import MORE_FAMILIES, make_config, write_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import ktft
 from ktft import config, native, system
 from ktft.adapters.peft import linear_names
 from ktft.cli.main import app
-from ktft.config import EXPERT_FORMATS, parse_size
+from ktft.config import EXPERT_FORMATS, Settings, parse_size
 from ktft.lora import ExpertLora, LoraPair
+from ktft.model.experts import find_experts
 from ktft.model.memory import (
     Adapter,
     Workload,
@@ -33,6 +34,7 @@ from ktft.model.memory import (
     workspace,
 )
 from ktft.model.shape import MoeShape, shape_of
+from ktft.plan import machine, rates
 from ktft.plan.machine import Description
 from ktft.plan.source import read_source
 from ktft.system import GIB
@@ -51,6 +53,20 @@ def plan(*args: str | Path, code: int = 0) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan for this machine with published rates: what a test that is not about times needs."""
+    monkeypatch.setattr(machine, "_measure", lambda runtime: (1e12, 100e9))
+    monkeypatch.setattr(
+        rates,
+        "timed_expert_rate",
+        lambda runtime, machine, moe, name, tokens, lora, activation: rates.published_expert_rate(
+            machine, moe, name, lora
+        ),
+    )
+    monkeypatch.setattr(rates, "timed_torch_rate", lambda shape, work: rates.TorchRate(1e12, 1e12, 1e-9, 1e-9))
+
+
 def by_format(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["format"]: row for row in told["formats"]}
 
@@ -58,9 +74,10 @@ def by_format(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
-def test_packed_bytes_are_what_native_allocates(expert_format: str, nodes: int) -> None:
+def test_packed_bytes_are_what_native_allocates(expert_format: str, nodes: int, biases: bool) -> None:
     runtime = native.runtime(threads=1, numa_nodes=nodes)
     for experts, hidden_size, intermediate_size in ((3, 96, 320), (2, 64, 32), (1, 160, 288)):
         layer = native.ExpertLayer(
@@ -69,8 +86,9 @@ def test_packed_bytes_are_what_native_allocates(expert_format: str, nodes: int) 
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             format=expert_format,
+            biases=biases,
         )
-        shape = MoeShape(experts, 1, hidden_size, intermediate_size)
+        shape = MoeShape(experts, 1, hidden_size, intermediate_size, biases)
         per_node = packed_per_node([shape], expert_format, nodes)
         assert len(per_node) == nodes
         assert sum(per_node) == layer.packed_bytes
@@ -122,13 +140,31 @@ def test_active_experts() -> None:
 def test_adapters_are_those_that_training_makes(tiny_checkpoint: Checkpoint, family: str) -> None:
     path = tiny_checkpoint(family)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1))
-    others = sum(t.numel() for t in model.state_dict().values())
-    model = ktft.get_peft_model(model, LoraConfig(r=4, target_modules=sorted(linear_names(model))))
+    compare_adapters(path, model)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
+    path = write_checkpoint(family, tmp_path)
+    loader = AutoModelForImageTextToText if "text_config" in make_config(family).sub_configs else AutoModelForCausalLM
+    model = loader.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1), dtype=torch.bfloat16)
+    compare_adapters(path, model)
+
+
+def compare_adapters(path: Path, model: Any) -> None:
+    """The plan of a checkpoint beside the model that was loaded from it, and what LoRA then trains."""
+    packed = sum(experts.layer.packed_bytes for experts in find_experts(model).values())
+    others = sum({id(t): t.numel() for t in (*model.parameters(), *model.buffers())}.values())
+    sees_images = any(name.endswith("visual") for name, _ in model.named_modules())
+    excluded = r".*\bvisual\..*" if sees_images else None  # LLaMA-Factory leaves it alone
+    lora = LoraConfig(r=4, target_modules=sorted(linear_names(model)), exclude_modules=excluded)
+    model = ktft.get_peft_model(model, lora)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shape, meta = shape_of(AutoConfig.from_pretrained(path))
     adapters = Recipe(lora_rank=4).adapters(shape, meta)
     assert sum(a.parameters for a in adapters) == trained
-    assert shape.other_parameters == pytest.approx(others, rel=0.001)  # rotary tables are not in the state dict
+    assert shape.other_parameters == others
+    assert packed_per_node(shape.moe.values(), "int8", 1) == (packed,)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -161,8 +197,8 @@ def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu(tmp_path: Path) -> None:
 def test_a_machine_that_suffices(tmp_path: Path) -> None:
     recipe = tmp_path / "train.yaml"
     recipe.write_text("per_device_train_batch_size: 1\nkt_config: {expert_format: k4}\n")
-    machine = ["--ram", "512G", "--gpu", "48G", "--sockets", "2", "--cores", "64", "--bandwidth", "400G"]
-    told = plan(DEEPSEEK, recipe, *machine)
+    big = ["--ram", "512G", "--gpu", "48G", "--sockets", "2", "--cores", "64", "--bandwidth", "400G"]
+    told = plan(DEEPSEEK, recipe, *big)
     assert told["fits"]
     assert "k4 experts" in told["verdict"]
     assert told["changes"] == []
@@ -170,7 +206,7 @@ def test_a_machine_that_suffices(tmp_path: Path) -> None:
     assert len(k4["node_bytes"]) == 2
     assert sum(k4["ram"].values()) == k4["ram_bytes"]
     assert told["machine"]["bandwidth"] == 400e9
-    faster = plan(DEEPSEEK, recipe, *machine[:-4], "--cores", "128", "--bandwidth", "800G")
+    faster = plan(DEEPSEEK, recipe, *big[:-4], "--cores", "128", "--bandwidth", "800G")
     assert by_format(faster)["k4"]["step_seconds"] < k4["step_seconds"]
 
 
@@ -187,12 +223,59 @@ def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -
     assert told["machine"]["measured"]
     assert told["machine"]["threads"] == 1
     assert told["machine"]["ram_bytes"] <= system.memory()["MemTotal"]
-    table = runner.invoke(app, ["plan", str(path), str(recipe)])
+
+
+@pytest.mark.usefixtures("untimed")
+def test_the_table(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("cutoff_len: 64\nkt_config: {expert_format: bf16}\n")
+    table = runner.invoke(app, ["plan", str(tiny_checkpoint("qwen3moe")), str(recipe)])
     assert table.exit_code == 0
     assert "bf16 *" in table.stdout
     assert "estimate" in table.stdout
+    # without a word about the format it is the default
+    table = runner.invoke(app, ["plan", str(tiny_checkpoint("qwen3moe"))])
+    assert f"{config.DEFAULT_EXPERT_FORMAT} *" in table.stdout
 
 
+@pytest.mark.usefixtures("untimed")
+def test_a_converted_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source, target = tiny_checkpoint("qwen3moe"), tmp_path / "packed"
+    done = runner.invoke(app, ["convert", str(source), str(target), "--format", "k4"])
+    assert done.exit_code == 0, done.output
+    told = plan(target)
+    assert told["model"]["converted_to"] == "k4"
+    assert [row["format"] for row in told["formats"]] == ["k4"]
+    files = sum(file.stat().st_size for file in target.glob("experts/*.safetensors"))
+    others = plan(source)["disk"]["checkpoint_bytes"] - read_source(source, Settings()).expert_bytes
+    assert told["disk"]["checkpoint_bytes"] == files + others
+    # the same experts for the original's other weights
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text(f"kt_config: {{expert_checkpoint: {target}}}")
+    told = plan(source, recipe)
+    assert told["model"]["converted_to"] == "k4"
+    assert told["disk"]["checkpoint_bytes"] == files + others
+    assert "experts converted to k4" in runner.invoke(app, ["plan", str(target)]).output
+    recipe.write_text("kt_config: {expert_format: int8}")
+    done = runner.invoke(app, ["plan", str(target), str(recipe)])
+    assert done.exit_code == 2
+    assert "holds experts in k4, but expert_format is int8" in done.output
+    next(target.glob("experts/*.safetensors")).unlink()
+    done = runner.invoke(app, ["plan", str(target)])
+    assert done.exit_code == 2
+    assert "is missing; run the same ktft convert" in done.output
+
+
+def test_a_quantization_that_ktft_cannot_read(tmp_path: Path) -> None:
+    values = json.loads((DEEPSEEK / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "gptq", "bits": 3, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    done = runner.invoke(app, ["plan", str(tmp_path), "--ram", "64G"])
+    assert done.exit_code == 2
+    assert "bits is 3; ktft reads 4" in done.output
+
+
+@pytest.mark.usefixtures("untimed")
 def test_nothing_fits(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KTFT_MEMORY_LIMIT", "300M")
     told = plan(tiny_checkpoint("dsv3"), code=1)
@@ -205,6 +288,7 @@ def test_nothing_fits(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPat
     assert "What would change that" in shown.stdout
 
 
+@pytest.mark.usefixtures("untimed")
 def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 8 * GIB)
     monkeypatch.setattr(system, "transparent_hugepages", lambda: "never")
@@ -333,7 +417,8 @@ def test_memory_grows_with_what_the_recipe_asks() -> None:
         (
             {
                 "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group"}}},
             },
             4.5,
         ),
@@ -345,7 +430,7 @@ def test_bytes_on_disk_from_the_config(quantization: dict[str, Any] | None, bits
     if quantization:
         values["quantization_config"] = quantization
     (tmp_path / "config.json").write_text(json.dumps(values))
-    source = read_source(tmp_path / "config.json")
+    source = read_source(tmp_path / "config.json", Settings())
     assert source.expert_bytes == pytest.approx(source.shape.expert_parameters * bits / 8, rel=0.001)
 
 
@@ -369,9 +454,9 @@ def test_available_memory_follows_the_cgroup(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_described_machine_needs_no_gpu() -> None:
-    machine = Description(ram="64G", gpu="none").machine()
-    assert machine.gpu is None
-    assert machine.ram_bytes < 64 * GIB
+    described = Description(ram="64G", gpu="none").machine()
+    assert described.gpu is None
+    assert described.ram_bytes < 64 * GIB
 
 
 # --- the check before loading -----------------------------------------------------------------------------------------
@@ -406,4 +491,4 @@ def test_loading_refuses_and_can_be_told_not_to(tiny_checkpoint: Checkpoint, mon
 def test_a_model_whose_shards_are_still_to_come_is_planned_from_its_config(tmp_path: Path) -> None:
     path = write_checkpoint("qwen3moe", tmp_path / "model")
     next(path.glob("model-*.safetensors")).unlink()
-    assert not read_source(path).from_shards
+    assert not read_source(path, Settings()).from_shards

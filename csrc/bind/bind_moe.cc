@@ -77,8 +77,8 @@ void bind_moe(py::module_& m) {
         return PackedExperts::packed_bytes(MoeLayer::checked({experts, hidden, intermediate}, "experts"),
                                            format_from_name(format), biases, nodes);
       },
-      py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
-      py::arg("biases"), py::arg("nodes"));
+      py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"), py::arg("biases"),
+      py::arg("nodes"));
 
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init([](const std::string& isa, int threads, int nodes) {

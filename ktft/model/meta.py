@@ -15,4 +15,6 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     vars(plain).pop("quantization_config", None)
     sees_images = type(config) in AutoModelForImageTextToText._model_mapping
     with no_init_weights(), torch.device("meta"):
-        return (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_config(plain)
+        model = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_config(plain)
+    model.tie_weights()  # which initializing would do
+    return model

@@ -27,6 +27,7 @@ CORES_A_SOCKET = 32
 DISK_RATE = 2e9
 PCIE_RATE = 10e9  # of pageable memory, which is what torch copies from and to
 OPERATING_SYSTEM = 0.02  # of the memory
+_STREAMED, _STREAMED_A_THREAD = 1 << 30, 128 << 20  # bytes that are read to see how fast memory is: more than caches
 
 
 @dataclass(frozen=True)
@@ -191,10 +192,7 @@ def this_machine(threads: int | None, numa_nodes: int | None, *, gpu: bool, disk
         disk_rate: as measured from the checkpoint or given; None if neither.
     """
     runtime = native.runtime(threads, numa_nodes)
-    flops, _ = native.compute_ceilings(runtime, 0.02)
-    memory = native.StreamedMemory(runtime, min(1 << 30, system.available_memory() // 8))
-    memory.read()
-    bandwidth = max(memory.read() for _ in range(2))
+    flops, bandwidth = _measure(runtime)
     available = system.available_memory()
     real = native.topology()["nodes"]
     free = [real[n % len(real)]["memory_bytes"] for n in range(runtime.nodes)]
@@ -212,6 +210,15 @@ def this_machine(threads: int | None, numa_nodes: int | None, *, gpu: bool, disk
         assumptions=() if disk_rate else (f"--disk-rate {DISK_RATE / 1e9:.0f}G: no shard here to measure it on",),
         warnings=(*runtime.warnings, *_warnings(available)),
     )
+
+
+def _measure(runtime: native.Runtime) -> tuple[float, float]:
+    """FLOP/s of products on registers, and bytes/s read from memory, of all threads."""
+    flops, _ = native.compute_ceilings(runtime, 0.02)
+    size = min(_STREAMED_A_THREAD * runtime.threads, _STREAMED, system.available_memory() // 8)
+    memory = native.StreamedMemory(runtime, size)
+    memory.read()
+    return flops, max(memory.read() for _ in range(2))
 
 
 def _this_gpu() -> Gpu | None:
