@@ -92,6 +92,8 @@ def memory(name: str) -> int:
 
 def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict[str, Any]]) -> None:
     """Train, and report what it took."""
+    if not case.cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else the data loader's pinned memory starts CUDA
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
