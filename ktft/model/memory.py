@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from ktft import config, native, system
 from ktft.config import PROJECTIONS
 from ktft.model.shape import ModelShape, MoeShape
@@ -17,9 +19,10 @@ from ktft.model.shape import ModelShape, MoeShape
 FP32, BF16 = 4, 2
 ADAM_STATES = 2  # fp32 moments a parameter
 BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
+CUDA_LIBRARIES = 220 << 20  # what a CUDA build of torch adds to it, whether or not a GPU is used
 CUDA_CONTEXT = 600 << 20  # of VRAM: driver, kernels, cuBLAS
-CUDA_HOST = 1200 << 20  # of RAM: CUDA's libraries and pinned buffers
-VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used
+CUDA_HOST = 1200 << 20  # of RAM: the driver and pinned buffers
+VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used, one block of fp32 logits apart
 
 # csrc/quant/format.h, csrc/kernels/kernels.h
 _TILE_ROWS, _STRIP_PAD, _ROW_PAD, _RANK_BLOCK, _DOT_COLS = 16, 64, 32, 16, 64
@@ -248,7 +251,7 @@ def footprint(
 ) -> Footprint:
     """RAM and VRAM of training, or of holding the model when `work` is None."""
     packed = packed_per_node(shape.moe.values(), expert_format, nodes)
-    ram = {"experts": sum(packed), "python": BASELINE}
+    ram = {"experts": sum(packed), "python": BASELINE + (CUDA_LIBRARIES if gpu or torch.version.cuda else 0)}
     dense = {"other weights": shape.other_parameters * (work.weight_bytes if work else BF16)}
     vram = {"cuda": CUDA_CONTEXT} if gpu else {}
     if gpu:
@@ -282,7 +285,7 @@ def footprint(
     place["activations"] = torch_activations(shape, work, gpu=gpu)
     if gpu:
         held = sum(vram.values()) - CUDA_CONTEXT
-        vram["fragments"] = int(held * (VRAM_FRAGMENTS - 1))
+        vram["fragments"] = int(held * (VRAM_FRAGMENTS - 1)) + work.tokens * shape.vocab_size * FP32
     return Footprint(packed, ram, vram)
 
 
