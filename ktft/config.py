@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import metadata
@@ -64,6 +65,39 @@ def disabled() -> bool:
 def world_size() -> int:
     """Number of processes that the launcher (torchrun, accelerate, deepspeed) started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+_UNITS = ("", "K", "M", "G", "T")
+
+
+def parse_size(text: str, unit: int = 1024) -> int:
+    """`512G`, `1.5T`, `24GB` or a plain number as bytes; `unit` is 1024 for capacities, 1000 for rates.
+
+    Raises:
+        ValueError: not a number of at least 0 with one of K, M, G, T.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{str(text)!r} is not a size; give a number with K, M, G or T, for instance 512G")
+    return int(float(match[1]) * unit ** _UNITS.index(match[2].upper()))
+
+
+def memory_limit() -> int | None:
+    """What `KTFT_MEMORY_LIMIT` (for instance 400G) leaves of this machine's memory to ktft; None where it is unset.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    text = os.environ.get("KTFT_MEMORY_LIMIT", "")
+    try:
+        return parse_size(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"KTFT_MEMORY_LIMIT: {error}") from None
+
+
+def skip_memory_check() -> bool:
+    """Whether `KTFT_SKIP_MEMORY_CHECK` lets a model be loaded that does not seem to fit."""
+    return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
 
 
 @dataclass(frozen=True)

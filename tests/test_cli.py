@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ktft import config, native
-from ktft.cli import doctor, system
+from ktft import config, native, system
+from ktft.cli import doctor
 from ktft.cli.doctor import Row
 from ktft.cli.main import app
 

@@ -71,6 +71,15 @@ void bind_moe(py::module_& m) {
       .value("recompute", Keep::kRoutes)
       .value("retain", Keep::kActivations);
 
+  m.def(
+      "packed_bytes",
+      [](int experts, int hidden, int intermediate, const std::string& format, bool biases, int nodes) {
+        return PackedExperts::packed_bytes(MoeLayer::checked({experts, hidden, intermediate}, "experts"),
+                                           format_from_name(format), biases, nodes);
+      },
+      py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"), py::arg("biases"),
+      py::arg("nodes"));
+
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init([](const std::string& isa, int threads, int nodes) {
              return Runtime::create(isa_from_name(isa), threads, nodes);

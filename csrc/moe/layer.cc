@@ -11,7 +11,14 @@ namespace {
 constexpr int kMaxRank = 256;
 static_assert(split_rank(kMaxRank) <= kMaxTokens);
 
-ExpertShape checked(ExpertShape shape, const std::string& name) {
+void check_matrix(const std::string& name, const char* which, const LoraMatrix& m, int rows, int cols) {
+  KTFT_CHECK(m.rows == rows && m.cols == cols, name, ": LoRA ", which, " is [", m.rows, ", ", m.cols,
+             "] per expert, expected [", rows, ", ", cols, "]");
+}
+
+}  // namespace
+
+ExpertShape MoeLayer::checked(ExpertShape shape, const std::string& name) {
   KTFT_CHECK(shape.experts > 0, name, ": num_experts is ", shape.experts, ", it must be positive");
   KTFT_CHECK(shape.hidden > 0 && shape.hidden % kDimMultiple == 0, name, ": hidden_size is ", shape.hidden,
              ", the kernels need a multiple of ", kDimMultiple);
@@ -19,13 +26,6 @@ ExpertShape checked(ExpertShape shape, const std::string& name) {
              shape.intermediate, ", the kernels need a multiple of ", kDimMultiple);
   return shape;
 }
-
-void check_matrix(const std::string& name, const char* which, const LoraMatrix& m, int rows, int cols) {
-  KTFT_CHECK(m.rows == rows && m.cols == cols, name, ": LoRA ", which, " is [", m.rows, ", ", m.cols,
-             "] per expert, expected [", rows, ", ", cols, "]");
-}
-
-}  // namespace
 
 MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, Swiglu swiglu, bool biases,
                    std::string name)

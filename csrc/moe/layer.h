@@ -25,6 +25,9 @@ class MoeLayer {
   MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, Swiglu swiglu, bool biases,
            std::string name);
 
+  // The shape itself. Throws when the kernels cannot take it.
+  static ExpertShape checked(ExpertShape shape, const std::string& name);
+
   const PackedExperts& weights() const { return weights_; }
   bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);

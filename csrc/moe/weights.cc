@@ -14,31 +14,43 @@ void PackedExperts::matrix_dims(int node, Projection projection, int& rows, int&
   cols = down ? slices_[node].width : shape_.hidden;
 }
 
-PackedExperts::PackedExperts(ExpertShape shape, Format format, bool biases, const std::vector<int>& node_ids)
-    : shape_(shape),
-      format_(format),
-      biases_(biases),
-      loaded_(size_t(shape.experts) * kProjections),
-      loaded_biases_(loaded_.size()) {
-  const int units = ceil_div(shape.intermediate, kSliceMultiple), nodes = std::min(units, int(node_ids.size()));
-  for (int n = 0; n < nodes; n++) {
-    Slice slice{};
-    slice.begin = split(units, nodes, n) * kSliceMultiple;
-    slice.width = std::min(split(units, nodes, n + 1) * kSliceMultiple, shape.intermediate) - slice.begin;
-    slices_.push_back(std::move(slice));
-    Slice& s = slices_.back();
+std::vector<PackedExperts::Slice> PackedExperts::slices_of(ExpertShape shape, Format format, bool biases, int nodes) {
+  const int units = ceil_div(shape.intermediate, kSliceMultiple), count = std::min(units, nodes);
+  std::vector<Slice> slices;
+  for (int n = 0; n < count; n++) {
+    Slice s{};
+    s.begin = split(units, count, n) * kSliceMultiple;
+    s.width = std::min(split(units, count, n + 1) * kSliceMultiple, shape.intermediate) - s.begin;
     for (int p = 0; p < kProjections; p++) {
-      int rows, cols;
-      matrix_dims(n, Projection(p), rows, cols);
+      const bool down = Projection(p) == Projection::kDown;
+      const int rows = down ? shape.hidden : s.width, cols = down ? s.width : shape.hidden;
       s.offset[p] = s.expert_bytes;
       s.expert_bytes += tiles_bytes(format, rows, cols);
       s.scale_offset[p] = s.expert_bytes;
       s.expert_bytes += (scale_count(format, rows, cols) * sizeof(float) + 63) / 64 * 64;
       s.bias_offset[p] = s.expert_bytes;
-      if (has_bias(n, Projection(p))) s.expert_bytes += (size_t(rows) * sizeof(float) + 63) / 64 * 64;
+      if (has_bias(biases, n, Projection(p))) s.expert_bytes += (size_t(rows) * sizeof(float) + 63) / 64 * 64;
     }
-    s.memory = NodeBuffer(s.expert_bytes * shape.experts, node_ids[n]);
+    slices.push_back(std::move(s));
   }
+  return slices;
+}
+
+PackedExperts::PackedExperts(ExpertShape shape, Format format, bool biases, const std::vector<int>& node_ids)
+    : shape_(shape),
+      format_(format),
+      biases_(biases),
+      slices_(slices_of(shape, format, biases, int(node_ids.size()))),
+      loaded_(size_t(shape.experts) * kProjections),
+      loaded_biases_(loaded_.size()) {
+  for (int n = 0; n < nodes(); n++)
+    slices_[n].memory = NodeBuffer(slices_[n].expert_bytes * shape.experts, node_ids[n]);
+}
+
+std::vector<size_t> PackedExperts::packed_bytes(ExpertShape shape, Format format, bool biases, int nodes) {
+  std::vector<size_t> bytes;
+  for (const Slice& s : slices_of(shape, format, biases, nodes)) bytes.push_back(s.expert_bytes * shape.experts);
+  return bytes;
 }
 
 size_t PackedExperts::bytes() const {
@@ -56,7 +68,7 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
   float* const scales = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
   if (info(format_).row_scaled) m.row_scale = scales;
   if (info(format_).block_scaled) m.block_scale = scales;
-  if (has_bias(node, projection)) m.bias = reinterpret_cast<float*>(base + s.bias_offset[int(projection)]);
+  if (has_bias(biases_, node, projection)) m.bias = reinterpret_cast<float*>(base + s.bias_offset[int(projection)]);
   return m;
 }
 

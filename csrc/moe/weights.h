@@ -28,6 +28,8 @@ class PackedExperts {
   int begin(int node) const { return slices_[node].begin; }
   int width(int node) const { return slices_[node].width; }
   size_t bytes() const;
+  // Bytes that each of so many nodes would hold.
+  static std::vector<size_t> packed_bytes(ExpertShape shape, Format format, bool biases, int nodes);
 
   // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
   // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf. Returns whether codes and scales stayed as they
@@ -61,8 +63,10 @@ class PackedExperts {
     size_t offset[kProjections], scale_offset[kProjections], bias_offset[kProjections], expert_bytes;
     NodeBuffer memory;
   };
+  // Slices without memory, one a node as far as there are columns for it.
+  static std::vector<Slice> slices_of(ExpertShape shape, Format format, bool biases, int nodes);
   void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
-  bool has_bias(int node, Projection p) const { return biases_ && (node == 0 || p != Projection::kDown); }
+  static bool has_bias(bool biases, int node, Projection p) { return biases && (node == 0 || p != Projection::kDown); }
   template <class Fn>
   void each_unit(Pool& pool, int expert, Projection projection, const Fn& fn) const;
 

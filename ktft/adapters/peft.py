@@ -42,9 +42,7 @@ def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str
             not have; a model without ktft's experts.
     """
     _require_experts(model)
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
-        config.target_modules = list(linear_names(model))
-    _check_request(model, config)
+    _resolve(model, config)
     with _reaching_experts(model, config, adapter_name):
         return _adapt(peft_get_peft_model(model, config, adapter_name=adapter_name))
 
@@ -201,6 +199,12 @@ def _adaptable(model: Any) -> dict[str, nn.Module]:
     return found
 
 
+def _resolve(model: Any, config: Any) -> None:
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        config.target_modules = list(linear_names(model))
+    _check_request(model, config)
+
+
 def _check_request(model: Any, config: Any) -> None:
     """Each requested name must match something that LoRA there would train."""
     modules = _adaptable(model)
@@ -225,7 +229,7 @@ def _check_request(model: Any, config: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Reach:
+class Reach:
     """Full names of the modules to give LoRA, ranks on routed experts by module, and target_modules to save."""
 
     modules: set[str]
@@ -233,7 +237,13 @@ class _Reach:
     standard: set[str] | str
 
 
-def _reach(model: Any, config: Any) -> _Reach:
+def planned_reach(model: Any, config: LoraConfig) -> Reach:
+    """What `get_peft_model` would give LoRA, and the same errors; the model, which may be on meta, is not changed."""
+    _resolve(model, config)
+    return _reach(model, config)
+
+
+def _reach(model: Any, config: Any) -> Reach:
     if config.peft_type != PeftType.LORA or config.target_parameters:
         raise ValueError(
             f"ktft trains LoRA on target_modules, not {config.peft_type} with "
@@ -253,7 +263,7 @@ def _reach(model: Any, config: Any) -> _Reach:
                 ranks[name] = own
         elif match:
             modules.add(name)
-    return _Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
+    return Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
 
 
 def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> dict[str, Rank]:

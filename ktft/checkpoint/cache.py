@@ -23,6 +23,7 @@ import torch
 
 from ktft.checkpoint.files import CRC32, NewTensor, to_json
 from ktft.checkpoint.identity import difference, identify
+from ktft.checkpoint.load import LayerShape
 from ktft.checkpoint.reader import CONFIG_NAME, TensorEntry, read_header
 from ktft.config import PROJECTIONS
 from ktft.native import ExpertLayer
@@ -46,8 +47,8 @@ class ExpertShape:
     biases: bool
 
     @classmethod
-    def of(cls, layer: ExpertLayer) -> ExpertShape:
-        """The shape of a native layer."""
+    def of(cls, layer: LayerShape) -> ExpertShape:
+        """The shape of a native layer, or of what stands for one."""
         return cls(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.biases)
 
 
@@ -246,7 +247,7 @@ class PackedCache:
             )
         return own
 
-    def check_model(self, model_type: str, layers: Mapping[int, ExpertLayer]) -> None:
+    def check_model(self, model_type: str, layers: Mapping[int, LayerShape]) -> None:
         """Compare with the model that is to take the experts.
 
         Raises:

@@ -33,9 +33,14 @@ SHARDS_AT_ONCE = 4
 class LayerShape(Protocol):
     """What of a layer decides which tensors it needs."""
 
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def biases(self) -> bool: ...
 
 
 @dataclass(frozen=True)

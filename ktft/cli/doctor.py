@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from ktft.cli import system
+from ktft import system
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -78,7 +78,7 @@ def numa() -> Iterator[Row]:
 def memory() -> Iterator[Row]:
     sizes, limit = system.memory(), system.cgroup_memory_limit()
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
-    value = f"{system.gib(total)} in all, {system.gib(available)} available"
+    value = f"{system.readable(total)} in all, {system.readable(available)} available"
     low = available < total // 4
     cure = "end what holds it: the quantized experts must fit in what is available"
     yield Row("memory", "warn" if low else "ok", value, cure if low else "")
@@ -86,7 +86,7 @@ def memory() -> Iterator[Row]:
         yield Row("memory limit", "ok", "none below the host's memory")
     else:
         cure = "the experts must fit below it: docker run --memory, or your scheduler's memory request"
-        yield Row("memory limit", "warn", f"cgroup allows {system.gib(limit)}", cure)
+        yield Row("memory limit", "warn", f"cgroup allows {system.readable(limit)}", cure)
     pages = system.transparent_hugepages()
     if pages in ("always", "madvise"):
         yield Row("hugepages", "ok", pages)

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ktft import config
 from ktft.cli import bench
+from ktft.cli.plan import plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench.app, name="bench")
+app.command()(plan)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERSION_PACKAGES = ("torch", "transformers", "peft", "accelerate", "llamafactory")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ktft.checkpoint.families import Family
+from ktft.checkpoint.load import LayerShape
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 from ktft.native import ExpertLayer
@@ -22,14 +23,16 @@ class KtftExperts(nn.Module):
     expert weights. The only buffer, `weight`, has no elements: it tells peft which device the model is on.
 
     Args:
-        layer: the packed experts.
+        layer: the packed experts, or only their sizes where nothing will be computed.
         family: of the model.
         activation: what backward finds saved, `retain` or `recompute`.
     """
 
-    def __init__(self, layer: ExpertLayer, family: Family, activation: str = "retain") -> None:
+    layer: ExpertLayer
+
+    def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = cast(ExpertLayer, layer)
         self.family = family
         self.activation = activation
         self.num_experts = layer.num_experts

@@ -16,7 +16,10 @@ from transformers.integrations.moe import _default_apply_gate
 
 from ktft.checkpoint.families import FAMILIES, STACKED, Family, Layout
 from ktft.config import PROJECTIONS
+from ktft.model import kimi_k2
 from ktft.model.experts import layer_number
+
+kimi_k2.register()
 
 CALL = ("hidden_states", "top_k_index", "top_k_weights")
 """Arguments of transformers 5's routed experts."""

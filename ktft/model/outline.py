@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.config import Settings
+from ktft.model.meta import meta_model
 from ktft.model.quantizer import LoadPlan
 
 
@@ -21,7 +21,5 @@ def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
             shape or dtype.
     """
     files = CheckpointReader.from_directory(directory).files
-    config = AutoConfig.from_pretrained(directory)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = meta_model(AutoConfig.from_pretrained(directory))
     return LoadPlan(model, [str(file) for file in files], settings)

@@ -25,19 +25,18 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
 from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, unknown_key, world_size
-from ktft.model import kimi_k2
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
-
-kimi_k2.register()
+from ktft.model.memory import require_memory
 
 logger = logging.getLogger(__name__)
 
 
 @register_quantization_config("ktft")
 class KtftConfig(QuantizationConfigMixin):
-    """Pass as `quantization_config` to `from_pretrained`. The arguments are those of `ktft.config.Settings`.
+    """Pass as `quantization_config` to `from_pretrained`. The arguments are those of `ktft.config.Settings`, and
+    `reserve_bytes`: memory that must be left once the model is loaded, for training say; more is not loaded.
 
     Raises:
         ValueError: an unknown argument (naming the nearest valid one), or a value that is not accepted.
@@ -51,6 +50,7 @@ class KtftConfig(QuantizationConfigMixin):
         activation: str = Settings.activation,
         expert_checkpoint: str | None = Settings.expert_checkpoint,
         verify_checksums: bool = Settings.verify_checksums,
+        reserve_bytes: int = 0,
         quant_method: str = "ktft",
         **unknown: Any,
     ) -> None:
@@ -63,6 +63,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.activation = activation
         self.expert_checkpoint = expert_checkpoint
         self.verify_checksums = verify_checksums
+        self.reserve_bytes = reserve_bytes
         _ = self.settings  # checks the values
 
     @property
@@ -71,17 +72,17 @@ class KtftConfig(QuantizationConfigMixin):
         return Settings(**{name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> KtftConfig:
+    def from_settings(cls, settings: Settings, reserve_bytes: int = 0) -> KtftConfig:
         """The configuration that carries these settings."""
-        return cls(**{name: getattr(settings, name) for name in SETTINGS})
+        return cls(**{name: getattr(settings, name) for name in SETTINGS}, reserve_bytes=reserve_bytes)
 
 
-def configure(config: PreTrainedConfig, settings: Settings) -> None:
+def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int = 0) -> None:
     """Make `from_pretrained(config=config)` load the routed experts with ktft.
 
     How the checkpoint itself is quantized is read off its own config.json, so `config` need not keep that.
     """
-    config.quantization_config = KtftConfig.from_settings(settings).to_dict()
+    config.quantization_config = KtftConfig.from_settings(settings, reserve_bytes).to_dict()
 
 
 def _prefer_ktft(merge: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -145,6 +146,7 @@ class KtftHfQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._plan = LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
+        _check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
         if self._plan.backbone.conversions():
             self.pre_quantized = True  # else transformers casts integers and scales to the model's dtype
 
@@ -158,6 +160,16 @@ class KtftHfQuantizer(HfQuantizer):
         self._plan.load_experts()
         self._plan = None
         return model
+
+
+def _check_memory(model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int, device_map: Any) -> None:
+    """Refuse a model that would not fit, before its weights are read."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
+    needed = sum(layer.packed_bytes for layer in plan.layers.values())
+    if all(str(place) == "cpu" for place in places):
+        needed += sum(tensor.nbytes for tensor in model.state_dict().values())
+    what = f"the model in expert_format {plan.expert_format}"
+    require_memory(f"{what} and training" if reserve_bytes else what, needed + reserve_bytes)
 
 
 class LoadPlan:
@@ -184,7 +196,8 @@ class LoadPlan:
             if settings.expert_checkpoint is not None:
                 source = CheckpointReader.from_directory(settings.expert_checkpoint)
             self.experts, doing = ExpertPlan(source, self.family, self.layers, ignored), "Packing"
-        self.title = f"{doing} experts ({settings.expert_format or DEFAULT_EXPERT_FORMAT})"
+        self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
+        self.title = f"{doing} experts ({self.expert_format})"
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
         model._keys_to_ignore_on_load_unexpected = [
             *ignored,

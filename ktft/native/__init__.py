@@ -6,7 +6,7 @@ Everything here takes and returns CPU tensors.
 from ktft.native.ceilings import StreamedMemory, compute_ceilings
 from ktft.native.extension import FORMATS
 from ktft.native.layer import ExpertLayer, Gradients
-from ktft.native.machine import Runtime, cpu_features, default_isa, isas, kernels, runtime, topology
+from ktft.native.machine import Runtime, cpu_features, default_isa, isas, kernels, packed_bytes, runtime, topology
 
 __all__ = [
     "FORMATS",
@@ -19,6 +19,7 @@ __all__ = [
     "default_isa",
     "isas",
     "kernels",
+    "packed_bytes",
     "runtime",
     "topology",
 ]

@@ -15,6 +15,140 @@ from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
 from ktft.native.machine import Runtime
 from ktft.swiglu import SILU, Swiglu
 
+<<<<<<< HEAD:ktft/native/layer.py
+=======
+try:
+    import ktft._C as _C
+except ImportError as error:
+    raise ImportError(
+        f"ktft's native core cannot be loaded ({error}). Install ktft for this Python from its folder: pip install ."
+    ) from error
+
+FORMATS: tuple[str, ...] = _C.FORMATS
+_DTYPES = {torch.float32: _C.Dtype.f32, torch.bfloat16: _C.Dtype.bf16, torch.float16: _C.Dtype.f16}
+_ENCODINGS = {torch.float32: _C.Encoding.f32, torch.bfloat16: _C.Encoding.bf16, torch.float16: _C.Encoding.f16}
+_PROJECTIONS = {name: getattr(_C.Projection, name) for name in PROJECTIONS}
+
+
+def cpu_features() -> dict[str, bool]:
+    """CPU feature name -> whether this process can use it (AMX: granted by the operating system)."""
+    return dict(_C.cpu_features())
+
+
+def isas() -> list[str]:
+    """ISAs this CPU runs, slowest first; `runtime` takes the last one unless KTFT_ISA names another."""
+    return list(_C.isas())
+
+
+def default_isa() -> str:
+    """The ISA that `runtime` takes. Raises ValueError when KTFT_ISA is unknown or cannot run here."""
+    return str(_C.default_isa())
+
+
+def topology() -> dict[str, Any]:
+    """CPUs and memory this process may use.
+
+    Returns `nodes` (`id`, `cpus`, physical `cores`, `memory_bytes`, `free_bytes` each), `cgroup_cpus` (CPU quota or
+    None), `cores` (physical cores within the quota) and `mbind` ("ok" or why memory cannot be placed on a node).
+    """
+    return dict(_C.topology())
+
+
+def kernels() -> list[dict[str, Any]]:
+    """The kernel table: `name`, `isa`, `format`, `backward` of each row."""
+    return list(_C.kernels())
+
+
+def packed_bytes(
+    num_experts: int, hidden_size: int, intermediate_size: int, format: str, nodes: int, biases: bool = False
+) -> list[int]:
+    """Bytes that each NUMA node would hold of one layer's experts; fewer entries where the columns do not go round.
+
+    Raises:
+        ValueError: dims that the kernels cannot take, or an unknown format.
+    """
+    return list(_C.packed_bytes(num_experts, hidden_size, intermediate_size, format, biases, nodes))
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Thread pools and workspace, shared by all layers of a process with the same settings."""
+
+    handle: Any
+
+    @property
+    def isa(self) -> str:
+        """Name of the ISA whose kernels run."""
+        return str(self.handle.isa)
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute, the calling one included."""
+        return int(self.handle.threads)
+
+    @property
+    def nodes(self) -> int:
+        """NUMA nodes the experts are spread over."""
+        return int(self.handle.nodes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of buffers that grew to the largest call so far."""
+        return int(self.handle.workspace_bytes)
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds that layer calls spent in each phase since this was last called, in order of first appearance."""
+        return dict(self.handle.take_phases())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes this machine slower than it could be, for a person."""
+        status = topology()["mbind"]
+        if self.nodes > 1 and status != "ok":
+            return (
+                f"memory cannot be bound to NUMA nodes here ({status}): experts may lie far from their threads. In a "
+                "container allow the mbind system call, for instance docker run --cap-add SYS_NICE",
+            )
+        return ()
+
+
+@functools.cache
+def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str | None = None) -> Runtime:
+    """The process's runtime for these settings, made on first use.
+
+    Args:
+        threads: threads that compute; None for one per physical core that affinity and cgroup allow.
+        numa_nodes: parts to split the experts into; None for the machine's nodes. More than it has emulates a split.
+        isa: kernel ISA; None for `default_isa()`.
+    """
+    return Runtime(_C.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
+
+
+def compute_ceilings(runtime: Runtime, seconds: float = 0.01) -> tuple[float, float]:
+    """FLOP/s of all the runtime's threads now: products of registers only (P), and the forward kernel's inner loop on
+    operands in L1 and L2 with nothing decoded (H). Takes twice `seconds`.
+    """
+    measure, handle = _C.measure_flops, runtime.handle
+    return float(measure(handle, _C.Ceiling.registers, seconds)), float(measure(handle, _C.Ceiling.hot, seconds))
+
+
+class StreamedMemory:
+    """Memory for the ceilings of operands that no cache holds. Take far more `bytes` than the caches hold."""
+
+    def __init__(self, runtime: Runtime, bytes: int) -> None:
+        self._native = _C.StreamedMemory(runtime.handle, bytes)
+
+    def read(self) -> float:
+        """Bytes per second of all threads together, reading everything once."""
+        return float(self._native.read())
+
+    def gemm(self, tokens: int, reduction: int) -> float:
+        """FLOP/s of all threads' bf16 forward GEMM alone (S): everything once as weights of `reduction` columns (a
+        multiple of 32), under the same 1 to 704 tokens, results not used.
+        """
+        return float(self._native.gemm(tokens, reduction))
+
+>>>>>>> p:ktft/native.py
 
 @dataclass
 class Gradients:

@@ -33,6 +33,17 @@ def topology() -> dict[str, Any]:
     return dict(core.topology())
 
 
+def packed_bytes(
+    num_experts: int, hidden_size: int, intermediate_size: int, format: str, nodes: int, biases: bool = False
+) -> list[int]:
+    """Bytes that each NUMA node would hold of one layer's experts; fewer entries where the columns do not go round.
+
+    Raises:
+        ValueError: dims that the kernels cannot take, or an unknown format.
+    """
+    return list(core.packed_bytes(num_experts, hidden_size, intermediate_size, format, biases, nodes))
+
+
 def kernels() -> list[dict[str, Any]]:
     """The kernel table: `name`, `isa`, `format`, `backward` of each row."""
     return list(core.kernels())

@@ -16,20 +16,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import yaml
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
+from ktft import native
 from ktft.adapters.lora import UNMERGED
 from ktft.adapters.peft import linear_names
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
+from ktft.train.recipe import recipe_of_arguments, training_reserve
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch, get_peft_model, load_adapter
 
 _ADAPTED = "_ktft_adapted"
 _SETTINGS = "_ktft_settings"
+_RECIPE = "_ktft_recipe"
 
 
 def adapt(module: ModuleType) -> None:
@@ -99,6 +103,7 @@ def _adapt_parser(module: Any) -> None:
         for note in notes:
             logger().info(note)
         setattr(model_args, _SETTINGS, settings)
+        setattr(model_args, _RECIPE, recipe_of_arguments(parsed, settings))
         # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would ask for KTransformers'
         # packages, and refuse what those cannot do.
         model_args.use_kt = False
@@ -195,7 +200,7 @@ def _adapt_loader(module: Any) -> None:
             vars(config).pop("quantization_config", None)
         original_config(config, tokenizer, model_args, init_kwargs, *args)
         if settings is not None:
-            configure(config, settings)
+            configure(config, settings, _reserve(config, model_args, settings))
             if init_kwargs.get("device_map") == "auto":  # inference: would spread the model over all GPUs
                 misc = importlib.import_module("llamafactory.extras.misc")
                 init_kwargs["device_map"] = {"": misc.get_current_device()}
@@ -209,6 +214,16 @@ def _adapt_loader(module: Any) -> None:
 
     module.patch_config, module.init_adapter = patch_config, init_adapter
     patcher.configure_attn_implementation = configure_attn_implementation
+
+
+def _reserve(config: Any, model_args: Any, settings: Settings) -> int:
+    """Memory that training will take beside the model; 0 for models that are not trained."""
+    recipe = getattr(model_args, _RECIPE, None)
+    if recipe is None:
+        return 0
+    runtime = native.runtime(settings.threads, settings.numa_nodes)
+    on_gpu = not recipe.use_cpu and torch.cuda.is_available()
+    return training_reserve(config, recipe, threads=runtime.threads, nodes=runtime.nodes, gpu=on_gpu)
 
 
 def _adapt_adapter(module: Any) -> None:

@@ -1,0 +1,344 @@
+"""How much memory a model and a training step take: packed experts to the byte, the rest as the code allocates it.
+
+Sizes are bytes. What native buffers hold is in csrc/moe (workspace.h, forward.cc, backward.cc); this follows them.
+Constants that stand for other people's allocations were fitted with tests/scripts/plan_accuracy.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ktft import config, native, system
+from ktft.config import PROJECTIONS
+from ktft.model.shape import ModelShape, MoeShape
+
+FP32, BF16 = 4, 2
+ADAM_STATES = 2  # fp32 moments a parameter
+BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
+CUDA_LIBRARIES = 220 << 20  # what a CUDA build of torch adds to it, whether or not a GPU is used
+CUDA_CONTEXT = 600 << 20  # of VRAM: driver, kernels, cuBLAS
+CUDA_HOST = 1200 << 20  # of RAM: the driver and pinned buffers
+VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used, one block of fp32 logits apart
+
+# csrc/quant/format.h, csrc/kernels/kernels.h
+_TILE_ROWS, _STRIP_PAD, _ROW_PAD, _RANK_BLOCK, _DOT_COLS = 16, 64, 32, 16, 64
+_MAX_TOKENS, _MAX_OUTPUTS, _CHUNK_ROWS = 704, 256, 64
+_GEMM_SCRATCH = (1024 + 2 * _MAX_TOKENS) * 64 * BF16
+# csrc/moe/forward.cc, plan(): experts whose activations fit so much are done one by one
+_EXPERT_BYTES, _TASKS_PER_THREAD = 2 << 20, 4
+
+# Bytes for each logit while the loss is computed and differentiated: bf16 or fp32 logits as the model returns them,
+# fp32 ones, log-softmax, its gradient, and the gradient in the logits' dtype.
+_LOGIT_BYTES = {BF16: 14, FP32: 16}
+# Bytes for each attention score while one layer runs, where torch has no fused attention: on the CPU, when values are
+# not as wide as keys (DeepSeek's attention). Scores, mask, softmax and their gradients in fp32.
+_SCORE_BYTES = 29
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA on `count` matrices of one shape: 1 linear layer, or all experts' same projection in one layer."""
+
+    in_features: int
+    out_features: int
+    rank: int
+    count: int = 1
+    layer: int | None = None
+    projection: str | None = None  # of routed experts
+
+    @property
+    def parameters(self) -> int:
+        """Of A and B together."""
+        return self.count * self.rank * (self.in_features + self.out_features)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step of training, as far as memory and time depend on it.
+
+    Attributes:
+        adapters: all LoRA.
+        batch: sequences of one forward pass; sequence: tokens of each.
+        accumulation: forward passes of one optimizer step.
+        checkpointing: gradient checkpointing of decoder layers.
+        activation: what native layers keep for backward, `retain` or `recompute`.
+        adapter_bytes: bytes of a LoRA parameter, its gradient and each moment: 4, or 2 with `pure_bf16`.
+        states: moments of the optimizer.
+        weight_bytes: bytes of a weight outside of the experts.
+        mixed: autocast to 16 bits.
+        loss_copies: forward passes whose logits live together (2 for DPO's chosen and rejected).
+    """
+
+    adapters: tuple[Adapter, ...]
+    batch: int
+    sequence: int
+    accumulation: int = 1
+    checkpointing: bool = True
+    activation: str = "retain"
+    adapter_bytes: int = FP32
+    states: float = ADAM_STATES
+    weight_bytes: int = BF16
+    mixed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of one forward pass."""
+        return self.batch * self.sequence
+
+    def on_experts(self, layer: int | None = None) -> list[Adapter]:
+        """LoRA on routed experts, of one layer or of all."""
+        return [a for a in self.adapters if a.projection and (layer is None or a.layer == layer)]
+
+    def elsewhere(self) -> list[Adapter]:
+        """LoRA on linear layers."""
+        return [a for a in self.adapters if not a.projection]
+
+    def training_bytes(self, adapters: Iterable[Adapter]) -> int:
+        """Parameters, gradients and the optimizer's moments."""
+        return int(sum(a.parameters for a in adapters) * self.adapter_bytes * (2 + self.states))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by what they are for: RAM, of which `packed` lies on given NUMA nodes, and VRAM (empty without a GPU)."""
+
+    packed: tuple[int, ...]
+    ram: dict[str, int]
+    vram: dict[str, int]
+
+    @property
+    def ram_bytes(self) -> int:
+        """All RAM."""
+        return sum(self.ram.values())
+
+    @property
+    def vram_bytes(self) -> int:
+        """All VRAM."""
+        return sum(self.vram.values())
+
+    @property
+    def node_bytes(self) -> tuple[int, ...]:
+        """RAM a node: its slice of the experts and, of what has no node of its own, an equal part."""
+        rest = (self.ram_bytes - sum(self.packed)) // len(self.packed)
+        return tuple(packed + rest for packed in self.packed)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def packed_per_node(moes: Iterable[MoeShape], expert_format: str, nodes: int) -> tuple[int, ...]:
+    """Packed experts of all layers on each of so many nodes, exactly as native allocates them."""
+    total = [0] * nodes
+    for moe in moes:
+        dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
+        sizes = native.packed_bytes(*dims, expert_format, nodes, moe.biases)
+        for node, size in enumerate(sizes):
+            total[node] += size
+    return tuple(total)
+
+
+def active_experts(moe: MoeShape, tokens: int) -> float:
+    """Experts that get at least one of the tokens when all are equally likely."""
+    return moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+
+
+def _activations(rows: float, cols: int) -> float:
+    return rows * (cols + _STRIP_PAD) * BF16
+
+
+def _places(rank: int) -> int:
+    return -(-rank // _RANK_BLOCK) * 2 * _RANK_BLOCK
+
+
+def _rows(moe: MoeShape, tokens: int) -> tuple[int, float]:
+    """Rows of all experts together, and rows with every expert's padded to whole `_ROW_PAD`."""
+    rows, active = tokens * moe.top_k, active_experts(moe, tokens)
+    return rows, rows + active * (_ROW_PAD - 1) / 2
+
+
+def _one_by_one(moe: MoeShape, tokens: int, threads: int, nodes: int) -> bool:
+    """Whether native does each expert's whole pass as one task, in each thread's own memory."""
+    active = active_experts(moe, tokens)
+    mean = tokens * moe.top_k / active
+    largest = mean + 3 * math.sqrt(mean)
+    small = largest <= _MAX_TOKENS and largest * (moe.hidden_size + moe.intermediate_size) * BF16 <= _EXPERT_BYTES
+    return nodes == 1 and small and active >= _TASKS_PER_THREAD * threads
+
+
+def saved_activations(moe: MoeShape, tokens: int, adapters: Iterable[Adapter]) -> int:
+    """What one layer keeps from forward to backward under `retain`: gate, up, and low-rank products."""
+    rows, packed = _rows(moe, tokens)
+    low_rank = sum(a.rank for a in adapters) * rows * FP32
+    return int(2 * _activations(packed, moe.intermediate_size) + low_rank)
+
+
+def workspace(moe: MoeShape, tokens: int, adapters: list[Adapter], *, threads: int, nodes: int, activation: str) -> int:
+    """Buffers that all native layers share, after a forward and a backward of so many tokens."""
+    hidden, inner = moe.hidden_size, moe.intermediate_size
+    rows, packed = _rows(moe, tokens)
+    active = active_experts(moe, tokens)
+    places = [_places(a.rank) for a in adapters]
+    one_by_one = _one_by_one(moe, tokens, threads, nodes)
+    shared = 0.0 if one_by_one else packed
+    total = 2 * _activations(shared, hidden)  # x, dy
+    total += active * sum(_places(a.rank) * (a.in_features + a.out_features) for a in adapters) * BF16
+    total += 3 * rows * sum(a.rank for a in adapters) * FP32 / max(len(adapters), 1)
+    total += 2 * sum(_activations(shared, p) for p in places)
+    if not one_by_one:
+        total += 2 * sum(p * (packed + _STRIP_PAD * active) * BF16 for p in places)
+    total += 3 * _activations(shared, inner)  # h, d gate, d up
+    if activation == "recompute":
+        total += 2 * _activations(packed, inner) + rows * sum(a.rank for a in adapters) * FP32
+    total += nodes * rows * hidden * BF16  # y
+    total += rows * math.ceil(inner / _DOT_COLS) * FP32
+    return int(total + threads * _scratch(moe, tokens, places, one_by_one))
+
+
+def _scratch(moe: MoeShape, tokens: int, places: list[int], one_by_one: bool) -> int:
+    most = 1.3 * tokens * moe.top_k / active_experts(moe, tokens) + _ROW_PAD
+    gemm = _GEMM_SCRATCH + 2 * _MAX_TOKENS * _MAX_OUTPUTS * FP32
+    product = _CHUNK_ROWS * _MAX_OUTPUTS * FP32 + _GEMM_SCRATCH + moe.hidden_size * (_TILE_ROWS * 2 * BF16 + 8)
+    gradient = _activations(most, _MAX_OUTPUTS) + _MAX_TOKENS * _MAX_OUTPUTS * FP32 + _GEMM_SCRATCH
+    total = max(gemm, product, gradient if places else 0)
+    if one_by_one:
+        total += _activations(most, moe.hidden_size) + 3 * _activations(most, moe.intermediate_size)
+        total += 9 * max(places, default=0) * (most + _STRIP_PAD) * BF16
+    return int(total)
+
+
+def _layer_activations(shape: ModelShape, work: Workload) -> float:
+    """Bytes a token of what torch keeps of the largest decoder layer, routed experts apart.
+
+    A linear layer's output; with LoRA also its input in the adapter's precision; norms in fp32; attention's operands.
+    """
+    adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
+    wide = BF16 if work.mixed else work.weight_bytes
+    layers: dict[int, float] = {}
+    for linear in shape.linears:
+        if linear.layer is None:
+            continue
+        lora = (linear.layer, linear.in_features, linear.out_features) in adapted
+        size = linear.out_features * wide * (2 if lora else 1)
+        if lora:
+            size += linear.in_features * (BF16 if work.mixed else work.adapter_bytes)
+        layers[linear.layer] = layers.get(linear.layer, 0.0) + size
+    attention = shape.heads * (4 * shape.qk_dim + 2 * shape.v_dim) * wide
+    norms = shape.hidden_size * (4 * wide + 4 * FP32)
+    return max(layers.values(), default=0.0) + attention + norms
+
+
+def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
+    """The peak of what torch holds in one forward and backward pass, wherever the model's other weights are."""
+    stream = work.tokens * shape.hidden_size * (FP32 if work.mixed else work.weight_bytes)
+    layer = work.tokens * _layer_activations(shape, work)
+    fused = gpu or shape.qk_dim == shape.v_dim
+    scores = 0 if fused else work.batch * shape.heads * work.sequence**2 * _SCORE_BYTES
+    logits = work.tokens * shape.vocab_size * (_LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0))
+    if work.checkpointing:
+        return int(shape.layers * stream + max(logits, 2 * layer + scores))
+    return int(shape.layers * layer + max(logits, scores))
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+def footprint(
+    shape: ModelShape, work: Workload | None, expert_format: str, *, threads: int, nodes: int, gpu: bool
+) -> Footprint:
+    """RAM and VRAM of training, or of holding the model when `work` is None."""
+    packed = packed_per_node(shape.moe.values(), expert_format, nodes)
+    ram = {"experts": sum(packed), "python": BASELINE + (CUDA_LIBRARIES if gpu or torch.version.cuda else 0)}
+    dense = {"other weights": shape.other_parameters * (work.weight_bytes if work else BF16)}
+    vram = {"cuda": CUDA_CONTEXT} if gpu else {}
+    if gpu:
+        ram["cuda"] = CUDA_HOST
+    place = vram if gpu else ram
+    place |= dense
+    if work is None:
+        return Footprint(packed, ram, vram)
+    ram["expert LoRA"] = sum(a.parameters for a in work.on_experts()) * work.adapter_bytes
+    ram["its gradients and moments"] = work.training_bytes(work.on_experts()) - ram["expert LoRA"]
+    place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
+    retained = 0
+    if work.activation == "retain":
+        saved = [saved_activations(moe, work.tokens, work.on_experts(n)) for n, moe in shape.moe.items()]
+        retained = max(saved) if work.checkpointing else sum(saved)
+    largest = max(
+        workspace(
+            moe,
+            work.tokens,
+            work.on_experts(number),
+            threads=threads,
+            nodes=nodes,
+            activation=work.activation,
+        )
+        for number, moe in shape.moe.items()
+    )
+    io = 6 * work.tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients as they cross
+    layer_grads = [sum(a.parameters for a in work.on_experts(n)) for n in shape.moe]
+    second = work.accumulation > 1  # gradients of a further pass stand beside those they are added to
+    ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
+    place["activations"] = torch_activations(shape, work, gpu=gpu)
+    if gpu:
+        held = sum(vram.values()) - CUDA_CONTEXT
+        vram["fragments"] = int(held * (VRAM_FRAGMENTS - 1)) + work.tokens * shape.vocab_size * FP32
+    return Footprint(packed, ram, vram)
+
+
+# --- the check before loading -----------------------------------------------------------------------------------------
+
+
+def shortage(what: str, needed: int, available: int, of: str = "memory", limit: str = "") -> str:
+    """The words for memory that does not suffice; `ktft plan` and training use the same."""
+    return (
+        f"{what} needs {system.readable(needed)} of {of}, {system.readable(available)} are available{limit}: "
+        f"{system.readable(needed - available)} too few"
+    )
+
+
+def _limit_words() -> str:
+    if config.memory_limit() is not None:
+        return " (KTFT_MEMORY_LIMIT is set)"
+    limit, total = system.cgroup_memory_limit(), system.memory().get("MemTotal", 0)
+    return f" (a cgroup allows {system.readable(limit)})" if limit is not None and limit < total else ""
+
+
+def require_memory(what: str, needed: int) -> None:
+    """Refuse what does not fit in the memory that this process can still take.
+
+    Raises:
+        ValueError: it does not; the message has both sizes and the cures.
+    """
+    available = system.available_memory()
+    if needed <= available or config.skip_memory_check():
+        return
+    raise ValueError(
+        f"{shortage(what, needed, available, limit=_limit_words())}. Choose a smaller expert_format "
+        f"({', '.join(by_size())}, smallest first), or see what fits with `ktft plan MODEL train.yaml`; "
+        "KTFT_SKIP_MEMORY_CHECK=1 loads all the same"
+    )
+
+
+def by_size() -> list[str]:
+    """Expert formats, smallest first."""
+    return sorted(config.EXPERT_FORMATS, key=lambda name: native.packed_bytes(1, 1024, 1024, name, 1)[0])
+
+
+def expert_adapters(moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]]) -> list[Adapter]:
+    """LoRA on routed experts from layer -> projection -> rank."""
+    return [
+        Adapter(
+            *moe[layer].projection(name),
+            rank=ranks[layer][name],
+            count=moe[layer].num_experts,
+            layer=layer,
+            projection=name,
+        )
+        for layer in moe
+        for name in PROJECTIONS
+        if name in ranks.get(layer, {})
+    ]

@@ -1,0 +1,143 @@
+"""What a model is made of, read off its modules on the meta device: enough to plan memory and time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktft.checkpoint.families import Family
+from ktft.model.experts import KtftExperts, expert_modules
+from ktft.model.generic import family_of
+from ktft.model.meta import meta_model
+
+# What families call the number of experts a token is sent to.
+TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """One layer's routed experts. Stands for its `ExpertLayer` where only sizes matter."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    biases: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Of all experts' weights, biases apart."""
+        return 3 * self.num_experts * self.hidden_size * self.intermediate_size
+
+    def projection(self, name: str) -> tuple[int, int]:
+        """(in_features, out_features) of one expert's projection."""
+        dims = (self.hidden_size, self.intermediate_size)
+        return dims[::-1] if name == "down_proj" else dims
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One linear layer outside of the routed experts; `layer` is its decoder layer, None where it is in none."""
+
+    name: str
+    in_features: int
+    out_features: int
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All that is planned with.
+
+    Attributes:
+        moe: layer number -> its routed experts.
+        linears: every linear layer of the text model outside of them, the output layer included. LLaMA-Factory
+            leaves what sees images frozen, and no text goes through it.
+        other_parameters: number of parameters and buffers that are not routed experts' weights.
+        layers, hidden_size, vocab_size: of the text model.
+        heads, qk_dim, v_dim: attention heads, and their width in queries and keys, and in values.
+    """
+
+    model_type: str
+    moe: dict[int, MoeShape]
+    linears: tuple[LinearShape, ...]
+    other_parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    heads: int
+    qk_dim: int
+    v_dim: int
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all routed experts."""
+        return sum(moe.parameters for moe in self.moe.values())
+
+
+def top_k_of(config: Any) -> int:
+    """Experts a token is sent to.
+
+    Raises:
+        ValueError: the config does not say.
+    """
+    for key in TOP_K_KEYS:
+        if isinstance(value := getattr(config, key, None), int):
+            return value
+    raise ValueError(f"config.json of {config.model_type} has none of {', '.join(TOP_K_KEYS)}")
+
+
+def empty_experts(model: PreTrainedModel, family: Family) -> dict[int, MoeShape]:
+    """Put `KtftExperts` that know only their sizes where the routed experts are, so that adapters find their places."""
+    top_k = top_k_of(model.config.get_text_config())
+    shapes = {}
+    for number, name, (experts, hidden_size, intermediate_size) in expert_modules(model, family):
+        shapes[number] = MoeShape(experts, top_k, hidden_size, intermediate_size, family.biases)
+        model.set_submodule(name, KtftExperts(shapes[number], family))
+    return shapes
+
+
+def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
+    """The shape of a model whose routed experts are out of its parameters."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    nope, rope = getattr(text, "qk_nope_head_dim", None), getattr(text, "qk_rope_head_dim", None)
+    text_only, output = text is model.config, model.get_output_embeddings()
+    tensors = {id(t): t.numel() for t in (*model.parameters(), *model.buffers())}
+    return ModelShape(
+        model_type=model.config.model_type,
+        moe=moe,
+        linears=tuple(
+            LinearShape(name, module.in_features, module.out_features, _layer_of(name))
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and (text_only or module is output or "language_model" in name.split("."))
+        ),
+        other_parameters=sum(tensors.values()),
+        layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        heads=heads,
+        qk_dim=nope + rope if nope and rope else head_dim,
+        v_dim=getattr(text, "v_head_dim", None) or head_dim,
+    )
+
+
+def _layer_of(name: str) -> int | None:
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def shape_of(config: PreTrainedConfig) -> tuple[ModelShape, PreTrainedModel]:
+    """The shape of a config's model, and the model on meta with empty `KtftExperts`.
+
+    Raises:
+        ValueError: ktft does not support the model.
+    """
+    model = meta_model(config)
+    moe = empty_experts(model, family_of(model))
+    return read_shape(model, moe), model

@@ -1,0 +1,183 @@
+"""How fast the kernels and torch are on given shapes: timed on this machine, or from what was measured elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ktft import native
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.memory import Adapter, Workload, active_experts
+from ktft.model.shape import ModelShape, MoeShape
+from ktft.plan.machine import Machine
+
+# Share of P that forward and backward reach, docs/benchmarks.md: AMX, int8 at the deepseek-v3 shape (42 and 36%) and at
+# the qwen3-30b-a3b shape (32 and 24%), whose experts are small; AVX-512-BF16, H over P times the share of H (70 and
+# 64%), taken for the other vector ISAs too.
+SHARES = {"large": (0.42, 0.36), "small": (0.32, 0.24), "vector": (0.70, 0.64)}
+SMALL_INTERMEDIATE = 1024
+# Decoding 4 bits takes longer than int8; a guess from the few-token cases there, where both are bound by decoding.
+DECODING = {"bf16": 1.0, "int8": 1.0, "fp8": 0.95, "k4": 0.85, "int4": 0.9, "mxfp4": 0.9}
+LORA_COST = (0.10, 0.15)  # at rank 8, forward and backward, docs/benchmarks.md
+DENSE_SHARE = 0.5  # of P that torch's bf16 products reach: 56% with oneDNN, docs/benchmarks.md
+FP32_SLOWDOWN = {"amx_bf16": 16.0, "avx512_bf16": 2.0}  # fp32 products against bf16's, by ISA; else 1
+PACK_RATE = 0.4e9  # bytes/s of bf16 that one thread quantizes and packs
+
+_LARGEST_LAYER = 128_000_000  # parameters of the layer that is timed
+_SECONDS = 0.15  # of one timed pass, about
+
+
+@dataclass(frozen=True)
+class ExpertRate:
+    """FLOP/s of base products with everything that comes with them, LoRA included; and bytes/s of bf16 packed."""
+
+    forward: float
+    backward: float
+    pack: float
+
+
+@dataclass(frozen=True)
+class TorchRate:
+    """What runs outside of the experts, on the CPU: FLOP/s of products forward and backward, seconds of LoRA for each
+    token and feature (in and out) of a layer, and of the loss for each logit.
+    """
+
+    forward: float
+    backward: float
+    lora: float
+    logit: float
+
+
+def expert_flops(moe: MoeShape, tokens: int) -> float:
+    """Base products of one pass."""
+    return 6.0 * tokens * moe.top_k * moe.hidden_size * moe.intermediate_size
+
+
+# --- from tables ------------------------------------------------------------------------------------------------------
+
+
+def published_expert_rate(machine: Machine, moe: MoeShape, expert_format: str, adapters: list[Adapter]) -> ExpertRate:
+    """For a machine that is not here."""
+    size = "small" if moe.intermediate_size < SMALL_INTERMEDIATE else "large"
+    shares = SHARES[size if machine.isa == "amx_bf16" else "vector"]
+    rank = max((a.rank for a in adapters), default=0)
+    costs = [1 + cost * -(-rank // 16) for cost in LORA_COST]
+    forward, backward = (
+        machine.flops * share * DECODING[expert_format] / (cost if rank else 1)
+        for share, cost in zip(shares, costs, strict=True)
+    )
+    return ExpertRate(forward, backward, PACK_RATE * machine.threads)
+
+
+def published_torch_rate(machine: Machine, work: Workload) -> TorchRate:
+    """For a machine that is not here."""
+    products = machine.flops * DENSE_SHARE
+    slow = FP32_SLOWDOWN.get(machine.isa, 1.0)
+    rank = max((a.rank for a in work.elsewhere()), default=0)
+    copies = 24 / machine.bandwidth  # casts of inputs and sums of outputs, forward and backward
+    return TorchRate(products, products, 6 * rank * slow / products + copies, 40 / machine.bandwidth)
+
+
+# --- timed here -------------------------------------------------------------------------------------------------------
+
+
+def timed_expert_rate(
+    runtime: native.Runtime, machine: Machine, moe: MoeShape, expert_format: str, tokens: int, adapters: list[Adapter],
+    activation: str,
+) -> ExpertRate:  # fmt: skip
+    """Time a layer of these experts, as many as is quick, with as many rows each as training would give them."""
+    matrix = moe.hidden_size * moe.intermediate_size
+    experts = max(min(moe.num_experts, _LARGEST_LAYER // (3 * matrix)), 2)
+    per_expert = tokens * moe.top_k / active_experts(moe, tokens)
+    most = machine.flops * 0.25 * _SECONDS / (6.0 * experts * matrix)
+    rows = max(round(min(per_expert, most)), 1)
+    layer = native.ExpertLayer(
+        runtime,
+        num_experts=experts,
+        hidden_size=moe.hidden_size,
+        intermediate_size=moe.intermediate_size,
+        format=expert_format,
+    )
+    start = time.perf_counter()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        inputs, outputs = moe.projection(name)
+        weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+        for expert in range(experts):
+            layer.load(expert, name, weight)
+    packing = time.perf_counter() - start
+    top_k = min(moe.top_k, experts)
+    count = max(experts * rows // top_k, 1)
+    index = (torch.arange(count)[:, None] * top_k + torch.arange(top_k)) % experts
+    x = torch.randn(count, moe.hidden_size).to(torch.bfloat16)
+    weights = torch.full((count, top_k), 1 / top_k)
+    lora = _lora(moe, experts, adapters)
+
+    def once() -> tuple[float, float]:
+        begin = time.perf_counter()
+        _, saved = layer.forward(x, index, weights, lora, activation)
+        middle = time.perf_counter()
+        layer.backward(saved, x, x, index, weights, lora)
+        return middle - begin, time.perf_counter() - middle
+
+    once()
+    times = [once() for _ in range(3)]
+    flops = 6.0 * count * top_k * matrix
+    forward, backward = (flops / statistics.median(t[i] for t in times) for i in range(2))
+    return ExpertRate(forward, backward, 2 * 3 * experts * matrix / packing)
+
+
+def _lora(moe: MoeShape, experts: int, adapters: list[Adapter]) -> ExpertLora | None:
+    pairs = {
+        a.projection: LoraPair(
+            torch.randn(experts, a.rank, a.in_features), torch.zeros(experts, a.out_features, a.rank), 1.0
+        )
+        for a in adapters
+        if a.projection
+    }
+    return ExpertLora(pairs) if pairs else None
+
+
+def timed_torch_rate(shape: ModelShape, work: Workload) -> TorchRate:
+    """Time one linear layer with and without LoRA, and the loss, on the CPU."""
+    size, tokens = shape.hidden_size, min(work.tokens, 1024)
+    rank = max((a.rank for a in work.elsewhere()), default=0)
+    dtype = torch.bfloat16 if work.mixed or work.weight_bytes == 2 else torch.float32
+    weight = torch.randn(size, size).to(dtype)
+    x = torch.randn(tokens, size).to(dtype).requires_grad_()
+    a, b = torch.randn(max(rank, 1), size).requires_grad_(), torch.zeros(size, max(rank, 1)).requires_grad_()
+
+    def linear(with_lora: bool) -> tuple[float, float]:
+        begin = time.perf_counter()
+        y = F.linear(x, weight)
+        if with_lora:
+            y = (y + F.linear(F.linear(x.float(), a), b) * 2.0).to(dtype)
+        middle = time.perf_counter()
+        y.backward(y)
+        return middle - begin, time.perf_counter() - middle
+
+    plain, adapted = _median(lambda: linear(False)), _median(lambda: linear(True))
+    rows = max(min(tokens, 1 << 24) * 1024 // shape.vocab_size, 16)
+    logits = torch.randn(rows, shape.vocab_size).to(dtype).requires_grad_()
+    labels = torch.zeros(rows, dtype=torch.long)
+
+    def loss() -> tuple[float, float]:
+        begin = time.perf_counter()
+        F.cross_entropy(logits.float(), labels).backward()
+        return time.perf_counter() - begin, 0.0
+
+    flops = 2.0 * tokens * size * size
+    extra = max(sum(adapted) - sum(plain), 0.0) if rank else 0.0
+    return TorchRate(
+        flops / plain[0], flops / plain[1], extra / (tokens * 2 * size), _median(loss)[0] / (rows * shape.vocab_size)
+    )
+
+
+def _median(once: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    once()
+    times = [once() for _ in range(3)]
+    return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)

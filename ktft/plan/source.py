@@ -1,0 +1,153 @@
+"""What is known of a model before it is loaded: its config, and its shards' headers where they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from ktft.checkpoint.cache import PackedCache
+from ktft.checkpoint.reader import BITS, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointReader
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, Scheme, scheme_of
+from ktft.config import Settings
+from ktft.model.experts import experts_family
+from ktft.model.shape import ModelShape, MoeShape, shape_of
+from ktft.train.recipe import weight_bytes_of
+
+_SAMPLE = 256 << 20
+_SAMPLE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on disk, or its config alone.
+
+    Attributes:
+        name: the directory's or the file's.
+        model: on meta, with empty `KtftExperts`.
+        expert_bytes, other_bytes: of the checkpoint's tensors.
+        from_shards: these are the files', not computed from the config.
+        scheme: the checkpoint's quantization, None for plain weights.
+        expert_format: of experts that `ktft convert` packed, None of a checkpoint as released.
+        shard: a file to measure the disk on.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    shape: ModelShape
+    model: nn.Module
+    expert_bytes: int
+    other_bytes: int
+    from_shards: bool
+    scheme: str | None
+    expert_format: str | None
+    shard: Path | None
+
+
+def read_source(path: Path, settings: Settings) -> ModelSource:
+    """Read a model directory, as released or converted, or a config.json.
+
+    Args:
+        path: of the directory or file.
+        settings: `expert_checkpoint` says where the experts are, if not there.
+
+    Raises:
+        ValueError: no config.json there, one that transformers cannot read, a model or quantization that ktft does not
+            support, damaged shards, or experts converted to another format than `settings` name.
+    """
+    file = path / CONFIG_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} has no {CONFIG_NAME}; give a model's directory, or its {CONFIG_NAME}")
+    try:
+        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
+        scheme = scheme_of(json.loads(file.read_text()), str(file))
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is no config that transformers can read: {str(error).splitlines()[0]}") from None
+    shape, model = shape_of(config)
+    reader = _open(path) if path.is_dir() else None
+    experts = Path(settings.expert_checkpoint or path)
+    packed = PackedCache.find(experts, settings.verify_checksums) if experts.is_dir() else None
+    common: dict[str, Any] = {
+        "name": file.parent.resolve().name if file.name == CONFIG_NAME else file.name,
+        "config": config,
+        "shape": shape,
+        "model": model,
+        "scheme": None if scheme is PLAIN_SCHEME else scheme.name,
+        "expert_format": None if packed is None else packed.check_format(settings.expert_format),
+    }
+    if packed is not None:
+        packed.check_model(config.model_type, shape.moe)
+    if reader is None:
+        plain = weight_bytes_of(config)
+        other_bytes = shape.other_parameters * (1 if isinstance(scheme, Fp8) else plain)
+        expert_bytes = sum(_expert_bytes(moe, scheme, plain) for moe in shape.moe.values())
+        return ModelSource(
+            expert_bytes=expert_bytes if packed is None else packed.nbytes(),
+            other_bytes=other_bytes,
+            from_shards=False,
+            shard=None,
+            **common,
+        )
+    is_expert = experts_family(model).expert_pattern()
+    other = sum(entry.nbytes for entry in reader.tensors.values() if not is_expert.match(entry.name))
+    if packed is not None:
+        expert_bytes = packed.nbytes()
+    else:
+        source = reader if settings.expert_checkpoint is None else CheckpointReader.from_directory(experts)
+        expert_bytes = sum(entry.nbytes for entry in source.tensors.values() if is_expert.match(entry.name))
+    shard = max(reader.files, key=lambda each: each.stat().st_size)
+    return ModelSource(expert_bytes=expert_bytes, other_bytes=other, from_shards=True, shard=shard, **common)
+
+
+def _open(directory: Path) -> CheckpointReader | None:
+    """The checkpoint, None where there is none yet. A damaged one is an error."""
+    if not (directory / SINGLE_NAME).is_file() and not (directory / INDEX_NAME).is_file():
+        return None
+    try:
+        reader = CheckpointReader.from_directory(directory)
+    except FileNotFoundError:  # shards still to be downloaded
+        return None
+    return reader if reader.tensors else None
+
+
+def _expert_bytes(moe: MoeShape, scheme: Scheme, plain: int) -> int:
+    """One layer's experts on disk as `scheme` lays matrices out, or with `plain` bytes a weight."""
+    if scheme is PLAIN_SCHEME:
+        return moe.parameters * plain
+    hidden, inner = moe.hidden_size, moe.intermediate_size
+    matrices = 2 * _matrix_bytes(scheme, inner, hidden) + _matrix_bytes(scheme, hidden, inner)
+    return moe.num_experts * matrices
+
+
+def _matrix_bytes(scheme: Scheme, rows: int, cols: int) -> int:
+    total = 0
+    for role, (shape, *_) in scheme.shapes(rows, cols).items():
+        part = scheme.parts[role]
+        if not part.optional:
+            # scales may have several dtypes: 16 bits are most widespread
+            bits = BITS["F16" if "F16" in part.dtypes else part.dtypes[0]]
+            total += math.prod(shape) * bits // 8
+    return total
+
+
+def disk_rate(shard: Path) -> float:
+    """Bytes/s that a shard is read at, from the disk and not from memory."""
+    descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        buffer, done, start = bytearray(8 << 20), 0, time.perf_counter()
+        while done < _SAMPLE and time.perf_counter() - start < _SAMPLE_SECONDS:
+            count = os.preadv(descriptor, [buffer], done)
+            if count == 0:
+                break
+            done += count
+        return max(done, 1) / max(time.perf_counter() - start, 1e-9)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""Seconds of a training step and of loading, from rates. Estimates: lanes follow each other, as the code runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktft.model.memory import FP32, Workload, active_experts
+from ktft.model.shape import ModelShape
+from ktft.plan.machine import Machine
+from ktft.plan.rates import ExpertRate, TorchRate, expert_flops
+from ktft.plan.source import ModelSource
+
+# Of the GPU's FLOP/s that layers of a transformer reach in practice.
+GPU_SHARE = 0.5
+# Python and kernel launches of one decoder layer: forward, and backward.
+LAYER_SECONDS = (0.0015, 0.0025)
+STEP_SECONDS = 0.01  # Trainer and data loader
+ATTENTION_SHARE = 0.3  # of the linear layers' rate that attention's products reach
+# Bytes an optimizer step moves for each fp32 LoRA parameter: gradient norm 4, clipping 8, Adam 28; and backward writes
+# and adds gradients, 8.
+OPTIMIZER_BYTES = 48
+LOAD_MARGIN = 1.15  # over the slower of reading and packing
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by what takes them."""
+
+    experts: float
+    other: float
+    transfers: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.experts + self.other + self.transfers + self.optimizer
+
+
+def step_time(
+    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, torch_rate: TorchRate, packed_bytes: int
+) -> StepTime:
+    """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer."""
+    passes = work.accumulation
+    transfers = 0.0
+    if machine.gpu is not None:
+        # forward: hidden states and back; again when recomputed; backward: gradient and hidden states, and back
+        crossings = (4 if work.checkpointing else 2) + 3
+        transfers = crossings * len(shape.moe) * work.tokens * shape.hidden_size * 2 / machine.pcie_rate
+    return StepTime(
+        experts=passes * _experts(shape, work, machine, rate, packed_bytes),
+        other=passes * _other(shape, work, machine, torch_rate) + STEP_SECONDS,
+        transfers=passes * transfers,
+        optimizer=sum(a.parameters for a in work.on_experts()) * OPTIMIZER_BYTES / machine.bandwidth
+        + (0 if machine.gpu else sum(a.parameters for a in work.elsewhere()) * OPTIMIZER_BYTES / machine.bandwidth),
+    )
+
+
+def _experts(shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, packed_bytes: int) -> float:
+    total = 0.0
+    forwards = 2 if work.checkpointing else 1
+    for moe in shape.moe.values():
+        flops = expert_flops(moe, work.tokens)
+        used = active_experts(moe, work.tokens) / moe.num_experts
+        reading = packed_bytes * moe.parameters / shape.expert_parameters * used / machine.bandwidth
+        again = 2 / 3 if work.activation == "recompute" and not machine.measured else 0.0
+        total += forwards * max(flops / rate.forward, reading)
+        total += max(flops / rate.backward + again * flops / rate.forward, reading)
+    return total
+
+
+def _other(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate) -> float:
+    """Attention, shared experts, dense layers, embeddings, loss."""
+    tokens, gpu = work.tokens, machine.gpu
+    forwards = 2 if work.checkpointing else 1
+    forward = gpu.flops * GPU_SHARE if gpu else rate.forward
+    backward = gpu.flops * GPU_SHARE if gpu else rate.backward
+    inside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is not None)
+    outside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is None)
+    attention = shape.layers * work.sequence * shape.heads * (shape.qk_dim + shape.v_dim) / 2 / ATTENTION_SHARE
+    total = (
+        2.0
+        * tokens
+        * ((forwards * (inside + attention) + outside) / forward + (inside + 2 * attention + outside) / backward)
+    )
+    total += shape.layers * (forwards * LAYER_SECONDS[0] + LAYER_SECONDS[1])
+    logits = tokens * shape.vocab_size
+    if gpu:
+        total += logits * 40 / gpu.bandwidth
+        total += (forwards + 1) * sum(a.in_features * a.out_features for a in work.elsewhere()) * 2 / gpu.bandwidth
+        return total
+    features = sum(a.in_features + a.out_features for a in work.elsewhere())
+    elementwise = shape.layers * shape.hidden_size * 40 * FP32  # norms, residuals, activations, forward and backward
+    return (
+        total
+        + logits * rate.logit
+        + tokens * (features * rate.lora * (1 + forwards) / 2 + elementwise / machine.bandwidth)
+    )
+
+
+def load_seconds(source: ModelSource, machine: Machine, rate: ExpertRate) -> float:
+    """Reading the checkpoint and, unless that was done already, packing the experts, which go on together."""
+    reading = source.expert_bytes / machine.disk_rate
+    packing = 0.0 if source.expert_format else 2 * source.shape.expert_parameters / rate.pack
+    return max(reading, packing) * LOAD_MARGIN + source.other_bytes / machine.disk_rate

@@ -1,0 +1,85 @@
+"""What Linux says of memory: totals, cgroup limits, transparent hugepages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ktft import config
+
+ROOT = Path("/")
+GIB = 1 << 30
+# cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
+NO_LIMIT = 1 << 60
+
+
+def readable(size: float) -> str:
+    """In GiB, or MiB where that says more."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB or not size else f"{size / 2**20:,.1f} MiB"
+
+
+def read(path: Path) -> str | None:
+    """The file's text without the trailing newline, None if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def memory(root: Path = ROOT) -> dict[str, int]:
+    """/proc/meminfo in bytes, by its own names (`MemTotal`, `MemAvailable`, ...)."""
+    lines = re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo") or "", re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in lines}
+
+
+def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """This process's cgroup and its parents: folder, names of its limit and usage, and of what can be taken back."""
+    for line in (read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        here = mount / path.lstrip("/")
+        for folder in (here, *here.parents):
+            yield folder, *names
+            if folder == mount:
+                break
+
+
+def _limit(folder: Path, name: str) -> int | None:
+    text = read(folder / name)
+    return int(text) if text and text.isdecimal() and int(text) < NO_LIMIT else None
+
+
+def cgroup_memory_limit(root: Path = ROOT) -> int | None:
+    """The smallest memory limit in bytes of this process's cgroup and its parents, None if there is no limit."""
+    limits = (_limit(folder, name) for folder, name, _, _ in _cgroup_folders(root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that this process can still take without swapping or being killed: of the host, of every cgroup above it,
+    and no more than `KTFT_MEMORY_LIMIT`.
+
+    File pages that nobody used lately count as free.
+    """
+    found = [memory(root).get("MemAvailable", 0)]
+    for folder, limit_name, used_name, reclaimable in _cgroup_folders(root):
+        limit, used = _limit(folder, limit_name), read(folder / used_name)
+        if limit is not None and used and used.isdecimal():
+            stat = re.search(rf"^{reclaimable} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
+            found.append(max(limit - int(used) + (int(stat[1]) if stat else 0), 0))
+    given = config.memory_limit()
+    return min(found if given is None else [*found, given])
+
+
+def transparent_hugepages(root: Path = ROOT) -> str | None:
+    """`always`, `madvise` or `never`; None where the kernel has no such setting."""
+    text = read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    chosen = re.search(r"\[(\w+)\]", text)
+    return chosen.group(1) if chosen else None

@@ -1,0 +1,176 @@
+"""What LLaMA-Factory's training keys ask of memory and time: a YAML file, or its parsed arguments, as a workload."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import LoraConfig
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ktft.adapters.peft import linear_names, planned_reach
+from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, parse_kt_config
+from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
+from ktft.model.shape import ModelShape, shape_of
+
+# Sequences that a stage runs together for each row of the batch: chosen and rejected, or a row and its KL pair.
+SEQUENCES = {"pt": 1, "sft": 1, "rm": 2, "dpo": 2, "kto": 2}
+# Moments a parameter, in the parameter's precision; the first row whose name begins an optimizer's name counts.
+OPTIMIZER_STATES = {
+    "adamw_8bit": 0.5,
+    "adamw_bnb_8bit": 0.5,
+    "paged_adamw_8bit": 0.5,
+    "adafactor": 0.0,
+    "sgd": 0.0,
+    "adagrad": 1.0,
+    "rmsprop": 1.0,
+    "lion": 1.0,
+    "": 2.0,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """LLaMA-Factory's keys, with its defaults, and `kt_config` as settings.
+
+    Raises:
+        ValueError: a value that training would refuse too.
+    """
+
+    stage: str = "sft"
+    finetuning_type: str = "lora"
+    lora_rank: int = 8
+    lora_target: str = "all"
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    cutoff_len: int = 2048
+    disable_gradient_checkpointing: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    pure_bf16: bool = False
+    optim: str = "adamw_torch_fused"
+    use_cpu: bool = False
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{each.name} is {value!r}; give a whole number of at least 1")
+            if each.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{each.name} is {value!r}; give true or false")
+        if self.stage not in SEQUENCES:
+            raise ValueError(f"stage is {self.stage!r}; ktft trains {', '.join(SEQUENCES)}")
+        if self.finetuning_type != "lora":
+            raise ValueError(f"finetuning_type is {self.finetuning_type!r}; ktft trains lora")
+
+    def workload(self, adapters: tuple[Adapter, ...], weight_bytes: int) -> Workload:
+        """What a step of this recipe does with these adapters on weights of so many bytes outside of the experts."""
+        return Workload(
+            adapters=adapters,
+            batch=self.per_device_train_batch_size * SEQUENCES[self.stage],
+            sequence=self.cutoff_len,
+            accumulation=self.gradient_accumulation_steps,
+            checkpointing=not self.disable_gradient_checkpointing,
+            activation=self.settings.activation,
+            adapter_bytes=weight_bytes if self.pure_bf16 else FP32,
+            states=next(n for name, n in OPTIMIZER_STATES.items() if self.optim.startswith(name)),
+            weight_bytes=weight_bytes,
+            mixed=(self.bf16 or self.fp16) and not self.pure_bf16,
+        )
+
+    def adapters(self, shape: ModelShape, model: nn.Module) -> tuple[Adapter, ...]:
+        """All LoRA that training would put on a model whose experts are empty `KtftExperts`.
+
+        Raises:
+            ValueError: lora_target matches nothing, or the router, or only some experts.
+        """
+        names = [name.strip() for name in self.lora_target.split(",")]
+        targets = sorted(linear_names(model)) if names == ["all"] else names
+        reach = planned_reach(model, LoraConfig(r=self.lora_rank, target_modules=targets))
+        ranks: dict[int, dict[str, int]] = {}
+        for name, own in reach.ranks.items():
+            number = re.search(r"\blayers\.(\d+)\.", name)
+            assert number is not None, name
+            ranks[int(number[1])] = {projection: rank.r for projection, rank in own.items()}
+        others = (
+            Adapter(linear.in_features, linear.out_features, self.lora_rank, layer=linear.layer)
+            for linear in shape.linears
+            if linear.name in reach.modules
+        )
+        return (*expert_adapters(shape.moe, ranks), *others)
+
+
+def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:
+    """The recipe of a training YAML, or LLaMA-Factory's defaults; and notes on kt_config.
+
+    Raises:
+        ValueError: not a YAML mapping, a key of kt_config that nobody knows, or a value that training would refuse.
+    """
+    if path is None:
+        return Recipe(), []
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not a YAML file: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no keys; give the YAML file that llamafactory-cli train takes")
+    try:
+        return recipe_of(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def recipe_of(values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe of LLaMA-Factory's keys, others ignored; and notes on kt_config."""
+    kt_config = values.get("kt_config") or {}
+    if isinstance(kt_config, str) and Path(kt_config).is_file():
+        kt_config = yaml.safe_load(Path(kt_config).read_text())
+    if not isinstance(kt_config, Mapping):
+        raise ValueError(f"kt_config is {kt_config!r}; give a mapping, or the path of a file that holds one")
+    top_level = {key: value for key, value in values.items() if key.startswith("kt_") and key != "kt_config"}
+    top_level = {key: value for key, value in top_level.items() if key not in TOP_LEVEL_KEYS or value is not None}
+    settings, notes = parse_kt_config(kt_config, top_level)
+    return _from_keys(values, settings), notes
+
+
+def _from_keys(values: Mapping[str, Any], settings: Settings) -> Recipe:
+    names = [each.name for each in fields(Recipe) if each.name != "settings"]
+    chosen = {name: values[name] for name in names if values.get(name) is not None}
+    target = chosen.get("lora_target")
+    if isinstance(target, list | tuple):  # LLaMA-Factory splits it while parsing
+        chosen["lora_target"] = ",".join(target)
+    if "optim" in chosen:
+        chosen["optim"] = str(getattr(chosen["optim"], "value", chosen["optim"]))
+    return Recipe(**chosen, settings=settings)
+
+
+def recipe_of_arguments(arguments: tuple[Any, ...], settings: Settings) -> Recipe | None:
+    """The recipe of LLaMA-Factory's parsed arguments; None when they do not train."""
+    values: dict[str, Any] = {}
+    for each in arguments:
+        values |= vars(each)
+    return _from_keys(values, settings) if values.get("do_train") else None
+
+
+def weight_bytes_of(config: PreTrainedConfig) -> int:
+    """Bytes of a weight outside of the experts: as the checkpoint has it, dequantized to bf16."""
+    return FP32 if getattr(config, "dtype", None) in (torch.float32, "float32") else BF16
+
+
+def training_reserve(config: PreTrainedConfig, recipe: Recipe, *, threads: int, nodes: int, gpu: bool) -> int:
+    """RAM that training takes beside the model itself: LoRA, gradients, moments and activations."""
+    shape, model = shape_of(config)
+    work = recipe.workload(recipe.adapters(shape, model), weight_bytes_of(config))
+    # what the experts themselves take is in both, so their format does not matter
+    training, holding = (
+        footprint(shape, w, DEFAULT_EXPERT_FORMAT, threads=threads, nodes=nodes, gpu=gpu) for w in (work, None)
+    )
+    other = 0 if gpu else shape.other_parameters * (work.weight_bytes - BF16)
+    return training.ram_bytes - holding.ram_bytes - other

@@ -1,0 +1,279 @@
+"""What `ktft plan` says beside what training then takes: `python tests/scripts/plan_accuracy.py [--cuda] [CASE ...]`.
+
+For each case a random checkpoint is written and `ktft plan --json` asked; then a process of its own trains some steps
+through transformers' Trainer with LLaMA-Factory's settings, and peak RSS (VmHWM), GPU memory and seconds a step are
+compared. `--cuda` adds the case that has all but the experts on the GPU. Prints a line of JSON a case, and a table of
+all. Exits 1 when memory is off by more than 10% or time by more than 30%. Needs no network, 8 GB of memory and of disk
+(TMPDIR), about half a minute a case, and a quiet machine for the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+MEMORY_TOLERANCE, TIME_TOLERANCE = 0.10, 0.30
+WARM_STEPS = 2
+WIDE: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16}
+QWEN = WIDE | {"moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 8,
+               "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+DEEPSEEK = WIDE | {"moe_intermediate_size": 704, "n_routed_experts": 48, "num_experts_per_tok": 6,
+                   "num_hidden_layers": 7, "num_key_value_heads": 16, "kv_lora_rank": 256, "qk_rope_head_dim": 32,
+                   "qk_nope_head_dim": 64, "v_head_dim": 64}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: which checkpoint, and LLaMA-Factory's keys."""
+
+    name: str
+    family: str
+    sizes: dict[str, Any]
+    recipe: dict[str, Any]
+    kt_config: dict[str, Any] = field(default_factory=dict)
+    cuda: bool = False
+
+
+CASES = (
+    Case("qwen3moe bf16", "qwen3moe", QWEN, {"cutoff_len": 256, "per_device_train_batch_size": 4},
+         {"expert_format": "bf16"}),
+    Case("qwen3moe int8, recompute, no checkpointing", "qwen3moe", QWEN,
+         {"cutoff_len": 256, "per_device_train_batch_size": 2, "disable_gradient_checkpointing": True},
+         {"expert_format": "int8", "activation": "recompute"}),
+    Case("deepseek-v3 k4, rank 16", "dsv3", DEEPSEEK | {"q_lora_rank": 512},
+         {"cutoff_len": 512, "per_device_train_batch_size": 2, "lora_rank": 16}, {"expert_format": "k4"}),
+    Case("deepseek-v2 mxfp4, 2 passes, retain, no checkpointing", "dsv2", DEEPSEEK,
+         {"cutoff_len": 512, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2,
+          "disable_gradient_checkpointing": True}, {"expert_format": "mxfp4"}),
+    Case("qwen3moe fp8, long, wide vocabulary, GPU", "qwen3moe", QWEN | {"vocab_size": 96000},
+         {"cutoff_len": 1024, "per_device_train_batch_size": 2}, {"expert_format": "fp8"}, cuda=True),
+)  # fmt: skip
+
+
+def make(case: Case, path: Path) -> None:
+    """Write the case's checkpoint, quickly: a short run of random numbers, repeated."""
+    import torch
+    from tiny import COMMON, FAMILIES
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config_class, own = FAMILIES[case.family]
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config_class(**COMMON | own | case.sizes), dtype=torch.bfloat16)
+    noise = torch.randn(1 << 20).mul_(0.02).to(torch.bfloat16)
+    for tensor in model.state_dict().values():
+        flat = tensor.view(-1)
+        for at in range(0, flat.numel(), noise.numel()):
+            flat[at : at + noise.numel()] = noise[: flat.numel() - at]
+    model.save_pretrained(path)
+
+
+def memory(name: str) -> int:
+    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict[str, Any]]) -> None:
+    """Train, and report what it took."""
+    if not case.cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else the data loader's pinned memory starts CUDA
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+    import ktft
+    from ktft.adapters.peft import linear_names
+
+    recipe, cuda, times = case.recipe, case.cuda, []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize() if cuda else None
+            times.append(time.perf_counter() - self.start)
+
+    begin = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.bfloat16,
+        quantization_config=ktft.KtftConfig(**case.kt_config),
+        device_map={"": 0 if cuda else "cpu"},
+    )
+    loading, loaded = time.perf_counter() - begin, memory("VmHWM")
+    checkpointing = not recipe.get("disable_gradient_checkpointing", False)
+    if checkpointing:
+        model.enable_input_require_grads()
+    target = recipe.get("lora_target", "all")
+    rank = recipe.get("lora_rank", 8)
+    targets = sorted(linear_names(model)) if target == "all" else target.split(",")
+    model = ktft.get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+    length, vocab = recipe["cutoff_len"], case.sizes["vocab_size"]
+    batch, passes = recipe["per_device_train_batch_size"], recipe.get("gradient_accumulation_steps", 1)
+    rows = [{"input_ids": torch.randint(3, vocab, (length,)).tolist()} for _ in range(batch * passes)]
+    rows = [row | {"labels": row["input_ids"]} for row in rows]
+    arguments = TrainingArguments(
+        str(path / "out"),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=passes,
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": True} if checkpointing else None,
+        use_cpu=not cuda,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    ktft.Trainer(model, arguments, train_dataset=rows, callbacks=[Clock()]).train()
+    free, total = torch.cuda.mem_get_info() if cuda else (0, 0)
+    from ktft.model.experts import find_experts
+
+    runtime = next(iter(find_experts(model).values())).layer.runtime
+    result.put(
+        {
+            "ram": memory("VmHWM"),
+            "loaded": loaded,
+            "vram": total - free,
+            "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
+            "step": statistics.median(times[min(WARM_STEPS, steps - 1) :]),
+            "load": loading,
+            "workspace": runtime.workspace_bytes,
+        }
+    )
+
+
+def prepare(cases: list[tuple[Case, Path]], result: multiprocessing.Queue[list[dict[str, Any]]]) -> None:
+    """Write the checkpoints, and ask `ktft plan` about each: the whole, and the row of its format."""
+    from typer.testing import CliRunner
+
+    from ktft.cli.main import app
+
+    plans = []
+    for case, path in cases:
+        make(case, path)
+        recipe = path / "train.yaml"
+        recipe.write_text(json.dumps(case.recipe | {"kt_config": case.kt_config, "use_cpu": not case.cuda}))
+        done = CliRunner().invoke(app, ["plan", str(path), str(recipe), "--json"])
+        if not done.stdout.startswith("{"):
+            sys.exit(f"ktft plan {path} {recipe}: {done.output} {done.exception!r}")
+        told = json.loads(done.stdout)
+        row = next(row for row in told["formats"] if row["format"] == case.kt_config["expert_format"])
+        plans.append(told | {"row": row})
+    result.put(plans)
+
+
+def in_a_process(target: Callable[..., None], *args: Any) -> Any:
+    """What `target` puts into the queue that it gets as its last argument; ends this process if it fails."""
+    spawn = multiprocessing.get_context("spawn")
+    result: multiprocessing.Queue[Any] = spawn.Queue()
+    process = spawn.Process(target=target, args=(*args, result))
+    process.start()
+    while process.is_alive():
+        with suppress(queue.Empty):
+            value = result.get(timeout=0.2)
+            process.join()
+            return value
+    sys.exit(f"{target.__name__} ended with status {process.exitcode}")
+
+
+def gpu_memory_in_use() -> int:
+    """What the GPU's driver and other processes take, asked without a context of our own."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]) << 20
+
+
+def compare(case: Case, told: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """One case's line of JSON: predictions, measurements (bytes, seconds), and how far off they are."""
+    row = told["row"]
+    pairs = {"ram": (row["ram_bytes"], measured["ram"]), "step_seconds": (row["step_seconds"], measured["step"])}
+    if case.cuda:
+        pairs["vram"] = (row["vram_bytes"], measured["vram"])
+    return {
+        "case": case.name,
+        **{
+            name: {
+                "predicted": predicted,
+                "measured": got,
+                "off": round(predicted / got - 1, 4),
+                "ok": abs(predicted / got - 1) <= (TIME_TOLERANCE if name == "step_seconds" else MEMORY_TOLERANCE),
+            }
+            for name, (predicted, got) in pairs.items()
+        },
+        "expert_parameters": told["model"]["expert_parameters"],
+        "planned": {"ram": row["ram"], "vram": row["vram"], "step": row["step"], "load_seconds": row["load_seconds"]},
+        "measured": measured,
+        "machine": {name: told["machine"][name] for name in ("isa", "threads", "flops", "bandwidth", "gpu")},
+    }
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    """The table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("case", title="planned / measured", box=None)
+    kinds = {"ram": ("peak RSS, MiB", 2**20), "vram": ("GPU memory, MiB", 2**20), "step_seconds": ("s a step", 1)}
+    for title, _ in kinds.values():
+        table.add_column(title, justify="right")
+    for line in lines:
+        cells = []
+        for name, (_, unit) in kinds.items():
+            told = line.get(name)
+            digits = 0 if unit > 1 else 3
+            cells.append(
+                f"{told['predicted'] / unit:,.{digits}f} / {told['measured'] / unit:,.{digits}f} "
+                f"({told['off']:+.1%}{'' if told['ok'] else ', OFF'})"
+                if told
+                else "none"
+            )
+        table.add_row(line["case"], *cells)
+    Console(width=160).print(table)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cuda", action="store_true", help="add the case that runs on the GPU")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each case")
+    parser.add_argument("case", nargs="*", type=int, help=f"numbers of cases, 0 to {len(CASES) - 1}; all by default")
+    arguments = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
+    # Else torch's idle threads spin on the cores that the experts use: docs/install.md.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    chosen = [case for case in ([CASES[n] for n in arguments.case] or CASES) if arguments.cuda or not case.cuda]
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [(case, Path(folder) / str(number)) for number, case in enumerate(chosen)]
+        for (case, path), told in zip(cases, in_a_process(prepare, cases), strict=True):
+            in_use = gpu_memory_in_use() if case.cuda else 0
+            measured = in_a_process(train, case, path, arguments.steps)
+            measured["vram"] -= in_use
+            lines.append(compare(case, told, measured))
+            print(json.dumps(lines[-1]), flush=True)
+            shutil.rmtree(path)
+    show(lines)
+    return int(
+        not all(told["ok"] for line in lines for told in line.values() if isinstance(told, dict) and "ok" in told)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""How much memory a model and its training take, to the byte where native allocates; and the check before loading."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny import MORE_FAMILIES, make_config, write_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import ktft
+from ktft import config, native, system
+from ktft.adapters.peft import linear_names
+from ktft.config import EXPERT_FORMATS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.experts import find_experts
+from ktft.model.memory import (
+    Adapter,
+    Workload,
+    active_experts,
+    packed_per_node,
+    saved_activations,
+    torch_activations,
+    workspace,
+)
+from ktft.model.shape import MoeShape, shape_of
+from ktft.train.recipe import Recipe
+
+Checkpoint = Callable[[str], Path]
+TrainYaml = Callable[..., dict[str, Any]]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+def test_packed_bytes_are_what_native_allocates(expert_format: str, nodes: int, biases: bool) -> None:
+    runtime = native.runtime(threads=1, numa_nodes=nodes)
+    for experts, hidden_size, intermediate_size in ((3, 96, 320), (2, 64, 32), (1, 160, 288)):
+        layer = native.ExpertLayer(
+            runtime,
+            num_experts=experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            format=expert_format,
+            biases=biases,
+        )
+        shape = MoeShape(experts, 1, hidden_size, intermediate_size, biases)
+        per_node = packed_per_node([shape], expert_format, nodes)
+        assert len(per_node) == nodes
+        assert sum(per_node) == layer.packed_bytes
+
+
+def test_packed_bytes_refuses_what_the_kernels_cannot_take() -> None:
+    with pytest.raises(ValueError, match="hidden_size is 100"):
+        native.packed_bytes(2, 100, 64, "int8", 1)
+    with pytest.raises(ValueError, match="unknown expert format 'int3'"):
+        native.packed_bytes(2, 64, 64, "int3", 1)
+
+
+@pytest.mark.parametrize("activation", ["retain", "recompute"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_workspace_is_near_what_native_allocates(activation: str, threads: int) -> None:
+    """The same layer call as in training, in a runtime of its own."""
+    moe, tokens, rank = MoeShape(8, 2, 512, 256), 700, 8
+    runtime = native.Runtime(native._C.Runtime(native.default_isa(), threads, 1))
+    layer = native.ExpertLayer(runtime, num_experts=8, hidden_size=512, intermediate_size=256, format="int8")
+    adapters = [
+        Adapter(*moe.projection(name), rank=rank, count=8, layer=0, projection=name) for name in config.PROJECTIONS
+    ]
+    lora = ExpertLora(
+        {
+            a.projection: LoraPair(torch.zeros(8, rank, a.in_features), torch.zeros(8, a.out_features, rank), 1.0)
+            for a in adapters
+        }
+    )
+    for expert in range(8):
+        for name in config.PROJECTIONS:
+            layer.load(expert, name, torch.zeros(moe.projection(name)[::-1]))
+    x = torch.randn(tokens, 512)
+    index = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
+    weights = torch.ones(tokens, 2)
+    _, saved = layer.forward(x, index, weights, lora, activation)
+    layer.backward(saved, x, x, index, weights, lora)
+    told = workspace(moe, tokens, adapters, threads=threads, nodes=1, activation=activation)
+    assert told == pytest.approx(runtime.workspace_bytes, rel=0.1)
+    if activation == "retain":
+        assert saved_activations(moe, tokens, adapters) == pytest.approx(saved.bytes, rel=0.1)
+
+
+def test_active_experts() -> None:
+    assert active_experts(MoeShape(64, 8, 64, 64), 1) == pytest.approx(8)
+    assert active_experts(MoeShape(64, 8, 64, 64), 10_000) == pytest.approx(64)
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "dsv2", "dsv3"])
+def test_adapters_are_those_that_training_makes(tiny_checkpoint: Checkpoint, family: str) -> None:
+    path = tiny_checkpoint(family)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1))
+    compare_adapters(path, model)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
+    path = write_checkpoint(family, tmp_path)
+    loader = AutoModelForImageTextToText if "text_config" in make_config(family).sub_configs else AutoModelForCausalLM
+    model = loader.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1), dtype=torch.bfloat16)
+    compare_adapters(path, model)
+
+
+def compare_adapters(path: Path, model: Any) -> None:
+    """The plan of a checkpoint beside the model that was loaded from it, and what LoRA then trains."""
+    packed = sum(experts.layer.packed_bytes for experts in find_experts(model).values())
+    others = sum({id(t): t.numel() for t in (*model.parameters(), *model.buffers())}.values())
+    sees_images = any(name.endswith("visual") for name, _ in model.named_modules())
+    excluded = r".*\bvisual\..*" if sees_images else None  # LLaMA-Factory leaves it alone
+    lora = LoraConfig(r=4, target_modules=sorted(linear_names(model)), exclude_modules=excluded)
+    model = ktft.get_peft_model(model, lora)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shape, meta = shape_of(AutoConfig.from_pretrained(path))
+    adapters = Recipe(lora_rank=4).adapters(shape, meta)
+    assert sum(a.parameters for a in adapters) == trained
+    assert shape.other_parameters == others
+    assert packed_per_node(shape.moe.values(), "int8", 1) == (packed,)
+
+
+def test_memory_grows_with_what_the_recipe_asks() -> None:
+    shape, _ = shape_of(AutoConfig.from_pretrained(DEEPSEEK))
+    recipe = Recipe(per_device_train_batch_size=1)
+
+    def work(**changes: Any) -> Workload:
+        return replace(recipe, **changes).workload((), 2)
+
+    least = torch_activations(shape, work(), gpu=True)
+    for changes in ({"cutoff_len": 4096}, {"disable_gradient_checkpointing": True}, {"per_device_train_batch_size": 2}):
+        assert torch_activations(shape, work(**changes), gpu=True) > least
+    # without fused attention its scores count too
+    assert torch_activations(shape, work(), gpu=False) > least
+
+
+def test_available_memory_follows_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 8192 kB\nMemAvailable: 4096 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "3145728\n",
+        "sys/fs/cgroup/job/memory.current": "2097152\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 524288\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert system.available_memory(tmp_path) == 1048576 + 524288
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "1M")
+    assert system.available_memory(tmp_path) == 1 << 20
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "lots")
+    with pytest.raises(ValueError, match="KTFT_MEMORY_LIMIT: 'lots' is not a size"):
+        system.available_memory(tmp_path)
+
+
+# --- the check before loading -----------------------------------------------------------------------------------------
+
+
+def test_training_refuses_what_does_not_fit(train_yaml: TrainYaml, run_cli: RunCli) -> None:
+    settings = train_yaml("qwen3moe")
+    done = run_cli(["llamafactory-cli", "train"], settings, check=False, env={"KTFT_MEMORY_LIMIT": "1M"})
+    assert done.returncode != 0
+    assert "and training needs" in done.stdout
+    assert "1.0 MiB are available (KTFT_MEMORY_LIMIT is set)" in done.stdout
+    assert "Packing experts" not in done.stdout
+
+
+def test_loading_refuses_and_can_be_told_not_to(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_checkpoint("dsv3")
+
+    def load(**options: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1, **options))
+
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "100K")
+    with pytest.raises(ValueError, match="expert_format int8 needs .* too few.*mxfp4, k4"):
+        load()
+    monkeypatch.setenv("KTFT_SKIP_MEMORY_CHECK", "1")
+    load()
+    monkeypatch.delenv("KTFT_SKIP_MEMORY_CHECK")
+    monkeypatch.delenv("KTFT_MEMORY_LIMIT")
+    with pytest.raises(ValueError, match="and training needs"):
+        load(reserve_bytes=1 << 50)

@@ -1,0 +1,315 @@
+"""`ktft plan`: the answer for DeepSeek-V3, this machine, converted checkpoints, bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tiny import write_checkpoint
+from typer.testing import CliRunner
+
+from ktft import config, native, system
+from ktft.cli.main import app
+from ktft.config import EXPERT_FORMATS, Settings, parse_size
+from ktft.plan import machine, rates
+from ktft.plan.machine import Description
+from ktft.plan.source import read_source
+from ktft.system import GIB
+from ktft.train.recipe import Recipe, read_recipe, recipe_of
+
+Checkpoint = Callable[[str], Path]
+DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
+runner = CliRunner()
+
+
+def plan(*args: str | Path, code: int = 0) -> dict[str, Any]:
+    done = runner.invoke(app, ["plan", *map(str, args), "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan for this machine with published rates: what a test that is not about times needs."""
+    monkeypatch.setattr(machine, "_measure", lambda runtime: (1e12, 100e9))
+    monkeypatch.setattr(
+        rates,
+        "timed_expert_rate",
+        lambda runtime, machine, moe, name, tokens, lora, activation: rates.published_expert_rate(
+            machine, moe, name, lora
+        ),
+    )
+    monkeypatch.setattr(rates, "timed_torch_rate", lambda shape, work: rates.TorchRate(1e12, 1e12, 1e-9, 1e-9))
+
+
+def by_format(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["format"]: row for row in told["formats"]}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu(tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("per_device_train_batch_size: 1")
+    told = plan(DEEPSEEK, recipe, "--ram", "512G", "--gpu", "24G", code=1)
+    assert told["model"]["quantization"] == "fp8"
+    assert told["model"]["expert_parameters"] == 58 * 256 * 3 * 7168 * 2048
+    assert told["adapter"]["expert_parameters"] == 58 * 256 * 3 * 8 * (7168 + 2048)
+    rows = by_format(told)
+    assert set(rows) == set(EXPERT_FORMATS)
+    assert sum(rows["k4"]["packed_bytes"]) == 58 * sum(native.packed_bytes(256, 7168, 2048, "k4", 1))
+    assert rows["k4"]["ram_bytes"] < 512 * GIB < rows["int8"]["ram_bytes"]
+    # 34 GB of other weights cannot be in 24 GB; the experts in 4 bits can be in 512
+    assert any("GPU memory" in words for words in rows["k4"]["lacking"])
+    assert not any(row["fits"] for row in rows.values())
+    assert "GPU memory" in told["verdict"]
+    on_cpu = next(change for change in told["changes"] if change["change"] == "use_cpu: true")
+    assert on_cpu["fits"]
+    assert on_cpu["format"] == "k4"
+    assert on_cpu["vram_bytes"] == 0
+    assert on_cpu["step_seconds"] > 0
+    assert any("a GPU of 48 GiB" in change["change"] for change in told["changes"])
+    assert any("--cores" in line for line in told["assumptions"])
+
+
+def test_a_machine_that_suffices(tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("per_device_train_batch_size: 1\nkt_config: {expert_format: k4}\n")
+    big = ["--ram", "512G", "--gpu", "48G", "--sockets", "2", "--cores", "64", "--bandwidth", "400G"]
+    told = plan(DEEPSEEK, recipe, *big)
+    assert told["fits"]
+    assert "k4 experts" in told["verdict"]
+    assert told["changes"] == []
+    k4 = by_format(told)["k4"]
+    assert len(k4["node_bytes"]) == 2
+    assert sum(k4["ram"].values()) == k4["ram_bytes"]
+    assert told["machine"]["bandwidth"] == 400e9
+    faster = plan(DEEPSEEK, recipe, *big[:-4], "--cores", "128", "--bandwidth", "800G")
+    assert by_format(faster)["k4"]["step_seconds"] < k4["step_seconds"]
+
+
+def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tiny_checkpoint("qwen3moe")
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("cutoff_len: 64\nuse_cpu: true\nkt_config: {expert_format: bf16, kt_num_threads: 1}\n")
+    told = plan(path, recipe)
+    assert told["fits"]
+    assert told["model"]["sizes_from"] == "shards"
+    tensors = [safe_open(file, "pt").keys() for file in path.glob("*.safetensors")]
+    assert sum(map(len, tensors)) > 0
+    assert 0 < told["disk"]["checkpoint_bytes"] <= sum(f.stat().st_size for f in path.glob("*.safetensors"))
+    assert told["machine"]["measured"]
+    assert told["machine"]["threads"] == 1
+    assert told["machine"]["ram_bytes"] <= system.memory()["MemTotal"]
+
+
+@pytest.mark.usefixtures("untimed")
+def test_the_table(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text("cutoff_len: 64\nkt_config: {expert_format: bf16}\n")
+    table = runner.invoke(app, ["plan", str(tiny_checkpoint("qwen3moe")), str(recipe)])
+    assert table.exit_code == 0
+    assert "bf16 *" in table.stdout
+    assert "estimate" in table.stdout
+    # without a word about the format it is the default
+    table = runner.invoke(app, ["plan", str(tiny_checkpoint("qwen3moe"))])
+    assert f"{config.DEFAULT_EXPERT_FORMAT} *" in table.stdout
+
+
+@pytest.mark.usefixtures("untimed")
+def test_a_converted_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source, target = tiny_checkpoint("qwen3moe"), tmp_path / "packed"
+    done = runner.invoke(app, ["convert", str(source), str(target), "--format", "k4"])
+    assert done.exit_code == 0, done.output
+    told = plan(target)
+    assert told["model"]["converted_to"] == "k4"
+    assert [row["format"] for row in told["formats"]] == ["k4"]
+    files = sum(file.stat().st_size for file in target.glob("experts/*.safetensors"))
+    others = plan(source)["disk"]["checkpoint_bytes"] - read_source(source, Settings()).expert_bytes
+    assert told["disk"]["checkpoint_bytes"] == files + others
+    # the same experts for the original's other weights
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text(f"kt_config: {{expert_checkpoint: {target}}}")
+    told = plan(source, recipe)
+    assert told["model"]["converted_to"] == "k4"
+    assert told["disk"]["checkpoint_bytes"] == files + others
+    assert "experts converted to k4" in runner.invoke(app, ["plan", str(target)]).output
+    recipe.write_text("kt_config: {expert_format: int8}")
+    done = runner.invoke(app, ["plan", str(target), str(recipe)])
+    assert done.exit_code == 2
+    assert "holds experts in k4, but expert_format is int8" in done.output
+    next(target.glob("experts/*.safetensors")).unlink()
+    done = runner.invoke(app, ["plan", str(target)])
+    assert done.exit_code == 2
+    assert "is missing; run the same ktft convert" in done.output
+
+
+def test_a_quantization_that_ktft_cannot_read(tmp_path: Path) -> None:
+    values = json.loads((DEEPSEEK / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "gptq", "bits": 3, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    done = runner.invoke(app, ["plan", str(tmp_path), "--ram", "64G"])
+    assert done.exit_code == 2
+    assert "bits is 3; ktft reads 4" in done.output
+
+
+@pytest.mark.usefixtures("untimed")
+def test_nothing_fits(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "300M")
+    told = plan(tiny_checkpoint("dsv3"), code=1)
+    assert not told["fits"]
+    assert "300.0 MiB are available" in told["verdict"]
+    assert any("GiB of memory" in change["change"] for change in told["changes"])
+    assert any("KTFT_MEMORY_LIMIT" in line for line in told["warnings"])
+    shown = runner.invoke(app, ["plan", str(tiny_checkpoint("dsv3"))])
+    assert shown.exit_code == 1
+    assert "What would change that" in shown.stdout
+
+
+@pytest.mark.usefixtures("untimed")
+def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 8 * GIB)
+    monkeypatch.setattr(system, "transparent_hugepages", lambda: "never")
+    real = native.topology()
+    monkeypatch.setattr(native, "topology", lambda: real | {"cgroup_cpus": 0.5})
+    told = " ".join(plan(tiny_checkpoint("qwen3moe"))["warnings"])
+    for words in ("a cgroup allows 8.0 GiB", "huge pages are never", "0.5 of"):
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--ram", "512X"), "--ram: '512X' is not a size"),
+        (("--ram", "0"), "--ram is '0'; it must be more than 0"),
+        (("--ram", "64G", "--gpu", "big"), "--gpu: 'big' is not a size"),
+        (("--ram", "64G", "--bandwidth", "-1G"), "--bandwidth: '-1G'"),
+        (("--ram", "64G", "--isa", "neon"), "--isa is 'neon'; known: amx_bf16"),
+        (("--gpu", "24G"), "needs --ram"),
+    ],
+)
+def test_bad_options(args: tuple[str, ...], words: str) -> None:
+    done = runner.invoke(app, ["plan", str(DEEPSEEK), *args])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kt_config: {expert_fromat: k4}", "nearest valid key is 'expert_format'"),
+        ("kt_config: {expert_format: int3}", "int3"),
+        ("cutoff_len: lots", "cutoff_len is 'lots'"),
+        ("stage: ppo", "ppo"),
+        ("per_device_train_batch_size: 0", "per_device_train_batch_size is 0"),
+        ("finetuning_type: full", "ktft trains lora"),
+        ("lora_target: no_such_layer", "matches nothing"),
+        ("- a list", "holds no keys"),
+        ("{", "is not a YAML file"),
+    ],
+)
+def test_bad_recipes(text: str, words: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text(text)
+    done = runner.invoke(app, ["plan", str(DEEPSEEK), str(recipe), "--ram", "64G"])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "has no config.json"), ("{", "no config that transformers can read"), ('{"model_type": "bert"}', "bert")],
+)
+def test_bad_models(text: str | None, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    done = runner.invoke(app, ["plan", str(tmp_path), "--ram", "64G"])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+# --- what it reads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512G", 512 << 30), ("1.5T", 3 << 39), ("24 GiB", 24 << 30), ("80gb", 80 << 30), ("17", 17)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+    assert parse_size("400G", 1000) == 400_000_000_000
+
+
+def test_recipe_follows_llamafactorys_keys_and_defaults(tmp_path: Path) -> None:
+    assert read_recipe(None)[0] == Recipe()
+    recipe, notes = recipe_of(
+        {
+            "stage": "dpo",
+            "lora_rank": 32,
+            "cutoff_len": 4096,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "pure_bf16": True,
+            "optim": "adafactor",
+            "learning_rate": "1e-4",
+            "kt_config": {"kt_backend": "AMXINT8", "activation": "recompute", "kt_max_cache_depth": 2},
+        }
+    )
+    assert (recipe.settings.expert_format, recipe.settings.activation) == ("int8", "recompute")
+    assert any("kt_max_cache_depth" in note for note in notes)
+    work = recipe.workload((), 2)
+    assert (work.batch, work.sequence, work.accumulation) == (4, 4096, 4)
+    assert (work.adapter_bytes, work.states, work.activation) == (2, 0.0, "recompute")
+
+
+def test_defaults_are_llamafactorys() -> None:
+    from llamafactory.hparams import DataArguments, FinetuningArguments, ModelArguments, TrainingArguments
+
+    theirs: dict[str, Any] = {}
+    for arguments in (DataArguments, FinetuningArguments, ModelArguments, TrainingArguments):
+        theirs |= {name: each.default for name, each in arguments.__dataclass_fields__.items()}
+    own = {name: value for name, value in vars(Recipe()).items() if name != "settings"}
+    assert own == {name: theirs[name] for name in own}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        (None, 16),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "mxfp4"}, 4.25),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.15625),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group"}}},
+            },
+            4.5,
+        ),
+    ],
+)
+def test_bytes_on_disk_from_the_config(quantization: dict[str, Any] | None, bits: float, tmp_path: Path) -> None:
+    values = json.loads((DEEPSEEK / "config.json").read_text())
+    values.pop("quantization_config")
+    if quantization:
+        values["quantization_config"] = quantization
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    source = read_source(tmp_path / "config.json", Settings())
+    assert source.expert_bytes == pytest.approx(source.shape.expert_parameters * bits / 8, rel=0.001)
+
+
+def test_a_described_machine_needs_no_gpu() -> None:
+    described = Description(ram="64G", gpu="none").machine()
+    assert described.gpu is None
+    assert described.ram_bytes < 64 * GIB
+
+
+def test_a_model_whose_shards_are_still_to_come_is_planned_from_its_config(tmp_path: Path) -> None:
+    path = write_checkpoint("qwen3moe", tmp_path / "model")
+    next(path.glob("model-*.safetensors")).unlink()
+    assert not read_source(path, Settings()).from_shards
