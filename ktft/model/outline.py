@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.config import Settings
 from ktft.model.quantizer import LoadPlan
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class for the whole model: of text alone, or of images too."""
+    return AutoModelForImageTextToText if "text_config" in type(config).sub_configs else AutoModelForCausalLM
 
 
 def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
@@ -23,5 +29,5 @@ def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
     files = CheckpointReader.from_directory(directory).files
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     return LoadPlan(model, [str(file) for file in files], settings)

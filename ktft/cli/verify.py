@@ -1,0 +1,216 @@
+"""`ktft verify`: progress, tables and the verdict. torch is imported when the command runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ktft.cli.system import cgroup_memory_limit, gib, memory
+from ktft.config import PROJECTIONS, Settings
+
+if TYPE_CHECKING:
+    from ktft.verify.layers import LayerResult, LayerVerifier
+    from ktft.verify.problem import Problem
+    from ktft.verify.whole import WholeResult
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. `whole`: None compares the whole model if it fits."""
+
+    directory: Path
+    settings: Settings
+    layers: list[int] | None
+    tokens: int
+    adapter: Path | None
+    source: Path | None
+    whole: bool | None
+
+
+@dataclass
+class Report:
+    """What was found. `notes` say what was not compared, and why."""
+
+    format: str
+    isa: str
+    threads: int
+    numa_nodes: int
+    layers: list[LayerResult] = field(default_factory=list)
+    whole: WholeResult | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All that is off."""
+        whole = self.whole.problems if self.whole is not None else []
+        return [*(problem for layer in self.layers for problem in layer.problems), *whole]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        problems = [asdict(problem) | {"text": problem.text} for problem in self.problems]
+        return {"passed": not problems, "problems": problems} | asdict(self)
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """`3,7` as numbers.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--layers is {text!r}; give layer numbers, as in 3,7")
+    return [int(part) for part in parts]
+
+
+def verify(request: Request, console: Console) -> Report:
+    """Run the comparisons, with progress on `console`.
+
+    Raises:
+        FileNotFoundError, ValueError: with a message for the user.
+    """
+    if not (request.directory / "config.json").is_file():
+        raise ValueError(f"{request.directory} is not a directory with a config.json; download the checkpoint first")
+    from ktft.verify.layers import LayerVerifier
+    from ktft.verify.whole import whole_bytes
+
+    with console.status(f"reading headers of {request.directory} ..."):
+        verifier = LayerVerifier(
+            request.directory, request.settings, request.layers, request.tokens, request.adapter, request.source
+        )
+        needed = whole_bytes(verifier.plan.layers, request.directory)
+    runtime = verifier.runtime
+    report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes)
+    if verifier.source is None:
+        report.notes.append("the source is not known, so the packed weights were not compared with it: give --source")
+    _show_layers(verifier, report.layers, console)
+    if _whole_wanted(request, needed, report):
+        _show_whole(verifier, request, report, console)
+    return report
+
+
+def _whole_wanted(request: Request, needed: int, report: Report) -> bool:
+    if request.whole is not None:
+        return request.whole
+    if request.layers is not None:
+        return False
+    limits = [memory().get("MemAvailable"), cgroup_memory_limit()]
+    free = min((limit for limit in limits if limit is not None), default=0)
+    if needed > free:
+        report.notes.append(
+            f"the whole model was not compared: that takes {gib(needed)} of memory, {gib(free)} are free; --whole tries"
+        )
+    return needed <= free
+
+
+def _show_layers(verifier: LayerVerifier, results: list[LayerResult], console: Console) -> None:
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting", total=verifier.nbytes)
+        for step, nbytes in verifier.run(results):
+            progress.update(task, description=step, advance=nbytes)
+
+
+def _show_whole(verifier: LayerVerifier, request: Request, report: Report, console: Console) -> None:
+    from ktft.verify.whole import WholeResult, verify_whole
+
+    with console.status("whole model ...") as status:
+        for step in verify_whole(
+            request.directory, request.settings, request.tokens, request.adapter, verifier.source
+        ):
+            if isinstance(step, WholeResult):
+                report.whole = step
+            else:
+                status.update(f"whole model: {step} ...")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(report: Report) -> list[Table | Text]:
+    """What a person is shown."""
+    shown: list[Table | Text] = [_layer_table(report)]
+    if report.whole is not None:
+        shown.append(_whole_table(report.whole))
+    return shown + [Text(f"note: {note}", style="yellow") for note in report.notes]
+
+
+def _layer_table(report: Report) -> Table:
+    from ktft.verify.contract import GRADIENT_LIMIT, OUTPUT, OUTPUT_LIMIT
+    from ktft.verify.problem import percent
+    from ktft.verify.weights import LIMITS
+
+    table = Table(
+        "layer",
+        "",
+        f"output (at most {percent(OUTPUT_LIMIT)})",
+        f"worst gradient (at most {percent(GRADIENT_LIMIT)})",
+        f"{report.format} against source (at most {percent(LIMITS[report.format])})",
+        title="Relative errors of single layers: of all experts, and of the worst one",
+        box=None,
+    )
+    for result in report.layers:
+        output = next(error for error in result.contract if error.quantity == OUTPUT)
+        worst = max((e for e in result.contract if e is not output), key=lambda error: error.worst_relative)
+        source = "-"
+        if result.quantization is not None:
+            name = max(PROJECTIONS, key=lambda name: result.quantization[name].worst_relative_rms)  # type: ignore[index]
+            error = result.quantization[name]
+            source = f"{percent(error.relative_rms)}, expert {error.worst_expert} {percent(error.worst_relative_rms)} ({name})"
+        table.add_row(
+            str(result.layer),
+            _verdict(not result.problems),
+            f"{percent(output.relative)}, expert {output.worst_expert} {percent(output.worst_relative)}",
+            f"{percent(worst.relative)}, expert {worst.worst_expert} {percent(worst.worst_relative)} "
+            f"({worst.quantity.removesuffix(' gradient')})",
+            source,
+        )
+    return table
+
+
+def _whole_table(whole: WholeResult) -> Table:
+    from ktft.verify.problem import percent
+
+    table = Table(
+        "against transformers' own experts",
+        "logits",
+        "gradient",
+        "KL, nats",
+        "same top token",
+        title="The whole model",
+        box=None,
+    )
+    rows = [
+        ("with the packed weights", whole.arithmetic, whole.arithmetic_limit, whole.gradient_limit),
+        ("with the source's weights", whole.quantization, whole.quantization_limit, None),
+        ("the same, choosing experts freely", whole.free, None, None),
+        ("for comparison: transformers in bf16", whole.noise, None, None),
+    ]
+    for name, distance, limit, gradient_limit in rows:
+        if distance is not None:
+            table.add_row(
+                name,
+                percent(distance.logits) + (f" (at most {percent(limit)})" if limit else ""),
+                percent(distance.gradient) + (f" (at most {percent(gradient_limit)})" if gradient_limit else ""),
+                f"{distance.kl:.3g}",
+                percent(distance.top1),
+            )
+    return table
+
+
+def _verdict(passed: bool) -> Text:
+    return Text("pass", style="green") if passed else Text("off", style="bold red")
