@@ -123,6 +123,14 @@ def test_quantized_sources(source: Path, tmp_path: Path, scheme: str, expert_for
     assert "all checksums match" in convert(quantized, target, "--check")[1]
 
 
+def test_biases_are_converted_too(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = tiny_checkpoint("gpt_oss")
+    target = converted(source, tmp_path / "target", "--format", "k4", "--report")
+    assert torch.equal(logits(load(target)), logits(load(source, expert_format="k4")))
+    assert not [name for file in target.glob("*.safetensors") for name in load_file(file) if ".experts." in name]
+    assert "all checksums match" in convert(source, target, "--check")[1]
+
+
 def test_every_file_beside_the_weights_goes_along(source: Path, packed: Path) -> None:
     weights = {file.name for file in source.glob("*.safetensors")} | {INDEX_NAME}
     for file in source.iterdir():

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ def layer_file(number: int) -> str:
 def packed_name(expert: int, projection: str) -> str:
     """The name of one packed weight in its layer's file, uint8 `[ExpertLayer.canonical_bytes]`."""
     return f"{expert}.{projection}.packed"
+
+
+def bias_name(expert: int, projection: str) -> str:
+    """The name of one bias in its layer's file, F32 `[out_features]`, in families that have biases."""
+    return f"{expert}.{projection}.bias"
 
 
 def layer_metadata(manifest: Manifest, number: int, source_sha256: str) -> dict[str, str]:
@@ -284,7 +290,10 @@ class PackedCache:
 def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[int]:
     """Fill one layer from its file; see `PackedCache.load`."""
     entries = {entry.name: entry for entry in read_header(path)}
-    targets = {packed_name(e, p): (e, p) for e in range(layer.num_experts) for p in PROJECTIONS}
+    places = list(product(range(layer.num_experts), PROJECTIONS))
+    targets = {packed_name(*place): place for place in places}
+    biases = {bias_name(*place): place for place in places} if layer.biases else {}
+    targets |= biases
     if odd := sorted(entries.keys() ^ targets.keys()):
         raise ValueError(f"{path} {'lacks' if odd[0] in targets else 'holds an unknown'} tensor {odd[0]}; {_REDO}")
     expected = checksums(path) if verify else {}
@@ -295,7 +304,10 @@ def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[
                 f"{expected.get(entry.name, 0):08x}; {_REDO}"
             )
         try:
-            layer.import_packed(*targets[entry.name], torch.frombuffer(data, dtype=torch.uint8))
+            if entry.name in biases:
+                layer.load_bias(*biases[entry.name], torch.frombuffer(data, dtype=torch.float32))
+            else:
+                layer.import_packed(*targets[entry.name], torch.frombuffer(data, dtype=torch.uint8))
         except ValueError as error:
             raise ValueError(f"{path}: {entry.name}: {error}; {_REDO}") from error
         yield entry.nbytes

@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from ktft.checkpoint.cache import (
     MANIFEST,
     UNFINISHED,
     ExpertShape,
     Manifest,
+    bias_name,
     describe_file,
     layer_file,
     layer_metadata,
@@ -112,6 +115,14 @@ class Conversion:
                 for expert in range(layer.num_experts)
                 for name in PROJECTIONS
             )
+            if layer.biases:
+                wide, narrow = layer.hidden_size, layer.intermediate_size
+                rows = {name: wide if name == "down_proj" else narrow for name in PROJECTIONS}
+                tensors += tuple(
+                    NewTensor(bias_name(expert, name), "F32", (rows[name],), 4 * rows[name])
+                    for expert in range(layer.num_experts)
+                    for name in PROJECTIONS
+                )
             metadata = layer_metadata(self.manifest, number, "0" * 64)
             outputs[number] = Output(layer_file(number), tensors, metadata, self.experts.nbytes([number]))
         return outputs
@@ -119,6 +130,7 @@ class Conversion:
     def _copy_outputs(self) -> list[Output]:
         """The shards of all other tensors, in the source's order."""
         packed = {entry.name for matrix in self.experts.matrices for entry in matrix.parts.values()}
+        packed |= self.experts.biases.keys()
         shards: list[list[TensorEntry]] = []
         size = SHARD_BYTES
         for entry in sorted(self.reader.tensors.values(), key=lambda entry: (entry.file.name, entry.offset)):
@@ -242,12 +254,14 @@ class Conversion:
                 yield f"packing layer {number}", nbytes
             self.reader.observer = None
             metadata = layer_metadata(self.manifest, number, content.hexdigest())
-            packed = (
-                [layer.export_packed(expert, name).numpy().data]
+            export = (layer.export_packed, layer.bias) if layer.biases else (layer.export_packed,)
+            content_of = (
+                [each(expert, name).view(torch.uint8).numpy().data]
+                for each in export
                 for expert in range(layer.num_experts)
                 for name in PROJECTIONS
             )
-            write_safetensors(path, output.tensors, metadata, packed)
+            write_safetensors(path, output.tensors, metadata, content_of)
         else:
             for _ in load_layer(path, layer):
                 pass
@@ -259,7 +273,9 @@ class Conversion:
 
     def hash_source(self, number: int) -> str:
         """The content hash of one layer's experts as the source has them now."""
-        content, pieces = ContentHash(), [(e, m.index) for m in self._matrices(number) for e in m.parts.values()]
+        content = ContentHash()
+        pieces = [(entry, matrix.index) for matrix in self._matrices(number) for entry in matrix.parts.values()]
+        pieces += [(bias.entry, None) for bias in self.experts.biases.values() if bias.targets[0][0].layer == number]
         with self.reader, ThreadPoolExecutor(READERS) as pool:
             self.reader.observer = content.add
             for _ in pool.map(lambda piece: bool(self.reader.read(piece[0].name, piece[1]).numel()), pieces):
