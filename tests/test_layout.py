@@ -25,11 +25,12 @@ PYTHON_RANKS = {
     "checkpoint": 2,
     "model": 3,
     "adapters": 4,
-    "train": 5,
-    "_autoload": 6,
-    "serve": 6,
-    "bench": 7,
-    "cli": 8,
+    "verify": 5,
+    "train": 6,
+    "_autoload": 7,
+    "serve": 7,
+    "bench": 8,
+    "cli": 9,
 }
 CPP_RANKS = {"base": 0, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "bench": 5, "bind": 6}
 # The one file that may import a module which the rest must reach through it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -16,6 +18,8 @@ from ktft.adapters.peft import expert_ranks, local_directory, read_config
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
+
+_EXPERT_TENSOR = re.compile(rf"base_model\.model\.(.+)\.\d+\.(?:{'|'.join(PROJECTIONS)})\.lora_[AB]\.weight")
 
 
 class SavedAdapter:
@@ -35,6 +39,19 @@ class SavedAdapter:
             if getattr(self.config, option, None):
                 raise ValueError(f"{self.directory}: {what} on routed experts is not supported by ktft")
 
+    def check_layers(self, names: Collection[str]) -> None:
+        """Compare with the model whose layers' experts have these names.
+
+        Raises:
+            ValueError: the adapter has LoRA on other experts.
+        """
+        file = self.directory / SAFETENSORS_WEIGHTS_NAME
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            found = [_EXPERT_TENSOR.fullmatch(name) for name in tensors.keys()]  # noqa: SIM118
+        for match in found:
+            if match is not None and match[1] not in names:
+                raise ValueError(f"{file} holds {match[0]}, which the model has no place for: it is of another model")
+
     def lora(self, layer: ExpertLayer) -> ExpertLora | None:
         """The LoRA on this layer's experts, which are called `layer.name` in the model. None if it has none.
 
@@ -49,7 +66,6 @@ class SavedAdapter:
         return ExpertLora(pairs) if pairs else None
 
     def _pair(self, layer: ExpertLayer, projection: str, rank: Rank) -> LoraPair:
-        assert projection in PROJECTIONS
         wide, narrow = layer.hidden_size, layer.intermediate_size
         fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
         a = self._stack(layer, f"{projection}.lora_A.weight", (rank.r, fan_in))

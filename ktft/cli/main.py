@@ -160,7 +160,7 @@ def verify(
     for problem in report.problems:
         Console(stderr=True).print(Text(problem.text, style="red"), soft_wrap=True)
     if not as_json:
-        verdict = f"off: {len(report.problems)} comparisons are over their limits" if report.problems else "pass"
+        verdict = f"off, {len(report.problems)} over the limit" if report.problems else "pass"
         typer.echo(f"{model} in {report.format}, {report.isa}, {report.numa_nodes} NUMA nodes: {verdict}")
     raise typer.Exit(int(bool(report.problems)))
 

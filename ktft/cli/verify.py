@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from ktft.cli.system import cgroup_memory_limit, gib, memory
 from ktft.config import PROJECTIONS, Settings
 
 if TYPE_CHECKING:
+    from ktft.checkpoint.quantization_error import ProjectionError
     from ktft.verify.layers import LayerResult, LayerVerifier
     from ktft.verify.problem import Problem
     from ktft.verify.whole import WholeResult
@@ -54,7 +57,16 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
         problems = [asdict(problem) | {"text": problem.text} for problem in self.problems]
-        return {"passed": not problems, "problems": problems} | asdict(self)
+        return _finite({"passed": not problems, "problems": problems} | asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such errors become strings."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_layers(text: str | None) -> list[int] | None:
@@ -100,6 +112,9 @@ def verify(request: Request, console: Console) -> Report:
 def _whole_wanted(request: Request, needed: int, report: Report) -> bool:
     if request.whole is not None:
         return request.whole
+    if report.problems:
+        report.notes.append("the whole model was not compared, because layers are off already; --whole does it")
+        return False
     if request.layers is not None:
         return False
     limits = [memory().get("MemAvailable"), cgroup_memory_limit()]
@@ -129,9 +144,7 @@ def _show_whole(verifier: LayerVerifier, request: Request, report: Report, conso
     from ktft.verify.whole import WholeResult, verify_whole
 
     with console.status("whole model ...") as status:
-        for step in verify_whole(
-            request.directory, request.settings, request.tokens, request.adapter, verifier.source
-        ):
+        for step in verify_whole(request.directory, request.settings, request.tokens, request.adapter, verifier.source):
             if isinstance(step, WholeResult):
                 report.whole = step
             else:
@@ -150,62 +163,67 @@ def tables(report: Report) -> list[Table | Text]:
 
 
 def _layer_table(report: Report) -> Table:
-    from ktft.verify.contract import GRADIENT_LIMIT, OUTPUT, OUTPUT_LIMIT
+    from ktft.verify.contract import GRADIENT_LIMIT, OUTPUT, OUTPUT_LIMIT, comparable
     from ktft.verify.problem import percent
     from ktft.verify.weights import LIMITS
 
+    limits = (OUTPUT_LIMIT, GRADIENT_LIMIT, LIMITS[report.format])
+    heads = ("output", "gradients", f"{report.format} weights")
     table = Table(
         "layer",
         "",
-        f"output (at most {percent(OUTPUT_LIMIT)})",
-        f"worst gradient (at most {percent(GRADIENT_LIMIT)})",
-        f"{report.format} against source (at most {percent(LIMITS[report.format])})",
-        title="Relative errors of single layers: of all experts, and of the worst one",
+        *(f"{head}\n(limit {percent(limit)})" for head, limit in zip(heads, limits, strict=True)),
+        title="Relative errors of all experts and of the worst one, layer by layer",
         box=None,
     )
     for result in report.layers:
-        output = next(error for error in result.contract if error.quantity == OUTPUT)
-        worst = max((e for e in result.contract if e is not output), key=lambda error: error.worst_relative)
-        source = "-"
-        if result.quantization is not None:
-            name = max(PROJECTIONS, key=lambda name: result.quantization[name].worst_relative_rms)  # type: ignore[index]
-            error = result.quantization[name]
-            source = f"{percent(error.relative_rms)}, expert {error.worst_expert} {percent(error.worst_relative_rms)} ({name})"
+        output, *gradients = sorted(result.contract, key=lambda error: error.quantity != OUTPUT)
+        worst = max(gradients, key=lambda error: comparable(error.worst_relative))
         table.add_row(
             str(result.layer),
             _verdict(not result.problems),
-            f"{percent(output.relative)}, expert {output.worst_expert} {percent(output.worst_relative)}",
-            f"{percent(worst.relative)}, expert {worst.worst_expert} {percent(worst.worst_relative)} "
-            f"({worst.quantity.removesuffix(' gradient')})",
-            source,
+            f"{percent(output.relative)}\nexpert {output.worst_expert}: {percent(output.worst_relative)}",
+            f"{percent(worst.relative)} {worst.quantity.removesuffix(' gradient')}\n"
+            f"expert {worst.worst_expert}: {percent(worst.worst_relative)}",
+            _weights(result.quantization),
         )
     return table
+
+
+def _weights(errors: Mapping[str, ProjectionError] | None) -> str:
+    from ktft.verify.problem import percent
+
+    if errors is None:
+        return "not compared"
+    name = max(PROJECTIONS, key=lambda name: errors[name].worst_relative_rms)
+    error = errors[name]
+    return f"{percent(error.relative_rms)} {name}\nexpert {error.worst_expert}: {percent(error.worst_relative_rms)}"
 
 
 def _whole_table(whole: WholeResult) -> Table:
     from ktft.verify.problem import percent
 
     table = Table(
-        "against transformers' own experts",
+        "",
         "logits",
         "gradient",
         "KL, nats",
-        "same top token",
-        title="The whole model",
+        "same top",
+        title="The whole model, against transformers' own experts",
         box=None,
     )
     rows = [
-        ("with the packed weights", whole.arithmetic, whole.arithmetic_limit, whole.gradient_limit),
-        ("with the source's weights", whole.quantization, whole.quantization_limit, None),
-        ("the same, choosing experts freely", whole.free, None, None),
-        ("for comparison: transformers in bf16", whole.noise, None, None),
+        ("packed weights", whole.arithmetic, whole.arithmetic_limit, whole.gradient_limit),
+        ("source's weights", whole.quantization, whole.quantization_limit, None),
+        ("source's, routed freely", whole.free, None, None),
+        ("bf16 alone", whole.noise, None, None),
     ]
     for name, distance, limit, gradient_limit in rows:
         if distance is not None:
             table.add_row(
                 name,
-                percent(distance.logits) + (f" (at most {percent(limit)})" if limit else ""),
-                percent(distance.gradient) + (f" (at most {percent(gradient_limit)})" if gradient_limit else ""),
+                percent(distance.logits) + (f" (limit {percent(limit)})" if limit else ""),
+                percent(distance.gradient) + (f" (limit {percent(gradient_limit)})" if gradient_limit else ""),
                 f"{distance.kl:.3g}",
                 percent(distance.top1),
             )

@@ -96,8 +96,8 @@ def check_contract(
             relative_error(actual[rows], exact[rows])
             for rows in (alone.rows(quantity, expert) for expert in range(layer.num_experts))
         ]
-        worst = max(range(layer.num_experts), key=lambda e: _comparable(by_expert[e]))
-        whole = max(relative_error(actual, exact), mixed.error(quantity), key=_comparable)
+        worst = max(range(layer.num_experts), key=lambda e: comparable(by_expert[e]))
+        whole = max(relative_error(actual, exact), mixed.error(quantity), key=comparable)
         limit = OUTPUT_LIMIT if quantity == OUTPUT else GRADIENT_LIMIT
         errors.append(ContractError(quantity, whole, worst, by_expert[worst], limit))
     return errors
@@ -109,7 +109,8 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
     return difference / norm if norm else (0.0 if difference == 0 else math.inf)
 
 
-def _comparable(error: float) -> float:
+def comparable(error: float) -> float:
+    """For `max` and `sort`: NaN, which is worse than anything."""
     return math.inf if math.isnan(error) else error
 
 
@@ -137,11 +138,16 @@ class _Call:
         weights = torch.rand(index.shape, generator=generator) + 0.5
         self.weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
         pairs = lora.pairs if lora is not None else {}
-        self.lora = {n: LoraPair(p.a.detach().requires_grad_(), p.b.detach().requires_grad_(), p.scaling) for n, p in pairs.items()}
+        self.lora = {
+            n: LoraPair(p.a.detach().requires_grad_(), p.b.detach().requires_grad_(), p.scaling)
+            for n, p in pairs.items()
+        }
         leaves = {HIDDEN: self.x, ROUTING: self.weights}
         for name, pair in self.lora.items():
             leaves |= {f"{name} lora_A gradient": pair.a, f"{name} lora_B gradient": pair.b}
-        out = routed_experts(layer, self.x, index, self.weights, ExpertLora(self.lora) if self.lora else None, activation)
+        out = routed_experts(
+            layer, self.x, index, self.weights, ExpertLora(self.lora) if self.lora else None, activation
+        )
         # partly along the output: else gradients of routing weights would be small differences of large numbers
         size = out.detach().norm(dim=1, keepdim=True) / math.sqrt(layer.hidden_size)
         along = torch.nan_to_num(out.detach() / size.clamp_min(1e-30), posinf=0.0, neginf=0.0)
@@ -158,13 +164,15 @@ class _Call:
         routing = self.weights.detach()[token, slot, None].requires_grad_()
         pairs = {
             name: LoraPair(
-                pair.a.detach()[expert, None].requires_grad_(), pair.b.detach()[expert, None].requires_grad_(), pair.scaling
+                pair.a.detach()[expert, None].requires_grad_(),
+                pair.b.detach()[expert, None].requires_grad_(),
+                pair.scaling,
             )
             for name, pair in self.lora.items()
         }
         index = torch.zeros(len(token), 1, dtype=torch.int64)
-        matrices = (weights[name] for name in PROJECTIONS)
-        out = reference.moe(x, index, routing, *matrices, ExpertLora(pairs), self.layer.swiglu, biases)
+        gate, up, down = (weights[name] for name in PROJECTIONS)
+        out = reference.moe(x, index, routing, gate, up, down, ExpertLora(pairs), self.layer.swiglu, biases)
         leaves = [x, routing, *(tensor for pair in pairs.values() for tensor in (pair.a, pair.b))]
         grads = torch.autograd.grad(out, leaves, self.grad_output[token])
         self.exact[OUTPUT].index_add_(0, token, out.detach())

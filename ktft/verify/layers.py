@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ from ktft.checkpoint.quantization_error import ErrorMeter, ProjectionError
 from ktft.config import Settings
 from ktft.model.outline import outline
 from ktft.native import ExpertLayer
-from ktft.verify.contract import ContractError, check_contract, random_lora
+from ktft.verify.contract import ContractError, check_contract, comparable, random_lora
 from ktft.verify.problem import Problem
 from ktft.verify.weights import PackingMeter, outliers
 
@@ -69,6 +69,8 @@ class LayerVerifier:
         plan = self.plan = outline(directory, settings)
         self.packed = plan.experts
         self.adapter = SavedAdapter(adapter) if adapter is not None else None
+        if self.adapter is not None:
+            self.adapter.check_layers({layer.name for layer in plan.layers.values()})
         self.source = self._source(source, settings)
         known = sorted(plan.layers)
         for number in layers or ():
@@ -90,7 +92,7 @@ class LayerVerifier:
             return self.packed
         if source is None:
             return None
-        plan = outline(source, Settings(expert_format=self.packed.manifest.expert_format, threads=settings.threads))
+        plan = outline(source, replace(settings, expert_format=self.packed.manifest.expert_format))
         if not isinstance(plan.experts, ExpertPlan):
             raise ValueError(f"--source {source} is a conversion itself; give the original checkpoint")
         self.packed.check_source(plan.experts.reader.files)
@@ -119,35 +121,35 @@ class LayerVerifier:
         for number in self.numbers:
             layer = self.plan.layers.pop(number)
             left = self._nbytes(number)
-            meter: ErrorMeter | None = None
-            for meter, nbytes in self._fill(number, layer):
+            meter = self._meter(layer)
+            for nbytes in self._fill(number, layer, meter):
                 left -= nbytes
                 yield f"layer {number}: weights", nbytes
             yield f"layer {number}: kernels", 0
             results.append(self._verify(number, layer, meter))
             yield f"layer {number}: done", left
 
-    def _fill(self, number: int, layer: ExpertLayer) -> Iterator[tuple[ErrorMeter | None, int]]:
-        """Fill a layer, and compare it with its source if there is one."""
+    def _meter(self, layer: ExpertLayer) -> ErrorMeter | None:
+        """What compares a layer with its source, if there is one, and packs it if it is not packed."""
+        if self.source is None:
+            return None
+        return PackingMeter(layer) if self.source is self.packed else ErrorMeter(layer)
+
+    def _fill(self, number: int, layer: ExpertLayer, meter: ErrorMeter | None) -> Iterator[int]:
         if isinstance(self.packed, PackedCache):
-            for nbytes in self.packed.load({number: layer}):
-                yield None, nbytes
-            if self.source is None:
-                return
-            meter: ErrorMeter = ErrorMeter(layer)
-        else:
-            meter = PackingMeter(layer)
-        assert self.source is not None
-        for nbytes in self.source.load({number: cast(ExpertLayer, meter)}):
-            yield meter, nbytes
+            yield from self.packed.load({number: layer})
+        if self.source is not None:
+            yield from self.source.load({number: cast(ExpertLayer, meter)})
 
     def _verify(self, number: int, layer: ExpertLayer, meter: ErrorMeter | None) -> LayerResult:
-        lora = random_lora(layer, torch.Generator().manual_seed(SEED + number))
-        if self.adapter is not None:
-            lora = self.adapter.lora(layer)
+        lora = (
+            random_lora(layer, torch.Generator().manual_seed(SEED + number))
+            if self.adapter is None
+            else self.adapter.lora(layer)
+        )
         contract = check_contract(layer, lora, self.top_k, self.tokens, SEED + number)
         problems = [each.problem(number) for each in contract if not each.passed]
-        problems.sort(key=lambda problem: -problem.error / problem.limit)
+        problems.sort(key=lambda problem: -comparable(problem.error / problem.limit))
         if meter is not None:
             problems += outliers(meter, layer, number)
         return LayerResult(number, contract, meter.result() if meter else None, problems)

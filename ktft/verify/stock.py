@@ -35,7 +35,9 @@ class StockExperts:
 
     def _pick(self, stem: str, projection: str) -> Tensor:
         """The stacked tensor's part that is one projection's, out_features before any in_features."""
-        stacked = self.module.get_parameter(("down_proj" if projection == "down_proj" else "gate_up_proj") + stem)
+        stacked: Tensor = self.module.get_parameter(
+            ("down_proj" if projection == "down_proj" else "gate_up_proj") + stem
+        )
         transposed = bool(getattr(self.module, "is_transposed", False))
         if transposed and stacked.dim() == 3:
             stacked = stacked.mT

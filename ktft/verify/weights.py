@@ -7,6 +7,7 @@ from typing import Any
 
 from ktft.checkpoint.quantization_error import ErrorMeter
 from ktft.native import ExpertLayer
+from ktft.verify.contract import comparable
 from ktft.verify.problem import Problem
 
 TYPICAL = {"bf16": 0.0017, "int8": 0.0083, "fp8": 0.0264, "k4": 0.0767, "int4": 0.0822, "mxfp4": 0.115}
@@ -45,4 +46,4 @@ def outliers(meter: ErrorMeter, layer: ExpertLayer, number: int) -> list[Problem
             for expert, error in errors.items()
             if not error <= limit
         ]
-    return sorted(found, key=lambda problem: -problem.error)
+    return sorted(found, key=lambda problem: -comparable(problem.error))

@@ -1,4 +1,4 @@
-"""Verifies a model as a whole: logits and a gradient through all layers, with ktft's experts and with transformers' own.
+"""Verifies a model as a whole: logits and a gradient, with ktft's experts and with transformers' own.
 
 Both runs share the weights around the experts, in fp32, so that the experts are all that differs.
 """
@@ -58,8 +58,8 @@ class Distance:
 
 @dataclass(frozen=True)
 class WholeResult:
-    """A whole model. All but `free` have tokens go to the same experts, for one near tie that rounding tips moves logits
-    more than everything else.
+    """A whole model. In all but `free` tokens go to the same experts: one near tie that rounding tips moves logits more
+    than everything else.
 
     Attributes:
         arithmetic: against transformers' experts with the packed weights.
@@ -148,8 +148,7 @@ def whole_bytes(layers: dict[int, ExpertLayer], directory: Path) -> int:
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     packed = sum(
-        layer.num_experts * sum(layer.canonical_bytes(name) for name in PROJECTIONS)
-        for layer in layers.values()
+        layer.num_experts * sum(layer.canonical_bytes(name) for name in PROJECTIONS) for layer in layers.values()
     )
     return packed + 4 * sum(parameter.numel() for parameter in model.parameters())
 
