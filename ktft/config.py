@@ -113,6 +113,7 @@ class Settings:
         expert_checkpoint: directory of a safetensors checkpoint, as released or converted, to read the experts from;
             None takes the model's own.
         verify_checksums: compare the checksums of a converted checkpoint's experts while they load.
+        isa: instruction set of the kernels; None takes KTFT_ISA's, or else the best this CPU has.
 
     Raises:
         ValueError: a value is not among those accepted.
@@ -124,6 +125,7 @@ class Settings:
     activation: str = "retain"
     expert_checkpoint: str | None = None
     verify_checksums: bool = True
+    isa: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.verify_checksums, bool):

@@ -26,12 +26,13 @@ PYTHON_RANKS = {
     "checkpoint": 3,
     "model": 4,
     "adapters": 5,
-    "train": 6,
-    "_autoload": 7,
-    "serve": 7,
-    "plan": 8,
-    "bench": 9,
-    "cli": 10,
+    "verify": 6,
+    "train": 7,
+    "_autoload": 8,
+    "serve": 8,
+    "plan": 9,
+    "bench": 10,
+    "cli": 11,
 }
 CPP_RANKS = {"base": 0, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "bench": 5, "bind": 6}
 # The one file that may import a module which the rest must reach through it.

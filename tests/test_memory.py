@@ -70,7 +70,7 @@ def test_packed_bytes_refuses_what_the_kernels_cannot_take() -> None:
 def test_workspace_is_near_what_native_allocates(activation: str, threads: int) -> None:
     """The same layer call as in training, in a runtime of its own."""
     moe, tokens, rank = MoeShape(8, 2, 512, 256), 700, 8
-    runtime = native.Runtime(native._C.Runtime(native.default_isa(), threads, 1))
+    runtime = native.runtime.__wrapped__(threads, 1)
     layer = native.ExpertLayer(runtime, num_experts=8, hidden_size=512, intermediate_size=256, format="int8")
     adapters = [
         Adapter(*moe.projection(name), rank=rank, count=8, layer=0, projection=name) for name in config.PROJECTIONS

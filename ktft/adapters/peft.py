@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -28,6 +28,12 @@ from ktft.config import PROJECTIONS, require_tested
 from ktft.model.experts import KtftExperts, experts_family
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+class HasExperts(Protocol):
+    """What an adapter needs to know of a layer's experts to find its ranks on them."""
+
+    num_experts: int
 
 
 def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str = "default") -> PeftModel:
@@ -66,11 +72,11 @@ def load_adapter(
     Raises:
         ValueError: a tensor is missing, left over, of another shape, NaN or Inf; or as for `get_peft_model`.
     """
-    directory = _local_directory(path, **hub)
+    directory = local_directory(path, **hub)
     adapted: Any = model
     if not isinstance(model, KtftPeftMixin):
         _require_experts(model)
-        config = _read_config(directory)
+        config = read_config(directory)
         config.inference_mode = not is_trainable
         with _reaching_experts(model, config, adapter_name):
             adapted = _adapt(peft_get_peft_model(adapted, config, adapter_name=adapter_name))
@@ -98,10 +104,10 @@ class KtftPeftMixin(_Base):
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, but refuse one of which a tensor is missing, left over, misshapen or NaN."""
         hub = {key: kwargs.pop(key) for key in _HUB_KEYS if key in kwargs}
-        directory = _local_directory(model_id, **hub)
+        directory = local_directory(model_id, **hub)
         new = adapter_name not in self.peft_config
         if new:
-            self.add_adapter(adapter_name, _read_config(directory))
+            self.add_adapter(adapter_name, read_config(directory))
         try:
             _check_file(directory, _standard_tensors(self, adapter_name))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
@@ -259,14 +265,14 @@ def _reach(model: Any, config: Any) -> Reach:
         if isinstance(module, KtftExperts):
             if match:
                 direct[name] = module.num_experts
-            if not isinstance(match, _ExcludedModule) and (own := _expert_ranks(config, name, module, bool(match))):
+            if not isinstance(match, _ExcludedModule) and (own := expert_ranks(config, name, module, bool(match))):
                 ranks[name] = own
         elif match:
             modules.add(name)
     return Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
 
 
-def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> dict[str, Rank]:
+def expert_ranks(config: Any, name: str, experts: HasExperts, whole: bool) -> dict[str, Rank]:
     """Projection -> rank, for the projections of one layer's experts that the config targets."""
     ranks: dict[str, Rank] = {}
     for projection in PROJECTIONS:
@@ -334,7 +340,8 @@ def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[No
 _HUB_KEYS = ("subfolder", "revision", "cache_dir", "token")
 
 
-def _local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
+def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
+    """An adapter's directory; one of the Hugging Face Hub is downloaded. Raises ValueError if it is no adapter."""
     root = Path(path)
     if not root.is_dir():
         if root.is_absolute() or len(root.parts) != 2:
@@ -347,7 +354,8 @@ def _local_directory(path: str | os.PathLike[str], subfolder: str | None = None,
     return directory
 
 
-def _read_config(directory: Path) -> LoraConfig:
+def read_config(directory: Path) -> LoraConfig:
+    """An adapter's configuration. Raises ValueError if it is not LoRA."""
     config = PeftConfig.from_pretrained(str(directory))
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{directory} holds a {config.peft_type} adapter; ktft loads LoRA")

@@ -55,11 +55,18 @@ class ErrorMeter:
     def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
         """Biases are held in fp32: there is no error."""
 
+    def by_expert(self) -> dict[str, dict[int, float]]:
+        """Projection -> expert -> relative RMS error, of the weights compared so far."""
+        return {
+            name: {expert: _root(error, source) for expert, (error, source) in experts.items()}
+            for name, experts in self._squares.items()
+        }
+
     def result(self) -> dict[str, ProjectionError]:
         """Projection -> error over the experts compared so far."""
-        errors = {}
+        errors, by_expert = {}, self.by_expert()
         for name, experts in self._squares.items():
-            relative = {expert: _root(error, source) for expert, (error, source) in experts.items()}
+            relative = by_expert[name]
             worst = max(relative, key=lambda expert: (relative[expert], -expert))
             total = _root(sum(e for e, _ in experts.values()), sum(s for _, s in experts.values()))
             errors[name] = ProjectionError(total, worst, relative[worst])

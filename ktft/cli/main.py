@@ -121,6 +121,52 @@ def convert(
     typer.echo(f"{target}: {'all checksums match' if check else 'converted'}")
 
 
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(help="Directory of a checkpoint, as released or converted.")],
+    expert_format: Annotated[
+        str | None,
+        typer.Option("--format", help=f"{', '.join(config.EXPERT_FORMATS)}. [{config.DEFAULT_EXPERT_FORMAT}]"),
+    ] = None,
+    isa: Annotated[str | None, typer.Option(help="Kernels' instruction set. [best of this CPU]")] = None,
+    numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to split experts over. [all]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    layers: Annotated[str | None, typer.Option(help="Numbers of the layers to verify, as in 3,7. [all]")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that go through.")] = 64,
+    adapter: Annotated[Path | None, typer.Option(help="Directory of an adapter. [random LoRA]")] = None,
+    source: Annotated[Path | None, typer.Option(help="What a converted MODEL was converted from.")] = None,
+    whole: Annotated[
+        bool | None, typer.Option("--whole/--layers-only", help="The whole model too. [if it fits in memory]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Compare a model's logits and gradients with a reference; say pass, or which layer and expert is off.
+
+    Exits with 0 on a pass, 1 if something is off, 2 on bad input.
+    """
+    from ktft.cli import verify as command
+
+    try:
+        settings = config.Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
+        numbers = command.parse_layers(layers)
+        request = command.Request(model, settings, numbers, tokens, adapter, source, whole)
+        report = command.verify(request, Console(stderr=True))
+    except (OSError, ValueError) as error:
+        raise refuse(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        console = Console(soft_wrap=True)
+        for part in command.tables(report):
+            console.print(part)
+    for problem in report.problems:
+        Console(stderr=True).print(Text(problem.text, style="red"), soft_wrap=True)
+    if not as_json:
+        verdict = f"off, {len(report.problems)} over the limit" if report.problems else "pass"
+        typer.echo(f"{model} in {report.format}, {report.isa}, {report.numa_nodes} NUMA nodes: {verdict}")
+    raise typer.Exit(int(bool(report.problems)))
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     file: Annotated[Path, typer.Argument(help="LLaMA-Factory's YAML file.", exists=True, dir_okay=False)],

@@ -50,6 +50,7 @@ class KtftConfig(QuantizationConfigMixin):
         activation: str = Settings.activation,
         expert_checkpoint: str | None = Settings.expert_checkpoint,
         verify_checksums: bool = Settings.verify_checksums,
+        isa: str | None = Settings.isa,
         reserve_bytes: int = 0,
         quant_method: str = "ktft",
         **unknown: Any,
@@ -63,6 +64,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.activation = activation
         self.expert_checkpoint = expert_checkpoint
         self.verify_checksums = verify_checksums
+        self.isa = isa
         self.reserve_bytes = reserve_bytes
         _ = self.settings  # checks the values
 
@@ -225,7 +227,7 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
     """
     config: Any = model.config
     swiglu = family.activation(config.get_text_config())
-    runtime = native.runtime(settings.threads, settings.numa_nodes)
+    runtime = native.runtime(settings.threads, settings.numa_nodes, settings.isa)
     experts: dict[int, KtftExperts] = {}
     for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
         layer = native.ExpertLayer(

@@ -1,0 +1,234 @@
+"""`ktft verify`: progress, tables and the verdict. torch is imported when the command runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ktft.config import PROJECTIONS, Settings
+from ktft.system import available_memory, readable
+
+if TYPE_CHECKING:
+    from ktft.checkpoint.quantization_error import ProjectionError
+    from ktft.verify.layers import LayerResult, LayerVerifier
+    from ktft.verify.problem import Problem
+    from ktft.verify.whole import WholeResult
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. `whole`: None compares the whole model if it fits."""
+
+    directory: Path
+    settings: Settings
+    layers: list[int] | None
+    tokens: int
+    adapter: Path | None
+    source: Path | None
+    whole: bool | None
+
+
+@dataclass
+class Report:
+    """What was found. `notes` say what was not compared, and why."""
+
+    format: str
+    isa: str
+    threads: int
+    numa_nodes: int
+    layers: list[LayerResult] = field(default_factory=list)
+    whole: WholeResult | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All that is off."""
+        whole = self.whole.problems if self.whole is not None else []
+        return [*(problem for layer in self.layers for problem in layer.problems), *whole]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        problems = [asdict(problem) | {"text": problem.text} for problem in self.problems]
+        return _finite({"passed": not problems, "problems": problems} | asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such errors become strings."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """`3,7` as numbers.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--layers is {text!r}; give layer numbers, as in 3,7")
+    return [int(part) for part in parts]
+
+
+def verify(request: Request, console: Console) -> Report:
+    """Run the comparisons, with progress on `console`.
+
+    Raises:
+        FileNotFoundError, ValueError: with a message for the user.
+    """
+    if not (request.directory / "config.json").is_file():
+        raise ValueError(f"{request.directory} is not a directory with a config.json; download the checkpoint first")
+    from ktft.verify.layers import LayerVerifier
+    from ktft.verify.whole import whole_bytes
+
+    with console.status(f"reading headers of {request.directory} ..."):
+        verifier = LayerVerifier(
+            request.directory, request.settings, request.layers, request.tokens, request.adapter, request.source
+        )
+        needed = whole_bytes(verifier.plan.layers, request.directory)
+    runtime = verifier.runtime
+    report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes)
+    if verifier.source is None:
+        report.notes.append("the source is not known, so the packed weights were not compared with it: give --source")
+    _show_layers(verifier, report.layers, console)
+    if _whole_wanted(request, needed, report):
+        _show_whole(verifier, request, report, console)
+    return report
+
+
+def _whole_wanted(request: Request, needed: int, report: Report) -> bool:
+    if request.whole is not None:
+        return request.whole
+    if report.problems:
+        report.notes.append("the whole model was not compared, because layers are off already; --whole does it")
+        return False
+    if request.layers is not None:
+        return False
+    free = available_memory()
+    if needed > free:
+        report.notes.append(
+            f"the whole model was not compared: that takes {readable(needed)} of memory, {readable(free)} are free; "
+            "--whole tries"
+        )
+    return needed <= free
+
+
+def _show_layers(verifier: LayerVerifier, results: list[LayerResult], console: Console) -> None:
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting", total=verifier.nbytes)
+        for step, nbytes in verifier.run(results):
+            progress.update(task, description=step, advance=nbytes)
+
+
+def _show_whole(verifier: LayerVerifier, request: Request, report: Report, console: Console) -> None:
+    from ktft.verify.whole import WholeResult, verify_whole
+
+    with console.status("whole model ...") as status:
+        for step in verify_whole(request.directory, request.settings, request.tokens, request.adapter, verifier.source):
+            if isinstance(step, WholeResult):
+                report.whole = step
+            else:
+                status.update(f"whole model: {step} ...")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(report: Report) -> list[Table | Text]:
+    """What a person is shown."""
+    shown: list[Table | Text] = [_layer_table(report)]
+    if report.whole is not None:
+        shown.append(_whole_table(report.whole))
+    return shown + [Text(f"note: {note}", style="yellow") for note in report.notes]
+
+
+def _layer_table(report: Report) -> Table:
+    from ktft.verify.contract import GRADIENT_LIMIT, OUTPUT, OUTPUT_LIMIT, comparable
+    from ktft.verify.problem import percent
+    from ktft.verify.weights import LIMITS
+
+    limits = (OUTPUT_LIMIT, GRADIENT_LIMIT, LIMITS[report.format])
+    heads = ("output", "gradients", f"{report.format} weights")
+    table = Table(
+        "layer",
+        "",
+        *(f"{head}\n(limit {percent(limit)})" for head, limit in zip(heads, limits, strict=True)),
+        title="Relative errors of all experts and of the worst one, layer by layer",
+        box=None,
+    )
+    for result in report.layers:
+        output, *gradients = sorted(result.contract, key=lambda error: error.quantity != OUTPUT)
+        worst = max(gradients, key=lambda error: comparable(error.worst_relative))
+        table.add_row(
+            str(result.layer),
+            _verdict(not result.problems),
+            f"{percent(output.relative)}\nexpert {output.worst_expert}: {percent(output.worst_relative)}",
+            f"{percent(worst.relative)} {worst.quantity.removesuffix(' gradient')}\n"
+            f"expert {worst.worst_expert}: {percent(worst.worst_relative)}",
+            _weights(result.quantization),
+        )
+    return table
+
+
+def _weights(errors: Mapping[str, ProjectionError] | None) -> str:
+    from ktft.verify.problem import percent
+
+    if errors is None:
+        return "not compared"
+    name = max(PROJECTIONS, key=lambda name: errors[name].worst_relative_rms)
+    error = errors[name]
+    return f"{percent(error.relative_rms)} {name}\nexpert {error.worst_expert}: {percent(error.worst_relative_rms)}"
+
+
+def _whole_table(whole: WholeResult) -> Table:
+    from ktft.verify.problem import percent
+
+    table = Table(
+        "",
+        "logits",
+        "gradient",
+        "KL, nats",
+        "same top",
+        title="The whole model, against transformers' own experts",
+        box=None,
+    )
+    rows = [
+        ("packed weights", whole.arithmetic, whole.arithmetic_limit, whole.gradient_limit),
+        ("source's weights", whole.quantization, whole.quantization_limit, None),
+        ("source's, routed freely", whole.free, None, None),
+        ("bf16 alone", whole.noise, None, None),
+    ]
+    for name, distance, limit, gradient_limit in rows:
+        if distance is not None:
+            table.add_row(
+                name,
+                percent(distance.logits) + (f" (limit {percent(limit)})" if limit else ""),
+                percent(distance.gradient) + (f" (limit {percent(gradient_limit)})" if gradient_limit else ""),
+                f"{distance.kl:.3g}",
+                percent(distance.top1),
+            )
+    return table
+
+
+def _verdict(passed: bool) -> Text:
+    return Text("pass", style="green") if passed else Text("off", style="bold red")

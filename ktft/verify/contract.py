@@ -1,0 +1,194 @@
+"""The kernels' numeric contract on one layer: output and every gradient against `ktft.reference` on the packed weights.
+
+Two calls of the layer. In one each token has one expert, so that an error belongs to an expert; in the other tokens
+have the model's `top_k` experts, which covers sorting and summing, under the other activation policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktft import reference
+from ktft.config import ACTIVATIONS, PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.model.autograd import routed_experts
+from ktft.native import ExpertLayer
+from ktft.verify.problem import Problem
+
+OUTPUT_LIMIT, GRADIENT_LIMIT = 0.005, 0.01
+"""Of the layer, and of every expert alone: measured are up to 0.3% and 0.5% of single experts with few tokens."""
+
+RANK, SCALING = 4, 0.5  # of the random LoRA where no adapter is given
+LEAST_TOKENS = 4  # of an expert in the call with one expert a token
+OUTPUT, HIDDEN, ROUTING = "output", "hidden_states gradient", "top_k_weights gradient"
+
+
+@dataclass(frozen=True)
+class ContractError:
+    """One quantity's relative L2 error: of the layer (the worse call), and of the worst expert."""
+
+    quantity: str
+    relative: float
+    worst_expert: int
+    worst_relative: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether layer and worst expert are within their limits. NaN is not."""
+        return self.relative <= self.limit and self.worst_relative <= self.limit
+
+    def problem(self, layer: int) -> Problem:
+        """It, as what is off: of the worst expert, or of the layer if experts alone are not."""
+        first = self.quantity.partition(" ")[0]
+        projection = first if first in PROJECTIONS else None
+        if self.worst_relative <= self.limit:
+            return Problem("contract", self.quantity, self.relative, self.limit, layer, None, projection)
+        return Problem("contract", self.quantity, self.worst_relative, self.limit, layer, self.worst_expert, projection)
+
+
+def random_lora(layer: ExpertLayer, generator: torch.Generator) -> ExpertLora:
+    """Adapters on all projections whose products are of the size of the experts' own inputs."""
+    pairs = {}
+    for name in PROJECTIONS:
+        fan_in, fan_out = layer.hidden_size, layer.intermediate_size
+        if name == "down_proj":
+            fan_in, fan_out = fan_out, fan_in
+        a = torch.randn(layer.num_experts, RANK, fan_in, generator=generator) / math.sqrt(fan_in)
+        b = torch.randn(layer.num_experts, fan_out, RANK, generator=generator) / math.sqrt(RANK * fan_in)
+        pairs[name] = LoraPair(a, b, SCALING)
+    return ExpertLora(pairs)
+
+
+def check_contract(
+    layer: ExpertLayer, lora: ExpertLora | None, top_k: int, tokens: int, seed: int
+) -> list[ContractError]:
+    """Compare a filled layer with the reference.
+
+    One expert's weights are dequantized at a time: beside the layer, memory is for activations and LoRA alone.
+
+    Args:
+        layer: the packed experts.
+        lora: adapters to compare gradients of; see `random_lora`.
+        top_k: experts of a token.
+        tokens: about as many in each call, and more where an expert would see too few.
+        seed: of hidden states and routing.
+
+    Returns:
+        One a quantity: output, gradients of hidden states and routing weights, of A and B of each projection.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    alone = _Call(layer, lora, _each_expert(layer.num_experts, tokens, generator), ACTIVATIONS[0], generator)
+    mixed = _Call(layer, lora, _some_experts(layer.num_experts, top_k, tokens, generator), ACTIVATIONS[1], generator)
+    for expert in range(layer.num_experts):
+        weights = {name: layer.dequantize(expert, name)[None] for name in PROJECTIONS}
+        biases = {name: layer.bias(expert, name)[None] for name in PROJECTIONS} if layer.biases else None
+        for call in (alone, mixed):
+            call.add_reference(expert, weights, biases)
+    errors = []
+    for quantity, actual, exact in alone.pairs():
+        by_expert = [
+            relative_error(actual[rows], exact[rows])
+            for rows in (alone.rows(quantity, expert) for expert in range(layer.num_experts))
+        ]
+        worst = max(range(layer.num_experts), key=lambda e: comparable(by_expert[e]))
+        whole = max(relative_error(actual, exact), mixed.error(quantity), key=comparable)
+        limit = OUTPUT_LIMIT if quantity == OUTPUT else GRADIENT_LIMIT
+        errors.append(ContractError(quantity, whole, worst, by_expert[worst], limit))
+    return errors
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """Relative L2; of a zero exactly hit 0, else infinite."""
+    difference, norm = float((value.float() - exact.float()).norm()), float(exact.float().norm())
+    return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+
+
+def comparable(error: float) -> float:
+    """For `max` and `sort`: NaN, which is worse than anything."""
+    return math.inf if math.isnan(error) else error
+
+
+def _each_expert(experts: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """`[T, 1]`: every expert, some more often than others."""
+    least = max(LEAST_TOKENS, tokens // experts)
+    index = torch.arange(experts).repeat_interleave(torch.arange(experts) % 3 + least)
+    return index[torch.randperm(len(index), generator=generator), None]
+
+
+def _some_experts(experts: int, top_k: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """`[tokens, top_k]`, a token's experts all different."""
+    return torch.rand(tokens, experts, generator=generator).topk(min(top_k, experts)).indices
+
+
+class _Call:
+    """One call of the layer with its gradients, and what the reference says of it, summed up expert by expert."""
+
+    def __init__(
+        self, layer: ExpertLayer, lora: ExpertLora | None, index: Tensor, activation: str, generator: torch.Generator
+    ) -> None:
+        self.layer, self.index = layer, index
+        # bf16 numbers: rounding the inputs, which every bf16 model does, is no error of the kernels
+        self.x = torch.randn(len(index), layer.hidden_size, generator=generator).bfloat16().float().requires_grad_()
+        weights = torch.rand(index.shape, generator=generator) + 0.5
+        self.weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
+        pairs = lora.pairs if lora is not None else {}
+        self.lora = {
+            n: LoraPair(p.a.detach().requires_grad_(), p.b.detach().requires_grad_(), p.scaling)
+            for n, p in pairs.items()
+        }
+        leaves = {HIDDEN: self.x, ROUTING: self.weights}
+        for name, pair in self.lora.items():
+            leaves |= {f"{name} lora_A gradient": pair.a, f"{name} lora_B gradient": pair.b}
+        out = routed_experts(
+            layer, self.x, index, self.weights, ExpertLora(self.lora) if self.lora else None, activation
+        )
+        # partly along the output: else gradients of routing weights would be small differences of large numbers
+        size = out.detach().norm(dim=1, keepdim=True) / math.sqrt(layer.hidden_size)
+        along = torch.nan_to_num(out.detach() / size.clamp_min(1e-30), posinf=0.0, neginf=0.0)
+        self.grad_output = (along + torch.randn(out.shape, generator=generator)).bfloat16().float()
+        grads = torch.autograd.grad(out, list(leaves.values()), self.grad_output)
+        self.actual = {OUTPUT: out.detach()} | dict(zip(leaves, grads, strict=True))
+        self.exact = {name: torch.zeros_like(tensor) for name, tensor in self.actual.items()}
+
+    def add_reference(self, expert: int, weights: Mapping[str, Tensor], biases: dict[str, Tensor] | None) -> None:
+        token, slot = torch.where(self.index == expert)
+        if not len(token):
+            return
+        x = self.x.detach()[token].requires_grad_()
+        routing = self.weights.detach()[token, slot, None].requires_grad_()
+        pairs = {
+            name: LoraPair(
+                pair.a.detach()[expert, None].requires_grad_(),
+                pair.b.detach()[expert, None].requires_grad_(),
+                pair.scaling,
+            )
+            for name, pair in self.lora.items()
+        }
+        index = torch.zeros(len(token), 1, dtype=torch.int64)
+        gate, up, down = (weights[name] for name in PROJECTIONS)
+        out = reference.moe(x, index, routing, gate, up, down, ExpertLora(pairs), self.layer.swiglu, biases)
+        leaves = [x, routing, *(tensor for pair in pairs.values() for tensor in (pair.a, pair.b))]
+        grads = torch.autograd.grad(out, leaves, self.grad_output[token])
+        self.exact[OUTPUT].index_add_(0, token, out.detach())
+        self.exact[HIDDEN].index_add_(0, token, grads[0])
+        self.exact[ROUTING][token, slot] = grads[1][:, 0]
+        for name, grad in zip(list(self.exact)[3:], grads[2:], strict=True):
+            self.exact[name][expert] = grad[0]
+
+    def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Quantity, what the kernels gave, what the reference gave."""
+        for name, actual in self.actual.items():
+            yield name, actual, self.exact[name]
+
+    def error(self, quantity: str) -> float:
+        return relative_error(self.actual[quantity], self.exact[quantity])
+
+    def rows(self, quantity: str, expert: int) -> Tensor | int:
+        """Where one expert's part of a quantity is, of a call with one expert a token."""
+        return torch.where(self.index[:, 0] == expert)[0] if quantity in (OUTPUT, HIDDEN, ROUTING) else expert

@@ -1,0 +1,155 @@
+"""Verifies a model layer by layer, so that one layer's experts are all that has to fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import AutoConfig
+
+from ktft.adapters.saved import SavedAdapter
+from ktft.checkpoint.cache import PackedCache
+from ktft.checkpoint.load import ExpertPlan
+from ktft.checkpoint.quantization_error import ErrorMeter, ProjectionError
+from ktft.config import Settings
+from ktft.model.outline import outline
+from ktft.native import ExpertLayer
+from ktft.verify.contract import ContractError, check_contract, comparable, random_lora
+from ktft.verify.problem import Problem
+from ktft.verify.weights import PackingMeter, outliers
+
+SEED = 20
+TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k")
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One layer.
+
+    Attributes:
+        contract: kernels against the reference, on the packed weights.
+        quantization: projection -> error of the packed weights against the source's; None without a source.
+        problems: what is off.
+    """
+
+    layer: int
+    contract: list[ContractError]
+    quantization: dict[str, ProjectionError] | None
+    problems: list[Problem] = field(default_factory=list)
+
+
+class LayerVerifier:
+    """The layers of one checkpoint in one format, ISA and NUMA split.
+
+    Args:
+        directory: a checkpoint as released, or converted.
+        settings: format, threads, NUMA nodes, ISA.
+        layers: numbers of those to verify; None for all.
+        tokens: in each call of a layer.
+        adapter: directory of an adapter whose LoRA is used; None for random LoRA.
+        source: of a converted checkpoint, to compare weights with.
+
+    Raises:
+        FileNotFoundError, ValueError: what `outline` refuses; no such layer; a source that is not the one converted.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: Settings,
+        layers: list[int] | None = None,
+        tokens: int = 64,
+        adapter: Path | None = None,
+        source: Path | None = None,
+    ) -> None:
+        self.directory, self.tokens = directory, tokens
+        plan = self.plan = outline(directory, settings)
+        self.packed = plan.experts
+        self.adapter = SavedAdapter(adapter) if adapter is not None else None
+        if self.adapter is not None:
+            self.adapter.check_layers({layer.name for layer in plan.layers.values()})
+        self.source = self._source(source, settings)
+        known = sorted(plan.layers)
+        for number in layers or ():
+            if number not in plan.layers:
+                raise ValueError(
+                    f"layer {number} of {directory} has no routed experts; {len(known)} layers have, "
+                    f"{known[0]} to {known[-1]}"
+                )
+        self.numbers = known if layers is None else sorted(set(layers))
+        text = AutoConfig.from_pretrained(directory).get_text_config()
+        self.top_k = next((int(getattr(text, name)) for name in TOP_K_NAMES if getattr(text, name, None)), 2)
+        first = plan.layers[known[0]]
+        self.format, self.runtime = first.format, first.runtime
+
+    def _source(self, source: Path | None, settings: Settings) -> ExpertPlan | None:
+        if isinstance(self.packed, ExpertPlan):
+            if source is not None:
+                raise ValueError(f"{self.directory} is no conversion: it is its own source, leave --source out")
+            return self.packed
+        if source is None:
+            return None
+        plan = outline(source, replace(settings, expert_format=self.packed.manifest.expert_format))
+        if not isinstance(plan.experts, ExpertPlan):
+            raise ValueError(f"--source {source} is a conversion itself; give the original checkpoint")
+        self.packed.check_source(plan.experts.reader.files)
+        self.packed.check_model(plan.model_type, plan.layers)
+        return plan.experts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `run` will read."""
+        return sum(self._nbytes(number) for number in self.numbers)
+
+    def _nbytes(self, number: int) -> int:
+        total = 0
+        if isinstance(self.packed, PackedCache):
+            total += self.packed.nbytes() // len(self.packed.manifest.layers)
+        if self.source is not None:
+            total += self.source.nbytes([number])
+        return total
+
+    def run(self, results: list[LayerResult]) -> Iterator[tuple[str, int]]:
+        """Verify layer after layer, adding to `results`. Yields (what was done, bytes that are done with).
+
+        Raises:
+            ValueError: the checkpoint is damaged; or the adapter does not fit.
+        """
+        for number in self.numbers:
+            layer = self.plan.layers.pop(number)
+            left = self._nbytes(number)
+            meter = self._meter(layer)
+            for nbytes in self._fill(number, layer, meter):
+                left -= nbytes
+                yield f"layer {number}: weights", nbytes
+            yield f"layer {number}: kernels", 0
+            results.append(self._verify(number, layer, meter))
+            yield f"layer {number}: done", left
+
+    def _meter(self, layer: ExpertLayer) -> ErrorMeter | None:
+        """What compares a layer with its source, if there is one, and packs it if it is not packed."""
+        if self.source is None:
+            return None
+        return PackingMeter(layer) if self.source is self.packed else ErrorMeter(layer)
+
+    def _fill(self, number: int, layer: ExpertLayer, meter: ErrorMeter | None) -> Iterator[int]:
+        if isinstance(self.packed, PackedCache):
+            yield from self.packed.load({number: layer})
+        if self.source is not None:
+            yield from self.source.load({number: cast(ExpertLayer, meter)})
+
+    def _verify(self, number: int, layer: ExpertLayer, meter: ErrorMeter | None) -> LayerResult:
+        lora = (
+            random_lora(layer, torch.Generator().manual_seed(SEED + number))
+            if self.adapter is None
+            else self.adapter.lora(layer)
+        )
+        contract = check_contract(layer, lora, self.top_k, self.tokens, SEED + number)
+        problems = [each.problem(number) for each in contract if not each.passed]
+        problems.sort(key=lambda problem: -comparable(problem.error / problem.limit))
+        if meter is not None:
+            problems += outliers(meter, layer, number)
+        return LayerResult(number, contract, meter.result() if meter else None, problems)

@@ -1,0 +1,38 @@
+"""What is off, and where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One comparison over its limit.
+
+    Attributes:
+        check: `contract`, `quantization` or `whole model`.
+        layer, expert, projection: as far as it is known where.
+        quantity: what was compared.
+        error, limit: relative.
+    """
+
+    check: str
+    quantity: str
+    error: float
+    limit: float
+    layer: int | None = None
+    expert: int | None = None
+    projection: str | None = None
+
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        names = {"layer": self.layer, "expert": self.expert}
+        where = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None) or "whole model"
+        return f"{where}: {self.quantity} is {percent(self.error)} off, the limit is {percent(self.limit)}"
+
+
+def percent(error: float) -> str:
+    """Three digits."""
+    return f"{100 * error:.3g}%" if math.isfinite(error) else str(error)

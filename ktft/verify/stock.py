@@ -1,0 +1,91 @@
+"""transformers' own experts modules, filled with given weights: the reference for a whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from ktft.checkpoint.encoded import Encoded
+from ktft.checkpoint.families import Family
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora
+from ktft.model.experts import expert_modules
+from ktft.model.meta import auto_class
+from ktft.native import ExpertLayer
+
+
+class StockExperts:
+    """One layer's stacked experts in fp32, taking weights as `ExpertLayer` does.
+
+    Args:
+        module: transformers' experts module, on meta.
+        layer: where `load_packed` takes weights from.
+        lora: merged into the weights by `merge`.
+    """
+
+    format = "fp32"
+
+    def __init__(self, module: nn.Module, layer: ExpertLayer, lora: ExpertLora | None) -> None:
+        self.module = module.to_empty(device="cpu").float().requires_grad_(False).eval()
+        self.layer, self.lora = layer, lora
+
+    def _pick(self, stem: str, projection: str) -> Tensor:
+        """The stacked tensor's part that is one projection's, out_features before any in_features."""
+        stacked: Tensor = self.module.get_parameter(
+            ("down_proj" if projection == "down_proj" else "gate_up_proj") + stem
+        )
+        transposed = bool(getattr(self.module, "is_transposed", False))
+        if transposed and stacked.dim() == 3:
+            stacked = stacked.mT
+        if projection == "down_proj":
+            return stacked
+        number = PROJECTIONS.index(projection)
+        return stacked[:, number::2] if transposed else stacked.chunk(2, dim=1)[number]
+
+    def load(
+        self,
+        expert: int,
+        projection: str,
+        weight: Tensor,
+        scales: Tensor | None = None,
+        *,
+        block: tuple[int, int] | None = None,
+        zeros: Tensor | None = None,
+    ) -> bool:
+        """Take over one weight; arguments are those of `ExpertLayer.load`."""
+        self._pick("", projection)[expert].copy_(Encoded(weight, scales, block, zeros).dequantize())
+        return True
+
+    def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
+        """Take over one bias."""
+        self._pick("_bias", projection)[expert].copy_(bias)
+
+    def missing(self) -> list[tuple[int, str]]:
+        """Nothing: the plan that fills it has counted."""
+        return []
+
+    def load_packed(self) -> None:
+        """Take over what the packed layer stands for."""
+        for expert in range(self.layer.num_experts):
+            for projection in PROJECTIONS:
+                self.load(expert, projection, self.layer.dequantize(expert, projection))
+                if self.layer.biases:
+                    self.load_bias(expert, projection, self.layer.bias(expert, projection))
+
+    def merge(self) -> None:
+        """Add the adapter to the weights."""
+        for projection, pair in self.lora.pairs.items() if self.lora is not None else ():
+            for expert, weight in enumerate(self._pick("", projection)):
+                weight += pair.scaling * pair.b[expert].detach().float() @ pair.a[expert].detach().float()
+
+
+def stock_modules(directory: Path, family: Family) -> dict[str, nn.Module]:
+    """Name -> experts module of transformers' own model, on meta."""
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model: Any = auto_class(config).from_config(config)
+    return {name: model.get_submodule(name) for _, name, _ in expert_modules(model, family)}

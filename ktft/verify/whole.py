@@ -1,0 +1,311 @@
+"""Verifies a model as a whole: logits and a gradient, with ktft's experts and with transformers' own.
+
+Both runs share the weights around the experts, in fp32, so that the experts are all that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+from ktft.adapters.lora import KtftExpertsLora
+from ktft.adapters.peft import load_adapter
+from ktft.checkpoint.load import ExpertPlan
+from ktft.config import PROJECTIONS, Settings
+from ktft.model.experts import KtftExperts, find_experts, layer_number
+from ktft.model.meta import auto_class
+from ktft.model.quantizer import KtftConfig
+from ktft.native import ExpertLayer
+from ktft.verify.contract import relative_error
+from ktft.verify.layers import SEED
+from ktft.verify.problem import Problem
+from ktft.verify.stock import StockExperts, stock_modules
+from ktft.verify.weights import TYPICAL
+
+ARITHMETIC_LIMIT = 0.02
+"""Relative error of logits and gradient against transformers' experts with the same weights and choices, where bf16
+alone does not give more."""
+
+AMPLIFIED, NOISE = 5.0, 3.0
+"""Logits may be off from those with the source's weights by so many times the format's typical error of the weights,
+plus so many times the bf16 noise. Experts without relation to their weights are at 100% and more."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far logits and a gradient are from the reference's.
+
+    Attributes:
+        logits: relative L2 error.
+        kl: mean Kullback-Leibler divergence of the next token's distribution, in nats.
+        top1: share of positions with the same likeliest token.
+        gradient: relative L2 error of the loss's gradient with respect to the embeddings.
+    """
+
+    logits: float
+    kl: float
+    top1: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class WholeResult:
+    """A whole model. In all but `free` tokens go to the same experts: one near tie that rounding tips moves logits more
+    than everything else.
+
+    Attributes:
+        arithmetic: against transformers' experts with the packed weights.
+        layers: layer number -> relative error of its experts' output in that run.
+        quantization: against transformers' experts with the source's weights; None without a source.
+        free: the same, every model choosing experts itself: what a user sees. It has no limit.
+        noise: transformers' model in bf16 against the same in fp32.
+        arithmetic_limit, gradient_limit, quantization_limit: of relative errors.
+        problems: what is off.
+    """
+
+    arithmetic: Distance
+    layers: dict[int, float]
+    quantization: Distance | None
+    free: Distance | None
+    noise: Distance
+    arithmetic_limit: float
+    gradient_limit: float
+    quantization_limit: float
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass
+class _Run:
+    logits: Tensor
+    gradient: Tensor
+
+    def distance(self, exact: _Run) -> Distance:
+        log_p, log_q = (run.logits.log_softmax(-1) for run in (exact, self))
+        kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
+        top1 = (self.logits.argmax(-1) == exact.logits.argmax(-1)).float().mean()
+        off = relative_error(self.gradient, exact.gradient)
+        return Distance(relative_error(self.logits, exact.logits), max(float(kl), 0.0), float(top1), off)
+
+
+def verify_whole(
+    directory: Path, settings: Settings, tokens: int, adapter: Path | None, source: ExpertPlan | None
+) -> Iterator[str | WholeResult]:
+    """Yields what is done next, and the result at the end.
+
+    Args:
+        directory, settings, adapter: as of `ktft.verify.layers.LayerVerifier`.
+        tokens: length of the one random sequence that goes through the model.
+        source: the experts' weights before packing, if they are known.
+
+    Raises:
+        ValueError: the checkpoint is damaged; the adapter does not fit.
+    """
+    yield "loading the model"
+    model = _load(directory, settings, adapter)
+    experts = find_experts(model)
+    family = next(iter(experts.values())).family
+    ids = _random_tokens(model, tokens)
+    choices = _Choices(set(family.without_lora) - {family.router})
+    yield "ktft's experts"
+    with choices.recorded(model):
+        own = _run(model, ids)
+    yield "transformers' experts, packed weights"
+    stock = _put_stock(model, directory)
+    for each in stock.values():
+        each.load_packed()
+        each.merge()
+    with choices.replayed(model, stock):
+        exact = _run(model, ids)
+    arithmetic, quantization, free = own.distance(exact), None, None
+    if source is not None:
+        yield "transformers' experts, the source's weights"
+        for _ in source.load({number: cast(ExpertLayer, each) for number, each in stock.items()}):
+            pass
+        for each in stock.values():
+            each.merge()
+        free = own.distance(_run(model, ids))
+        with choices.replayed(model, stock):
+            exact = _run(model, ids)
+        quantization = own.distance(exact)
+    yield "transformers' experts in bf16"
+    with choices.replayed(model.to(torch.bfloat16), stock):
+        noise = _run(model, ids).distance(exact)
+    expert_format = next(iter(stock.values())).layer.format
+    yield _judge(arithmetic, choices.errors, quantization, free, noise, expert_format)
+
+
+def whole_bytes(layers: dict[int, ExpertLayer], directory: Path) -> int:
+    """Memory that `verify_whole` needs: all weights in fp32 and the packed experts."""
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    packed = sum(
+        layer.num_experts * sum(layer.canonical_bytes(name) for name in PROJECTIONS) for layer in layers.values()
+    )
+    return packed + 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _judge(
+    arithmetic: Distance,
+    layers: dict[int, float],
+    quantization: Distance | None,
+    free: Distance | None,
+    noise: Distance,
+    expert_format: str,
+) -> WholeResult:
+    limit = max(ARITHMETIC_LIMIT, noise.logits)
+    gradient_limit = max(ARITHMETIC_LIMIT, noise.gradient)
+    allowed = AMPLIFIED * TYPICAL[expert_format] + NOISE * noise.logits
+    problems = [
+        Problem("whole model", "output of the experts in the whole model", error, limit, number)
+        for number, error in sorted(layers.items())
+        if not error <= limit
+    ][:1]
+    comparisons = [
+        ("logits with the packed weights", arithmetic.logits, limit),
+        ("gradient of the embeddings", arithmetic.gradient, gradient_limit),
+        ("logits against the source's weights", quantization.logits if quantization else 0.0, allowed),
+    ]
+    problems += [Problem("whole model", name, error, most) for name, error, most in comparisons if not error <= most]
+    return WholeResult(arithmetic, layers, quantization, free, noise, limit, gradient_limit, allowed, problems)
+
+
+def _load(directory: Path, settings: Settings, adapter: Path | None) -> Any:
+    auto = auto_class(AutoConfig.from_pretrained(directory))
+    quantization = KtftConfig.from_settings(settings)
+    model = auto.from_pretrained(directory, dtype=torch.float32, quantization_config=quantization)
+    if adapter is not None:
+        model = load_adapter(model, adapter)
+    return model.eval().requires_grad_(False)
+
+
+def _put_stock(model: Any, directory: Path) -> dict[int, StockExperts]:
+    """Replace ktft's experts by empty ones of transformers. Returns them by layer number."""
+    lora = {name: module for name, module in model.named_modules() if isinstance(module, KtftExpertsLora)}
+    bare = {name: m for name, m in find_experts(model).items() if name.removesuffix(".base_layer") not in lora}
+    places: dict[str, tuple[KtftExperts, Any]] = {name: (module, None) for name, module in bare.items()}
+    places |= {name: (module.experts, module.active_lora()) for name, module in lora.items()}
+    family = next(iter(places.values()))[0].family
+    modules = stock_modules(directory, family)
+    stock = {}
+    for name, (experts, adapter) in places.items():
+        each = StockExperts(modules[experts.layer.name], experts.layer, adapter)
+        model.set_submodule(name, each.module)
+        stock[layer_number(name)] = each
+    return stock
+
+
+def _random_tokens(model: Any, tokens: int) -> Tensor:
+    """`[1, tokens]`, none of which stands for an image."""
+    config = model.config
+    special = {value for name, value in vars(config).items() if name.endswith("_token_id") and isinstance(value, int)}
+    usable = torch.tensor([i for i in range(config.get_text_config().vocab_size) if i not in special])
+    return usable[torch.randint(len(usable), (1, tokens), generator=torch.Generator().manual_seed(SEED))]
+
+
+def _run(model: Any, ids: Tensor) -> _Run:
+    """Logits, and the next-token loss's gradient with respect to the embeddings, in fp32."""
+    leaves: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        handle.remove()
+    loss = F.cross_entropy(logits[0, :-1], ids[0, 1:])
+    (gradient,) = torch.autograd.grad(loss, leaves[:1])
+    return _Run(logits.detach(), gradient.float())
+
+
+class _Choices:
+    """Which experts one run chose, for another run to choose the same: rounding may tip a near tie.
+
+    Routing weights count as constants in both, so that gradients are of one function.
+
+    Args:
+        others: names of further modules that choose, whose outputs are repeated.
+    """
+
+    def __init__(self, others: set[str]) -> None:
+        self.others = others
+        self.errors: dict[int, float] = {}
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._chosen: dict[str, Any] = {}
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Record while ktft's experts run."""
+
+        def before(number: int, args: Any) -> Any:
+            self._inputs[number] = (args[1], args[2].detach())
+            return args[0], *self._inputs[number]
+
+        def after(number: int, output: Tensor) -> None:
+            self._outputs[number] = output.detach()
+
+        with self._hooked(_outermost(model), before, after):
+            handles = [
+                module.register_forward_hook(lambda _, __, out, n=name: self._chosen.update({n: out}))
+                for name, module in self._choosers(model)
+            ]
+            yield
+            _remove(handles)
+
+    @contextmanager
+    def replayed(self, model: nn.Module, stock: dict[int, StockExperts]) -> Iterator[None]:
+        """Repeat the choices; the first time, compare the experts' outputs."""
+
+        def before(number: int, args: Any) -> Any:
+            index, weights = self._inputs[number]
+            return args[0], index, weights.to(args[2].dtype)
+
+        def after(number: int, output: Tensor) -> None:
+            if number in self._outputs:
+                self.errors[number] = relative_error(self._outputs.pop(number), output.detach())
+
+        with self._hooked({number: each.module for number, each in stock.items()}, before, after):
+            handles = [
+                module.register_forward_hook(lambda _, __, ___, n=name: self._chosen[n])
+                for name, module in self._choosers(model)
+            ]
+            yield
+            _remove(handles)
+
+    def _choosers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(name, m) for name, m in model.named_modules() if name.rpartition(".")[2] in self.others]
+
+    @contextmanager
+    def _hooked(self, modules: dict[int, nn.Module], before: Any, after: Any) -> Iterator[None]:
+        handles = []
+        for number, module in modules.items():
+            handles.append(module.register_forward_pre_hook(lambda _, args, n=number: before(n, args)))
+            handles.append(module.register_forward_hook(lambda _, __, out, n=number: after(n, out)))
+        yield
+        _remove(handles)
+
+
+def _outermost(model: nn.Module) -> dict[int, nn.Module]:
+    """Layer number -> experts, with the adapter around them if there is one."""
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (KtftExperts, KtftExpertsLora)):
+            found.setdefault(layer_number(name), module)
+    return found
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

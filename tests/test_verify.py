@@ -1,0 +1,252 @@
+"""`ktft verify`: passes what is right in any format, ISA and NUMA split, names the layer and expert that is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from quantize import quantize
+from safetensors.torch import load_file
+from tiny import write_checkpoint
+from torch import nn
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import ktft
+from ktft import native
+from ktft.checkpoint.cache import MANIFEST, Manifest, describe_file, layer_file, read_metadata
+from ktft.checkpoint.files import CRC32, NewTensor, to_json, write_safetensors
+from ktft.cli.main import app
+from ktft.verify.stock import StockExperts
+
+Checkpoint = Callable[[str], Path]
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    """The command, in this process: exit status, stdout, stderr."""
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def verify(model: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
+    """`--json` of two threads."""
+    status, out, err = run("verify", model, "--threads", "2", "--json", *options)
+    assert status in (0, 1), err
+    return status, json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def fp8(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3 as released: FP8 in blocks, the experts in two slices of which one is short."""
+    return quantize(tiny_checkpoint("dsv3"), tmp_path_factory.mktemp("fp8"), "fp8")[0]
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`qwen3moe` in k4. Copy it before changing it."""
+    target = tmp_path_factory.mktemp("converted") / "k4"
+    status, _, err = run("convert", tiny_checkpoint("qwen3moe"), target, "--format", "k4", "--threads", "1")
+    assert status == 0, err
+    return target
+
+
+# --- what is right passes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "formats"), [("qwen3moe", "bf16 k4"), ("dsv3", "fp8 int8"), ("gpt_oss", "k4 mxfp4")]
+)
+def test_passes(tiny_checkpoint: Checkpoint, fp8: Path, family: str, formats: str) -> None:
+    model = fp8 if family == "dsv3" else tiny_checkpoint(family)
+    layers = [1, 2] if family == "dsv3" else [0, 1, 2]
+    for expert_format, isa, nodes in zip(formats.split(), ("scalar", native.default_isa()), (2, 1), strict=True):
+        status, report = verify(model, "--format", expert_format, "--isa", isa, "--numa-nodes", str(nodes))
+        assert status == 0 and report["passed"] and not report["problems"]
+        assert (report["format"], report["isa"], report["numa_nodes"]) == (expert_format, isa, nodes)
+        assert [layer["layer"] for layer in report["layers"]] == layers
+        quantities = {error["quantity"]: error for error in report["layers"][0]["contract"]}
+        assert len(quantities) == 9 and all(error["relative"] > 1e-4 for error in quantities.values())
+        whole = report["whole"]
+        assert 1e-4 < whole["arithmetic"]["logits"] < 0.01 and 1e-4 < whole["arithmetic"]["gradient"] < 0.01
+        assert whole["noise"]["logits"] > 0 and set(whole["layers"]) == set(map(str, layers))
+        kept = expert_format in ("bf16", "fp8")
+        assert (whole["quantization"]["logits"] < 0.005) == kept
+        worst = max(e["worst_relative_rms"] for layer in report["layers"] for e in layer["quantization"].values())
+        assert (worst < 0.003) == kept
+
+
+def test_a_split_over_nodes(tmp_path: Path) -> None:
+    """Experts wide enough for both nodes to have a slice."""
+    model = write_checkpoint("qwen3moe", tmp_path, moe_intermediate_size=288, num_hidden_layers=1, num_experts=4)
+    status, report = verify(model, "--format", "int8", "--numa-nodes", "2")
+    assert status == 0 and report["numa_nodes"] == 2
+
+
+def test_tables_for_a_person(tiny_checkpoint: Checkpoint, run_cli: Callable[..., Any]) -> None:
+    options = ["--threads", "1", "--layers", "2,0", "--tokens", "8"]
+    out = run_cli(["ktft", "verify", str(tiny_checkpoint("qwen3moe")), *options]).stdout
+    assert "(limit 0.5%)" in out and "The whole model" not in out
+    assert out.splitlines()[-1].endswith("NUMA nodes: pass")
+
+
+def test_an_adapter(tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own LoRA, with its scaling, in layers and in the whole model."""
+    path = tiny_checkpoint("qwen3moe")
+    config = ktft.KtftConfig(expert_format="int8", threads=1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
+    lora = LoraConfig(
+        r=4, lora_alpha=32, target_modules=["up_proj", "down_proj", "q_proj"], rank_pattern={"up_proj": 2}
+    )
+    model = ktft.get_peft_model(model, lora)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path)
+    status, report = verify(path, "--adapter", tmp_path)
+    assert status == 0
+    quantities = [error["quantity"] for error in report["layers"][0]["contract"]]
+    assert "up_proj lora_A gradient" in quantities and "gate_proj lora_A gradient" not in quantities
+    monkeypatch.setattr(StockExperts, "merge", lambda self: None)
+    status, report = verify(path, "--adapter", tmp_path)
+    assert status == 1, "without the adapter the reference is another model"
+    assert {problem["check"] for problem in report["problems"]} == {"whole model"}
+    status, _, err = run("verify", tiny_checkpoint("dsv3"), "--adapter", tmp_path)
+    assert status == 2 and "layers.0.mlp.experts.0.down_proj.lora_A.weight, which the model has no place for" in err
+
+
+# --- what is wrong is named -------------------------------------------------------------------------------------------
+
+
+def places(report: dict[str, Any], check: str) -> set[tuple[int, int]]:
+    return {(p["layer"], p["expert"]) for p in report["problems"] if p["check"] == check}
+
+
+def test_a_wrong_output_of_one_expert(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = native.ExpertLayer.forward
+
+    def wrong(self: Any, x: Any, index: Any, weights: Any, *more: Any, **named: Any) -> Any:
+        out, saved = honest(self, x, index, weights, *more, **named)
+        if ".layers.1." in self.name:
+            out = out * (1 + 0.01 * (index == 3).any(1, keepdim=True))
+        return out, saved
+
+    monkeypatch.setattr(native.ExpertLayer, "forward", wrong)
+    status, report = verify(tiny_checkpoint("qwen3moe"), "--format", "k4")
+    assert status == 1 and not report["passed"] and report["whole"] is None
+    assert places(report, "contract") == {(1, 3)}
+    (problem,) = report["problems"]
+    assert problem["quantity"] == "output" and problem["text"].startswith("layer 1, expert 3: output is ")
+    status, out, err = run("verify", tiny_checkpoint("qwen3moe"), "--layers", "1", "--threads", "1")
+    assert status == 1 and "off, 1 over the limit" in out and "layer 1, expert 3: output is " in err
+
+
+def test_a_wrong_gradient_of_one_expert(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = native.ExpertLayer.backward
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        grads = honest(self, *arguments)
+        if ".layers.2." in self.name and grads.lora:
+            grads.lora[3][5] *= 1.02
+        return grads
+
+    monkeypatch.setattr(native.ExpertLayer, "backward", wrong)
+    status, report = verify(tiny_checkpoint("qwen3moe"))
+    assert status == 1
+    (problem,) = report["problems"]
+    assert (problem["layer"], problem["expert"], problem["projection"]) == (2, 5, "up_proj")
+    assert problem["quantity"] == "up_proj lora_B gradient"
+
+
+def test_nan_is_off(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = native.ExpertLayer.forward
+
+    def wrong(self: Any, x: Any, index: Any, *more: Any, **named: Any) -> Any:
+        out, saved = honest(self, x, index, *more, **named)
+        return out.masked_fill((index == 4).any(1, keepdim=True), float("nan")), saved
+
+    monkeypatch.setattr(native.ExpertLayer, "forward", wrong)
+    status, report = verify(tiny_checkpoint("qwen3moe"), "--layers", "0")
+    assert status == 1 and (0, 4) in places(report, "contract")
+    assert {p["error"] for p in report["problems"] if p["quantity"] == "output"} == {"nan"}
+
+
+def test_wrong_experts_in_the_whole_model(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's check uses no routing of the model's own; this one does."""
+    honest = native.ExpertLayer.forward
+
+    def wrong(self: Any, x: Any, index: Any, *more: Any, **named: Any) -> Any:
+        out, saved = honest(self, x, index, *more, **named)
+        return (out * 1.1 if ".layers.1." in self.name else out), saved
+
+    monkeypatch.setattr(native.ExpertLayer, "forward", wrong)
+    status, report = verify(tiny_checkpoint("qwen3moe"), "--whole")
+    assert status == 1
+    whole = [problem for problem in report["problems"] if problem["check"] == "whole model"]
+    assert whole[0]["layer"] == 1 and 0.05 < whole[0]["error"] < 0.15
+
+
+def test_corrupted_weights_with_valid_checksums(tiny_checkpoint: Checkpoint, converted: Path, tmp_path: Path) -> None:
+    source, target = tiny_checkpoint("qwen3moe"), tmp_path / "k4"
+    target.mkdir()
+    for path in converted.rglob("*"):
+        if path.is_file():
+            copy = target / path.relative_to(converted)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    assert verify(target, "--source", source)[0] == 0
+    file = target / layer_file(1)
+    tensors, metadata = load_file(file), read_metadata(file)
+    tensors["3.up_proj.packed"] = tensors["4.up_proj.packed"]
+    kept = {key: value for key, value in metadata.items() if key not in (CRC32, "format")}
+    places_of = [NewTensor(name, "U8", tuple(t.shape), t.numel()) for name, t in tensors.items()]
+    write_safetensors(file, places_of, kept, ([t.numpy().data] for t in tensors.values()))
+    manifest = Manifest.read(target / MANIFEST)
+    files = manifest.files | {layer_file(1): describe_file(file)}
+    (target / MANIFEST).write_bytes(to_json(replace(manifest, files=files).to_dict()))
+    status, report = verify(target, "--source", source)
+    assert status == 1
+    (problem,) = report["problems"]
+    assert (problem["layer"], problem["expert"], problem["projection"]) == (1, 3, "up_proj")
+    assert problem["check"] == "quantization" and problem["error"] > 1
+    status, report = verify(target)
+    assert status == 0 and report["layers"][1]["quantization"] is None and "give --source" in report["notes"][0]
+
+
+# --- input and memory -------------------------------------------------------------------------------------------------
+
+
+def test_bad_input(tiny_checkpoint: Checkpoint, converted: Path, tmp_path: Path) -> None:
+    model = tiny_checkpoint("dsv3")
+    for options, message in (
+        (["--layers", "0"], "layer 0 of .* has no routed experts; 2 layers have, 1 to 2"),
+        (["--layers", "1,x"], "--layers is '1,x'; give layer numbers, as in 3,7"),
+        (["--isa", "sse9"], "unknown ISA 'sse9'"),
+        (["--format", "int3"], "expert_format is 'int3'"),
+        (["--source", str(model)], "is no conversion: it is its own source"),
+        (["--adapter", str(tmp_path)], "has no adapter_config.json"),
+    ):
+        status, _, err = run("verify", model, *options)
+        assert status == 2, (options, err)
+        assert re.search(message, err), err
+    assert run("verify", tmp_path)[0] == 2
+    status, _, err = run("verify", converted, "--source", model)
+    assert status == 2 and str(converted) in err
+    status, _, err = run("verify", converted, "--format", "int8")
+    assert status == 2 and "holds experts in k4" in err
+
+
+def test_a_model_that_does_not_fit(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "1M")
+    status, report = verify(tiny_checkpoint("qwen3moe"))
+    assert status == 0 and report["whole"] is None and "1.0 MiB are free" in report["notes"][0]
+    assert verify(tiny_checkpoint("qwen3moe"), "--whole", "--layers", "1")[1]["whole"] is not None
+    assert verify(tiny_checkpoint("qwen3moe"), "--layers-only")[1]["notes"] == []
