@@ -66,12 +66,14 @@ def measure(path: Path, expert_format: str, result: multiprocessing.Queue[tuple[
     )
     Trainer(model, arguments, train_dataset=rows).train()
 
-    packed = sum(experts.layer.packed_bytes for experts in find_experts(model).values())
+    layers = [experts.layer for experts in find_experts(model).values()]
+    packed, workspace = sum(layer.packed_bytes for layer in layers), layers[0].runtime.workspace_bytes
     lora = sum(4 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)  # grad, two moments
     other = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
-    peak, needed = memory("VmHWM"), packed + lora + other
+    peak, needed = memory("VmHWM"), packed + lora + workspace + other
     allowed = imports + SLACK * needed
-    parts = {"imports": imports, "packed experts": packed, "LoRA state": lora, "other weights": other}
+    parts = {"imports": imports, "packed experts": packed, "LoRA state": lora, "workspace": workspace}
+    parts |= {"other weights": other}
     parts |= {"peak after loading": loaded, "peak": peak, "allowed": int(allowed)}
     figures = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in parts.items())
     result.put((peak <= allowed, f"{expert_format}: {(peak - imports) / needed:.3f}x of what it holds; {figures}"))
