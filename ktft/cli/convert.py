@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from ktft.cli.progress import show
 from ktft.config import PROJECTIONS, Settings
 
 if TYPE_CHECKING:
@@ -35,9 +34,9 @@ def convert(
     problems: list[str] = []
     with conversion.opened(write=not check):
         if check:
-            _show(compare(conversion, problems), check_bytes(conversion), console)
+            show(compare(conversion, problems), check_bytes(conversion), console)
         else:
-            _show(conversion.run(report), conversion.source_bytes(report), console)
+            show(conversion.run(report), conversion.source_bytes(report), console)
             if report:
                 console.print(_error_table(conversion.report()))
     return problems
@@ -72,23 +71,6 @@ def _conversion(source: Path, target: Path, settings: Settings) -> Conversion:
     plan = outline(source, settings)
     assert isinstance(plan.experts, ExpertPlan)
     return Conversion(plan.experts, plan.layers, plan.model_type, target)
-
-
-def _show(steps: Iterator[tuple[str, int]], total: int, console: Console) -> None:
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    if not total:
-        deque(steps, maxlen=0)
-        return
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting", total=total)
-        for step, nbytes in steps:
-            progress.update(task, description=step, advance=nbytes)
 
 
 def _error_table(layers: Mapping[int, Mapping[str, ProjectionError]]) -> Table:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
+from ktft.cli.progress import show
 from ktft.config import PROJECTIONS, Settings
 from ktft.system import available_memory, readable
 
@@ -103,7 +103,7 @@ def verify(request: Request, console: Console) -> Report:
     report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes)
     if verifier.source is None:
         report.notes.append("the source is not known, so the packed weights were not compared with it: give --source")
-    _show_layers(verifier, report.layers, console)
+    show(verifier.run(report.layers), verifier.nbytes, console)
     if _whole_wanted(request, needed, report):
         _show_whole(verifier, request, report, console)
     return report
@@ -124,20 +124,6 @@ def _whole_wanted(request: Request, needed: int, report: Report) -> bool:
             "--whole tries"
         )
     return needed <= free
-
-
-def _show_layers(verifier: LayerVerifier, results: list[LayerResult], console: Console) -> None:
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting", total=verifier.nbytes)
-        for step, nbytes in verifier.run(results):
-            progress.update(task, description=step, advance=nbytes)
 
 
 def _show_whole(verifier: LayerVerifier, request: Request, report: Report, console: Console) -> None:
