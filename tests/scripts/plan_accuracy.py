@@ -100,7 +100,6 @@ def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict
 
     import ktft
     from ktft.adapters.peft import linear_names
-
     from ktft.native import ExpertLayer
 
     recipe, cuda, times, experts = case.recipe, case.cuda, [], []
