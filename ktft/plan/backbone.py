@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from ktft.model.experts import KtftExperts
-from ktft.model.memory import FP32, Workload
+from ktft.model.memory import FP32, Workload, torch_activations
 from ktft.model.shape import ModelShape
 from ktft.plan.rates import LayerRate
+from ktft.system import available_memory, readable
 
 _PASSES = 3  # timed, after one that is not
 _LARGEST = 4096  # tokens of a timed pass; more are in proportion, by whole sequences
+_MEMORY_SHARE = 0.5  # of what is available that timing may take
 
 
 class _NoExperts(nn.Module):
@@ -29,17 +32,8 @@ class _NoExperts(nn.Module):
         return hidden_states.view_as(hidden_states)
 
 
-class _NoLayer(nn.Module):
-    """Stands for a decoder layer that is not timed."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        for name in ("attention_type", "layer_type"):
-            if hasattr(layer, name):
-                setattr(self, name, getattr(layer, name))
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+class Untimed(Exception):
+    """The layers cannot be timed here; the text says why."""
 
 
 def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.device) -> LayerRate:
@@ -49,23 +43,36 @@ def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.de
         model: on meta, with empty `KtftExperts`; it is not changed.
         work: the recipe's step. Sequences are timed at their full length.
         device: where the layers run in training.
+
+    Raises:
+        Untimed: there is too little memory, or the model's code does not run without its other parts.
     """
     kinds: dict[str, list[int]] = {}
-    for number, layer in enumerate(_layers(model)):
+    for number, layer in enumerate(model.get_decoder().layers):
         kinds.setdefault(_kind(layer), []).append(number)
     batch = max(min(work.batch, _LARGEST // work.sequence), 1)
-    scale = work.batch / batch
+    _require_memory(shape, replace(work, batch=batch), device)
     forward = backward = 0.0
     for numbers in kinds.values():
-        seconds = _time(_decoder(model, numbers[0], work, device), shape.hidden_size, batch, work, device)
-        forward += seconds[0] * len(numbers) * scale
-        backward += seconds[1] * len(numbers) * scale
+        try:
+            seconds = _time(_decoder(model, numbers[0], work, device), shape.hidden_size, batch, work, device)
+        except Exception as error:  # other people's code, on a part of the model
+            raise Untimed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        scale = len(numbers) * work.batch / batch
+        forward, backward = forward + seconds[0] * scale, backward + seconds[1] * scale
     return LayerRate(forward, backward)
 
 
-def _layers(decoder: Any) -> nn.ModuleList:
-    layers: nn.ModuleList = decoder.get_decoder().layers
-    return layers
+def _require_memory(shape: ModelShape, work: Workload, device: torch.device) -> None:
+    gpu = device.type == "cuda"
+    weights = max(
+        sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer == number)
+        for number in range(shape.layers)
+    )
+    needed = 3 * weights * FP32 + torch_activations(replace(shape, layers=1, vocab_size=0), work, gpu=gpu)
+    available = torch.cuda.mem_get_info(device)[0] if gpu else available_memory()
+    if needed > _MEMORY_SHARE * available:
+        raise Untimed(f"it would take {readable(needed)} of memory, {readable(available)} are available")
 
 
 def _kind(layer: nn.Module) -> str:
@@ -76,11 +83,13 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> nn.Module:
-    """The decoder with one layer alone, on `device`, with random weights and the recipe's LoRA."""
+    """The decoder with only that layer, on `device`, with random weights and the recipe's LoRA."""
     decoder = copy.deepcopy(model.get_decoder())
-    for other, layer in enumerate(decoder.layers):
-        if other != number:
-            decoder.layers[other] = _NoLayer(layer)
+    config, layers = decoder.config, decoder.config.num_hidden_layers
+    for key, value in vars(config).items():  # layer_types and the like
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, key, [value[number]])
+    config.num_hidden_layers, decoder.layers = 1, nn.ModuleList([decoder.layers[number]])
     for name, module in list(decoder.named_modules()):
         if isinstance(module, KtftExperts):
             decoder.set_submodule(name, _NoExperts())

@@ -14,7 +14,7 @@ from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS
 from ktft.model.memory import Adapter, Footprint, Workload, footprint, shortage
 from ktft.model.shape import MoeShape
 from ktft.plan import rates
-from ktft.plan.backbone import timed_layers
+from ktft.plan.backbone import Untimed, timed_layers
 from ktft.plan.machine import GPUS, Machine, gpu_of_size
 from ktft.plan.source import ModelSource
 from ktft.plan.steptime import StepTime, load_seconds, step_time
@@ -102,6 +102,7 @@ class Planner:
         self.formats = (source.expert_format,) if source.expert_format else EXPERT_FORMATS
         self._moe = max(source.shape.moe.values(), key=lambda moe: moe.parameters)
         lora = self.work.on_experts(min(source.shape.moe))
+        self._notes: tuple[str, ...] = ()
         self._others = self._other_rates()
         self._experts = {name: self._expert_rate(name, self._moe, lora) for name in self.formats}
 
@@ -116,10 +117,13 @@ class Planner:
         if not self.machine.measured:
             return rates.OtherRates(published, None)
         shape, gpu = self.source.shape, self.machine.gpu is not None
-        return rates.OtherRates(
-            published if gpu else rates.timed_torch_rate(shape, self.work),
-            timed_layers(self.source.model, shape, self.work, torch.device("cuda" if gpu else "cpu")),
-        )
+        products = published if gpu else rates.timed_torch_rate(shape, self.work)
+        try:
+            layers = timed_layers(self.source.model, shape, self.work, torch.device("cuda" if gpu else "cpu"))
+        except Untimed as reason:
+            self._notes += (f"the time of attention is estimated, not measured: {reason}",)
+            layers = None
+        return rates.OtherRates(products, layers)
 
     def _expert_rate(self, name: str, moe: MoeShape, lora: list[Any]) -> rates.ExpertRate:
         if not self.machine.measured:
@@ -135,7 +139,7 @@ class Planner:
         formats = self._formats(self.machine, self.recipe)
         fits = any(each.fits for each in formats)
         changes = () if fits else tuple(self._changes())
-        return Plan(self.source, self.machine, self.recipe, self.work, formats, changes, notes)
+        return Plan(self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes))
 
     def _formats(self, machine: Machine, recipe: Recipe) -> tuple[FormatPlan, ...]:
         if recipe.use_cpu:
