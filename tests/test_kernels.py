@@ -303,6 +303,22 @@ def test_isa_that_this_cpu_lacks_is_refused() -> None:
         native.runtime(1, 1, "sse9")
 
 
+@pytest.mark.parametrize("isa", [isa for isa in native.isas() if isa != "scalar"])
+@pytest.mark.parametrize("fmt", native.FORMATS)
+def test_every_weight_is_read_once_a_pass(fmt: str, isa: str) -> None:
+    layer = make_layer(256, 384, fmt, isa, 2)
+    x, index, weights = inputs_for(TAILS[1], 256)
+    used = len(index.unique()) / layer.num_experts
+    layer.runtime.take_weight_bytes()
+    out = routed_experts(layer, x, index, weights, make_lora(256, 384, 8, torch.float32))
+    forward = layer.runtime.take_weight_bytes()
+    out.sum().backward()
+    backward = layer.runtime.take_weight_bytes()
+    # scales that lie beside the tiles and the strips' padding are not counted
+    assert 0.5 < forward / (layer.packed_bytes * used) <= 1.0
+    assert forward == backward
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_phases_are_seconds_of_the_calls(threads: int) -> None:
     layer = make_layer(64, 96, "int8", native.default_isa(), threads)

@@ -92,7 +92,8 @@ void bind_moe(py::module_& m) {
       .def("take_phases", [](Runtime& r) {
         const std::lock_guard<std::mutex> lock(r.mutex);
         return std::exchange(r.phases, {});
-      });
+      })
+      .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); });
 
   py::class_<Lora>(m, "Lora")
       .def(py::init([](float dropout, uint64_t seed) {

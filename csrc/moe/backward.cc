@@ -101,7 +101,9 @@ void intermediate_block(const Call& call, const PackedLora& lora, const Gradient
     term.lora = drops ? nullptr : &a;
     term.low_rank = at.low_rank_dy.operand_at(rows, pair->rank());
   }
-  run_gemm(call, w.format(), Pass::kBackward, {{term}, 1, cols, rows.rows, gemm});
+  const GemmArgs args{{term}, 1, cols, rows.rows, gemm};
+  count_weights(call, Pass::kBackward, args);
+  run_gemm(call, w.format(), Pass::kBackward, args);
   if (drops) add_dropped_lora(call, kDown, a, term.low_rank, rows, col, cols, w.begin(node) + col, dh, gemm, scratch);
   for (int t = 0; t < rows.rows; t++) weights[t] = call.row_weight(rows.begin + t);
   const size_t to = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
@@ -136,6 +138,7 @@ void hidden_block(const Call& call, const PackedLora& lora, const Gradients& at,
       args.terms[p].low_rank = in.low_rank[p].operand_at(rows, pair->rank());
     }
   }
+  count_weights(call, Pass::kBackward, args);
   run_gemm(call, w.format(), Pass::kBackward, args);
   for (int p = 0; p < 2; p++)
     if (drops && call.pair(kGateUp[p]))

@@ -14,6 +14,7 @@ constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
 
 void product(const Call& call, const GemmArgs& args, const Int8Rows& x, const RowChunk& rows, Scratch& scratch) {
+  count_weights(call, Pass::kForward, args);
   if (!call.int8) return run_gemm(call, call.weights.format(), Pass::kForward, args);
   int8_product(call, args, int8_rows_at(x, rows.packed, args.terms[0].w->cols), scratch);
 }
@@ -84,6 +85,19 @@ void reserve_scratch(const Call& call) {
 
 void run_gemm(const Call& call, Format format, Pass pass, const GemmArgs& args) {
   find_gemm(call.runtime.isa, format, pass).run(args);
+}
+
+void count_weights(const Call& call, Pass pass, const GemmArgs& args) {
+  const FormatInfo& format = info(call.weights.format());
+  int64_t bytes = 0;
+  for (int i = 0; i < args.count; i++) {
+    const GemmTerm& term = args.terms[i];
+    const int first = term.out_begin / format.tile_cols, end = ceil_div(term.out_begin + args.out_count, format.tile_cols);
+    const int64_t tiles = pass == Pass::kForward ? int64_t(args.out_count / kTileRows) * term.w->col_tiles()
+                                                 : int64_t(term.w->rows / kTileRows) * (end - first);
+    bytes += tiles * format.tile_bytes;
+  }
+  call.runtime.weight_bytes.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void each_node(const Call& call, const char* name, const std::function<int(int)>& count,

@@ -112,6 +112,8 @@ void forward(const Call& call, const TokenRows& hidden, void* out, Saved* saved,
 void reserve_scratch(const Call& call);
 
 void run_gemm(const Call& call, Format format, Pass pass, const GemmArgs& args);
+// Adds the packed weights that a product of the experts' own reads to the runtime's count.
+void count_weights(const Call& call, Pass pass, const GemmArgs& args);
 
 // Runs fn(chunk, scratch) for all chunks, as one phase.
 void each_chunk(const Call& call, const char* phase, const std::function<void(const RowChunk&, Scratch&)>& fn);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -84,6 +85,7 @@ struct Runtime {
   std::mutex mutex;    // one layer call at a time
   BufferPool buffers;  // of what forward keeps for backward
   PhaseTimes phases;
+  std::atomic<int64_t> weight_bytes{0};  // packed experts' that products read, until somebody takes the sum
 
   // threads < 1: every physical core the process may use. nodes < 1: the machine's; more than that emulates a split.
   static std::shared_ptr<Runtime> create(Isa isa, int threads, int nodes);

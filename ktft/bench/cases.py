@@ -82,7 +82,8 @@ class Record:
     """Medians of one step of one case, as printed; None where a figure does not apply.
 
     `percent_of_registers`, `percent_of_hot` and `percent_of_streamed` are paired with the ceilings measured just before
-    each run; `gbs` is the packed weights of the experts in use, read once a pass, over the time. `max_error` is the
+    each run; `gbs` is the packed weights of the experts in use, read once a pass, over the time, `weight_reads`
+    how often products read them a pass. `max_error` is the
     largest relative L2 error, against the fp32 reference, of the output or of any gradient over the sampled tokens.
     """
 
@@ -114,6 +115,7 @@ class Record:
     gbs: float
     read_gbs: float
     percent_of_read: float
+    weight_reads: float
     max_error: float
     peers: dict[str, PeerFigure]
     absent_peers: dict[str, str]

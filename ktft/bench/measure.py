@@ -57,6 +57,23 @@ def _once_ours(ktft: Ktft, batch: Batch) -> Times:
     return times
 
 
+def _weight_bytes(ktft: Ktft, batch: Batch) -> dict[str, int]:
+    """Step -> bytes of packed weights that its products read."""
+    take = ktft.layers[0].runtime.take_weight_bytes
+    take()
+    ktft.forward(batch)
+    counted = {"forward": take()}
+    backward = ktft.train(batch)
+    take()
+    backward()
+    counted["backward"] = take()
+    counted["forward+backward"] = sum(counted.values())
+    if ktft.w8a8:
+        ktft.forward_w8a8(batch)
+        counted[W8A8_STEP] = take()
+    return counted
+
+
 def _steps(once: Callable[[], Times], repeats: int) -> Times:
     times = [once() for _ in range(repeats)]
     return {step: statistics.median(one[step] for one in times) for step in times[0]}
@@ -90,13 +107,14 @@ def _median(runs: list[Run], figure: Callable[[Run], float]) -> float:
 
 
 def _record(
-    case: Case, step: str, runs: list[Run], ktft: Ktft, batch: Batch, read: float, error: float, absent: dict[str, str]
+    case: Case, step: str, runs: list[Run], ktft: Ktft, batch: Batch, read: float, error: float, weight_bytes: int, absent: dict[str, str]
 ) -> Record:
     shape, runtime = case.shape, ktft.layers[0].runtime
     passes = STEPS.get(step, 1)
     flops, seconds = case.pass_flops * passes, _median(runs, lambda run: run.ktft[step])
     used = len(batch.index.unique()) / shape.num_experts
-    bandwidth = ktft.layer_bytes * used * passes / seconds
+    least = ktft.layer_bytes * used * passes
+    bandwidth = least / seconds
     return Record(
         shape=shape.name,
         num_experts=shape.num_experts,
@@ -126,6 +144,7 @@ def _record(
         gbs=bandwidth / 1e9,
         read_gbs=read / 1e9,
         percent_of_read=100 * bandwidth / read,
+        weight_reads=weight_bytes / least,
         max_error=error,
         peers=dict(_peer_figures(step, runs)),
         absent_peers=absent,
@@ -143,10 +162,11 @@ def measure(
 ) -> list[Record]:
     """One record a step. The first run warms up and is not counted; bandwidth is measured before and after."""
     errors = accuracy.errors(ktft, batch)
+    weight_bytes = _weight_bytes(ktft, batch)
     reads = [memory.read() for _ in range(2)]
     warm = _run(ktft, peers, batch, memory, WARM_REPEATS).ktft["forward+backward"]
     repeats = max(1, min(MOST_REPEATS, round(RUN_SECONDS / warm)))
     timed = [_run(ktft, peers, batch, memory, repeats) for _ in range(runs)]
     reads += [memory.read() for _ in range(2)]
     read = statistics.median(reads)
-    return [_record(case, step, timed, ktft, batch, read, errors[step], absent) for step in errors]
+    return [_record(case, step, timed, ktft, batch, read, errors[step], weight_bytes[step], absent) for step in errors]

@@ -43,12 +43,12 @@ def make_table(records: Iterable[Record]) -> Table:
         table.add_column(heading, no_wrap=True)
     records = list(records)
     peers = sorted({name for r in records for name in r.peers}, key=lambda name: (name not in PEER_NAMES, name))
-    figures = ("ms", "TFLOPS", "%P", "%H", "%S", "GB/s", "%read", "err%")
+    figures = ("ms", "TFLOPS", "%P", "%H", "%S", "GB/s", "%read", "reads", "err%")
     for heading in (*figures, *(f"{PEER_NAMES.get(name, name)} x" for name in peers)):
         table.add_column(heading, justify="right", no_wrap=True)
     for r in records:
         ceilings = (r.percent_of_registers, r.percent_of_hot, r.percent_of_streamed)
-        speeds = (r.ms, r.tflops, *ceilings, r.gbs, r.percent_of_read)
+        speeds = (r.ms, r.tflops, *ceilings, r.gbs, r.percent_of_read, r.weight_reads)
         ratios = [f"{r.peers[name].ratio:.2f}" if name in r.peers else "-" for name in peers]
         table.add_row(
             r.shape,

@@ -79,6 +79,10 @@ class Runtime:
         """Seconds that layer calls spent in each phase since this was last called, in order of first appearance."""
         return dict(self.handle.take_phases())
 
+    def take_weight_bytes(self) -> int:
+        """Bytes of packed experts that products read from memory or caches since this was last called."""
+        return int(self.handle.take_weight_bytes())
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What makes this machine slower than it could be, for a person."""
