@@ -15,7 +15,7 @@ namespace ktft {
 //   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
-//   kLooksUpWords  whether lookup_nibbles finds 32 bf16 values of 4-bit codes at once
+//   kLooksUpWords  whether look_up finds 32 bf16 values of 4-bit codes at once
 //   stream_line  copies 64 aligned bytes to where they are not read soon, past the caches; drain() orders such copies
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
 //   Tiles        of tile ISAs only, with store_pairs and transpose_dwords: see isa/amx.h

@@ -92,7 +92,8 @@ void count_weights(const Call& call, Pass pass, const GemmArgs& args) {
   int64_t bytes = 0;
   for (int i = 0; i < args.count; i++) {
     const GemmTerm& term = args.terms[i];
-    const int first = term.out_begin / format.tile_cols, end = ceil_div(term.out_begin + args.out_count, format.tile_cols);
+    const int first = term.out_begin / format.tile_cols,
+              end = ceil_div(term.out_begin + args.out_count, format.tile_cols);
     const int64_t tiles = pass == Pass::kForward ? int64_t(args.out_count / kTileRows) * term.w->col_tiles()
                                                  : int64_t(term.w->rows / kTileRows) * (end - first);
     bytes += tiles * format.tile_bytes;

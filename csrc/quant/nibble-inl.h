@@ -65,6 +65,19 @@ struct NibbleCodec {
     return to_float(to_bf16(value)) * (w.row_scale ? w.row_scale[r] : 1.f);
   }
 
+  // Decodes single rows of a piece, where all 32 values of one are looked up at once.
+  template <class V>
+    requires(V::kLooksUpWords && Policy::kScales > 0)
+  struct Rows {
+    const CodeValues<Policy, V>& values = CodeValues<Policy, V>::get();
+
+    typename V::In operator()(const PackedMatrix& w, int strip, int piece, int row) const {
+      const uint8_t* const tile = w.tile(strip, piece / 4);
+      const Scale scale = reinterpret_cast<const Scale*>(tile + kCodeBytes)[row * 4 + piece % 4];
+      return V::look_up(values.rows[scale], tile + row * kRowBytes + piece % 4 * 16);
+    }
+  };
+
   template <class V>
   static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16* out) {
     const uint8_t* tile = w.tile(strip, piece / 4);
@@ -73,7 +86,7 @@ struct NibbleCodec {
     if constexpr (V::kLooksUpWords && Policy::kScales > 0) {
       const CodeValues<Policy, V>& values = CodeValues<Policy, V>::get();
       for (int r = 0; r < kTileRows; r++)
-        V::lookup_nibbles(values.rows[scales[r * 4]], codes + r * kRowBytes, out + r * 32);
+        V::store(out + r * 32, V::look_up(values.rows[scales[r * 4]], codes + r * kRowBytes));
       return out;
     }
     const auto table = V::load_table(Policy::kTable);
