@@ -14,7 +14,7 @@ template <class V, class Codec>
 constexpr bool kDecodesRows = requires { typename Codec::template Rows<V>; };
 
 // Tokens up to which this is faster than tiles, as measured.
-constexpr int kMostDotTokens[kFormats] = {0, 4, 4, 4, 4, 4};
+constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 1, 2, 1};
 constexpr int kDotPieces = 16;      // of a strip, decoded at a time: 16 KB of L1
 constexpr int kDotAhead = 8 << 10;  // bytes that weights are fetched ahead; strips follow each other in memory
 constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // of W for each number of tokens: as many sums as stay in registers
