@@ -55,7 +55,12 @@ def adamw(
     tensors, keep_alive = [], []
     for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
         grad = grad.contiguous()
-        for name, tensor in (("parameter", param), ("gradient", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        for name, tensor in (
+            ("parameter", param),
+            ("gradient", grad),
+            ("exp_avg", exp_avg),
+            ("exp_avg_sq", exp_avg_sq),
+        ):
             if not takes(tensor) or tensor.shape != param.shape or tensor.dtype != param.dtype:
                 raise ValueError(
                     f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, of a parameter {param.dtype} "

@@ -95,12 +95,19 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _step_in_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        *tensors, has_complex = self._with_state(group, params)
-        options = {name: value for name, value in group.items() if name in (*_FLAGS, "foreach", "fused")}
+        params, grads, exp_avgs, exp_avg_sqs, maxima, steps, has_complex = self._with_state(group, params)
         adam(
-            *tensors,
-            **options,
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            maxima,
+            steps,
+            foreach=group["foreach"],
+            fused=group["fused"],
             has_complex=has_complex,
+            amsgrad=False,
+            maximize=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
