@@ -360,7 +360,7 @@ def test_every_optimizer_of_transformers_has_its_place() -> None:
 @pytest.mark.parametrize("requirement", OTHERS)
 def test_other_optimizers_train_every_group(tiny_checkpoint: Checkpoint, tmp_path: Path, requirement: str) -> None:
     for optim in OTHERS[requirement]:
-        args = arguments(tmp_path, optim=optim, save_strategy="no", max_steps=2)
+        args = arguments(tmp_path, optim=optim, save_strategy="no", max_steps=6)
         try:
             check_optimizer(args)
         except ValueError as error:
