@@ -15,14 +15,15 @@ void adam(int64_t n, const AdamStep& step, const T* grad, T* param, T* exp_avg, 
           beta2 = V::set1(step.beta2), second = V::set1(step.second_weight), root = V::set1(step.root_scale),
           eps = V::set1(step.eps), size = V::set1(-step.size);
   const auto update = [&](const T* g_at, T* p_at, T* m_at, T* v_at) {
-    const F g = V::load(g_at);
-    F m = V::load(m_at);
-    m = V::fma(V::fma(m, minus, g), first, m);
-    const F v = V::fma(V::mul(g, second), g, V::mul(V::load(v_at), beta2));
+    // All loads first: the tensors lie alike within pages, and a load waits for an earlier store whose address has the
+    // same last 12 bits.
+    const F g = V::load(g_at), p = V::load(p_at), old_m = V::load(m_at), old_v = V::load(v_at);
+    const F m = V::fma(V::fma(old_m, minus, g), first, old_m);
+    const F v = V::fma(V::mul(g, second), g, V::mul(old_v, beta2));
     V::store(m_at, m);
     V::store(v_at, v);
     const F denominator = V::fma(V::sqrt(v), root, eps);
-    V::store(p_at, V::fma(V::load(p_at), decay, V::div(V::mul(m, size), denominator)));
+    V::store(p_at, V::fma(p, decay, V::div(V::mul(m, size), denominator)));
   };
   constexpr int kWidth = V::kWidth;
   const int64_t whole = n - n % kWidth;
