@@ -1,4 +1,4 @@
-"""`ktft bench kernels`: the records and what they hold, on tiny shapes. Nothing here asserts a time."""
+"""`ktft bench`: the records and what they hold, on tiny shapes. Nothing here asserts a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from ktft import native
-from ktft.bench import layers, machine, measure, peer_kt, report
+from ktft.bench import layers, machine, measure, optimizer, peer_kt, report
 from ktft.bench.cases import SHAPES, STEPS, W8A8_STEP, Case, PeerFigure, Record, Shape, parse_shape
 from ktft.bench.layers import Ktft
 from ktft.bench.peer import Job
@@ -145,7 +145,7 @@ def test_ceilings(isa: str) -> None:
     runtime = native.runtime(threads=2, isa=isa)
     assert all(rate > 0 for rate in native.compute_ceilings(runtime, seconds=0.001))
     memory = native.StreamedMemory(native.runtime(threads=3, numa_nodes=2, isa=isa), 20 << 20)
-    assert memory.read() > 0 and memory.gemm(3, 2048) > 0
+    assert memory.read() > 0 and memory.update() > 0 and memory.gemm(3, 2048) > 0
     with pytest.raises(ValueError, match="tokens are 705"):
         memory.gemm(705, 2048)
 
@@ -206,3 +206,28 @@ def test_machine(tmp_path: Path) -> None:
     assert machine.free_bytes() > 0
     assert 1 <= machine.copies(1 << 20) <= machine.MAX_COPIES
     assert machine.copies(1 << 50) == 1
+
+
+def test_optimizer_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setattr(optimizer, "SETTLE_SECONDS", 0)
+    output = tmp_path / "records.jsonl"
+    command = ["bench", "optimizer", "--shape", TINY, "--rank", "4", "--threads", "2", "--runs", "1"]
+    done = CliRunner().invoke(app, [*command, "--parameters", "20K", "--output", str(output)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "without deepspeed: ModuleNotFoundError" in done.output and "%mix" in done.output
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r["optimizer"] for r in records] == ["ktft", "torch-fused", "torch-foreach", "torch"]
+    for r in records:
+        assert (r["layers"], r["tensors"], r["parameters"]) == (3, 18, 3 * 4 * 3 * 4 * (64 + 96))
+        assert r["gbs"] == pytest.approx(28 * r["parameters"] / r["ms"] / 1e6, rel=1e-3)
+        assert r["read_gbs"] > 0 and r["mix_gbs"] > 0 and r["ratio"] > 0
+        assert r["percent_of_mix"] == pytest.approx(100 * r["gbs"] / r["mix_gbs"], rel=1e-3)
+    for options, message in (
+        (["--parameters", "many"], "'many' is not a size"),
+        (["--parameters", "100T"], "give fewer --parameters"),
+        (["--peer", "adam"], "torch-foreach"),
+    ):
+        done = CliRunner().invoke(app, [*command, *options], catch_exceptions=False)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.replace("│", " ").split())

@@ -95,7 +95,13 @@ def test_sft_reports_saves_evaluates_and_resumes(train_yaml: TrainYaml, run_cli:
     log = run_cli(TRAIN, train_yaml("dsv3", output_dir=str(whole), **options)).stdout
     before, after = log.split("before step 1", 1)
     assert "kt_config.kt_max_cache_depth has no effect" in before
-    for expected in ("2 layers x 8, int8", "threads: 1", f"  {'routed experts':<15}{'18,432':>16}", "'loss':"):
+    for expected in (
+        "2 layers x 8, int8",
+        "threads: 1",
+        f"  {'routed experts':<15}{'18,432':>16}",
+        "by ktft's kernel",
+        "'loss':",
+    ):
         assert expected in after
     assert "eval_accuracy" in json.loads((whole / "eval_results.json").read_text())
     assert trained_experts(whole) > 0

@@ -15,12 +15,24 @@ constexpr size_t kChunk = size_t(4) << 20;
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 // 16-byte loads, two a cycle, are faster than any core's share of memory: no ISA needs its own loop.
-void read_lines(const char* at, size_t bytes) {
+void read_lines(char* at, size_t bytes) {
   __m128i sums[4] = {};
   for (size_t i = 0; i < bytes; i += 64)
     for (int k = 0; k < 4; k++)
       sums[k] = _mm_xor_si128(sums[k], _mm_load_si128(reinterpret_cast<const __m128i*>(at + i) + k));
   for (__m128i& sum : sums) __asm__ volatile("" ::"x"(sum));
+}
+
+// Complements three lines of four.
+void update_lines(char* at, size_t bytes) {
+  const __m128i ones = _mm_set1_epi8(-1);
+  for (size_t i = 0; i < bytes; i += 256) {
+    read_lines(at + i, 64);
+    for (size_t k = 64; k < 256; k += 16) {
+      __m128i* const word = reinterpret_cast<__m128i*>(at + i + k);
+      _mm_store_si128(word, _mm_xor_si128(_mm_load_si128(word), ones));
+    }
+  }
 }
 
 }  // namespace
@@ -98,13 +110,16 @@ double StreamedMemory::gemm(int tokens, int reduction) {
   return double(count) * 2 * kMaxOutputs * tokens * reduction / since(start);
 }
 
-double StreamedMemory::read() {
+double StreamedMemory::read() { return stream(&read_lines); }
+
+double StreamedMemory::update() { return stream(&update_lines) * 7 / 4; }
+
+double StreamedMemory::stream(void (*each)(char* at, size_t bytes)) {
   const std::lock_guard<std::mutex> lock(runtime_->mutex);
   size_t bytes = 0;
   for (int chunks : chunks_) bytes += size_t(chunks) * kChunk;
   const auto start = Clock::now();
-  runtime_->pool.run(chunks_,
-                     [&](int node, int task, int) { read_lines(memory_[node].data() + task * kChunk, kChunk); });
+  runtime_->pool.run(chunks_, [&](int node, int task, int) { each(memory_[node].data() + task * kChunk, kChunk); });
   return double(bytes) / since(start);
 }
 

@@ -21,11 +21,16 @@ class StreamedMemory {
   // Bytes/s, reading all of it once.
   double read();
 
+  // Bytes/s, read and written together, updating it once in AdamW's mix: of four lines read, three are written back.
+  double update();
+
   // FLOP/s of the bf16 forward GEMM and nothing else: calls as a layer makes them, all of the memory once as weights of
   // `reduction` columns, each thread's tokens its own, results not used.
   double gemm(int tokens, int reduction);
 
  private:
+  double stream(void (*each)(char* at, size_t bytes));  // all of it once; bytes/s of its size
+
   std::shared_ptr<Runtime> runtime_;
   std::vector<NodeBuffer> memory_;
   std::vector<int> chunks_;  // a node

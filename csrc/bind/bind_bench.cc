@@ -13,6 +13,7 @@ void bind_bench(py::module_& m) {
       .def(py::init<std::shared_ptr<Runtime>, size_t>(), py::arg("runtime"), py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>())
       .def("read", &StreamedMemory::read, py::call_guard<py::gil_scoped_release>())
+      .def("update", &StreamedMemory::update, py::call_guard<py::gil_scoped_release>())
       .def("gemm", &StreamedMemory::gemm, py::arg("tokens"), py::arg("reduction"),
            py::call_guard<py::gil_scoped_release>());
 }

@@ -56,6 +56,8 @@ struct Avx2 {
   static void drain() { _mm_sfence(); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F sqrt(F v) { return _mm256_sqrt_ps(v); }
   static F reciprocal(F v) { return _mm256_div_ps(_mm256_set1_ps(1.f), v); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }

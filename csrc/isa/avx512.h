@@ -50,6 +50,8 @@ struct Avx512 {
   static void drain() { _mm_sfence(); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F sqrt(F v) { return _mm512_sqrt_ps(v); }
   static F reciprocal(F v) {  // one step of Newton's method from 14 bits
     const F r = _mm512_rcp14_ps(v);
     return _mm512_mul_ps(r, _mm512_fnmadd_ps(v, r, _mm512_set1_ps(2.f)));

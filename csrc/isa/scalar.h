@@ -12,6 +12,7 @@ namespace ktft {
 //   F            kWidth fp32 lanes            In   kStep bf16 inputs of dot()
 //   load_fp8     E4M3 codes as 1/256 of their value, which is what they are as the upper bits of half precision
 //   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
+//   div, sqrt    correctly rounded; reciprocal may be a few units off
 //   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
@@ -44,6 +45,8 @@ struct Scalar {
   static void drain() {}
   static F add(F a, F b) { return a + b; }
   static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
+  static F sqrt(F v) { return std::sqrt(v); }
   static F reciprocal(F v) { return 1 / v; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F min(F a, F b) { return a < b ? a : b; }

@@ -142,7 +142,18 @@ struct Int8Kernels {
   void (*gemm)(const Int8GemmArgs&);
 };
 
-// What is not a GEMM. n and cols are multiples of 16.
+// AdamW's scalars at step t, computed in double:
+//   m = m + first_weight (g - m),  v = beta2 v + second_weight g^2
+//   p = decay p - size m / (root_scale sqrt(v) + eps)
+// first_weight = 1 - beta1, second_weight = 1 - beta2, root_scale = 1 / sqrt(1 - beta2^t), size = lr / (1 - beta1^t),
+// decay = 1 - lr weight_decay. p, m and v are updated in place, in fp32; of bf16 each result is rounded once.
+struct AdamStep {
+  float decay, first_weight, beta2, second_weight, root_scale, eps, size;
+};
+template <class T>
+using AdamKernel = void (*)(int64_t n, const AdamStep& step, const T* grad, T* param, T* exp_avg, T* exp_avg_sq);
+
+// What is not a GEMM. n and cols are multiples of 16, but for adam's n.
 struct VectorKernels {
   bool turned;  // see above
   // Sixteen rows (null: zeros) -> a strip of pieces; pack_forward as the forward GEMM takes them.
@@ -162,6 +173,8 @@ struct VectorKernels {
   void (*weighted_sum)(int n, int rows, const bf16* const* x, const float* weights, float* y);
   // Bit i: whether element first + i of the stream `key` stays, which it does with 1 - probability.
   uint32_t (*dropout_mask)(uint64_t key, uint32_t first, float probability);
+  AdamKernel<float> adam_f32;
+  AdamKernel<bf16> adam_bf16;
 };
 
 // Loops for the benchmark's ceilings. Each runs some microseconds (emulated tiles: up to 0.1 s) on kRateMemory

@@ -19,8 +19,8 @@ NOT_ASKED = "not asked for"
 PEER_NAMES = {"torch-eager": "eager", "torch-grouped": "grouped", "kt-kernel": "kt"}  # short enough for a column
 
 
-def json_line(record: Record) -> str:
-    """One record, without a line break."""
+def json_line(record: Any) -> str:
+    """One record, a dataclass, without a line break."""
     return json.dumps(_rounded(asdict(record)))
 
 
@@ -30,7 +30,7 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.1 else f"{value:.3f}"
 
@@ -56,7 +56,7 @@ def make_table(records: Iterable[Record]) -> Table:
             r.routing,
             r.format,
             STEP_NAMES[r.step],
-            *(_short(value) for value in speeds),
+            *(short(value) for value in speeds),
             f"{100 * r.max_error:.2f}",
             *ratios,
         )

@@ -14,16 +14,12 @@ import typer
 from rich.console import Console
 
 from ktft.bench.cases import ROUTINGS, SHAPES, parse_shape
+from ktft.config import parse_size
 
 app = typer.Typer(no_args_is_help=True, help="Time ktft on this machine.")
 
 LARGEST_RANK = 256
 TABLE_WIDTH = 120
-
-
-@app.callback()
-def bench() -> None:
-    """Keep `kernels` a command of its own while it is the only one."""
 
 
 def _chosen(option: str, given: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> list[str]:
@@ -103,3 +99,44 @@ def kernels(
     report.explain(records, console)
     if plot is not None:
         report.plot(records, plot)
+
+
+@app.command()
+def optimizer(
+    shape: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}, or E,k,H,I.")] = "deepseek-v3",
+    rank: Annotated[int, typer.Option(min=1, max=LARGEST_RANK, help="LoRA rank.")] = 8,
+    parameters: Annotated[
+        str, typer.Option(help="LoRA parameters, rounded up to whole layers: 16 bytes each, for instance 500M.")
+    ] = "200M",
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps of each; medians are reported.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [those that run]")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+) -> None:
+    """Time one AdamW step over expert LoRA on the CPU, beside memory bandwidth and other AdamWs."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    try:
+        chosen, count = parse_shape(shape), parse_size(parameters, unit=1000)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+    from ktft.bench import optimizer as bench
+    from ktft.bench import report
+
+    ours, *peers = bench.OPTIMIZERS
+    wanted = [ours, *([] if peer == ["none"] else _chosen("--peer", peer, tuple(peers), tuple(peers)))]
+    records, absent = [], []
+    with _lines(output) as file, console.status("starting ...") as status:
+        try:
+            for found in bench.run(chosen, rank, count, threads, runs, wanted, status.update):
+                if isinstance(found, str):
+                    absent.append(found)
+                else:
+                    records.append(found)
+                    print(report.json_line(found), file=file, flush=True)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    console.print(bench.make_table(records))
+    console.print(bench.explain(records[0]), highlight=False)
+    for line in absent:
+        console.print(f"without {line}", highlight=False, markup=False)

@@ -24,6 +24,10 @@ class StreamedMemory:
         """Bytes per second of all threads together, reading everything once."""
         return float(self._native.read())
 
+    def update(self) -> float:
+        """Bytes per second of all threads together in AdamW's mix, in place: of four lines read, three are written."""
+        return float(self._native.update())
+
     def gemm(self, tokens: int, reduction: int) -> float:
         """FLOP/s of all threads' bf16 forward GEMM alone (S): everything once as weights of `reduction` columns (a
         multiple of 32), under the same 1 to 704 tokens, results not used.

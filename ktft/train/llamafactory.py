@@ -72,6 +72,7 @@ REFUSALS = (
     Refusal("mixture_of_depths", bool, "remove it"),
     Refusal("train_from_scratch", bool, "start from a checkpoint; ktft's experts stay frozen"),
     Refusal("use_hyper_parallel", bool, "remove it"),
+    Refusal("use_adam_mini", bool, "remove it: it would give all experts of a layer one learning rate"),
     Refusal("infer_backend", lambda v: v != "huggingface", "set infer_backend: huggingface"),
     Refusal("export_dir", bool, UNMERGED),
     Refusal("create_new_adapter", bool, "continue the adapter of adapter_name_or_path, or train without one"),

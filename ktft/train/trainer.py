@@ -14,6 +14,7 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.model.experts import find_experts
+from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
 
 __all__ = ["KtftCallback", "Trainer", "check_arguments", "check_launch", "get_peft_model", "load_adapter"]
@@ -38,7 +39,8 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int 
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """`check_launch` on what transformers, accelerate and torchrun were told."""
+    """`check_launch` on what transformers, accelerate and torchrun were told, and `check_optimizer`."""
+    check_optimizer(args)
     check_launch(
         fsdp=bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
         deepspeed=args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),
@@ -55,6 +57,7 @@ class KtftCallback(TrainerCallback):
         model = kwargs.get("model")
         if model is not None and find_experts(model):
             check_arguments(args)
+            remember_model(args, model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -63,8 +66,9 @@ class KtftCallback(TrainerCallback):
         model = kwargs["model"]
         report = examine(model)
         if report is not None:
-            check_trained(model, report, kwargs.get("optimizer"))
-            logger().info("before step 1\n%s", format_report(report))
+            optimizer = kwargs["optimizer"]
+            check_trained(model, report, optimizer)
+            logger().info("before step 1\n%s\n%s", format_report(report), describe(optimizer))
 
 
 def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optimizer | None) -> None:
@@ -112,6 +116,7 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, **kwargs)
 
 
-# Every Trainer made after this import has the callback: transformers' own, TRL's and LLaMA-Factory's.
+# Every Trainer made after this import has the callback and the optimizer: transformers' own, TRL's, LLaMA-Factory's.
+adapt_trainer()
 if KtftCallback not in DEFAULT_CALLBACKS:
     DEFAULT_CALLBACKS.append(KtftCallback)  # type: ignore[arg-type]  # the list is typed by its only member

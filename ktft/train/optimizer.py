@@ -1,0 +1,230 @@
+"""AdamW for models whose expert LoRA lives on the CPU, and which of the Trainer's optimizers run there at all."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+import transformers
+from packaging.requirements import Requirement
+from torch import Tensor, nn
+from torch.optim.adam import adam
+from transformers import TrainingArguments
+
+from ktft import native
+from ktft.model.experts import find_experts
+from ktft.native.optim import adamw, takes
+
+_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` whose CPU parameters are updated by ktft's kernel, in one pass over memory.
+
+    Parameters that the kernel does not take (on a GPU, fp16, not contiguous) are updated by torch, with `fused` as
+    given. State and state dicts are those of `torch.optim.AdamW`, so checkpoints go either way.
+
+    Args:
+        params, lr, betas, eps, weight_decay, fused: see `torch.optim.AdamW`.
+        runtime: threads for the CPU parameters; None takes the process's default.
+
+    Raises:
+        ValueError: a parameter group, or a state to load, with amsgrad, maximize, capturable or differentiable.
+    """
+
+    _runtime: native.Runtime | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        fused: bool | None = None,
+        runtime: native.Runtime | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
+        self._runtime = runtime
+        self._step_supports_amp_scaling = False  # a GradScaler then unscales gradients itself, before the step
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`."""
+        _refuse_flags(param_group)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`; takes what any `torch.optim.AdamW` saved."""
+        for group in state_dict["param_groups"]:
+            _refuse_flags(group)
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_on_cpu(group, [p for p in group["params"] if takes(p)])
+            self._step_in_torch(group, [p for p in group["params"] if not takes(p)])
+        return loss
+
+    def _step_on_cpu(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        params, grads, exp_avgs, exp_avg_sqs, _, steps, _ = self._with_state(group, params)
+        for step in steps:
+            step += 1
+        adamw(
+            self._runtime or native.runtime(),
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [float(step) for step in steps],
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def _step_in_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        params, grads, exp_avgs, exp_avg_sqs, maxima, steps, has_complex = self._with_state(group, params)
+        adam(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            maxima,
+            steps,
+            foreach=group["foreach"],
+            fused=group["fused"],
+            has_complex=has_complex,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            decoupled_weight_decay=True,
+        )
+
+    def _with_state(self, group: dict[str, Any], params: list[Tensor]) -> Any:
+        """Of those with a gradient: parameters, gradients, both moments, none of amsgrad's, steps; whether complex."""
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        has_complex = self._init_group({**group, "params": params}, *lists)
+        return *lists, has_complex
+
+
+def _refuse_flags(group: dict[str, Any]) -> None:
+    for flag in _FLAGS:
+        if group.get(flag):
+            raise ValueError(f"{flag} is {group[flag]!r}, which ktft's AdamW does not do; leave it out")
+
+
+# --- the Trainer's `optim` --------------------------------------------------------------------------------------------
+
+NATIVE = ("adamw_torch", "adamw_torch_fused")
+"""Values of `optim` that mean `AdamW`."""
+BUILT_IN = ("adafactor", "adagrad", "rmsprop", "sgd")
+"""Those that torch and transformers bring, for parameters wherever they are."""
+PACKAGES = {
+    "bitsandbytes>=0.50": (
+        *("adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit", "paged_adamw_32bit"),
+        *("paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+        *("rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"),
+    ),
+    "schedulefree>=1.4": ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+    "grokadamw>=0.1.2": ("grokadamw",),
+    "torch-optimi>=0.3": ("stable_adamw",),
+}
+"""Requirement -> values that work on CPU parameters too, from that version on."""
+_GPU_ONLY = "it has no CPU kernels, and expert LoRA is updated on the CPU"
+_WHOLE_WEIGHTS = "it saves memory where whole weights are trained, and works on linear layers, which expert LoRA is not"
+REFUSED = {
+    "adamw_apex_fused": _GPU_ONLY,
+    "adamw_torch_npu_fused": _GPU_ONLY,
+    "adamw_torch_xla": _GPU_ONLY,
+    "adamw_anyprecision": "torchdistx, which has it, is not maintained any more",
+    "adamw_torch_4bit": "torchao does not go with the peft that ktft needs; for moments in 8 bits there is adamw_8bit",
+    "adamw_torch_8bit": "torchao does not go with the peft that ktft needs; for moments in 8 bits there is adamw_8bit",
+    "adalomo": _WHOLE_WEIGHTS,
+    "lomo": _WHOLE_WEIGHTS,
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), _WHOLE_WEIGHTS),
+    **{f"galore_{name}": _WHOLE_WEIGHTS for name in ("adamw", "adamw_8bit", "adafactor")},
+    **{f"galore_{name}_layerwise": _WHOLE_WEIGHTS for name in ("adamw", "adamw_8bit", "adafactor")},
+}
+"""Value -> why not."""
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Refuse what cannot train expert LoRA, before a model is loaded.
+
+    Raises:
+        ValueError: `args.optim` is one of `REFUSED`, is unknown here, or needs a package that is not installed.
+    """
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in (*NATIVE, *BUILT_IN):
+        return
+    requirement = next((package for package, values in PACKAGES.items() if optim in values), None)
+    if requirement is None:
+        reason = REFUSED.get(optim, "nobody has tried it on expert LoRA")
+        raise ValueError(f"optim is {optim!r}, which ktft does not support: {reason}; set optim: adamw_torch")
+    name = Requirement(requirement).name
+    try:
+        installed = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        installed = "none"
+    if installed == "none" or not Requirement(requirement).specifier.contains(installed, prereleases=True):
+        raise ValueError(
+            f"optim is {optim!r}, which needs {requirement} for parameters on the CPU, and installed is {installed}; "
+            f"pip install '{requirement}', or set optim: adamw_torch"
+        )
+
+
+_models: dict[int, weakref.ref[nn.Module]] = {}
+
+
+def remember_model(args: TrainingArguments, model: nn.Module) -> None:
+    """Keep in mind, weakly, which model these arguments train: some callers ask for the optimizer by them alone."""
+    if id(args) not in _models:
+        weakref.finalize(args, _models.pop, id(args), None)
+    _models[id(args)] = weakref.ref(model)
+
+
+def adapt_trainer() -> None:
+    """Make every Trainer's AdamW that of this module where the model has ktft's experts, once."""
+    original = transformers.Trainer.get_optimizer_cls_and_kwargs
+    if hasattr(original, "_ktft_adapted"):
+        return
+
+    @functools.wraps(original)
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+        cls, kwargs = original(args, model)
+        trained = model if model is not None else _models.get(id(args), lambda: None)()
+        experts = list(find_experts(trained).values()) if trained is not None else []
+        if cls is torch.optim.AdamW and experts:
+            return AdamW, {**kwargs, "runtime": experts[0].layer.runtime}
+        return cls, kwargs
+
+    get_optimizer_cls_and_kwargs._ktft_adapted = True  # type: ignore[attr-defined]
+    transformers.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)  # type: ignore[method-assign]
+
+
+def describe(optimizer: Any) -> str:
+    """Which optimizer runs, and who updates how many parameters where; accelerate's wrapper is looked through."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    counts: Counter[str] = Counter()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            kernel = isinstance(optimizer, AdamW) and takes(p)
+            counts[f"on {p.device} by ktft's kernel" if kernel else f"on {p.device}"] += p.numel()
+    where = ", ".join(f"{count:,} {place}" for place, count in counts.items())
+    return f"optimizer: {type(optimizer).__module__}.{type(optimizer).__qualname__}, parameters: {where}"
