@@ -1,4 +1,4 @@
-"""PEFT models whose LoRA reaches the routed experts, and their adapters on disk under standard names."""
+"""PEFT models whose LoRA reaches the routed experts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft import get_peft_model as peft_get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer, _ExcludedModule, check_target_module_exists
-from peft.utils import PeftType, get_peft_model_state_dict
-from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SAFETENSORS_WEIGHTS_NAME
+from peft.utils import PeftType
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.other import get_pattern_key
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktft.adapters.files import HUB_KEYS, check_file, local_directory, move_files, read_config, standard_tensors
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, to_standard
 from ktft.config import PROJECTIONS, require_tested
 from ktft.model.experts import KtftExperts, experts_family
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class HasExperts(Protocol):
@@ -103,13 +99,13 @@ class KtftPeftMixin(_Base):
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, but refuse one of which a tensor is missing, left over, misshapen or NaN."""
-        hub = {key: kwargs.pop(key) for key in _HUB_KEYS if key in kwargs}
+        hub = {key: kwargs.pop(key) for key in HUB_KEYS if key in kwargs}
         directory = local_directory(model_id, **hub)
         new = adapter_name not in self.peft_config
         if new:
             self.add_adapter(adapter_name, read_config(directory))
         try:
-            _check_file(directory, _standard_tensors(self, adapter_name))
+            check_file(directory, standard_tensors(self, expert_layers(self), adapter_name))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             return super().load_adapter(str(directory), adapter_name, *args, **kwargs)
         except ValueError:
@@ -141,8 +137,8 @@ class KtftPeftMixin(_Base):
             super().save_pretrained(scratch, True, *args, state_dict=tensors, **kwargs)
             for name in selected:
                 written = Path(scratch) if name == "default" else Path(scratch, name)
-                _check_file(written, _standard_tensors(self, name), values=False)
-            _move_files(Path(scratch), target)
+                check_file(written, standard_tensors(self, expert_layers(self), name), values=False)
+            move_files(Path(scratch), target)
 
     def merge_and_unload(self, *_: Any, **__: Any) -> None:
         """Refused."""
@@ -333,82 +329,3 @@ def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[No
         yield
     finally:
         config.target_modules, config._custom_modules = reach.standard, None
-
-
-# --- adapters on disk -------------------------------------------------------------------------------------------------
-
-_HUB_KEYS = ("subfolder", "revision", "cache_dir", "token")
-
-
-def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
-    """An adapter's directory; one of the Hugging Face Hub is downloaded. Raises ValueError if it is no adapter."""
-    root = Path(path)
-    if not root.is_dir():
-        if root.is_absolute() or len(root.parts) != 2:
-            raise ValueError(f"adapter {str(path)!r} is not a directory")
-        root = Path(snapshot_download(str(path), allow_patterns=["*adapter_*", "*/adapter_*"], **hub))
-    directory = root / subfolder if subfolder else root
-    for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
-        if not (directory / name).is_file():
-            raise ValueError(f"{directory} has no {name}; give the directory that save_pretrained wrote")
-    return directory
-
-
-def read_config(directory: Path) -> LoraConfig:
-    """An adapter's configuration. Raises ValueError if it is not LoRA."""
-    config = PeftConfig.from_pretrained(str(directory))
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f"{directory} holds a {config.peft_type} adapter; ktft loads LoRA")
-    return config
-
-
-def _standard_tensors(model: Any, adapter_name: str) -> Shapes:
-    """Names and shapes that an adapter's file must have: PEFT's for all but experts, theirs counted one by one."""
-    layers = {name: layer for name, layer in expert_layers(model).items() if adapter_name in layer.lora_A}
-    prefixes = tuple(f"{name}.lora_" for name in layers)
-    others = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
-    tensors = get_peft_model_state_dict(model, state_dict=others, adapter_name=adapter_name)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name, layer in layers.items():
-        for kind, projection, stacked in layer.tensors(adapter_name):
-            for expert in range(layer.experts.num_experts):
-                shapes[f"{name}.{expert}.{projection}.{kind}.weight"] = tuple(stacked.shape[1:])
-    return shapes
-
-
-def _check_file(directory: Path, expected: Shapes, values: bool = True) -> None:
-    """Compare an adapter file with what the model holds, and look for NaN and Inf in `values`."""
-    file = directory / SAFETENSORS_WEIGHTS_NAME
-    with safe_open(file, framework="pt", device="cpu") as tensors:
-        found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        problems = [
-            f"{len(names)} tensors {what}, the first is {names[0]}"
-            for what, names in (
-                ("of the model are missing", sorted(expected.keys() - found.keys())),
-                ("are left over", sorted(found.keys() - expected.keys())),
-            )
-            if names
-        ]
-        problems += [
-            f"{name} has shape {shape} in the adapter and {expected[name]} in the model"
-            for name, shape in sorted(found.items())
-            if expected.get(name, shape) != shape
-        ][:1]
-        if not problems and values:
-            problems += [f"{name} holds NaN or Inf" for name in found if not _finite(tensors.get_tensor(name))][:1]
-    if problems:
-        raise ValueError(f"{file} does not fit the model: {'; '.join(problems)}")
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
-
-
-def _move_files(source: Path, target: Path) -> None:
-    """Move a directory's files into another, each whole or not at all."""
-    for file in sorted(path for path in source.rglob("*") if path.is_file()):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-        place = target / file.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, place)
