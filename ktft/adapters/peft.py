@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,21 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktft.adapters.files import HUB_KEYS, check_file, local_directory, move_files, read_config, standard_tensors
-from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, to_standard
+from ktft.adapters.card import NEW_CARD, update_card
+from ktft.adapters.files import (
+    CARD,
+    HUB_KEYS,
+    adapter_tensors,
+    check_loadable,
+    local_directory,
+    read_config,
+    saving,
+    stored_bytes,
+    warn_of_another_base,
+    without_experts,
+    write_adapter,
+)
+from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank
 from ktft.config import PROJECTIONS, require_tested
 from ktft.model.experts import KtftExperts, experts_family
 
@@ -98,14 +110,16 @@ class KtftPeftMixin(_Base):
             super().add_adapter(adapter_name, peft_config, *args, **kwargs)
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as PEFT does, but refuse one of which a tensor is missing, left over, misshapen or NaN."""
+        """Load an adapter as PEFT does, but refuse one that is damaged or does not fit in every tensor."""
         hub = {key: kwargs.pop(key) for key in HUB_KEYS if key in kwargs}
         directory = local_directory(model_id, **hub)
-        new = adapter_name not in self.peft_config
+        config, new = read_config(directory), adapter_name not in self.peft_config
         if new:
-            self.add_adapter(adapter_name, read_config(directory))
+            self.add_adapter(adapter_name, config)
         try:
-            check_file(directory, standard_tensors(self, expert_layers(self), adapter_name))
+            expected = adapter_tensors(self, expert_layers(self), adapter_name, self.state_dict())
+            check_loadable(directory, expected, self.config.model_type)
+            warn_of_another_base(config, self.config.name_or_path)
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             return super().load_adapter(str(directory), adapter_name, *args, **kwargs)
         except ValueError:
@@ -117,28 +131,44 @@ class KtftPeftMixin(_Base):
         self,
         save_directory: str | os.PathLike[str],
         safe_serialization: bool = True,
-        *args: Any,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: str | bool = "auto",
         is_main_process: bool = True,
+        path_initial_model_for_weight_conversion: str | None = None,
         state_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save adapters under standard per-expert names: written beside, verified, then moved into place."""
+        """Save adapters under standard per-expert names: written beside, read back and compared, then moved into place.
+
+        Raises:
+            ValueError: a tensor holds NaN or Inf, or was read back otherwise than written; an option ktft lacks.
+            OSError: the disk is full, among others. An earlier adapter in the directory is untouched in either case.
+        """
         if not safe_serialization:
             raise ValueError("ktft saves adapters as safetensors only; leave safe_serialization on")
+        if path_initial_model_for_weight_conversion is not None:
+            raise ValueError("ktft's adapters need no weight conversion; leave it out")
         if not is_main_process:
             return
-        target = Path(save_directory)
-        target.mkdir(parents=True, exist_ok=True)
-        selected = kwargs.get("selected_adapters") or list(self.peft_config)
-        tensors = to_standard(self.state_dict() if state_dict is None else state_dict, expert_layers(self))
-        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as scratch:
-            if (target / "README.md").exists():  # PEFT updates an existing model card
-                shutil.copy(target / "README.md", scratch)
-            super().save_pretrained(scratch, True, *args, state_dict=tensors, **kwargs)
-            for name in selected:
-                written = Path(scratch) if name == "default" else Path(scratch, name)
-                check_file(written, standard_tensors(self, expert_layers(self), name), values=False)
-            move_files(Path(scratch), target)
+        selected = selected_adapters or list(self.peft_config)
+        state, layers = self.state_dict() if state_dict is None else state_dict, expert_layers(self)
+        adapters = {name: adapter_tensors(self, layers, name, state, save_embedding_layers) for name in selected}
+        with saving(Path(save_directory), sum(map(stored_bytes, adapters.values()))) as scratch:
+            if (card := Path(save_directory, CARD)).exists():  # PEFT updates an existing model card
+                shutil.copy(card, scratch)
+            plain = without_experts(state, layers)  # PEFT would hold all of it a second time; written below
+            super().save_pretrained(str(scratch), True, selected, save_embedding_layers, state_dict=plain, **kwargs)
+            for name, tensors in adapters.items():
+                directory = scratch if name == "default" else scratch / name
+                write_adapter(directory, tensors, self.peft_config[name], self.config.model_type)
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """PEFT's model card, with what was trained and how to load it."""
+        file = Path(output_dir, CARD)
+        if not file.exists():
+            file.write_text(NEW_CARD)  # PEFT's own template is a form to fill in
+        super().create_or_update_model_card(output_dir)
+        update_card(file, self)
 
     def merge_and_unload(self, *_: Any, **__: Any) -> None:
         """Refused."""
