@@ -9,13 +9,15 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,7 @@ def read_config(directory: Path) -> LoraConfig:
         raise ValueError(f"{directory / CONFIG} is not an adapter's configuration: {error}") from None
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{directory} holds a {config.peft_type} adapter; ktft loads LoRA")
-    recorded = _metadata(directory).get(RECORD, {})
+    recorded = read_own_metadata(directory).get(RECORD, {})
     for field in MEANING:
         found = getattr(config, field)
         if recorded.get(field, found) != found:
@@ -87,7 +89,7 @@ def read_config(directory: Path) -> LoraConfig:
     return config
 
 
-def _metadata(directory: Path) -> dict[str, Any]:
+def read_own_metadata(directory: Path) -> dict[str, Any]:
     """What ktft wrote into an adapter file's metadata; nothing of a file that others wrote."""
     with open_tensors(directory) as file:  # which checks the header
         found = read_metadata(file.files[0])
@@ -139,32 +141,42 @@ def without_experts(state_dict: Mapping[str, Tensor], layers: Iterable[str]) -> 
     return {name: tensor for name, tensor in state_dict.items() if not name.startswith(prefixes)}
 
 
-def check_loadable(directory: Path, expected: Tensors, model_type: str) -> None:
+def check_loadable(directory: Path, expected: Mapping[str, Tensor], model_type: str) -> None:
     """Compare an adapter with a model that has places for it, `expected`, and read every value once.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape or dtype, NaN or Inf, or not what was saved; the
             adapter is of another model.
     """
-    metadata = _metadata(directory)
+    metadata = read_own_metadata(directory)
+    check_model_type(directory, metadata, model_type)
+    with open_tensors(directory) as file:
+        check_fit(file, expected)
+        for name in file.tensors:
+            read_checked(file, name, metadata.get(CRC32, {}))
+
+
+def read_checked(file: CheckpointReader, name: str, checksums: Mapping[str, str]) -> Tensor:
+    """Read a tensor. Raises ValueError if it holds NaN or Inf, or is not what was saved."""
+    tensor = file.read(name)
+    _refuse_unless_finite(name, tensor, str(file.files[0]))
+    recorded, found = checksums.get(name), f"{zlib.crc32(_bytes(tensor)):08x}"
+    if recorded not in (None, found):
+        raise ValueError(
+            f"{file.files[0]}: {name} is damaged, its CRC-32 is {found}, when saved it was {recorded}; use another copy"
+        )
+    return tensor
+
+
+def check_model_type(directory: Path, metadata: Mapping[str, Any], model_type: str) -> None:
+    """Raises ValueError if an adapter with this metadata was trained on another type of model."""
     trained_on = metadata.get(RECORD, {}).get("model_type", model_type)
     if trained_on != model_type:
         raise ValueError(f"{directory} was trained on a model of type {trained_on}, this one is {model_type}")
-    with open_tensors(directory) as file:
-        _check_fit(file, expected)
-        checksums = metadata.get(CRC32, {})
-        for name in file.tensors:
-            tensor = file.read(name)
-            _refuse_unless_finite(name, tensor, str(file.files[0]))
-            recorded, found = checksums.get(name), f"{zlib.crc32(_bytes(tensor)):08x}"
-            if recorded not in (None, found):
-                raise ValueError(
-                    f"{file.files[0]}: {name} is damaged, its CRC-32 is {found}, when saved it was {recorded}; use "
-                    "another copy"
-                )
 
 
-def _check_fit(file: CheckpointReader, expected: Tensors) -> None:
+def check_fit(file: CheckpointReader, expected: Mapping[str, Tensor]) -> None:
+    """Compare names, shapes and dtypes of a file with what must be in it. Raises ValueError, see `check_loadable`."""
     problems = [
         f"{len(names)} tensors {what}, the first is {names[0]}"
         for what, names in (
@@ -249,34 +261,67 @@ def write_adapter(directory: Path, tensors: Tensors, config: PeftConfig, model_t
         ValueError: a tensor holds NaN or Inf, or was read back otherwise than it is in memory.
         OSError: the disk is full, among others.
     """
-    file = directory / SAFETENSORS_WEIGHTS_NAME
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as safetensors does it
-    entries = [
-        NewTensor(name, _dtype_name(name, tensor), tuple(tensor.shape), tensor.numel() * tensor.element_size())
-        for name, tensor in ((name, tensors[name]) for name in order)
-    ]
     record = {field: getattr(config, field) for field in MEANING} | {"model_type": model_type}
 
-    def content() -> Iterator[Iterable[memoryview]]:
-        for name in order:
-            tensor = tensors[name].detach().cpu()
-            _refuse_unless_finite(name, tensor, "the adapter in memory")
-            yield (_bytes(tensor),)
+    def lazy(name: str, tensor: Tensor) -> LazyTensor:
+        def make() -> Tensor:
+            held = tensor.detach().cpu()
+            _refuse_unless_finite(name, held, "the adapter in memory")
+            return held
 
-    write_safetensors(file, entries, {RECORD: json.dumps(record)}, content())
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), make)
+
+    write_tensors(directory, {name: lazy(name, tensor) for name, tensor in tensors.items()}, record)
     _compare(directory, tensors)
 
 
-def _dtype_name(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"{name} is {tensor.dtype}, which adapters are not saved in; cast it to float32 or bfloat16")
-    return _DTYPE_NAMES[tensor.dtype]
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is made, on the CPU, when it is written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Mapping[str, LazyTensor],
+    record: Mapping[str, Any],
+    progress: Callable[[str, int], None] = lambda name, nbytes: None,
+) -> None:
+    """Write adapter_model.safetensors, one tensor in memory at a time; `progress` is told of each, and its bytes."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # aligned, as safetensors does it
+    entries = [
+        NewTensor(name, _dtype_name(name, tensors[name].dtype), tensors[name].shape, tensors[name].nbytes)
+        for name in order
+    ]
+
+    def content() -> Iterator[Iterable[memoryview]]:
+        for name in order:
+            tensor = tensors[name].make()
+            assert (tensor.dtype, tuple(tensor.shape)) == (tensors[name].dtype, tensors[name].shape), name
+            yield (_bytes(tensor),)
+            progress(name, tensors[name].nbytes)
+
+    write_safetensors(directory / SAFETENSORS_WEIGHTS_NAME, entries, {RECORD: json.dumps(record)}, content())
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"{name} is {dtype}, which adapters are not saved in; cast it to float32 or bfloat16")
+    return _DTYPE_NAMES[dtype]
 
 
 def _compare(directory: Path, tensors: Tensors) -> None:
     """Names, shapes, dtypes and every bit of a file against what is in memory, one tensor at a time."""
     with open_tensors(directory) as file:
-        _check_fit(file, tensors)
+        check_fit(file, tensors)
         for name, tensor in tensors.items():
             found, held = file.read(name), tensor.detach().cpu()
             if found.dtype != held.dtype or not torch.equal(_raw(found), _raw(held)):

@@ -272,10 +272,11 @@ class Reach:
 def planned_reach(model: Any, config: LoraConfig) -> Reach:
     """What `get_peft_model` would give LoRA, and the same errors; the model, which may be on meta, is not changed."""
     _resolve(model, config)
-    return _reach(model, config)
+    return reach_of(model, config)
 
 
-def _reach(model: Any, config: Any) -> Reach:
+def reach_of(model: Any, config: Any) -> Reach:
+    """What an adapter with this configuration has LoRA on. Raises ValueError if experts cannot have it."""
     if config.peft_type != PeftType.LORA or config.target_parameters:
         raise ValueError(
             f"ktft trains LoRA on target_modules, not {config.peft_type} with "
@@ -311,17 +312,21 @@ def expert_ranks(config: Any, name: str, experts: HasExperts, whole: bool) -> di
                 f"target_modules match {projection} of {len(targeted)} of the {len(keys)} experts of {name}; ktft "
                 "trains all experts of a layer or none"
             )
-        found = {
-            (_pattern(config.rank_pattern, k, config.r), _pattern(config.alpha_pattern, k, config.lora_alpha))
-            for k in keys
-        }
+        found = {rank_of(config, key) for key in keys}
         if len(found) > 1:
-            raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {sorted(found)}")
-        ranks[projection] = Rank(*found.pop())
+            raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {found}")
+        ranks[projection] = found.pop()
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if get_pattern_key([pattern], name) == pattern != name:
             raise ValueError(f"the pattern {pattern!r} matches {name}; name its projections instead, as in 'down_proj'")
     return ranks
+
+
+def rank_of(config: Any, module: str) -> Rank:
+    """Rank and alpha of the module with this name, by PEFT's rule."""
+    return Rank(
+        _pattern(config.rank_pattern, module, config.r), _pattern(config.alpha_pattern, module, config.lora_alpha)
+    )
 
 
 def _pattern(patterns: dict[str, Any], key: str, default: Any) -> Any:
@@ -344,7 +349,7 @@ def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[st
 @contextmanager
 def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[None]:
     """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
-    reach = _reach(model, config)
+    reach = reach_of(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
 
     def create(target: KtftExperts, name: str, **kwargs: Any) -> KtftExpertsLora:
