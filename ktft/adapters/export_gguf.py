@@ -1,8 +1,8 @@
 """Adapters for llama.cpp: one GGUF file, with a layer's experts stacked as llama.cpp stacks them.
 
 llama.cpp takes `<tensor>.lora_a` `[E, r, in]` or `[r, in]` and `<tensor>.lora_b` `[E, out, r]` or `[out, r]` for a
-tensor by its own name, and scales by `adapter.lora.alpha / r` with the r of each pair. A model's graph applies LoRA where
-it calls `build_lora_mm`; a pair for another matrix of the model is loaded and has no effect.
+tensor by its own name, and scales by `adapter.lora.alpha / r` with the r of each pair. A model's graph applies LoRA
+where it calls `build_lora_mm`; a pair for another matrix of the model is loaded and has no effect.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _architecture(adapter: OpenedAdapter) -> Architecture:
     family = experts_family(adapter.model).name
     if family not in ARCHITECTURES:
         raise ValueError(
-            f"export to GGUF knows {', '.join(ARCHITECTURES)}, not {family}; merge the adapter (ktft merge) and convert "
-            "the result"
+            f"export to GGUF knows {', '.join(ARCHITECTURES)}, not {family}; merge the adapter (ktft merge) and "
+            "convert the result"
         )
     if adapter.whole:
         raise ValueError(

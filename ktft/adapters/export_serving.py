@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ktft.adapters.files import LazyTensor
 from ktft.adapters.opened import OpenedAdapter, Place
+from ktft.checkpoint.families import SEPARATE
 from ktft.config import PROJECTIONS
+from ktft.model.experts import experts_family
 
 MLA_UP = "kv_b_proj"
 EXPERTS = "experts"
@@ -114,6 +116,12 @@ def _check(adapter: OpenedAdapter, server: Server) -> None:
         raise ValueError(
             f"{server.name} loads LoRA alone, and the adapter holds {adapter.whole[0]}, trained whole "
             f"(modules_to_save, additional_target); {merge}"
+        )
+    family = experts_family(adapter.model)
+    if family.layouts[0] != SEPARATE:
+        raise ValueError(
+            f"{server.name} knows the experts of {family.name} by other names, or in another layout, which export does "
+            f"not write; {merge}"
         )
     if not adapter.places:
         raise ValueError(f"{adapter.directory} has no LoRA to export")
