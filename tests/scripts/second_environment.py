@@ -63,9 +63,10 @@ class Figures:
 
 
 def make_environment(directory: Path) -> None:
-    """Install `PACKAGES` into a directory. Raises CalledProcessError if pip cannot."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(directory), *PACKAGES]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    """Install `PACKAGES` into a directory. Raises SubprocessError if pip cannot."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--retries", "1", "--timeout", "15"]
+    command = [*pip, "--no-deps", "--target", str(directory), *PACKAGES]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=180)
 
 
 @contextmanager
