@@ -31,8 +31,8 @@ model = PeftModel.from_pretrained(model, "THIS_DIRECTORY")
 ```
 
 > **On transformers 5, do not load this directory with PEFT.** Its experts are stacked tensors there. PEFT 0.18 finds no
-> module for {tensors:,} of this adapter's tensors and leaves them out, with nothing but a warning: the model answers as
-> if its experts had not been trained. Make a copy in the layout PEFT has for stacked experts, and load that one:
+> module for {tensors:,} of this adapter's tensors and leaves them out, without a message: the model answers as if its
+> experts had not been trained. Make a copy in the layout PEFT has for stacked experts, and load that one:
 > ```
 > ktft export THIS_DIRECTORY --to peft OUT
 > ```
