@@ -218,6 +218,20 @@ def test_truncated_files(
         model.load_adapter(saved, "cut")
 
 
+def test_a_model_is_as_it_was_after_a_refused_adapter(tiny_checkpoint: Checkpoint, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "cut")
+    tensors = load_file(saved / "adapter_model.safetensors")
+    tensors.popitem()
+    save_file(tensors, tmp_path / "cut" / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = ktft.KtftConfig(expert_format="bf16", threads=1)
+    base = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("dsv3"), quantization_config=config)
+    names = [name for name, _ in base.named_modules()]
+    with pytest.raises(ValueError, match="1 tensors of the model are missing"):
+        ktft.load_adapter(base, tmp_path / "cut")
+    assert [name for name, _ in base.named_modules()] == names
+    ktft.load_adapter(base, saved)
+
+
 def test_an_adapter_of_another_model(
     tiny_checkpoint: Checkpoint, model: torch.nn.Module, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

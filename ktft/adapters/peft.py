@@ -88,7 +88,12 @@ def load_adapter(
         config.inference_mode = not is_trainable
         with _reaching_experts(model, config, adapter_name):
             adapted = _adapt(peft_get_peft_model(adapted, config, adapter_name=adapter_name))
-    adapted.load_adapter(str(directory), adapter_name, is_trainable=is_trainable)
+    try:
+        adapted.load_adapter(str(directory), adapter_name, is_trainable=is_trainable)
+    except ValueError:
+        if adapted is not model:
+            adapted.unload()  # for another try
+        raise
     adapted.set_adapter(adapter_name)
     if not is_trainable:
         adapted.set_requires_grad(adapter_name, False)
