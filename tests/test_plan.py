@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
-from tiny import write_checkpoint
+from tiny import COMMON, FAMILIES, MORE_FAMILIES, write_checkpoint
 from typer.testing import CliRunner
 
 from ktft import config, native, system
 from ktft.cli.main import app
 from ktft.config import EXPERT_FORMATS, Settings, parse_size
-from ktft.plan import machine, rates
+from ktft.model.shape import shape_of
+from ktft.plan import backbone, machine, planner, rates
 from ktft.plan.machine import Description
 from ktft.plan.source import read_source
 from ktft.system import GIB
@@ -44,10 +46,34 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     )
     monkeypatch.setattr(rates, "timed_torch_rate", lambda shape, work: rates.TorchRate(1e12, 1e12, 1e-9, 1e-9))
+    monkeypatch.setattr(planner, "timed_layers", lambda model, shape, work, device: rates.LayerRate(1.0, 1.0))
 
 
 def by_format(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["format"]: row for row in told["formats"]}
+
+
+# --- layers timed in the model's own code -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES | MORE_FAMILIES))
+def test_every_family_s_layers_can_be_timed(family: str) -> None:
+    config_class, own = (FAMILIES | MORE_FAMILIES)[family]
+    shape, model = shape_of(config_class(**COMMON | own))
+    before = [name for name, _ in model.named_modules()]
+    work = Recipe(cutoff_len=16, lora_rank=4).workload(Recipe().adapters(shape, model), 2)
+    rate = backbone.timed_layers(model, shape, work, torch.device("cpu"))
+    assert rate.forward > 0 and rate.backward > 0
+    assert [name for name, _ in model.named_modules()] == before
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_layers_that_do_not_fit_are_estimated(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backbone, "available_memory", lambda: 1000)
+    told = plan(tiny_checkpoint("qwen3moe"))
+    (note,) = told["notes"]
+    assert note.startswith("the time of attention is estimated, not measured: it would take ")
+    assert all(row["step"]["other"] > 0 for row in told["formats"])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

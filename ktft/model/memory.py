@@ -35,8 +35,10 @@ _EXPERT_BYTES, _TASKS_PER_THREAD = 2 << 20, 4
 # fp32 ones, log-softmax, its gradient, and the gradient in the logits' dtype.
 _LOGIT_BYTES = {BF16: 14, FP32: 16}
 # Bytes for each attention score while one layer runs, where torch has no fused attention: on the CPU, when values are
-# not as wide as keys (DeepSeek's attention). Scores, mask, softmax and their gradients in fp32.
-_SCORE_BYTES = 29
+# not as wide as keys (DeepSeek's attention). Scores, mask, softmax and their gradients in fp32; probabilities are kept
+# for backward, and fp32 copies of queries, keys and values.
+_SCORE_BYTES, _PROBABILITY_BYTES = 29, 4
+_RETURNED_BLOCK = 32 << 20  # glibc's largest M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
 
 
 @dataclass(frozen=True)
@@ -236,11 +238,17 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     stream = work.tokens * shape.hidden_size * (FP32 if work.mixed else work.weight_bytes)
     layer = work.tokens * _layer_activations(shape, work)
     fused = gpu or shape.qk_dim == shape.v_dim
-    scores = 0 if fused else work.batch * shape.heads * work.sequence**2 * _SCORE_BYTES
+    every_score = 0 if fused else work.batch * shape.heads * work.sequence**2
+    copies = 0 if fused else work.tokens * shape.heads * (2 * shape.qk_dim + shape.v_dim) * FP32
     logits = work.tokens * shape.vocab_size * (_LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0))
     if work.checkpointing:
-        return int(shape.layers * stream + max(logits, 2 * layer + scores))
-    return int(shape.layers * layer + max(logits, scores))
+        scores = every_score * _SCORE_BYTES
+        layer = 2 * layer + copies
+        # blocks that malloc does not return: one layer's are still there when the logits come
+        left = 0 if gpu else layer + (scores if every_score * FP32 < _RETURNED_BLOCK else 0)
+        return int(shape.layers * stream + max(logits + left, layer + scores))
+    kept = layer + copies + every_score * _PROBABILITY_BYTES
+    return int(shape.layers * kept + max(logits, every_score * (_SCORE_BYTES - _PROBABILITY_BYTES)))
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

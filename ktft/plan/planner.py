@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from ktft import native
 from ktft.adapters.peft import linear_names
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS
 from ktft.model.memory import Adapter, Footprint, Workload, footprint, shortage
 from ktft.model.shape import MoeShape
 from ktft.plan import rates
+from ktft.plan.backbone import Untimed, timed_layers
 from ktft.plan.machine import GPUS, Machine, gpu_of_size
 from ktft.plan.source import ModelSource
 from ktft.plan.steptime import StepTime, load_seconds, step_time
@@ -99,11 +102,8 @@ class Planner:
         self.formats = (source.expert_format,) if source.expert_format else EXPERT_FORMATS
         self._moe = max(source.shape.moe.values(), key=lambda moe: moe.parameters)
         lora = self.work.on_experts(min(source.shape.moe))
-        self._torch = (
-            rates.timed_torch_rate(source.shape, self.work)
-            if machine.measured and machine.gpu is None
-            else rates.published_torch_rate(machine, self.work)
-        )
+        self._notes: tuple[str, ...] = ()
+        self._others = self._other_rates()
         self._experts = {name: self._expert_rate(name, self._moe, lora) for name in self.formats}
 
     def _workload(self, recipe: Recipe) -> Workload:
@@ -111,6 +111,19 @@ class Planner:
         if key not in self._adapters:
             self._adapters[key] = recipe.adapters(self.source.shape, self.source.model)
         return recipe.workload(self._adapters[key], weight_bytes_of(self.source.config))
+
+    def _other_rates(self) -> rates.OtherRates:
+        published = rates.published_torch_rate(self.machine, self.work)
+        if not self.machine.measured:
+            return rates.OtherRates(published, None)
+        shape, gpu = self.source.shape, self.machine.gpu is not None
+        products = published if gpu else rates.timed_torch_rate(shape, self.work)
+        try:
+            layers = timed_layers(self.source.model, shape, self.work, torch.device("cuda" if gpu else "cpu"))
+        except Untimed as reason:
+            self._notes += (f"the time of attention is estimated, not measured: {reason}",)
+            layers = None
+        return rates.OtherRates(products, layers)
 
     def _expert_rate(self, name: str, moe: MoeShape, lora: list[Any]) -> rates.ExpertRate:
         if not self.machine.measured:
@@ -126,7 +139,7 @@ class Planner:
         formats = self._formats(self.machine, self.recipe)
         fits = any(each.fits for each in formats)
         changes = () if fits else tuple(self._changes())
-        return Plan(self.source, self.machine, self.recipe, self.work, formats, changes, notes)
+        return Plan(self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes))
 
     def _formats(self, machine: Machine, recipe: Recipe) -> tuple[FormatPlan, ...]:
         if recipe.use_cpu:
@@ -138,7 +151,9 @@ class Planner:
         shape = self.source.shape
         need = footprint(shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None)
         rate = self._experts[name]
-        step = step_time(shape, work, machine, rate, self._torch, sum(need.packed))
+        as_timed = machine.gpu == self.machine.gpu and work == self.work
+        others = self._others if as_timed else replace(self._others, layers=None)
+        step = step_time(shape, work, machine, rate, others, sum(need.packed))
         loading = load_seconds(self.source, machine, rate)
         room = [(need.ram_bytes, machine.ram_bytes)]
         lacking = []

@@ -53,6 +53,22 @@ class TorchRate:
     logit: float
 
 
+@dataclass(frozen=True)
+class LayerRate:
+    """Seconds of all decoder layers without their routed experts, for one forward and one backward pass of a batch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class OtherRates:
+    """What runs outside of the experts: torch's products, and the layers as they were timed, None if they were not."""
+
+    torch: TorchRate
+    layers: LayerRate | None
+
+
 def expert_flops(moe: MoeShape, tokens: int) -> float:
     """Base products of one pass."""
     return 6.0 * tokens * moe.top_k * moe.hidden_size * moe.intermediate_size

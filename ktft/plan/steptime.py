@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ktft.model.memory import FP32, Workload, active_experts
 from ktft.model.shape import ModelShape
 from ktft.plan.machine import Machine
-from ktft.plan.rates import ExpertRate, TorchRate, expert_flops
+from ktft.plan.rates import ExpertRate, LayerRate, OtherRates, TorchRate, expert_flops
 from ktft.plan.source import ModelSource
 
 # Of the GPU's FLOP/s that layers of a transformer reach in practice.
@@ -38,7 +38,7 @@ class StepTime:
 
 
 def step_time(
-    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, torch_rate: TorchRate, packed_bytes: int
+    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, others: OtherRates, packed_bytes: int
 ) -> StepTime:
     """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer."""
     passes = work.accumulation
@@ -49,7 +49,7 @@ def step_time(
         transfers = crossings * len(shape.moe) * work.tokens * shape.hidden_size * 2 / machine.pcie_rate
     return StepTime(
         experts=passes * _experts(shape, work, machine, rate, packed_bytes),
-        other=passes * _other(shape, work, machine, torch_rate) + STEP_SECONDS,
+        other=passes * _other(shape, work, machine, others) + STEP_SECONDS,
         transfers=passes * transfers,
         optimizer=sum(a.parameters for a in work.on_experts()) * OPTIMIZER_BYTES / machine.bandwidth
         + (0 if machine.gpu else sum(a.parameters for a in work.elsewhere()) * OPTIMIZER_BYTES / machine.bandwidth),
@@ -69,33 +69,37 @@ def _experts(shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRa
     return total
 
 
-def _other(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate) -> float:
-    """Attention, shared experts, dense layers, embeddings, loss."""
-    tokens, gpu = work.tokens, machine.gpu
+def _other(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRates) -> float:
+    """Decoder layers without their routed experts, and what is around them."""
     forwards = 2 if work.checkpointing else 1
-    forward = gpu.flops * GPU_SHARE if gpu else rate.forward
-    backward = gpu.flops * GPU_SHARE if gpu else rate.backward
+    layers = rates.layers or _layers(shape, work, machine, rates.torch)
+    return forwards * layers.forward + layers.backward + _around(shape, work, machine, rates.torch)
+
+
+def _layers(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate) -> LayerRate:
+    """Attention, shared experts, dense layers, and LoRA on them."""
+    tokens, gpu = work.tokens, machine.gpu
     inside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is not None)
-    outside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is None)
     attention = shape.layers * work.sequence * shape.heads * (shape.qk_dim + shape.v_dim) / 2 / ATTENTION_SHARE
-    total = (
-        2.0
-        * tokens
-        * ((forwards * (inside + attention) + outside) / forward + (inside + 2 * attention + outside) / backward)
-    )
-    total += shape.layers * (forwards * LAYER_SECONDS[0] + LAYER_SECONDS[1])
-    logits = tokens * shape.vocab_size
+    flops = gpu.flops * GPU_SHARE if gpu else rate.forward, gpu.flops * GPU_SHARE if gpu else rate.backward
+    forward = shape.layers * LAYER_SECONDS[0] + 2.0 * tokens * (inside + attention) / flops[0]
+    backward = shape.layers * LAYER_SECONDS[1] + 2.0 * tokens * (inside + 2 * attention) / flops[1]
     if gpu:
-        total += logits * 40 / gpu.bandwidth
-        total += (forwards + 1) * sum(a.in_features * a.out_features for a in work.elsewhere()) * 2 / gpu.bandwidth
-        return total
+        adapters = sum(a.in_features * a.out_features for a in work.elsewhere()) * 2 / gpu.bandwidth
+        return LayerRate(forward + adapters, backward + adapters)
     features = sum(a.in_features + a.out_features for a in work.elsewhere())
-    elementwise = shape.layers * shape.hidden_size * 40 * FP32  # norms, residuals, activations, forward and backward
-    return (
-        total
-        + logits * rate.logit
-        + tokens * (features * rate.lora * (1 + forwards) / 2 + elementwise / machine.bandwidth)
-    )
+    elementwise = shape.layers * shape.hidden_size * 20 * FP32 / machine.bandwidth  # norms, residuals, activations
+    extra = tokens * (features * rate.lora / 2 + elementwise)
+    return LayerRate(forward + extra, backward + extra)
+
+
+def _around(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate) -> float:
+    """The output layer and the loss, forward and backward."""
+    outside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is None)
+    logits = work.tokens * shape.vocab_size
+    if gpu := machine.gpu:
+        return 4.0 * work.tokens * outside / (gpu.flops * GPU_SHARE) + logits * 40 / gpu.bandwidth
+    return 2.0 * work.tokens * outside * (1 / rate.forward + 1 / rate.backward) + logits * rate.logit
 
 
 def load_seconds(source: ModelSource, machine: Machine, rate: ExpertRate) -> float:

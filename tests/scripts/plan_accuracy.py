@@ -100,11 +100,25 @@ def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict
 
     import ktft
     from ktft.adapters.peft import linear_names
+    from ktft.native import ExpertLayer
 
-    recipe, cuda, times = case.recipe, case.cuda, []
+    recipe, cuda, times, experts = case.recipe, case.cuda, [], []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            experts[-1] += time.perf_counter() - start
+            return result
+
+        return call
+
+    vars_of_layer: Any = ExpertLayer
+    vars_of_layer.forward, vars_of_layer.backward = timed(ExpertLayer.forward), timed(ExpertLayer.backward)
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            experts.append(0.0)
             self.start = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -154,6 +168,7 @@ def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict
             "vram": total - free,
             "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
             "step": statistics.median(times[min(WARM_STEPS, steps - 1) :]),
+            "experts": statistics.median(experts[min(WARM_STEPS, steps - 1) :]),
             "load": loading,
             "workspace": runtime.workspace_bytes,
         }

@@ -1,0 +1,151 @@
+"""Seconds that a model's decoder layers take outside of the routed experts: the model's own code, timed here."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from ktft.model.experts import KtftExperts
+from ktft.model.memory import FP32, Workload, torch_activations
+from ktft.model.shape import ModelShape
+from ktft.plan.rates import LayerRate
+from ktft.system import available_memory, readable
+
+_PASSES = 3  # timed, after one that is not
+_LARGEST = 4096  # tokens of a timed pass; more are in proportion, by whole sequences
+_MEMORY_SHARE = 0.5  # of what is available that timing may take
+
+
+class _NoExperts(nn.Module):
+    """Stands for routed experts that take no time."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states.view_as(hidden_states)
+
+
+class Untimed(Exception):
+    """The layers cannot be timed here; the text says why."""
+
+
+def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.device) -> LayerRate:
+    """Time one decoder layer of each kind, with LoRA on its linear layers and without its routed experts.
+
+    Args:
+        model: on meta, with empty `KtftExperts`; it is not changed.
+        work: the recipe's step. Sequences are timed at their full length.
+        device: where the layers run in training.
+
+    Raises:
+        Untimed: there is too little memory, or the model's code does not run without its other parts.
+    """
+    kinds: dict[str, list[int]] = {}
+    for number, layer in enumerate(model.get_decoder().layers):
+        kinds.setdefault(_kind(layer), []).append(number)
+    batch = max(min(work.batch, _LARGEST // work.sequence), 1)
+    _require_memory(shape, replace(work, batch=batch), device)
+    forward = backward = 0.0
+    for numbers in kinds.values():
+        try:
+            seconds = _time(_decoder(model, numbers[0], work, device), shape.hidden_size, batch, work, device)
+        except Exception as error:  # other people's code, on a part of the model
+            raise Untimed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        scale = len(numbers) * work.batch / batch
+        forward, backward = forward + seconds[0] * scale, backward + seconds[1] * scale
+    return LayerRate(forward, backward)
+
+
+def _require_memory(shape: ModelShape, work: Workload, device: torch.device) -> None:
+    gpu = device.type == "cuda"
+    weights = max(
+        sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer == number)
+        for number in range(shape.layers)
+    )
+    needed = 3 * weights * FP32 + torch_activations(replace(shape, layers=1, vocab_size=0), work, gpu=gpu)
+    available = torch.cuda.mem_get_info(device)[0] if gpu else available_memory()
+    if needed > _MEMORY_SHARE * available:
+        raise Untimed(f"it would take {readable(needed)} of memory, {readable(available)} are available")
+
+
+def _kind(layer: nn.Module) -> str:
+    """The same for layers that take the same time."""
+    attributes = [getattr(module, "layer_type", None) or getattr(module, "sliding_window", None)
+                  for module in (layer, getattr(layer, "self_attn", layer))]  # fmt: skip
+    return str((attributes, [(name, tensor.shape) for name, tensor in layer.named_parameters()]))
+
+
+def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> nn.Module:
+    """The decoder with only that layer, on `device`, with random weights and the recipe's LoRA."""
+    decoder = copy.deepcopy(model.get_decoder())
+    config, layers = decoder.config, decoder.config.num_hidden_layers
+    for key, value in vars(config).items():  # layer_types and the like
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, key, [value[number]])
+    config.num_hidden_layers, decoder.layers = 1, nn.ModuleList([decoder.layers[number]])
+    for name, module in list(decoder.named_modules()):
+        if isinstance(module, KtftExperts):
+            decoder.set_submodule(name, _NoExperts())
+    decoder.set_input_embeddings(nn.Identity())
+    dtype = torch.float32 if work.weight_bytes == FP32 else torch.bfloat16
+    decoder.to_empty(device=device)
+    for tensor in (*decoder.parameters(), *decoder.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = torch.randn(tensor.shape, device=device).mul_(0.02).to(dtype)
+        else:
+            tensor.data.zero_()
+    decoder.requires_grad_(False)
+    targets = _adapted(decoder, number, work)
+    if targets:
+        rank = max(adapter.rank for adapter in work.elsewhere())
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules=targets), decoder)
+        for name, parameter in decoder.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.to(torch.float32 if work.adapter_bytes == FP32 else torch.bfloat16)
+    return decoder.train()
+
+
+def _adapted(decoder: nn.Module, number: int, work: Workload) -> list[str]:
+    """Names of the layer's linear layers that have the sizes of one with LoRA."""
+    sizes = {(a.in_features, a.out_features) for a in work.elsewhere() if a.layer == number}
+    return [
+        name
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear) and (module.in_features, module.out_features) in sizes
+    ]
+
+
+def _time(
+    decoder: nn.Module, hidden_size: int, batch: int, work: Workload, device: torch.device
+) -> tuple[float, float]:
+    dtype = torch.float32 if work.weight_bytes == FP32 else torch.bfloat16
+    x = torch.randn(batch, work.sequence, hidden_size, device=device).to(dtype).requires_grad_()
+    times = []
+    for _ in range(1 + _PASSES):
+        with _clock(device) as forward, torch.autocast(device.type, torch.bfloat16, enabled=work.mixed):
+            y = decoder(inputs_embeds=x, use_cache=False).last_hidden_state
+        with _clock(device) as backward:
+            y.backward(torch.ones_like(y))
+        times.append((forward[0], backward[0]))
+    first, second = zip(*times[1:], strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+@contextmanager
+def _clock(device: torch.device) -> Iterator[list[float]]:
+    """Seconds of the block, once it has ended."""
+    seconds: list[float] = []
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    yield seconds
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds.append(time.perf_counter() - start)
