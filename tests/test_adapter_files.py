@@ -319,3 +319,14 @@ def test_the_card_says_what_was_trained_and_how_to_load_it(model: torch.nn.Modul
     assert "# My adapter\nmy words" in again
     assert "mine at the end" in again
     assert again.count("## What was trained") == again.count("### Framework versions") == 1
+
+
+def test_the_card_promises_no_more_than_is_true(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """gpt-oss had no module per expert in transformers 4, and without LoRA on experts there is nothing to warn of."""
+    adapted(tiny_checkpoint("gpt_oss")).save_pretrained(tmp_path / "gpt_oss")
+    adapted(tiny_checkpoint("qwen3moe"), target_modules=["o_proj"]).save_pretrained(tmp_path / "attention")
+    stacked, plain = ((tmp_path / name / "README.md").read_text() for name in ("gpt_oss", "attention"))
+    assert "transformers 4.57" not in stacked
+    assert "do not load this directory with PEFT" in stacked
+    assert "do not load" not in plain
+    assert 'In PEFT: `PeftModel.from_pretrained(model, "THIS_DIRECTORY")`' in plain

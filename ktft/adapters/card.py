@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktft.adapters.lora import KtftExpertsLora
-from ktft.checkpoint.families import GROUPS, group_of
+from ktft.checkpoint.families import GROUPS, SEPARATE, group_of
 from ktft.model.experts import experts_family
 
 NEW_CARD = "---\nlibrary_name: peft\n---\n# LoRA adapter\n\n"
@@ -24,12 +24,13 @@ model = ktft.load_adapter(model, "THIS_DIRECTORY")
 ```
 In LLaMA-Factory: `use_kt: true` and `adapter_name_or_path: THIS_DIRECTORY`, to train it further or to chat."""
 
-_EXPERTS_ELSEWHERE = """
+_MODULES = """
 In PEFT on transformers 4.57, where each expert is a module, as it is:
 ```python
 model = PeftModel.from_pretrained(model, "THIS_DIRECTORY")
-```
+```"""
 
+_STACKED = """
 > **On transformers 5, do not load this directory with PEFT.** Its experts are stacked tensors there. PEFT 0.18 finds no
 > module for {tensors:,} of this adapter's tensors and leaves them out, without a message: the model answers as if its
 > experts had not been trained. Make a copy in the layout PEFT has for stacked experts, and load that one:
@@ -61,7 +62,10 @@ def _section(model: Any) -> str:
     lines = [f"Base model: `{base}` ({model.config.model_type})", "", "## What was trained", *_counts(model), ""]
     if layers:
         lines += [f"LoRA on {len(layers)} layers x {layers[0].experts.num_experts} routed experts.", ""]
-    lines += [_LOADING.format(base=base), (_EXPERTS_ELSEWHERE if layers else _ELSEWHERE).format(tensors=tensors)]
+    lines.append(_LOADING.format(base=base))
+    if layers and experts_family(model).layouts[0] == SEPARATE:  # others had other names, or no modules, there
+        lines.append(_MODULES)
+    lines.append(_STACKED.format(tensors=tensors) if layers else _ELSEWHERE)
     return "\n".join(lines)
 
 
