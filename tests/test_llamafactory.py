@@ -20,9 +20,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import ktft
 from ktft import config as ktft_config
+from ktft.cli.main import app
 from ktft.model.experts import find_experts
 from ktft.train.llamafactory import settings_of
 
@@ -114,6 +116,14 @@ def test_sft_reports_saves_evaluates_and_resumes(train_yaml: TrainYaml, run_cli:
     assert logged_losses(rest) == logged_losses(whole)
     resumed, uninterrupted = (load_file(path / "adapter_model.safetensors") for path in (rest, whole))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())
+
+    card = (whole / "README.md").read_text()  # which Trainer has written anew at the end
+    assert "| routed experts | 18,432 |" in card
+    assert "do not load this directory with PEFT" in card
+    exported = CliRunner().invoke(app, ["export", str(whole), str(tmp_path / "exported"), "--to", "peft"])
+    assert exported.exit_code == 0, exported.output
+    settings = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
+    assert len(settings["target_parameters"]) == 2 * 2
 
 
 @pytest.mark.parametrize(

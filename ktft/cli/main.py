@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ktft import config
 from ktft.cli import bench
+from ktft.cli.export import export
 from ktft.cli.plan import plan
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 app.add_typer(bench.app, name="bench")
 app.command()(plan)
+app.command()(export)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERSION_PACKAGES = ("torch", "transformers", "peft", "accelerate", "llamafactory")

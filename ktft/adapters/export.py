@@ -1,0 +1,138 @@
+"""Adapters for other programs. A target is a row of `TARGETS`; what it cannot hold is refused, with the tensor's name.
+
+Sources of what each target loads: PEFT 0.18.1, `tuners/lora/layer.py`; vLLM 0.32, `vllm/lora`; SGLang 0.5.23,
+`sglang/srt/lora`; llama.cpp, `convert_lora_to_gguf.py`, `src/llama-adapter.cpp` and `src/models`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ktft.adapters import export_gguf, export_peft, export_serving
+from ktft.adapters.files import CARD, CONFIG, MEANING, LazyTensor, saving, write_tensors
+from ktft.adapters.opened import OpenedAdapter
+from ktft.checkpoint.files import to_json
+
+Progress = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What will be written: how large, of which rank at most, and by what."""
+
+    nbytes: int
+    rank: int
+    write: Callable[[Path, Progress], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A program that loads adapters: its name, what it loads, and how a person loads that there.
+
+    `usage` has {base}, {out} and {rank} in braces.
+    """
+
+    name: str
+    plan: Callable[[OpenedAdapter], Export]
+    usage: str
+    ranks: tuple[int, ...] = ()
+    """The values {rank} may have; any if there are none."""
+
+
+Arrange = Callable[[OpenedAdapter], tuple[dict[str, Any], dict[str, LazyTensor]]]
+
+
+def _directory(arrange: Arrange) -> Callable[[OpenedAdapter], Export]:
+    """A plan of an adapter directory as PEFT has it, from its configuration and tensors."""
+
+    def plan(adapter: OpenedAdapter) -> Export:
+        config, tensors = arrange(adapter)
+        record = {field: config[field] for field in MEANING} | {"model_type": adapter.base.model_type}
+
+        def write(directory: Path, progress: Progress) -> None:
+            (directory / CONFIG).write_bytes(to_json(_plain(config)))
+            write_tensors(directory, tensors, record, progress)
+
+        return Export(_bytes(tensors), max(config["r"], *config["rank_pattern"].values(), 1), write)
+
+    return plan
+
+
+def _gguf(adapter: OpenedAdapter) -> Export:
+    arch, alpha, tensors = export_gguf.arrange(adapter)
+    rank = max(place.r for place in adapter.places.values())
+    return Export(_bytes(tensors), rank, lambda out, progress: export_gguf.write(out, arch, alpha, tensors, progress))
+
+
+TARGETS = {
+    "peft": Target(
+        "PEFT 0.18 on transformers 5",
+        _directory(export_peft.arrange),
+        'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{out}")',
+    ),
+    "vllm": Target(
+        "vLLM",
+        _directory(partial(export_serving.even_out, server=export_serving.VLLM)),
+        "vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules adapter={out}",
+        ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
+    ),
+    "sglang": Target(
+        "SGLang",
+        _directory(partial(export_serving.even_out, server=export_serving.SGLANG)),
+        "python -m sglang.launch_server --model-path {base} --enable-lora --max-lora-rank {rank} "
+        "--lora-paths adapter={out}",
+    ),
+    "gguf": Target("llama.cpp", _gguf, f"llama-server -m BASE.gguf --lora {{out}}/{export_gguf.FILE}"),
+}
+
+
+def plan(adapter: OpenedAdapter, target: str) -> Export:
+    """What an export to a target of `TARGETS` will write.
+
+    Raises:
+        ValueError: the target cannot hold what the adapter has, or would not apply it; the message has the cure.
+    """
+    row = TARGETS[target]
+    planned = row.plan(adapter)
+    if row.ranks and planned.rank > row.ranks[-1]:
+        raise ValueError(
+            f"the adapter has rank {planned.rank}, {row.name} loads {row.ranks[-1]} at most; merge it (ktft merge)"
+        )
+    return planned
+
+
+def export(adapter: OpenedAdapter, target: str, planned: Export, out: Path, progress: Progress) -> str:
+    """Write what was planned into the directory `out`, new or empty. Returns how it is used there.
+
+    Raises:
+        ValueError: `out` holds something; a tensor is damaged.
+        OSError: the disk is full, among others. `out` holds nothing new then.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; name a new directory")
+    row = TARGETS[target]
+    rank = next((each for each in row.ranks if each >= planned.rank), planned.rank)
+    usage = row.usage.format(base=adapter.config.base_model_name_or_path, out=out, rank=rank)
+    with saving(out, planned.nbytes) as scratch:
+        (scratch / CARD).write_text(
+            f"---\nlibrary_name: peft\n---\n# LoRA adapter for {row.name}\n\nMade by `ktft export` from "
+            f"`{adapter.directory}`, for this program alone; keep the original.\n```\n{usage}\n```\n"
+        )
+        planned.write(scratch, progress)
+    return usage
+
+
+def _bytes(tensors: dict[str, LazyTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the sets and enumerations that JSON does not have."""
+    listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    plain: dict[str, Any] = json.loads(json.dumps(listed, default=lambda value: getattr(value, "value", str(value))))
+    return plain

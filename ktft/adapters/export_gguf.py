@@ -1,0 +1,129 @@
+"""Adapters for llama.cpp: one GGUF file, with a layer's experts stacked as llama.cpp stacks them.
+
+llama.cpp takes `<tensor>.lora_a` `[E, r, in]` or `[r, in]` and `<tensor>.lora_b` `[E, out, r]` or `[out, r]` for a
+tensor by its own name, and scales by `adapter.lora.alpha / r` with the r of each pair. A model's graph applies LoRA
+where it calls `build_lora_mm`; a pair for another matrix of the model is loaded and has no effect.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ktft.adapters.files import LazyTensor
+from ktft.adapters.lora import KINDS
+from ktft.adapters.opened import OpenedAdapter, Place
+from ktft.model.experts import experts_family
+
+FILE = "adapter.gguf"
+SUFFIXES = {"lora_A": ".lora_a", "lora_B": ".lora_b"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """llama.cpp's name of an architecture, and the modules that its graph multiplies by without LoRA."""
+
+    name: str
+    unapplied: tuple[str, ...] = ()
+
+
+_DEEPSEEK2 = Architecture("deepseek2", ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"))
+ARCHITECTURES = {
+    "Qwen2-MoE": Architecture("qwen2moe"),
+    "Qwen3-MoE": Architecture("qwen3moe"),
+    "DeepSeek-V2": _DEEPSEEK2,
+    "DeepSeek-V3": _DEEPSEEK2,
+    "Kimi-K2": _DEEPSEEK2,
+}
+"""By family, those whose graphs were read. All have rows and columns in the checkpoint's order."""
+
+
+def arrange(adapter: OpenedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
+    """llama.cpp's architecture, alpha, and tensors by their names in GGUF.
+
+    Raises:
+        ValueError: gguf is not installed; llama.cpp does not have the model, or would not apply a tensor.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("writing GGUF needs the package gguf: pip install 'ktft[export]'") from None
+    row = _architecture(adapter)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
+    names = gguf.get_tensor_name_map(arch, adapter.base.get_text_config().num_hidden_layers)
+    groups: dict[str, list[Place]] = defaultdict(list)
+    for place in adapter.places.values():
+        module = place.name if place.experts is None else f"{place.experts}.{place.leaf}"
+        name = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
+        if name is None or place.leaf in row.unapplied:
+            raise ValueError(
+                f"llama.cpp's {row.name} {'has no place for' if name is None else 'does not apply LoRA to'} {module} "
+                f"({place.tensor('lora_A')}): merge the adapter (ktft merge) and convert the result, or train without "
+                f"{place.leaf} in lora_target"
+            )
+        groups[name].append(place)
+    alpha = float(adapter.config.lora_alpha) or float(adapter.config.r)
+    tensors = {
+        name + SUFFIXES[kind]: _stacked(adapter, places, kind, alpha)
+        for name, places in groups.items()
+        for kind in KINDS
+    }
+    return row.name, alpha, tensors
+
+
+def _architecture(adapter: OpenedAdapter) -> Architecture:
+    family = experts_family(adapter.model).name
+    if family not in ARCHITECTURES:
+        raise ValueError(
+            f"export to GGUF knows {', '.join(ARCHITECTURES)}, not {family}; merge the adapter (ktft merge) and "
+            "convert the result"
+        )
+    if adapter.whole:
+        raise ValueError(
+            f"a GGUF adapter holds LoRA alone, and the adapter holds {adapter.whole[0]}, trained whole; merge it "
+            "(ktft merge) and convert the result"
+        )
+    return ARCHITECTURES[family]
+
+
+def _stacked(adapter: OpenedAdapter, places: list[Place], kind: str, alpha: float) -> LazyTensor:
+    first = places[0]
+    shape = (first.r, first.fan_in) if kind == "lora_A" else (first.fan_out, first.r)
+    factor = first.scaling * first.r / alpha if kind == "lora_B" else 1.0
+    whole = shape if first.experts is None else (len(places), *shape)
+
+    def make() -> Tensor:
+        made = torch.empty(len(places), *shape)
+        for place, out in zip(places, made, strict=True):
+            out.copy_(adapter.read(place.tensor(kind)))
+        return made.mul_(factor).view(whole)
+
+    return LazyTensor(torch.float32, whole, make)
+
+
+def write(
+    directory: Path, arch: str, alpha: float, tensors: dict[str, LazyTensor], progress: Callable[[str, int], None]
+) -> None:
+    """Write `FILE` into a directory, one tensor in memory at a time."""
+    import gguf
+
+    writer = gguf.GGUFWriter(directory / FILE, arch)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for name, tensor in tensors.items():
+        writer.add_tensor_info(name, tensor.shape, torch.empty(0).numpy().dtype, tensor.nbytes)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in tensors.items():
+            writer.write_tensor_data(tensor.make().numpy())
+            progress(name, tensor.nbytes)
+    finally:
+        writer.close()
