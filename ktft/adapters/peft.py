@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -9,13 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft import get_peft_model as peft_get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer, _ExcludedModule, check_target_module_exists
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _ExcludedModule,
+    cast_adapter_dtype,
+    check_target_module_exists,
+)
 from peft.utils import PeftType, get_peft_model_state_dict
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
@@ -24,8 +30,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, to_standard
+from ktft.adapters.several import SeveralAdapters, check_name, note_base_adapters, trainability_kept
+from ktft.adapters.whole_modules import check_modules_to_save
 from ktft.config import PROJECTIONS, require_tested
 from ktft.model.experts import KtftExperts, experts_family
+
+logger = logging.getLogger("ktft")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -87,19 +97,19 @@ def load_adapter(
     return adapted
 
 
-if TYPE_CHECKING:
-    from peft import PeftModel as _Base  # what the mixin is mixed into
-else:
-    _Base = object
-
-
-class KtftPeftMixin(_Base):
+class KtftPeftMixin(SeveralAdapters):
     """What a `PeftModel` with expert LoRA does differently: standard names on disk, strict loading, no merging."""
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add another adapter, on the routed experts too."""
-        with _reaching_experts(self.base_model.model, peft_config, adapter_name):
+        _resolve(self.base_model.model, peft_config)
+        self._add_adapter(adapter_name, peft_config, *args, **kwargs)
+
+    def _add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        with _reaching_experts(self.base_model.model, peft_config, adapter_name), trainability_kept(self):
             super().add_adapter(adapter_name, peft_config, *args, **kwargs)
+            # PEFT casts a first adapter to fp32, but another one only after loading it, which would round it to bf16
+            cast_adapter_dtype(self, adapter_name)
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, but refuse one of which a tensor is missing, left over, misshapen or NaN."""
@@ -107,7 +117,7 @@ class KtftPeftMixin(_Base):
         directory = local_directory(model_id, **hub)
         new = adapter_name not in self.peft_config
         if new:
-            self.add_adapter(adapter_name, read_config(directory))
+            self._add_adapter(adapter_name, read_config(directory))
         try:
             _check_file(directory, _standard_tensors(self, adapter_name))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
@@ -133,7 +143,8 @@ class KtftPeftMixin(_Base):
             return
         target = Path(save_directory)
         target.mkdir(parents=True, exist_ok=True)
-        selected = kwargs.get("selected_adapters") or list(self.peft_config)
+        selected = kwargs.get("selected_adapters") or [n for n in self.peft_config if n not in self.base_adapters]
+        kwargs["selected_adapters"] = selected
         tensors = to_standard(self.state_dict() if state_dict is None else state_dict, expert_layers(self))
         with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as scratch:
             if (target / "README.md").exists():  # PEFT updates an existing model card
@@ -142,6 +153,8 @@ class KtftPeftMixin(_Base):
             for name in selected:
                 written = Path(scratch) if name == "default" else Path(scratch, name)
                 _check_file(written, _standard_tensors(self, name), values=False)
+                if self.base_adapters:
+                    logger.info("%s: %s", target, note_base_adapters(written, self.base_adapters))
             _move_files(Path(scratch), target)
 
     def merge_and_unload(self, *_: Any, **__: Any) -> None:
@@ -151,6 +164,12 @@ class KtftPeftMixin(_Base):
     def merge_adapter(self, *_: Any, **__: Any) -> None:
         """Refused."""
         raise ValueError(UNMERGED)
+
+    def add_weighted_adapter(self, *_: Any, **__: Any) -> None:
+        """Refused."""
+        raise ValueError(
+            "ktft does not combine adapters into a new one; activate several with model.set_adapter([...])"
+        )
 
 
 def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
@@ -185,6 +204,7 @@ def _require_experts(model: Any) -> None:
 def _adapt(model: Any) -> PeftModel:
     cls = type(model)
     model.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
+    model.base_adapters = {}
     return model
 
 
@@ -227,10 +247,12 @@ def _check_request(model: Any, config: Any) -> None:
         family = experts_family(model)
         unused = [name for name in matched if set(family.without_lora) & set(name.split("."))]
         if unused:
-            what = "router" if family.router in unused[0].split(".") else "module"
+            is_router = family.router in unused[0].split(".")
+            what = "router" if is_router else "module"
+            whole = f", or train it whole with additional_target (modules_to_save): {target}" if is_router else ""
             raise ValueError(
                 f"target_modules (lora_target) {target!r} matches the {what} {unused[0]}, whose forward would not use "
-                f"LoRA, so that it would never train; leave the {what} out"
+                f"LoRA, so that it would never train; leave the {what} out{whole}"
             )
 
 
@@ -269,6 +291,7 @@ def _reach(model: Any, config: Any) -> Reach:
                 ranks[name] = own
         elif match:
             modules.add(name)
+    check_modules_to_save(model, config, _adaptable(model), modules)
     return Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
 
 
@@ -318,6 +341,7 @@ def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[st
 @contextmanager
 def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[None]:
     """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
+    check_name(model, adapter_name)
     reach = _reach(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
 

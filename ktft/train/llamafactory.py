@@ -8,6 +8,7 @@ whose arguments have such settings. All else passes through unchanged.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from transformers.hf_argparser import string_to_bool
 from ktft import native
 from ktft.adapters.lora import UNMERGED
 from ktft.adapters.peft import linear_names
+from ktft.adapters.several import stand_on
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
@@ -34,6 +36,12 @@ from ktft.train.trainer import check_arguments, check_launch, get_peft_model, lo
 _ADAPTED = "_ktft_adapted"
 _SETTINGS = "_ktft_settings"
 _RECIPE = "_ktft_recipe"
+_HUB_ARGUMENTS = {
+    "subfolder": "adapter_folder",
+    "cache_dir": "cache_dir",
+    "revision": "model_revision",
+    "token": "hf_hub_token",
+}
 
 
 def adapt(module: ModuleType) -> None:
@@ -74,8 +82,6 @@ REFUSALS = (
     Refusal("use_hyper_parallel", bool, "remove it"),
     Refusal("infer_backend", lambda v: v != "huggingface", "set infer_backend: huggingface"),
     Refusal("export_dir", bool, UNMERGED),
-    Refusal("create_new_adapter", bool, "continue the adapter of adapter_name_or_path, or train without one"),
-    Refusal("adapter_name_or_path", lambda v: v is not None and len(v) > 1, "give one adapter"),
 )
 
 
@@ -207,8 +213,21 @@ def _adapt_loader(module: Any) -> None:
 
     @functools.wraps(original_adapter)
     def init_adapter(config: Any, model: Any, model_args: Any, finetuning_args: Any, is_trainable: bool) -> Any:
-        adapted = original_adapter(config, model, model_args, finetuning_args, is_trainable)
-        if settings_of(model_args) is not None and not is_trainable:
+        if settings_of(model_args) is None:
+            return original_adapter(config, model, model_args, finetuning_args, is_trainable)
+        # LLaMA-Factory would merge all adapters but the one that trains, and takes one alone on a quantized model
+        paths = list(model_args.adapter_name_or_path or ())
+        top = [] if is_trainable and finetuning_args.create_new_adapter else paths[-1:]
+        below = paths[: len(paths) - len(top)]
+        own_args = copy.copy(model_args)
+        own_args.adapter_name_or_path = top or None
+        adapted = original_adapter(config, model, own_args, finetuning_args, is_trainable)
+        if below:
+            stand_on(adapted, below, **{key: getattr(model_args, name) for key, name in _HUB_ARGUMENTS.items()})
+            logger().info(
+                "applied frozen, beneath the adapter that %s: %s", "trains" if is_trainable else "is last", below
+            )
+        if not is_trainable:
             model._hf_peft_config_loaded = True  # lets a Trainer evaluate a quantized model that has no adapter
         return adapted
 
