@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,13 @@ from transformers import PreTrainedModel
 
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, to_standard
 from ktft.adapters.several import SeveralAdapters, check_name, note_base_adapters, trainability_kept
-from ktft.adapters.whole_modules import check_modules_to_save
+from ktft.adapters.whole_modules import check_modules_to_save, take_precision
 from ktft.config import PROJECTIONS, require_tested
 from ktft.model.experts import KtftExperts, experts_family
 
 logger = logging.getLogger("ktft")
+
+_REGEX = set(r"\*+?()[]|^$")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -51,7 +53,8 @@ def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str
 
     `config.target_modules` follows PEFT's rule, applied to the standard names of the experts' projections
     (`model.layers.3.mlp.experts.7.gate_proj`): `gate_proj` selects it on routed and shared experts and dense MLPs.
-    `experts` selects the routed experts alone, `all-linear` everything but the output layer and the router.
+    `experts` selects the routed experts alone, `experts.down_proj` one projection of them, `all-linear` everything but
+    the output layer and the router.
 
     Raises:
         ValueError: a target matches nothing, or only some experts of a layer; DoRA and other methods that ktft does
@@ -121,7 +124,12 @@ class KtftPeftMixin(SeveralAdapters):
         try:
             _check_file(directory, _standard_tensors(self, adapter_name))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
-            return super().load_adapter(str(directory), adapter_name, *args, **kwargs)
+            result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
+            if args[:1] == (True,) or kwargs.get(
+                "is_trainable"
+            ):  # without this, training would go on from rounded values
+                take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
+            return result
         except ValueError:
             if new:
                 self.delete_adapter(adapter_name)
@@ -228,7 +236,23 @@ def _adaptable(model: Any) -> dict[str, nn.Module]:
 def _resolve(model: Any, config: Any) -> None:
     if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
         config.target_modules = list(linear_names(model))
+    elif config.target_modules and len(config.target_modules) == 1 and _REGEX & set(*config.target_modules):
+        (config.target_modules,) = config.target_modules  # LLaMA-Factory makes a list of all that it is given
     _check_request(model, config)
+    if not isinstance(config.target_modules, str):
+        config.target_modules = _spelled_out(model, config.target_modules)
+
+
+def _spelled_out(model: Any, targets: Collection[str]) -> set[str]:
+    """`experts.down_proj`, one projection of the routed experts alone, as the standard names that it stands for."""
+    counts = {name: module.num_experts for name, module in _adaptable(model).items() if isinstance(module, KtftExperts)}
+    spelled: set[str] = set()
+    for target in targets:
+        module, _, projection = target.rpartition(".")
+        experts = [count for name, count in counts.items() if f".{name}".endswith(f".{module}") and module]
+        numbers = range(max(experts)) if experts and projection in PROJECTIONS else None
+        spelled |= {target} if numbers is None else {f"{module}.{number}.{projection}" for number in numbers}
+    return spelled
 
 
 def _check_request(model: Any, config: Any) -> None:
@@ -236,7 +260,8 @@ def _check_request(model: Any, config: Any) -> None:
     modules = _adaptable(model)
     targets = config.target_modules
     known = f"it has {', '.join(sorted(linear_names(model)))}, and experts for the routed experts alone"
-    standard = [f"{n}.0.{p}" for n, m in modules.items() if isinstance(m, KtftExperts) for p in PROJECTIONS]
+    experts = [name for name, module in modules.items() if isinstance(module, KtftExperts)]
+    standard = [f"{name}{number}.{p}" for name in experts for number in ("", ".0") for p in PROJECTIONS]
     if not targets:
         raise ValueError(f"target_modules is {targets!r}: name what LoRA shall train in the model; {known}")
     for target in [targets] if isinstance(targets, str) else sorted(targets):

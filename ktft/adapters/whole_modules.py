@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+from peft.utils import ModulesToSaveWrapper
+from safetensors import safe_open
 from torch import nn
 
 from ktft.model.experts import KtftExperts, experts_family
@@ -20,8 +23,8 @@ def check_modules_to_save(model: Any, config: Any, modules: Mapping[str, nn.Modu
         lora: names of those that get LoRA.
 
     Raises:
-        ValueError: it matches nothing, routed experts or a module around them, a module to which no gradient comes, or
-            one that gets LoRA too.
+        ValueError: it matches nothing, routed experts or a module around them, a module to which no gradient comes,
+            one that gets LoRA too, or one that only ends like the name.
     """
     family = experts_family(model)
     experts = [name for name, module in modules.items() if isinstance(module, KtftExperts)]
@@ -39,8 +42,25 @@ def check_modules_to_save(model: Any, config: Any, modules: Mapping[str, nn.Modu
                 )
             if no_gradient & set(name.split(".")):
                 raise ValueError(f"{said} matches {name}, to which no gradient comes; leave it out")
-            if name in lora:
+            if not any(f".{name}".endswith(f".{other}") for other in config.modules_to_save):
                 raise ValueError(
-                    f"{said} matches {name}, which lora_target gives LoRA; leave it out of lora_target, or write more "
-                    f"of the name, such as {'.'.join(matched[0].split('.')[-2:])!r}"
+                    f"{said} matches {name} too, since PEFT looks at any end of a name; write more of the name that "
+                    f"is meant, or name {name.rpartition('.')[2]} as well"
                 )
+            if name in lora:
+                raise ValueError(f"{said} matches {name}, which lora_target gives LoRA; leave it out of one of them")
+
+
+def take_precision(model: nn.Module, adapter_name: str, file: Path) -> None:
+    """Give modules held whole the dtype that a file has, with its values: those of a bf16 model may be trained in fp32.
+
+    Args:
+        model: PEFT's, with the adapter.
+        adapter_name: of the adapter.
+        file: that the adapter was loaded from.
+    """
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        for name, module in model.named_modules():
+            if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
+                for part, parameter in module.modules_to_save[adapter_name].named_parameters():
+                    parameter.data = tensors.get_tensor(f"{name}.{part}").to(parameter.device)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import yaml
+from peft.utils import ModulesToSaveWrapper
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
@@ -29,7 +30,7 @@ from ktft.adapters.several import stand_on
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
-from ktft.train.recipe import recipe_of_arguments, training_reserve
+from ktft.train.recipe import Recipe, recipe_of_arguments, training_reserve
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch, get_peft_model, load_adapter
 
@@ -222,6 +223,8 @@ def _adapt_loader(module: Any) -> None:
         own_args = copy.copy(model_args)
         own_args.adapter_name_or_path = top or None
         adapted = original_adapter(config, model, own_args, finetuning_args, is_trainable)
+        if is_trainable:
+            _check_precision(adapted, getattr(model_args, _RECIPE, None))
         if below:
             stand_on(adapted, below, **{key: getattr(model_args, name) for key, name in _HUB_ARGUMENTS.items()})
             logger().info(
@@ -233,6 +236,16 @@ def _adapt_loader(module: Any) -> None:
 
     module.patch_config, module.init_adapter = patch_config, init_adapter
     patcher.configure_attn_implementation = configure_attn_implementation
+
+
+def _check_precision(model: Any, recipe: Recipe | None) -> None:
+    """LLaMA-Factory trains modules of additional_target in fp32, which only autocast fits into a model of bf16."""
+    whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
+    if whole and recipe and not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and model.dtype != torch.float32:
+        raise ValueError(
+            f"additional_target trains modules in fp32 within a model of {str(model.dtype).removeprefix('torch.')}; "
+            "set bf16: true"
+        )
 
 
 def _reserve(config: Any, model_args: Any, settings: Settings) -> int:
