@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ktft
-from ktft.adapters import peft as ktft_peft
 from ktft.adapters.lora import Rank
 from ktft.adapters.peft import expert_layers, get_peft_model, load_adapter
 from ktft.config import PROJECTIONS
@@ -314,19 +313,6 @@ def test_training_continues_from_a_saved_adapter(tiny_checkpoint: Checkpoint, sa
     assert losses[-1] < losses[0]
     model.save_pretrained(tmp_path / "next")
     assert torch.equal(logits(load_adapter(load(tiny_checkpoint("qwen3moe")), tmp_path / "next")), logits(model))
-
-
-def test_a_save_that_fails_keeps_the_earlier_file(
-    tiny_checkpoint: Checkpoint, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
-    before = (saved / "adapter_model.safetensors").read_bytes()
-    randomize(model)
-    monkeypatch.setattr(ktft_peft, "to_standard", lambda state_dict, layers: state_dict)  # a conversion gone wrong
-    with pytest.raises(ValueError, match=r"of the model are missing, the first is .*experts\.0\.down_proj"):
-        model.save_pretrained(saved)
-    assert (saved / "adapter_model.safetensors").read_bytes() == before
-    assert sorted(p.name for p in saved.iterdir()) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_plain_load_state_dict_checks_experts(qwen: torch.nn.Module, saved: Path) -> None:

@@ -249,22 +249,6 @@ def _join(pairs: list[LoraPair]) -> LoraPair:
     return LoraPair(a, b, 1.0)
 
 
-def to_standard(state_dict: dict[str, Any], layers: dict[str, KtftExpertsLora]) -> dict[str, Any]:
-    """Rename stacked expert LoRA in a state dict to the standard name of each expert; tensors are views.
-
-    Args:
-        state_dict: of the model in which `layers` are found by name.
-        layers: module name -> layer.
-    """
-    standard = dict(state_dict)
-    for name, layer in layers.items():
-        for adapter in layer.lora_A:
-            for kind, projection, _ in layer.tensors(adapter):
-                for expert, tensor in enumerate(standard.pop(f"{name}.{kind}.{adapter}.{projection}", ())):
-                    standard[f"{name}.{expert}.{projection}.{kind}.{adapter}.weight"] = tensor
-    return standard
-
-
 def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: take each expert's tensors, under their standard names, into the stacked parameters."""
     count = layer.experts.num_experts

@@ -1,20 +1,17 @@
-"""PEFT models whose LoRA reaches the routed experts, and their adapters on disk under standard names."""
+"""PEFT models whose LoRA reaches the routed experts."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft import get_peft_model as peft_get_peft_model
 from peft.tuners.tuners_utils import (
     BaseTunerLayer,
@@ -22,15 +19,31 @@ from peft.tuners.tuners_utils import (
     cast_adapter_dtype,
     check_target_module_exists,
 )
-from peft.utils import PeftType, get_peft_model_state_dict
+from peft.utils import PeftType
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, to_standard
-from ktft.adapters.several import SeveralAdapters, check_name, note_base_adapters, trainability_kept
+from ktft.adapters.card import NEW_CARD, update_card
+from ktft.adapters.files import (
+    BELOW,
+    CARD,
+    HUB_KEYS,
+    RECORD,
+    adapter_tensors,
+    check_loadable,
+    local_directory,
+    read_config,
+    read_own_metadata,
+    saving,
+    stored_bytes,
+    warn_of_another_base,
+    without_experts,
+    write_adapter,
+)
+from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank
+from ktft.adapters.several import SeveralAdapters, check_name, stands_on, trainability_kept
 from ktft.adapters.whole_modules import check_modules_to_save, take_precision
 from ktft.config import PROJECTIONS, require_tested
 from ktft.model.experts import KtftExperts, experts_family
@@ -38,8 +51,6 @@ from ktft.model.experts import KtftExperts, experts_family
 logger = logging.getLogger("ktft")
 
 _REGEX = set(r"\*+?()[]|^$")
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class HasExperts(Protocol):
@@ -115,14 +126,18 @@ class KtftPeftMixin(SeveralAdapters):
             cast_adapter_dtype(self, adapter_name)
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as PEFT does, but refuse one of which a tensor is missing, left over, misshapen or NaN."""
-        hub = {key: kwargs.pop(key) for key in _HUB_KEYS if key in kwargs}
+        """Load an adapter as PEFT does, but refuse one that is damaged or does not fit in every tensor."""
+        hub = {key: kwargs.pop(key) for key in HUB_KEYS if key in kwargs}
         directory = local_directory(model_id, **hub)
-        new = adapter_name not in self.peft_config
+        config, new = read_config(directory), adapter_name not in self.peft_config
         if new:
-            self._add_adapter(adapter_name, read_config(directory))
+            self._add_adapter(adapter_name, config)
         try:
-            _check_file(directory, _standard_tensors(self, adapter_name))
+            expected = adapter_tensors(self, expert_layers(self), adapter_name, self.state_dict())
+            check_loadable(directory, expected, self.config.model_type)
+            warn_of_another_base(config, self.config.name_or_path)
+            if below := read_own_metadata(directory).get(RECORD, {}).get(BELOW):
+                logger.warning("%s is %s", directory, stands_on(below))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
             if args[:1] == (True,) or kwargs.get(
@@ -139,31 +154,48 @@ class KtftPeftMixin(SeveralAdapters):
         self,
         save_directory: str | os.PathLike[str],
         safe_serialization: bool = True,
-        *args: Any,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: str | bool = "auto",
         is_main_process: bool = True,
+        path_initial_model_for_weight_conversion: str | None = None,
         state_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save adapters under standard per-expert names: written beside, verified, then moved into place."""
+        """Save adapters under standard per-expert names: written beside, read back and compared, then moved into place.
+
+        Raises:
+            ValueError: a tensor holds NaN or Inf, or was read back otherwise than written; an option ktft lacks.
+            OSError: the disk is full, among others. An earlier adapter in the directory is untouched in either case.
+        """
         if not safe_serialization:
             raise ValueError("ktft saves adapters as safetensors only; leave safe_serialization on")
+        if path_initial_model_for_weight_conversion is not None:
+            raise ValueError("ktft's adapters need no weight conversion; leave it out")
         if not is_main_process:
             return
-        target = Path(save_directory)
-        target.mkdir(parents=True, exist_ok=True)
-        selected = kwargs.get("selected_adapters") or [n for n in self.peft_config if n not in self.base_adapters]
-        kwargs["selected_adapters"] = selected
-        tensors = to_standard(self.state_dict() if state_dict is None else state_dict, expert_layers(self))
-        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as scratch:
-            if (target / "README.md").exists():  # PEFT updates an existing model card
-                shutil.copy(target / "README.md", scratch)
-            super().save_pretrained(scratch, True, *args, state_dict=tensors, **kwargs)
-            for name in selected:
-                written = Path(scratch) if name == "default" else Path(scratch, name)
-                _check_file(written, _standard_tensors(self, name), values=False)
-                if self.base_adapters:
-                    logger.info("%s: %s", target, note_base_adapters(written, self.base_adapters))
-            _move_files(Path(scratch), target)
+        selected = selected_adapters or [name for name in self.peft_config if name not in self.base_adapters]
+        below = list(self.base_adapters.values())
+        state, layers = self.state_dict() if state_dict is None else state_dict, expert_layers(self)
+        adapters = {name: adapter_tensors(self, layers, name, state, save_embedding_layers) for name in selected}
+        with saving(Path(save_directory), sum(map(stored_bytes, adapters.values()))) as scratch:
+            if (card := Path(save_directory, CARD)).exists():  # PEFT updates an existing model card
+                shutil.copy(card, scratch)
+            plain = without_experts(state, layers)  # PEFT would hold all of it a second time; written below
+            super().save_pretrained(str(scratch), True, selected, save_embedding_layers, state_dict=plain, **kwargs)
+            for name, tensors in adapters.items():
+                directory = scratch if name == "default" else scratch / name
+                write_adapter(directory, tensors, self.peft_config[name], self.config.model_type, below)
+
+        if below:
+            logger.info("saved in %s: the adapter that trains, %s", save_directory, stands_on(below))
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """PEFT's model card, with what was trained and how to load it."""
+        file = Path(output_dir, CARD)
+        if not file.exists():
+            file.write_text(NEW_CARD)  # PEFT's own template is a form to fill in
+        super().create_or_update_model_card(output_dir)
+        update_card(file, self)
 
     def merge_and_unload(self, *_: Any, **__: Any) -> None:
         """Refused."""
@@ -293,10 +325,11 @@ class Reach:
 def planned_reach(model: Any, config: LoraConfig) -> Reach:
     """What `get_peft_model` would give LoRA, and the same errors; the model, which may be on meta, is not changed."""
     _resolve(model, config)
-    return _reach(model, config)
+    return reach_of(model, config)
 
 
-def _reach(model: Any, config: Any) -> Reach:
+def reach_of(model: Any, config: Any) -> Reach:
+    """What an adapter with this configuration has LoRA on. Raises ValueError if experts cannot have it."""
     if config.peft_type != PeftType.LORA or config.target_parameters:
         raise ValueError(
             f"ktft trains LoRA on target_modules, not {config.peft_type} with "
@@ -333,17 +366,21 @@ def expert_ranks(config: Any, name: str, experts: HasExperts, whole: bool) -> di
                 f"target_modules match {projection} of {len(targeted)} of the {len(keys)} experts of {name}; ktft "
                 "trains all experts of a layer or none"
             )
-        found = {
-            (_pattern(config.rank_pattern, k, config.r), _pattern(config.alpha_pattern, k, config.lora_alpha))
-            for k in keys
-        }
+        found = {rank_of(config, key) for key in keys}
         if len(found) > 1:
-            raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {sorted(found)}")
-        ranks[projection] = Rank(*found.pop())
+            raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {found}")
+        ranks[projection] = found.pop()
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if get_pattern_key([pattern], name) == pattern != name:
             raise ValueError(f"the pattern {pattern!r} matches {name}; name its projections instead, as in 'down_proj'")
     return ranks
+
+
+def rank_of(config: Any, module: str) -> Rank:
+    """Rank and alpha of the module with this name, by PEFT's rule."""
+    return Rank(
+        _pattern(config.rank_pattern, module, config.r), _pattern(config.alpha_pattern, module, config.lora_alpha)
+    )
 
 
 def _pattern(patterns: dict[str, Any], key: str, default: Any) -> Any:
@@ -367,7 +404,7 @@ def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[st
 def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[None]:
     """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
     check_name(model, adapter_name)
-    reach = _reach(model, config)
+    reach = reach_of(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
 
     def create(target: KtftExperts, name: str, **kwargs: Any) -> KtftExpertsLora:
@@ -382,82 +419,3 @@ def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[No
         yield
     finally:
         config.target_modules, config._custom_modules = reach.standard, None
-
-
-# --- adapters on disk -------------------------------------------------------------------------------------------------
-
-_HUB_KEYS = ("subfolder", "revision", "cache_dir", "token")
-
-
-def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
-    """An adapter's directory; one of the Hugging Face Hub is downloaded. Raises ValueError if it is no adapter."""
-    root = Path(path)
-    if not root.is_dir():
-        if root.is_absolute() or len(root.parts) != 2:
-            raise ValueError(f"adapter {str(path)!r} is not a directory")
-        root = Path(snapshot_download(str(path), allow_patterns=["*adapter_*", "*/adapter_*"], **hub))
-    directory = root / subfolder if subfolder else root
-    for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
-        if not (directory / name).is_file():
-            raise ValueError(f"{directory} has no {name}; give the directory that save_pretrained wrote")
-    return directory
-
-
-def read_config(directory: Path) -> LoraConfig:
-    """An adapter's configuration. Raises ValueError if it is not LoRA."""
-    config = PeftConfig.from_pretrained(str(directory))
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f"{directory} holds a {config.peft_type} adapter; ktft loads LoRA")
-    return config
-
-
-def _standard_tensors(model: Any, adapter_name: str) -> Shapes:
-    """Names and shapes that an adapter's file must have: PEFT's for all but experts, theirs counted one by one."""
-    layers = {name: layer for name, layer in expert_layers(model).items() if adapter_name in layer.lora_A}
-    prefixes = tuple(f"{name}.lora_" for name in layers)
-    others = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
-    tensors = get_peft_model_state_dict(model, state_dict=others, adapter_name=adapter_name)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name, layer in layers.items():
-        for kind, projection, stacked in layer.tensors(adapter_name):
-            for expert in range(layer.experts.num_experts):
-                shapes[f"{name}.{expert}.{projection}.{kind}.weight"] = tuple(stacked.shape[1:])
-    return shapes
-
-
-def _check_file(directory: Path, expected: Shapes, values: bool = True) -> None:
-    """Compare an adapter file with what the model holds, and look for NaN and Inf in `values`."""
-    file = directory / SAFETENSORS_WEIGHTS_NAME
-    with safe_open(file, framework="pt", device="cpu") as tensors:
-        found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        problems = [
-            f"{len(names)} tensors {what}, the first is {names[0]}"
-            for what, names in (
-                ("of the model are missing", sorted(expected.keys() - found.keys())),
-                ("are left over", sorted(found.keys() - expected.keys())),
-            )
-            if names
-        ]
-        problems += [
-            f"{name} has shape {shape} in the adapter and {expected[name]} in the model"
-            for name, shape in sorted(found.items())
-            if expected.get(name, shape) != shape
-        ][:1]
-        if not problems and values:
-            problems += [f"{name} holds NaN or Inf" for name in found if not _finite(tensors.get_tensor(name))][:1]
-    if problems:
-        raise ValueError(f"{file} does not fit the model: {'; '.join(problems)}")
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
-
-
-def _move_files(source: Path, target: Path) -> None:
-    """Move a directory's files into another, each whole or not at all."""
-    for file in sorted(path for path in source.rglob("*") if path.is_file()):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-        place = target / file.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from peft.tuners.lora.layer import LoraLayer
@@ -144,15 +143,9 @@ def base_adapters_of(model: nn.Module) -> dict[str, str]:
     return cast(dict[str, str], next((adapters for adapters in found if adapters is not None), {}))
 
 
-def note_base_adapters(directory: Path, base_adapters: dict[str, str]) -> str:
-    """Say in an adapter's README.md what it stands on; returns the sentence."""
-    paths = list(base_adapters.values())
-    note = (
-        f"this adapter was trained on top of {', '.join(paths)} and belongs on it: "
-        f"adapter_name_or_path: {','.join(paths)},THIS"
+def stands_on(paths: Sequence[str]) -> str:
+    """What to tell of an adapter that was trained on top of others."""
+    return (
+        f"trained on top of {', '.join(paths)}: it belongs there, and alone its effect is another; in LLaMA-Factory "
+        f"give adapter_name_or_path: {','.join(paths)},THIS_DIRECTORY, elsewhere use ktft.adapters.several.stand_on"
     )
-    card = directory / "README.md"
-    text = card.read_text() if card.exists() else ""
-    if note not in text:
-        card.write_text(f"{text.rstrip()}\n\n## Stands on other adapters\n{note[0].upper()}{note[1:]}\n")
-    return note

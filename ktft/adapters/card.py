@@ -1,0 +1,84 @@
+"""The README.md of an adapter directory: what was trained, and how each program loads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ktft.adapters.lora import KtftExpertsLora
+from ktft.adapters.several import base_adapters_of, stands_on
+from ktft.checkpoint.families import GROUPS, group_of
+from ktft.model.experts import experts_family
+
+NEW_CARD = "---\nlibrary_name: peft\n---\n# LoRA adapter\n\n"
+"""What a card begins with where there is none."""
+
+_BEGIN, _END = "<!-- written by ktft, and again at each save -->", "<!-- end of what ktft writes -->"
+
+_LOADING = """\
+## Loading
+In ktft, beside the base model with quantized experts:
+```python
+model = AutoModelForCausalLM.from_pretrained("{base}", quantization_config=ktft.KtftConfig())
+model = ktft.load_adapter(model, "THIS_DIRECTORY")
+```
+In LLaMA-Factory: `use_kt: true` and `adapter_name_or_path: THIS_DIRECTORY`, to train it further or to chat."""
+
+_EXPERTS_ELSEWHERE = """
+In PEFT on transformers 4.57, where each expert is a module, as it is:
+```python
+model = PeftModel.from_pretrained(model, "THIS_DIRECTORY")
+```
+
+> **On transformers 5, do not load this directory with PEFT.** Its experts are stacked tensors there. PEFT 0.18 finds no
+> module for {tensors:,} of this adapter's tensors and leaves them out, with nothing but a warning: the model answers as
+> if its experts had not been trained. Make a copy in the layout PEFT has for stacked experts, and load that one:
+> ```
+> ktft export THIS_DIRECTORY --to peft OUT
+> ```
+
+For vLLM, SGLang and llama.cpp: `ktft export THIS_DIRECTORY --to vllm|sglang|gguf OUT`."""
+
+_ELSEWHERE = """
+In PEFT: `PeftModel.from_pretrained(model, "THIS_DIRECTORY")`. For vLLM, SGLang and llama.cpp: \
+`ktft export THIS_DIRECTORY --to vllm|sglang|gguf OUT`."""
+
+
+def update_card(file: Path, model: Any) -> None:
+    """Put what ktft knows of the adapters of a PEFT model into its model card, or replace what is there."""
+    text = file.read_text()
+    head, _, rest = text.partition(_BEGIN)
+    tail = rest.partition(_END)[2] if rest else ""
+    if not rest and (at := text.find("### Framework versions")) >= 0:
+        head, tail = text[:at], "\n" + text[at:]
+    file.write_text(f"{head.rstrip()}\n\n{_BEGIN}\n{_section(model)}\n{_END}\n{tail}")
+
+
+def _section(model: Any) -> str:
+    layers = [module for module in model.modules() if isinstance(module, KtftExpertsLora)]
+    tensors = sum(2 * len(ranks) * layer.experts.num_experts for layer in layers for ranks in layer.ranks.values())
+    base = model.config.name_or_path or "BASE_MODEL"
+    lines = [f"Base model: `{base}` ({model.config.model_type})", "", "## What was trained", *_counts(model), ""]
+    if layers:
+        lines += [f"LoRA on {len(layers)} layers x {layers[0].experts.num_experts} routed experts.", ""]
+    if below := list(base_adapters_of(model).values()):
+        lines += [f"The adapter was {stands_on(below)}.", ""]
+    lines += [_LOADING.format(base=base), (_EXPERTS_ELSEWHERE if layers else _ELSEWHERE).format(tensors=tensors)]
+    return "\n".join(lines)
+
+
+def _counts(model: Any) -> list[str]:
+    """A table of parameters by adapter and group, those of modules that are saved whole included."""
+    family, lines = experts_family(model), []
+    for adapter, config in model.peft_config.items():
+        if adapter in base_adapters_of(model):
+            continue
+        counts: Counter[str] = Counter()
+        for name, parameter in model.named_parameters():
+            if f".{adapter}." in name and (".lora_" in name or ".modules_to_save." in name):
+                counts[group_of(name, family)] += parameter.numel()
+        rank = f"r = {config.r}, alpha = {config.lora_alpha}" + (", rank-stabilized" if config.use_rslora else "")
+        lines += ["", f"| {adapter} ({rank}) | parameters |", "|---|---:|"]
+        lines += [f"| {group} | {counts[group]:,} |" for group in GROUPS if counts[group]]
+    return lines

@@ -1,0 +1,150 @@
+"""Adapters for servers that read PEFT's files with one rank and one scaling for all modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktft.adapters.files import LazyTensor
+from ktft.adapters.opened import OpenedAdapter, Place
+from ktft.config import PROJECTIONS
+
+MLA_UP = "kv_b_proj"
+EXPERTS = "experts"
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a server makes of a standard adapter.
+
+    Attributes:
+        name: of the server.
+        together: modules that it fuses and whose LoRA it wants whole: all have it or none. Pairs of zeros fill up.
+        known: last names of modules that it loads LoRA for; None if it says itself which it does not know.
+        ignored: last names of modules whose LoRA it takes and does not apply, or not always; with the reason.
+    """
+
+    name: str
+    together: tuple[tuple[str, ...], ...]
+    known: frozenset[str] | None
+    ignored: dict[str, str]
+
+
+VLLM = Server(
+    "vLLM",
+    together=(),  # but experts, of which it asserts that every projection is there
+    known=None,
+    ignored={MLA_UP: "which decoding multiplies into other weights before any adapter is loaded"},
+)
+SGLANG = Server(
+    "SGLang",
+    together=(ATTENTION, LATENT, ("gate_proj", "up_proj")),
+    known=frozenset({*ATTENTION, *LATENT, *PROJECTIONS, "o_proj", "q_b_proj", MLA_UP}),
+    ignored={},
+)
+"""Its scaling is lora_alpha / r, whatever use_rslora, rank_pattern and alpha_pattern say."""
+
+
+def even_out(adapter: OpenedAdapter, server: Server) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """Configuration and tensors with one rank and one scaling: lower ranks are padded with zeros, other scalings are
+    multiplied into B, and what the server wants together is filled up with zeros.
+
+    Raises:
+        ValueError: the adapter has what the server cannot hold or would not apply.
+    """
+    _check(adapter, server)
+    places = {place.name: (place, True) for place in adapter.places.values()}
+    places |= {place.name: (place, False) for place in _missing(adapter, server)}
+    held = list(adapter.places.values())
+    r = max(place.r for place in held)
+    scalings = {place.scaling for place in held}
+    scaling = scalings.pop() if len(scalings) == 1 else 1.0
+    tensors: dict[str, LazyTensor] = {}
+    dtype = adapter.dtype(held[0])
+    for place, present in places.values():
+        for kind, shape in (("lora_A", (r, place.fan_in)), ("lora_B", (place.fan_out, r))):
+            factor = place.scaling / scaling if kind == "lora_B" else 1.0
+            own = adapter.dtype(place) if present else dtype
+            tensors[place.tensor(kind)] = _padded(adapter, place.tensor(kind) if present else None, shape, factor, own)
+    config = adapter.config.to_dict() | {
+        "r": r,
+        "lora_alpha": _whole(scaling * r),
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": sorted({place.leaf for place, _ in places.values()}),
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "exclude_modules": None,
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    return config, tensors
+
+
+def _whole(value: float) -> float | int:
+    return round(value) if abs(value - round(value)) < 1e-9 * max(1.0, abs(value)) else value
+
+
+def _padded(
+    adapter: OpenedAdapter, name: str | None, shape: tuple[int, int], factor: float, dtype: torch.dtype
+) -> LazyTensor:
+    def make() -> Tensor:
+        if name is None:
+            return torch.zeros(shape, dtype=dtype)
+        found = adapter.read(name)
+        if tuple(found.shape) == shape and factor == 1.0:
+            return found
+        padded = torch.zeros(shape)
+        padded[: found.shape[0], : found.shape[1]] = found.float() * factor
+        return padded.to(dtype)
+
+    return LazyTensor(dtype, shape, make)
+
+
+def _check(adapter: OpenedAdapter, server: Server) -> None:
+    merge = "merge it instead (ktft merge)"
+    if adapter.whole:
+        raise ValueError(
+            f"{server.name} loads LoRA alone, and the adapter holds {adapter.whole[0]}, trained whole "
+            f"(modules_to_save, additional_target); {merge}"
+        )
+    if not adapter.places:
+        raise ValueError(f"{adapter.directory} has no LoRA to export")
+    for place in adapter.places.values():
+        if place.leaf in server.ignored:
+            raise ValueError(
+                f"{server.name} would not apply {place.tensor('lora_A')}: it is on {place.leaf}, "
+                f"{server.ignored[place.leaf]}; {merge}, or train without {place.leaf} in lora_target"
+            )
+        if server.known is not None and place.leaf not in server.known:
+            raise ValueError(f"{server.name} has no place for {place.tensor('lora_A')}; {merge}")
+
+
+def _missing(adapter: OpenedAdapter, server: Server) -> Iterator[Place]:
+    """Modules without LoRA that the server wants it on, beside those that have it."""
+    for name, module in adapter.experts.items():
+        for expert in range(module.num_experts):
+            for projection in PROJECTIONS:
+                if f"{name}.{expert}.{projection}" not in adapter.places:
+                    yield adapter.expert_place(name, expert, projection)
+    for place in list(adapter.places.values()):
+        group = next((group for group in server.together if place.leaf in group), None)
+        if group is None or place.experts is not None:
+            continue
+        parent = place.name.rpartition(".")[0]
+        for leaf in group:
+            sibling = f"{parent}.{leaf}"
+            if not isinstance(getattr(adapter.model.get_submodule(parent), leaf, None), nn.Linear):
+                raise ValueError(
+                    f"{server.name} reads {place.tensor('lora_A')} as part of {', '.join(group)} together, and the "
+                    f"model has no {sibling}; merge it (ktft merge), or train without {place.leaf} in lora_target"
+                )
+            if sibling not in adapter.places:
+                yield adapter.linear_place(sibling)

@@ -1,0 +1,354 @@
+"""Adapters on disk: directories as PEFT writes them, with a standard name for every expert's tensors.
+
+ktft's own adapter file remembers, in its safetensors metadata, a CRC-32 of every tensor and the settings that decide
+what the tensors mean, so that a damaged file or an edited configuration is noticed. Other software skips metadata.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import LoraConfig, PeftConfig
+from peft.utils import get_peft_model_state_dict
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
+from torch import Tensor
+
+from ktft.adapters.lora import KtftExpertsLora
+from ktft.checkpoint.cache import read_metadata
+from ktft.checkpoint.files import CRC32, NewTensor, sync_directory, write_safetensors
+from ktft.checkpoint.reader import DTYPES, CheckpointReader
+from ktft.checkpoint.schemes import PLAIN
+
+CONFIG = "adapter_config.json"
+CARD = "README.md"
+HUB_KEYS = ("subfolder", "revision", "cache_dir", "token")
+RECORD = "ktft"
+"""Metadata key of an adapter file: JSON of `MEANING`'s fields as they were when it was saved, and `model_type`."""
+MEANING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+"""Fields of adapter_config.json that decide what an adapter computes, beside what its tensors' names and shapes say."""
+BELOW = "base_adapters"
+"""Key of that JSON, where the adapter was trained on top of others: their paths."""
+
+_SCRATCH = ".saving-"
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Tensors = dict[str, Tensor]
+
+
+# --- finding and reading ----------------------------------------------------------------------------------------------
+
+
+def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
+    """An adapter's directory; one of the Hugging Face Hub is downloaded. Raises ValueError if it is no adapter."""
+    root = Path(path)
+    if not root.is_dir():
+        if root.is_absolute() or len(root.parts) != 2:
+            raise ValueError(f"adapter {str(path)!r} is not a directory")
+        root = Path(snapshot_download(str(path), allow_patterns=["*adapter_*", "*/adapter_*"], **hub))
+    directory = root / subfolder if subfolder else root
+    for name in (CONFIG, SAFETENSORS_WEIGHTS_NAME):
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory} has no {name}; give the directory that save_pretrained wrote")
+    return directory
+
+
+def read_config(directory: Path) -> LoraConfig:
+    """An adapter's configuration.
+
+    Raises:
+        ValueError: it is not LoRA, damaged, or has been changed since the tensors beside it were saved.
+    """
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{directory / CONFIG} is not an adapter's configuration: {error}") from None
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{directory} holds a {config.peft_type} adapter; ktft loads LoRA")
+    recorded = read_own_metadata(directory).get(RECORD, {})
+    for field in MEANING:
+        found = getattr(config, field)
+        if recorded.get(field, found) != found:
+            raise ValueError(
+                f"{directory / CONFIG} says {field}: {json.dumps(found)}, but its tensors were saved with {field}: "
+                f"{json.dumps(recorded[field])}; set it back. The strength of a loaded adapter is changed by the "
+                "set_scale method of its layers"
+            )
+    return config
+
+
+def read_own_metadata(directory: Path) -> dict[str, Any]:
+    """What ktft wrote into an adapter file's metadata; nothing of a file that others wrote."""
+    with open_tensors(directory) as file:  # which checks the header
+        found = read_metadata(file.files[0])
+    try:
+        return {key: dict(json.loads(found[key])) for key in (CRC32, RECORD) if key in found}
+    except (TypeError, ValueError):
+        raise ValueError(f"{file.files[0]}: the metadata that ktft wrote is damaged; use another copy") from None
+
+
+def open_tensors(directory: Path) -> CheckpointReader:
+    """An adapter's tensors. Raises ValueError if the file is truncated or damaged."""
+    return CheckpointReader([directory / SAFETENSORS_WEIGHTS_NAME])
+
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+
+
+def adapter_tensors(
+    model: Any,
+    layers: Mapping[str, KtftExpertsLora],
+    adapter_name: str,
+    state_dict: Mapping[str, Tensor],
+    save_embedding_layers: str | bool = "auto",
+) -> Tensors:
+    """An adapter's tensors by their names on disk: PEFT's choice of all but experts, which are views, one by one.
+
+    Args:
+        model: the PEFT model.
+        layers: its `KtftExpertsLora` by module name.
+        adapter_name: of the adapter.
+        state_dict: of the model.
+        save_embedding_layers: as PEFT's `save_pretrained` has it.
+    """
+    others = without_experts(state_dict, layers)
+    tensors: Tensors = get_peft_model_state_dict(
+        model, state_dict=others, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
+    )
+    for name, layer in layers.items():
+        if adapter_name in layer.lora_A:
+            for kind, projection, _ in layer.tensors(adapter_name):
+                for expert, tensor in enumerate(state_dict[f"{name}.{kind}.{adapter_name}.{projection}"]):
+                    tensors[f"{name}.{expert}.{projection}.{kind}.weight"] = tensor
+    return tensors
+
+
+def without_experts(state_dict: Mapping[str, Tensor], layers: Iterable[str]) -> Tensors:
+    """A state dict without the stacked LoRA of these layers."""
+    prefixes = tuple(f"{name}.lora_" for name in layers)
+    return {name: tensor for name, tensor in state_dict.items() if not name.startswith(prefixes)}
+
+
+def check_loadable(directory: Path, expected: Mapping[str, Tensor], model_type: str) -> None:
+    """Compare an adapter with a model that has places for it, `expected`, and read every value once.
+
+    Raises:
+        ValueError: a tensor is missing, left over, of another shape or dtype, NaN or Inf, or not what was saved; the
+            adapter is of another model.
+    """
+    metadata = read_own_metadata(directory)
+    check_model_type(directory, metadata, model_type)
+    with open_tensors(directory) as file:
+        check_fit(file, expected)
+        for name in file.tensors:
+            read_checked(file, name, metadata.get(CRC32, {}))
+
+
+def read_checked(file: CheckpointReader, name: str, checksums: Mapping[str, str]) -> Tensor:
+    """Read a tensor. Raises ValueError if it holds NaN or Inf, or is not what was saved."""
+    tensor = file.read(name)
+    _refuse_unless_finite(name, tensor, str(file.files[0]))
+    recorded, found = checksums.get(name), f"{zlib.crc32(_bytes(tensor)):08x}"
+    if recorded not in (None, found):
+        raise ValueError(
+            f"{file.files[0]}: {name} is damaged, its CRC-32 is {found}, when saved it was {recorded}; use another copy"
+        )
+    return tensor
+
+
+def check_model_type(directory: Path, metadata: Mapping[str, Any], model_type: str) -> None:
+    """Raises ValueError if an adapter with this metadata was trained on another type of model."""
+    trained_on = metadata.get(RECORD, {}).get("model_type", model_type)
+    if trained_on != model_type:
+        raise ValueError(f"{directory} was trained on a model of type {trained_on}, this one is {model_type}")
+
+
+def check_fit(file: CheckpointReader, expected: Mapping[str, Tensor]) -> None:
+    """Compare names, shapes and dtypes of a file with what must be in it. Raises ValueError, see `check_loadable`."""
+    problems = [
+        f"{len(names)} tensors {what}, the first is {names[0]}"
+        for what, names in (
+            ("of the model are missing", sorted(expected.keys() - file.tensors.keys())),
+            ("are left over", sorted(file.tensors.keys() - expected.keys())),
+        )
+        if names
+    ]
+    dtypes: dict[str, str] = {}
+    for name, entry in sorted(file.tensors.items()):
+        shape = tuple(expected[name].shape) if name in expected else entry.shape
+        alike = dtypes.setdefault(re.sub(r"\d+|lora_[AB]", "", name), entry.dtype)
+        if entry.shape != shape:
+            problems.append(f"{name} has shape {entry.shape} in the adapter and {shape} in the model")
+        elif entry.dtype not in PLAIN:
+            problems.append(f"{name} is {entry.dtype}, an adapter's tensors are {', '.join(PLAIN)}")
+        elif entry.dtype != alike:
+            problems.append(f"{name} is {entry.dtype}, its like in other layers or experts are {alike}")
+        if len(problems) > 2:
+            break
+    if problems:
+        raise ValueError(f"{file.files[0]} does not fit the model: {'; '.join(problems)}")
+
+
+def _refuse_unless_finite(name: str, tensor: Tensor, where: str) -> None:
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise ValueError(f"{where}: {name} holds NaN or Inf; use an earlier checkpoint")
+
+
+def warn_of_another_base(config: LoraConfig, model_name: str) -> None:
+    """Say so where names tell that an adapter is of another model than this one, which may have the same shapes."""
+    base = config.base_model_name_or_path or ""
+    if base and model_name and Path(base).name != Path(model_name).name:
+        logging.getLogger("ktft").warning(
+            "the adapter was trained on %s, the model is %s: if these are other weights, its effect is another",
+            base,
+            model_name,
+        )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def saving(target: Path, nbytes: int) -> Iterator[Path]:
+    """A directory to write `nbytes` into. Its files move into `target` when the block ends without an exception.
+
+    Raises:
+        OSError: the disk is full, among others. Nothing in `target` has changed then.
+    """
+    untouched = f"what {target} held before is untouched"
+    target.mkdir(parents=True, exist_ok=True)
+    for left in target.glob(f"{_SCRATCH}*"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    free = shutil.disk_usage(target).free
+    if free < nbytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"the adapter needs {nbytes / 2**20:,.0f} MiB on disk, {free / 2**20:,.0f} MiB are free; make room or save "
+            f"elsewhere; {untouched}",
+            str(target),
+        )
+    with tempfile.TemporaryDirectory(dir=target, prefix=_SCRATCH) as scratch:
+        try:
+            yield Path(scratch)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"saving the adapter failed: {error.strerror or error}; {untouched}", str(target)
+            ) from error
+        move_files(Path(scratch), target)
+
+
+def stored_bytes(tensors: Tensors) -> int:
+    """Bytes that tensors take in a file, without its header."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def write_adapter(
+    directory: Path, tensors: Tensors, config: PeftConfig, model_type: str, base_adapters: Sequence[str] = ()
+) -> None:
+    """Write adapter_model.safetensors, one tensor in memory at a time, and read it back.
+
+    Raises:
+        ValueError: a tensor holds NaN or Inf, or was read back otherwise than it is in memory.
+        OSError: the disk is full, among others.
+    """
+    record = {field: getattr(config, field) for field in MEANING} | {"model_type": model_type}
+    record |= {BELOW: list(base_adapters)} if base_adapters else {}
+
+    def lazy(name: str, tensor: Tensor) -> LazyTensor:
+        def make() -> Tensor:
+            held = tensor.detach().cpu()
+            _refuse_unless_finite(name, held, "the adapter in memory")
+            return held
+
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), make)
+
+    write_tensors(directory, {name: lazy(name, tensor) for name, tensor in tensors.items()}, record)
+    _compare(directory, tensors)
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is made, on the CPU, when it is written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Mapping[str, LazyTensor],
+    record: Mapping[str, Any],
+    progress: Callable[[str, int], None] = lambda name, nbytes: None,
+) -> None:
+    """Write adapter_model.safetensors, one tensor in memory at a time; `progress` is told of each, and its bytes."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # aligned, as safetensors does it
+    entries = [
+        NewTensor(name, _dtype_name(name, tensors[name].dtype), tensors[name].shape, tensors[name].nbytes)
+        for name in order
+    ]
+
+    def content() -> Iterator[Iterable[memoryview]]:
+        for name in order:
+            tensor = tensors[name].make()
+            assert (tensor.dtype, tuple(tensor.shape)) == (tensors[name].dtype, tensors[name].shape), name
+            yield (_bytes(tensor),)
+            progress(name, tensors[name].nbytes)
+
+    write_safetensors(directory / SAFETENSORS_WEIGHTS_NAME, entries, {RECORD: json.dumps(record)}, content())
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"{name} is {dtype}, which adapters are not saved in; cast it to float32 or bfloat16")
+    return _DTYPE_NAMES[dtype]
+
+
+def _compare(directory: Path, tensors: Tensors) -> None:
+    """Names, shapes, dtypes and every bit of a file against what is in memory, one tensor at a time."""
+    with open_tensors(directory) as file:
+        check_fit(file, tensors)
+        for name, tensor in tensors.items():
+            found, held = file.read(name), tensor.detach().cpu()
+            if found.dtype != held.dtype or not torch.equal(_raw(found), _raw(held)):
+                raise ValueError(
+                    f"{file.files[0]}: {name} was read back otherwise than it is in memory; the disk may be failing"
+                )
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(_raw(tensor).numpy().data)
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Move a directory's files into another, each whole or not at all."""
+    for file in sorted(path for path in source.rglob("*") if path.is_file()):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        place = target / file.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place)
+        sync_directory(place.parent)

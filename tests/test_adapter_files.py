@@ -1,0 +1,307 @@
+"""Adapters on disk: what a save proves, what a failed one leaves, and that no damage goes unnoticed in loading."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import ktft
+from ktft.adapters import files
+from ktft.checkpoint import files as checkpoint_files
+
+Checkpoint = Callable[[str], Path]
+Mutation = Callable[[dict[str, Tensor], random.Random], Any]
+DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 35).reshape(2, 16)]
+
+
+def adapted(path: Path, **options: Any) -> torch.nn.Module:
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    config = ktft.KtftConfig(expert_format="bf16", threads=1)
+    base = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
+    model = ktft.get_peft_model(base, LoraConfig(**settings))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Checkpoint) -> torch.nn.Module:
+    """DeepSeek-V3 with LoRA on all there is and the output layer trained whole."""
+    return adapted(tiny_checkpoint("dsv3"), modules_to_save=["lm_head"])
+
+
+@pytest.fixture
+def saved(model: torch.nn.Module, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path / "adapter", selected_adapters=["default"])
+    return tmp_path / "adapter"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def rename(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    old = rng.choice(list(tensors))
+    tensors[old.replace("layers.1", "layers.7").replace("weight", "wieght")] = tensors.pop(old)
+
+
+def drop(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    del tensors[rng.choice(list(tensors))]
+
+
+def add(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    name = rng.choice(list(tensors))
+    tensors[name.replace("model.model", "model.model.extra")] = tensors[name].clone()
+
+
+def poison(value: float) -> Mutation:
+    def change(tensors: dict[str, Tensor], rng: random.Random) -> None:
+        flat = tensors[rng.choice(list(tensors))].view(-1)
+        flat[rng.randrange(len(flat))] = value
+
+    return change
+
+
+def cast(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    name = rng.choice([name for name in tensors if "lora_" in name])
+    tensors[name] = tensors[name].to(rng.choice([torch.bfloat16, torch.int32, torch.float64]))
+
+
+def cut(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    name = rng.choice(list(tensors))
+    tensors[name] = tensors[name][:-1].contiguous() if rng.random() < 0.5 else tensors[name][:, :-1].contiguous()
+
+
+def lower_rank(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    a = rng.choice([name for name in tensors if "lora_A" in name])
+    b = a.replace("lora_A", "lora_B")
+    tensors[a], tensors[b] = tensors[a][:2].contiguous(), tensors[b][:, :2].contiguous()
+
+
+def renumber(old: str, new: str, keep: bool) -> Mutation:
+    """A model of another number of experts or of other layers, as far as the names tell."""
+
+    def change(tensors: dict[str, Tensor], _: random.Random) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors[name].clone()
+            if not keep:
+                del tensors[name]
+
+    return change
+
+
+def flip(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    flat = tensors[rng.choice(list(tensors))].view(-1)
+    flat[rng.randrange(len(flat))] += 0.5
+
+
+def swap(tensors: dict[str, Tensor], rng: random.Random) -> None:
+    a = rng.choice([name for name in tensors if "experts.3" in name])
+    b = a.replace("experts.3", "experts.5")
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+MUTATIONS: dict[str, tuple[Mutation, bool]] = {
+    "renamed": (rename, False),
+    "dropped": (drop, False),
+    "added": (add, False),
+    "NaN": (poison(float("nan")), False),
+    "Inf": (poison(float("-inf")), False),
+    "dtype": (cast, False),
+    "shape": (cut, False),
+    "rank": (lower_rank, False),
+    "an expert more": (renumber("experts.7.", "experts.8.", keep=True), False),
+    "an expert less": (renumber("experts.7.", "experts.77.", keep=False), False),
+    "other layers": (renumber("layers.2.", "layers.3.", keep=False), False),
+    "value": (flip, True),
+    "swapped": (swap, True),
+}
+"""What is done to the tensors, and whether only a file with its checksums can tell."""
+
+
+def test_every_mutation_of_a_tensor_is_noticed(model: torch.nn.Module, saved: Path, tmp_path: Path) -> None:
+    rng, file = random.Random(0), saved / "adapter_model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    for i in range(130):
+        what = list(MUTATIONS)[i % len(MUTATIONS)]
+        change, needs_checksums = MUTATIONS[what]
+        tensors = load_file(file)
+        before = {name: (tensor.dtype, tensor.shape, tensor.clone()) for name, tensor in tensors.items()}
+        change(tensors, rng)
+        assert tensors.keys() != before.keys() or any(
+            (t.dtype, t.shape) != before[n][:2] or not torch.equal(t, before[n][2]) for n, t in tensors.items()
+        )
+        damaged = tmp_path / "damaged"
+        shutil.copytree(saved, damaged, dirs_exist_ok=True)
+        keep = needs_checksums or rng.random() < 0.5
+        save_file(tensors, damaged / file.name, metadata=metadata if keep else {"format": "pt"})
+        with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
+            model.load_adapter(damaged, f"mutation{i}")
+            pytest.fail(f"{what} was not noticed")
+    assert list(model.peft_config) == ["default"]
+    model.load_adapter(saved, "again")
+    for name, tensor in model.state_dict().items():
+        if ".again." in name or name.endswith(".again"):
+            assert torch.equal(tensor, model.state_dict()[name.replace(".again", ".default")])
+    model.delete_adapter("again")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 8}, r"says r: 8, but its tensors were saved with r: 4"),
+        ({"lora_alpha": 16}, r"says lora_alpha: 16, .* lora_alpha: 8; set it back"),
+        ({"use_rslora": True}, "says use_rslora: true"),
+        ({"rank_pattern": {"q_b_proj": 2}}, "says rank_pattern"),
+        ({"alpha_pattern": {"q_b_proj": 2}}, "says alpha_pattern"),
+        ({"target_modules": ["down_proj"]}, "are left over, the first is .*gate_proj"),
+        ({"modules_to_save": None}, "are left over, the first is .*lm_head"),
+        ({"layers_to_transform": [1]}, r"are left over, the first is .*layers\.0"),
+        ({"exclude_modules": ["o_proj"]}, "are left over, the first is .*o_proj"),
+        ({"peft_type": "IA3"}, "ktft loads LoRA"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_changed_configuration_is_noticed(
+    model: torch.nn.Module, saved: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((saved / "adapter_config.json").read_text())
+    (saved / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
+        model.load_adapter(saved, "changed")
+    assert list(model.peft_config) == ["default"]
+
+
+def test_a_file_without_ktfts_metadata_is_checked_by_its_tensors(model: torch.nn.Module, saved: Path) -> None:
+    """As another program writes it: a rank that disagrees with the tensors is still noticed."""
+    file, config = saved / "adapter_model.safetensors", saved / "adapter_config.json"
+    save_file(load_file(file), file, metadata={"format": "pt"})
+    model.load_adapter(saved, "plain")
+    model.delete_adapter("plain")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 8}))
+    with pytest.raises(ValueError, match=r"has shape \(4, \d+\) in the adapter and \(8, \d+\) in the model"):
+        model.load_adapter(saved, "changed")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_model.safetensors", lambda b: b[:-1], r"bytes long|truncated"),
+        ("adapter_model.safetensors", lambda b: b[:100], "not a whole safetensors file"),
+        ("adapter_model.safetensors", lambda b: b"", "not a whole safetensors file"),
+        ("adapter_config.json", lambda b: b[:40], "is not an adapter's configuration"),
+        ("adapter_config.json", lambda b: b"{}", "is not an adapter's configuration|ktft loads LoRA"),
+    ],
+)
+def test_truncated_files(
+    model: torch.nn.Module, saved: Path, name: str, content: Callable[[bytes], bytes], message: str
+) -> None:
+    (saved / name).write_bytes(content((saved / name).read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        model.load_adapter(saved, "cut")
+
+
+def test_an_adapter_of_another_model(
+    tiny_checkpoint: Checkpoint, model: torch.nn.Module, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapted(tiny_checkpoint("qwen3moe"), target_modules=["experts"]).save_pretrained(tmp_path / "qwen")
+    with pytest.raises(ValueError, match=r"was trained on a model of type qwen3_moe, this one is deepseek_v3"):
+        model.load_adapter(tmp_path / "qwen", "other")
+    config = saved / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "org/another"}))
+    with caplog.at_level("WARNING", "ktft"):
+        model.load_adapter(saved, "moved")
+    assert "trained on org/another" in caplog.text
+    model.delete_adapter("moved")
+
+
+def test_what_is_saved_is_compared_bit_by_bit(
+    model: torch.nn.Module, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, write = contents(saved), files.write_safetensors
+
+    def failing_disk(path: Path, *args: Any) -> None:
+        write(path, *args)
+        damaged = bytearray(path.read_bytes())
+        damaged[-1] ^= 1
+        path.write_bytes(damaged)
+
+    monkeypatch.setattr(files, "write_safetensors", failing_disk)
+    with pytest.raises(ValueError, match=r"q_b_proj\.lora_B|\w+ was read back otherwise"):
+        model.save_pretrained(saved)
+    assert contents(saved) == before
+
+
+def test_nan_is_not_saved_over_a_good_adapter(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = adapted(tiny_checkpoint("qwen3moe"))
+    model.save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    name, parameter = next((n, p) for n, p in model.named_parameters() if ".experts.lora_B" in n)
+    parameter.data[5, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"experts\.5\.\w+\.lora_B\.weight holds NaN or Inf; use an earlier"):
+        model.save_pretrained(tmp_path)
+    assert contents(tmp_path) == before, name
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_full_disk_leaves_the_earlier_adapter(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """Seen before writing or in the middle of it, by a Trainer that saves at its end."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", report_to="none")
+    trainer = transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA)
+    trainer.save_model()
+    (tmp_path / ".saving-killed").mkdir()
+    before = contents(tmp_path)
+    trainer.train()
+    with monkeypatch.context() as patch:
+        if early:
+            patch.setattr(files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 2**40, 1000))
+        else:
+            patch.setattr(checkpoint_files.os, "pwrite", full_disk)
+        with pytest.raises(OSError, match=r"untouched") as caught:
+            trainer.save_model()
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(caught.value)
+    assert contents(tmp_path) == before
+    assert not list(tmp_path.glob(".saving-*"))
+    trainer.save_model()
+    assert contents(tmp_path)["adapter_model.safetensors"] != before["adapter_model.safetensors"]
+
+
+def full_disk(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_card_says_what_was_trained_and_how_to_load_it(model: torch.nn.Module, saved: Path) -> None:
+    text = (saved / "README.md").read_text()
+    experts = 2 * 8 * 3 * 4 * (64 + 32)  # layers, experts, projections, r, in + out
+    assert f"| routed experts | {experts:,} |" in text
+    assert "| default (r = 4, alpha = 8) | parameters |" in text
+    assert f"Base model: `{model.config.name_or_path}` (deepseek_v3)" in text
+    assert f"no\n> module for {2 * 8 * 3 * 2} of this adapter's tensors" in text
+    assert "ktft export THIS_DIRECTORY --to peft OUT" in text
+    assert "[More Information Needed]" not in text
+    (saved / "README.md").write_text(text.replace("# LoRA adapter", "# My adapter\nmy words") + "\nmine at the end\n")
+    model.save_pretrained(saved)
+    again = (saved / "README.md").read_text()
+    assert "# My adapter\nmy words" in again
+    assert "mine at the end" in again
+    assert again.count("## What was trained") == again.count("### Framework versions") == 1
