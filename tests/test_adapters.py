@@ -134,6 +134,8 @@ def test_saved_adapter_is_standard_and_exact(
         (["q_proj"], set(), True),
         (r".*experts\.\d+\.(gate|up)_proj", {"gate_proj", "up_proj"}, False),
         (r".*\.mlp\.experts", set(PROJECTIONS), False),
+        (["experts.down_proj", "q_proj"], {"down_proj"}, True),
+        ([r".*experts\.\d+\.(gate|up)_proj"], {"gate_proj", "up_proj"}, False),
     ],
 )
 def test_targets(qwen: torch.nn.Module, tmp_path: Path, targets: Any, projections: set[str], others: bool) -> None:
@@ -166,6 +168,7 @@ def test_layers_to_transform_counts_layers_not_experts(qwen: torch.nn.Module) ->
         ("qwen3moe", {"target_modules": ["experts.0.gate_proj"]}, "1 of the 8 experts"),
         ("qwen3moe", {"rank_pattern": {r"experts\.0\.up_proj": 2}}, "differ between experts"),
         ("qwen3moe", {"use_dora": True}, "DoRA"),
+        ("qwen3moe", {"layer_replication": [(0, 2), (1, 3)]}, "replication of layers"),
         ("qwen3moe", {"init_lora_weights": "olora"}, "needs the experts' full weights"),
         ("qwen3moe", {"target_parameters": ["mlp.experts.down_proj"]}, "no torch parameters"),
     ],

@@ -78,9 +78,14 @@ def test_active_together_is_the_sum_of_both(tiny_checkpoint: Checkpoint, tmp_pat
     smallest = min(distance(other, expected) for other in (base, *alone.values()))
     assert distance(both, expected) < 0.02 * smallest
     assert torch.equal(logits(model), both)
+    with pytest.raises(ValueError, match="DoRA on routed experts"):
+        model.add_adapter("third", lora(use_dora=True))
+    assert torch.equal(logits(model), both)
+    assert not any(".third" in name for name, _ in model.named_parameters())
     model.delete_adapter("second")
     assert torch.equal(logits(model), alone["default"])
     assert trainable(model) == {"default"}
+    assert torch.equal(logits(model.unload()), base)
 
 
 def test_gradients_are_those_of_one_adapter_of_both_ranks(tiny_checkpoint: Checkpoint) -> None:
@@ -129,7 +134,9 @@ def test_dropout_of_adapters_active_together(tiny_checkpoint: Checkpoint) -> Non
 
 def test_too_high_ranks_and_unknown_names_are_refused(tiny_checkpoint: Checkpoint) -> None:
     path = tiny_checkpoint("qwen3moe")
-    with pytest.raises(ValueError, match=rf"rank of gate_proj on routed experts is 257; it must be 1 to {MAX_RANK}"):
+    with pytest.raises(
+        ValueError, match=rf"rank of gate_proj on the routed experts .* is 257; it must be 1 to {MAX_RANK}"
+    ):
         ktft.get_peft_model(load(path), lora(r=MAX_RANK + 1, target_modules=["experts"]))
     model = ktft.get_peft_model(load(path), lora(r=200, target_modules=["experts"]))
     model.add_adapter("second", lora(r=56, target_modules=["experts"]))
@@ -143,6 +150,8 @@ def test_too_high_ranks_and_unknown_names_are_refused(tiny_checkpoint: Checkpoin
         model.set_adapter(["default", "fourth"])
     with pytest.raises(ValueError, match=r"activate several with model\.set_adapter"):
         model.add_weighted_adapter(["default", "second"], [1.0, 1.0], "sum")
+    with pytest.raises(ValueError, match=r"no batches that mix adapters.*model\.set_adapter"):
+        model(input_ids=torch.ones(2, 3, dtype=torch.long), adapter_names=["default", "second"])
 
 
 @pytest.mark.parametrize("family", ["dsv2", "dsv3"])

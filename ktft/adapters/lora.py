@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ UNSUPPORTED = {
     "lora_bias": "a LoRA bias",
     "fan_in_fan_out": "fan_in_fan_out",
     "arrow_config": "Arrow routing",
+    "layer_replication": "replication of layers",
 }
 """PEFT's LoRA options that expert LoRA does not have, and what people call them."""
 
@@ -48,6 +49,18 @@ class Rank:
     def scaling(self, rslora: bool) -> float:
         """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA."""
         return self.alpha / (math.sqrt(self.r) if rslora else self.r)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse those of PEFT's LoRA options that routed experts do not have."""
+    for option, what in UNSUPPORTED.items():
+        if options.get(option):
+            raise ValueError(f"{what} on routed experts is not supported by ktft; leave {option} out")
+    if (init := options.get("init_lora_weights", True)) not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights={init!r} needs the experts' full weights, which ktft keeps quantized; "
+            "use True, False or 'gaussian'"
+        )
 
 
 class CpuParameters(nn.ParameterDict):
@@ -79,8 +92,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         kwargs: PEFT's LoRA options; see `update_layer`.
 
     Raises:
-        ValueError: an option of `UNSUPPORTED`, an initialization that needs the experts' weights, or a rank
-            that is not 1 to `MAX_RANK`.
+        ValueError: an option of `UNSUPPORTED`, or an initialization that needs the experts' weights.
     """
 
     def __init__(self, base_layer: KtftExperts, adapter_name: str, ranks: dict[str, Rank], **kwargs: Any) -> None:
@@ -112,14 +124,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         **options: Any,
     ) -> None:
         """Add the adapter whose ranks are in `self.ranks[adapter_name]`. PEFT calls this; see `LoraConfig`."""
-        for option, what in UNSUPPORTED.items():
-            if options.get(option):
-                raise ValueError(f"{what} on routed experts is not supported by ktft; leave {option} out")
-        if init_lora_weights not in (True, False, "gaussian"):
-            raise ValueError(
-                f"init_lora_weights={init_lora_weights!r} needs the experts' full weights, which ktft keeps quantized; "
-                "use True, False or 'gaussian'"
-            )
+        check_options(options | {"init_lora_weights": init_lora_weights})
         if adapter_name not in self.ranks:
             raise ValueError(
                 f"adapter {adapter_name!r} reached the routed experts through plain peft; add adapters with "
@@ -135,8 +140,6 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def _add_pair(self, adapter_name: str, projection: str, r: int, init: bool | str) -> None:
-        if not 1 <= r <= MAX_RANK:
-            raise ValueError(f"the rank of {projection} on routed experts is {r}; it must be 1 to {MAX_RANK}")
         base = self.experts
         wide, narrow = base.hidden_size, base.intermediate_size
         fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)

@@ -42,10 +42,11 @@ from ktft.adapters.files import (
     without_experts,
     write_adapter,
 )
-from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank
+from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, check_options
 from ktft.adapters.several import SeveralAdapters, check_name, stands_on, trainability_kept
 from ktft.adapters.whole_modules import check_modules_to_save, take_precision
 from ktft.config import PROJECTIONS, require_tested
+from ktft.lora import MAX_RANK
 from ktft.model.experts import KtftExperts, experts_family
 
 logger = logging.getLogger("ktft")
@@ -370,6 +371,11 @@ def expert_ranks(config: Any, name: str, experts: HasExperts, whole: bool) -> di
         if len(found) > 1:
             raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {found}")
         ranks[projection] = found.pop()
+        if not 1 <= ranks[projection].r <= MAX_RANK:
+            raise ValueError(
+                f"the LoRA rank of {projection} on the routed experts {name} is {ranks[projection].r}; it must be 1 to "
+                f"{MAX_RANK}; set lora_rank, or rank_pattern where only other modules shall have more"
+            )
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if get_pattern_key([pattern], name) == pattern != name:
             raise ValueError(f"the pattern {pattern!r} matches {name}; name its projections instead, as in 'down_proj'")
@@ -406,6 +412,8 @@ def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[No
     check_name(model, adapter_name)
     reach = reach_of(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
+    if ranks:
+        check_options(vars(config))  # before PEFT has changed any module
 
     def create(target: KtftExperts, name: str, **kwargs: Any) -> KtftExpertsLora:
         return KtftExpertsLora(target, name, ranks[target], **kwargs)

@@ -63,6 +63,14 @@ class SeveralAdapters(_Base):
             finally:
                 self.base_model.set_adapter(active)
 
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError(
+                "ktft has no batches that mix adapters (adapter_names); activate one or several with "
+                "model.set_adapter, and run a batch for each"
+            )
+        return super()._enable_peft_forward_hooks(*args, **kwargs)
+
 
 def stand_on(model: Any, paths: Sequence[str | os.PathLike[str]], **hub: Any) -> None:
     """Apply saved adapters beneath the active one, frozen and without dropout, as if merged into the base model.
