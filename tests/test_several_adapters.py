@@ -181,6 +181,24 @@ def test_switching_and_disabling_train_nothing_more(tiny_checkpoint: Checkpoint,
         model.set_adapter(["default", "third"])
 
 
+def test_two_that_train_are_both_trained_and_saved_but_not_resumed(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tiny_checkpoint("qwen3moe")
+    model = two_adapters(path)
+    model.set_adapter(["default", "second"])
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_B." in name}
+    Trainer(model, arguments(tmp_path, max_steps=2, per_device_train_batch_size=8), train_dataset=DATA).train()
+    after = dict(model.named_parameters())
+    assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    for directory, name in (("", "default"), ("second", "second")):
+        saved = load_file(tmp_path / "checkpoint-2" / directory / "adapter_model.safetensors")
+        shapes = {tensor.shape[0] for key, tensor in saved.items() if "lora_A" in key}
+        assert shapes == {model.peft_config[name].r}
+    one = arguments(tmp_path / "one", max_steps=2)
+    Trainer(two_adapters(path), one, train_dataset=DATA).train()
+    with pytest.raises(ValueError, match="resumes one adapter, the model has 2: default, second"):
+        Trainer(two_adapters(path), one, train_dataset=DATA).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("name", ["default2", "fault", "proj", "lora", "a.b", ""])
 def test_names_that_peft_would_mix_up_are_refused(tiny_checkpoint: Checkpoint, name: str) -> None:
     model: Any = ktft.get_peft_model(load(tiny_checkpoint("qwen3moe")), lora())
@@ -287,6 +305,24 @@ def test_llamafactory_chains_adapters(
     assert any(not torch.equal(went_on[name], tensor) for name, tensor in trained.items())
     after = load_file(first / "adapter_model.safetensors")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_chat_applies_all_adapters(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    from llamafactory.chat import ChatModel
+
+    path = tiny_checkpoint("qwen3moe")
+    one, two = (save_small(path, tmp_path / str(seed), seed) for seed in (1, 2))
+    settings = {"model_name_or_path": str(path), "template": "default", "use_kt": True}
+    settings["kt_config"] = {"expert_format": "bf16", "threads": 1}
+    both, alone = (
+        logits(ChatModel(settings | {"adapter_name_or_path": adapters}).engine.model)
+        for adapters in (f"{one},{two}", str(two))
+    )
+    model: Any = ktft.load_adapter(load_as_stored(path), two)
+    assert torch.equal(logits(model), alone)
+    stand_on(model, [one])
+    assert torch.equal(logits(model), both)
+    assert distance(both, alone) > 0.01
 
 
 def test_dpo_reference_keeps_the_adapters_below(

@@ -157,3 +157,18 @@ def stands_on(paths: Sequence[str]) -> str:
         f"trained on top of {', '.join(paths)}: it belongs there, and alone its effect is another; in LLaMA-Factory "
         f"give adapter_name_or_path: {','.join(paths)},THIS_DIRECTORY, elsewhere use ktft.adapters.several.stand_on"
     )
+
+
+def check_resumed(model: nn.Module) -> None:
+    """Refuse to go on where transformers has loaded one adapter of a checkpoint that holds several.
+
+    Raises:
+        ValueError: the model has several, not counting those that it stands on.
+    """
+    below = base_adapters_of(model)
+    adapters = [name for name in getattr(model, "peft_config", {}) if name not in below]
+    if len(adapters) > 1:
+        raise ValueError(
+            f"transformers resumes one adapter, the model has {len(adapters)}: {', '.join(adapters)}; delete all but "
+            "the one that trains (model.delete_adapter), and put frozen ones beneath it with stand_on"
+        )
