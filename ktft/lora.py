@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MAX_RANK = 256
+"""The largest rank that the kernels take (`kMaxRank` in csrc/moe/layer.cc)."""
+
 
 @dataclass(frozen=True)
 class LoraPair:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tiny import write_checkpoint, write_data
 
@@ -96,3 +98,15 @@ def run_cli(tmp_path: Path) -> RunCli:
         return done
 
     return run
+
+
+@pytest.fixture
+def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """LLaMA-Factory as a library, in this process."""
+    from llamafactory.train.tuner import run_exp
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    verbosity, grad = logging.getLogger("transformers").level, torch.is_grad_enabled()
+    yield run_exp
+    logging.getLogger("transformers").setLevel(verbosity)
+    torch.set_grad_enabled(grad)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +64,6 @@ def big_adapter(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFa
     path = tmp_path_factory.mktemp("big_adapter")
     model.save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """LLaMA-Factory as a library, in this process."""
-    from llamafactory.train.tuner import run_exp
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    verbosity, grad = logging.getLogger("transformers").level, torch.is_grad_enabled()
-    yield run_exp
-    logging.getLogger("transformers").setLevel(verbosity)
-    torch.set_grad_enabled(grad)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -315,7 +302,6 @@ def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict
         ({"quantization_bit": 4}, "quantization_bit is 4"),
         ({"use_dora": True}, "use_dora is True"),
         ({"train_from_scratch": True}, "train_from_scratch is True"),
-        ({"adapter_name_or_path": "a,b"}, "give one adapter"),
         ({"fsdp": "full_shard"}, "ktft does not support FSDP"),
         ({"deepspeed": "z3.json"}, "ktft does not support DeepSpeed"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktft.adapters.lora import KtftExpertsLora
+from ktft.adapters.several import base_adapters_of, stands_on
 from ktft.checkpoint.families import GROUPS, SEPARATE, group_of
 from ktft.model.experts import experts_family
 
@@ -62,6 +63,8 @@ def _section(model: Any) -> str:
     lines = [f"Base model: `{base}` ({model.config.model_type})", "", "## What was trained", *_counts(model), ""]
     if layers:
         lines += [f"LoRA on {len(layers)} layers x {layers[0].experts.num_experts} routed experts.", ""]
+    if below := list(base_adapters_of(model).values()):
+        lines += [f"The adapter was {stands_on(below)}.", ""]
     lines.append(_LOADING.format(base=base))
     if layers and experts_family(model).layouts[0] == SEPARATE:  # others had other names, or no modules, there
         lines.append(_MODULES)
@@ -73,6 +76,8 @@ def _counts(model: Any) -> list[str]:
     """A table of parameters by adapter and group, those of modules that are saved whole included."""
     family, lines = experts_family(model), []
     for adapter, config in model.peft_config.items():
+        if adapter in base_adapters_of(model):
+            continue
         counts: Counter[str] = Counter()
         for name, parameter in model.named_parameters():
             if f".{adapter}." in name and (".lora_" in name or ".modules_to_save." in name):

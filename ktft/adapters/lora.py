@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from ktft.config import PROJECTIONS
-from ktft.lora import ExpertLora, LoraPair
+from ktft.lora import MAX_RANK, ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts
 
 KINDS = ("lora_A", "lora_B")
@@ -26,12 +26,14 @@ UNSUPPORTED = {
     "lora_bias": "a LoRA bias",
     "fan_in_fan_out": "fan_in_fan_out",
     "arrow_config": "Arrow routing",
+    "layer_replication": "replication of layers",
 }
 """PEFT's LoRA options that expert LoRA does not have, and what people call them."""
 
 UNMERGED = (
-    "ktft keeps adapters unmerged, because its experts are quantized: load the adapter beside the base model with "
-    "ktft.load_adapter(model, path), or in LLaMA-Factory with use_kt: true and adapter_name_or_path"
+    "ktft keeps adapters unmerged in memory, because its experts are quantized there: write a merged checkpoint with "
+    "ktft merge BASE ADAPTER OUT, or load the adapter beside the base model with ktft.load_adapter(model, path), in "
+    "LLaMA-Factory with use_kt: true and adapter_name_or_path"
 )
 
 _EXPERT_KEY = re.compile(rf"(\d+)\.({'|'.join(PROJECTIONS)})\.lora_([AB])\.([^.]+)\.weight")
@@ -47,6 +49,18 @@ class Rank:
     def scaling(self, rslora: bool) -> float:
         """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA."""
         return self.alpha / (math.sqrt(self.r) if rslora else self.r)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse those of PEFT's LoRA options that routed experts do not have."""
+    for option, what in UNSUPPORTED.items():
+        if options.get(option):
+            raise ValueError(f"{what} on routed experts is not supported by ktft; leave {option} out")
+    if (init := options.get("init_lora_weights", True)) not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights={init!r} needs the experts' full weights, which ktft keeps quantized; "
+            "use True, False or 'gaussian'"
+        )
 
 
 class CpuParameters(nn.ParameterDict):
@@ -78,7 +92,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         kwargs: PEFT's LoRA options; see `update_layer`.
 
     Raises:
-        ValueError: an option of `UNSUPPORTED`, an initialization that needs the experts' weights, or rank < 1.
+        ValueError: an option of `UNSUPPORTED`, or an initialization that needs the experts' weights.
     """
 
     def __init__(self, base_layer: KtftExperts, adapter_name: str, ranks: dict[str, Rank], **kwargs: Any) -> None:
@@ -110,14 +124,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         **options: Any,
     ) -> None:
         """Add the adapter whose ranks are in `self.ranks[adapter_name]`. PEFT calls this; see `LoraConfig`."""
-        for option, what in UNSUPPORTED.items():
-            if options.get(option):
-                raise ValueError(f"{what} on routed experts is not supported by ktft; leave {option} out")
-        if init_lora_weights not in (True, False, "gaussian"):
-            raise ValueError(
-                f"init_lora_weights={init_lora_weights!r} needs the experts' full weights, which ktft keeps quantized; "
-                "use True, False or 'gaussian'"
-            )
+        check_options(options | {"init_lora_weights": init_lora_weights})
         if adapter_name not in self.ranks:
             raise ValueError(
                 f"adapter {adapter_name!r} reached the routed experts through plain peft; add adapters with "
@@ -133,8 +140,6 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def _add_pair(self, adapter_name: str, projection: str, r: int, init: bool | str) -> None:
-        if r < 1:
-            raise ValueError(f"rank of {projection} is {r}; it must be at least 1")
         base = self.experts
         wide, narrow = base.hidden_size, base.intermediate_size
         fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
@@ -160,17 +165,45 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         Checkpoint recomputation restores that generator, so that it applies the same dropout again.
 
         Raises:
-            ValueError: more than one adapter is active, or something moved the parameters off the CPU.
+            ValueError: active adapters cannot be applied together, or something moved the parameters off the CPU.
         """
-        names = [name for name in self.active_adapters if name in self.lora_A]
+        names = self.applied()
         if self.disable_adapters or not names:
             return None
-        if len(names) > 1:
-            raise ValueError(f"{len(names)} adapters are active: {', '.join(names)}; ktft applies one at a time")
-        (name,) = names
-        dropout = cast(nn.Dropout, self.lora_dropout[name]).p if self.training else 0.0
+        self.check_together(names, self.training)
+        dropout = self._dropout(names[0]) if self.training else 0.0
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-        return ExpertLora({projection: self._pair(name, projection) for projection in self.ranks[name]}, dropout, seed)
+        pairs: dict[str, LoraPair] = {}
+        for projection in PROJECTIONS:
+            own = [self._pair(name, projection) for name in names if projection in self.ranks[name]]
+            if own:
+                pairs[projection] = own[0] if len(own) == 1 else _join(own)
+        return ExpertLora(pairs, dropout, seed)
+
+    def applied(self) -> list[str]:
+        """The active adapters that have LoRA on these experts."""
+        return [name for name in self.active_adapters if name in self.lora_A]
+
+    def check_together(self, names: list[str], training: bool) -> None:
+        """Refuse adapters that the kernels cannot apply as one LoRA: they take `MAX_RANK` and draw one dropout mask."""
+        for projection in PROJECTIONS:
+            ranks = [self.ranks[name][projection].r for name in names if projection in self.ranks[name]]
+            if sum(ranks) > MAX_RANK:
+                raise ValueError(
+                    f"the active adapters {', '.join(names)} have rank {' + '.join(map(str, ranks))} together on "
+                    f"{projection} of the routed experts, more than {MAX_RANK}; activate fewer, or merge one into the "
+                    "base model with ktft merge BASE ADAPTER OUT"
+                )
+        if training and len({self._dropout(name) for name in names}) > 1:
+            told = ", ".join(f"{name} {self._dropout(name):g}" for name in names)
+            raise ValueError(
+                f"active adapters differ in lora_dropout: {told}; on routed experts ktft trains beside other adapters "
+                "only with one rate for all, and with 0 on top of frozen ones: set lora_dropout: 0, in the "
+                "adapter_config.json of an adapter that is trained further"
+            )
+
+    def _dropout(self, adapter_name: str) -> float:
+        return cast(nn.Dropout, self.lora_dropout[adapter_name]).p
 
     def _pair(self, adapter_name: str, projection: str) -> LoraPair:
         a, b = (self.stacked(kind, adapter_name)[projection] for kind in KINDS)
@@ -210,6 +243,13 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     def unmerge(self) -> None:
         """Refused."""
         raise ValueError(UNMERGED)
+
+
+def _join(pairs: list[LoraPair]) -> LoraPair:
+    """Adapters side by side as one: sum of s·B·A = [s1·B1, s2·B2, ...]·[A1; A2; ...], differentiable in each."""
+    a = torch.cat([pair.a for pair in pairs], dim=1)
+    b = torch.cat([pair.b.float() * pair.scaling for pair in pairs], dim=2)
+    return LoraPair(a, b, 1.0)
 
 
 def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from peft import LoraConfig, PeftModel
 from peft import get_peft_model as peft_get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer, _ExcludedModule, check_target_module_exists
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _ExcludedModule,
+    cast_adapter_dtype,
+    check_target_module_exists,
+)
 from peft.utils import PeftType
-from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
 from ktft.adapters.card import NEW_CARD, update_card
 from ktft.adapters.files import (
+    BELOW,
     CARD,
     HUB_KEYS,
+    RECORD,
     adapter_tensors,
     check_loadable,
     local_directory,
     read_config,
+    read_own_metadata,
     saving,
     stored_bytes,
     warn_of_another_base,
     without_experts,
     write_adapter,
 )
-from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank
+from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, check_options
+from ktft.adapters.several import SeveralAdapters, check_name, stands_on, trainability_kept
+from ktft.adapters.whole_modules import check_modules_to_save, take_precision
 from ktft.config import PROJECTIONS, require_tested
+from ktft.lora import MAX_RANK
 from ktft.model.experts import KtftExperts, experts_family
+
+logger = logging.getLogger("ktft")
+
+_REGEX = set(r"\*+?()[]|^$")
 
 
 class HasExperts(Protocol):
@@ -49,7 +65,8 @@ def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str
 
     `config.target_modules` follows PEFT's rule, applied to the standard names of the experts' projections
     (`model.layers.3.mlp.experts.7.gate_proj`): `gate_proj` selects it on routed and shared experts and dense MLPs.
-    `experts` selects the routed experts alone, `all-linear` everything but the output layer and the router.
+    `experts` selects the routed experts alone, `experts.down_proj` one projection of them, `all-linear` everything but
+    the output layer and the router.
 
     Raises:
         ValueError: a target matches nothing, or only some experts of a layer; DoRA and other methods that ktft does
@@ -100,19 +117,19 @@ def load_adapter(
     return adapted
 
 
-if TYPE_CHECKING:
-    from peft import PeftModel as _Base  # what the mixin is mixed into
-else:
-    _Base = object
-
-
-class KtftPeftMixin(_Base):
+class KtftPeftMixin(SeveralAdapters):
     """What a `PeftModel` with expert LoRA does differently: standard names on disk, strict loading, no merging."""
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add another adapter, on the routed experts too."""
-        with _reaching_experts(self.base_model.model, peft_config, adapter_name):
+        _resolve(self.base_model.model, peft_config)
+        self._add_adapter(adapter_name, peft_config, *args, **kwargs)
+
+    def _add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        with _reaching_experts(self.base_model.model, peft_config, adapter_name), trainability_kept(self):
             super().add_adapter(adapter_name, peft_config, *args, **kwargs)
+            # PEFT casts a first adapter to fp32, but another one only after loading it, which would round it to bf16
+            cast_adapter_dtype(self, adapter_name)
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, but refuse one that is damaged or does not fit in every tensor."""
@@ -120,13 +137,20 @@ class KtftPeftMixin(_Base):
         directory = local_directory(model_id, **hub)
         config, new = read_config(directory), adapter_name not in self.peft_config
         if new:
-            self.add_adapter(adapter_name, config)
+            self._add_adapter(adapter_name, config)
         try:
             expected = adapter_tensors(self, expert_layers(self), adapter_name, self.state_dict())
             check_loadable(directory, expected, self.config.model_type)
             warn_of_another_base(config, self.config.name_or_path)
+            if below := read_own_metadata(directory).get(RECORD, {}).get(BELOW):
+                logger.warning("%s is %s", directory, stands_on(below))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
-            return super().load_adapter(str(directory), adapter_name, *args, **kwargs)
+            result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
+            if args[:1] == (True,) or kwargs.get(
+                "is_trainable"
+            ):  # without this, training would go on from rounded values
+                take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
+            return result
         except ValueError:
             if new:
                 self.delete_adapter(adapter_name)
@@ -155,7 +179,8 @@ class KtftPeftMixin(_Base):
             raise ValueError("ktft's adapters need no weight conversion; leave it out")
         if not is_main_process:
             return
-        selected = selected_adapters or list(self.peft_config)
+        selected = selected_adapters or [name for name in self.peft_config if name not in self.base_adapters]
+        below = list(self.base_adapters.values())
         state, layers = self.state_dict() if state_dict is None else state_dict, expert_layers(self)
         adapters = {name: adapter_tensors(self, layers, name, state, save_embedding_layers) for name in selected}
         with saving(Path(save_directory), sum(map(stored_bytes, adapters.values()))) as scratch:
@@ -165,7 +190,10 @@ class KtftPeftMixin(_Base):
             super().save_pretrained(str(scratch), True, selected, save_embedding_layers, state_dict=plain, **kwargs)
             for name, tensors in adapters.items():
                 directory = scratch if name == "default" else scratch / name
-                write_adapter(directory, tensors, self.peft_config[name], self.config.model_type)
+                write_adapter(directory, tensors, self.peft_config[name], self.config.model_type, below)
+
+        if below:
+            logger.info("saved in %s: the adapter that trains, %s", save_directory, stands_on(below))
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """PEFT's model card, with what was trained and how to load it."""
@@ -182,6 +210,12 @@ class KtftPeftMixin(_Base):
     def merge_adapter(self, *_: Any, **__: Any) -> None:
         """Refused."""
         raise ValueError(UNMERGED)
+
+    def add_weighted_adapter(self, *_: Any, **__: Any) -> None:
+        """Refused."""
+        raise ValueError(
+            "ktft does not combine adapters into a new one; activate several with model.set_adapter([...])"
+        )
 
 
 def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
@@ -216,6 +250,7 @@ def _require_experts(model: Any) -> None:
 def _adapt(model: Any) -> PeftModel:
     cls = type(model)
     model.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
+    model.base_adapters = {}
     return model
 
 
@@ -239,7 +274,23 @@ def _adaptable(model: Any) -> dict[str, nn.Module]:
 def _resolve(model: Any, config: Any) -> None:
     if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
         config.target_modules = list(linear_names(model))
+    elif config.target_modules and len(config.target_modules) == 1 and _REGEX & set(*config.target_modules):
+        (config.target_modules,) = config.target_modules  # LLaMA-Factory makes a list of all that it is given
     _check_request(model, config)
+    if not isinstance(config.target_modules, str):
+        config.target_modules = _spelled_out(model, config.target_modules)
+
+
+def _spelled_out(model: Any, targets: Collection[str]) -> set[str]:
+    """`experts.down_proj`, one projection of the routed experts alone, as the standard names that it stands for."""
+    counts = {name: module.num_experts for name, module in _adaptable(model).items() if isinstance(module, KtftExperts)}
+    spelled: set[str] = set()
+    for target in targets:
+        module, _, projection = target.rpartition(".")
+        experts = [count for name, count in counts.items() if f".{name}".endswith(f".{module}") and module]
+        numbers = range(max(experts)) if experts and projection in PROJECTIONS else None
+        spelled |= {target} if numbers is None else {f"{module}.{number}.{projection}" for number in numbers}
+    return spelled
 
 
 def _check_request(model: Any, config: Any) -> None:
@@ -247,7 +298,8 @@ def _check_request(model: Any, config: Any) -> None:
     modules = _adaptable(model)
     targets = config.target_modules
     known = f"it has {', '.join(sorted(linear_names(model)))}, and experts for the routed experts alone"
-    standard = [f"{n}.0.{p}" for n, m in modules.items() if isinstance(m, KtftExperts) for p in PROJECTIONS]
+    experts = [name for name, module in modules.items() if isinstance(module, KtftExperts)]
+    standard = [f"{name}{number}.{p}" for name in experts for number in ("", ".0") for p in PROJECTIONS]
     if not targets:
         raise ValueError(f"target_modules is {targets!r}: name what LoRA shall train in the model; {known}")
     for target in [targets] if isinstance(targets, str) else sorted(targets):
@@ -258,10 +310,12 @@ def _check_request(model: Any, config: Any) -> None:
         family = experts_family(model)
         unused = [name for name in matched if set(family.without_lora) & set(name.split("."))]
         if unused:
-            what = "router" if family.router in unused[0].split(".") else "module"
+            is_router = family.router in unused[0].split(".")
+            what = "router" if is_router else "module"
+            whole = f", or train it whole with additional_target (modules_to_save): {target}" if is_router else ""
             raise ValueError(
                 f"target_modules (lora_target) {target!r} matches the {what} {unused[0]}, whose forward would not use "
-                f"LoRA, so that it would never train; leave the {what} out"
+                f"LoRA, so that it would never train; leave the {what} out{whole}"
             )
 
 
@@ -301,6 +355,7 @@ def reach_of(model: Any, config: Any) -> Reach:
                 ranks[name] = own
         elif match:
             modules.add(name)
+    check_modules_to_save(model, config, _adaptable(model), modules)
     return Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
 
 
@@ -321,6 +376,11 @@ def expert_ranks(config: Any, name: str, experts: HasExperts, whole: bool) -> di
         if len(found) > 1:
             raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {found}")
         ranks[projection] = found.pop()
+        if not 1 <= ranks[projection].r <= MAX_RANK:
+            raise ValueError(
+                f"the LoRA rank of {projection} on the routed experts {name} is {ranks[projection].r}; it must be 1 to "
+                f"{MAX_RANK}; set lora_rank, or rank_pattern where only other modules shall have more"
+            )
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if get_pattern_key([pattern], name) == pattern != name:
             raise ValueError(f"the pattern {pattern!r} matches {name}; name its projections instead, as in 'down_proj'")
@@ -354,8 +414,11 @@ def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[st
 @contextmanager
 def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[None]:
     """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
+    check_name(model, adapter_name)
     reach = reach_of(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
+    if ranks:
+        check_options(vars(config))  # before PEFT has changed any module
 
     def create(target: KtftExperts, name: str, **kwargs: Any) -> KtftExpertsLora:
         return KtftExpertsLora(target, name, ranks[target], **kwargs)

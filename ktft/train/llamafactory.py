@@ -8,6 +8,7 @@ whose arguments have such settings. All else passes through unchanged.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -18,22 +19,30 @@ from typing import Any
 
 import torch
 import yaml
+from peft.utils import ModulesToSaveWrapper
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from ktft import native
 from ktft.adapters.lora import UNMERGED
 from ktft.adapters.peft import linear_names
+from ktft.adapters.several import stand_on
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
-from ktft.train.recipe import recipe_of_arguments, training_reserve
+from ktft.train.recipe import Recipe, recipe_of_arguments, training_reserve
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch, get_peft_model, load_adapter
 
 _ADAPTED = "_ktft_adapted"
 _SETTINGS = "_ktft_settings"
 _RECIPE = "_ktft_recipe"
+_HUB_ARGUMENTS = {
+    "subfolder": "adapter_folder",
+    "cache_dir": "cache_dir",
+    "revision": "model_revision",
+    "token": "hf_hub_token",
+}
 
 
 def adapt(module: ModuleType) -> None:
@@ -75,8 +84,6 @@ REFUSALS = (
     Refusal("use_adam_mini", bool, "remove it: it would give all experts of a layer one learning rate"),
     Refusal("infer_backend", lambda v: v != "huggingface", "set infer_backend: huggingface"),
     Refusal("export_dir", bool, UNMERGED),
-    Refusal("create_new_adapter", bool, "continue the adapter of adapter_name_or_path, or train without one"),
-    Refusal("adapter_name_or_path", lambda v: v is not None and len(v) > 1, "give one adapter"),
 )
 
 
@@ -208,13 +215,38 @@ def _adapt_loader(module: Any) -> None:
 
     @functools.wraps(original_adapter)
     def init_adapter(config: Any, model: Any, model_args: Any, finetuning_args: Any, is_trainable: bool) -> Any:
-        adapted = original_adapter(config, model, model_args, finetuning_args, is_trainable)
-        if settings_of(model_args) is not None and not is_trainable:
+        if settings_of(model_args) is None:
+            return original_adapter(config, model, model_args, finetuning_args, is_trainable)
+        # LLaMA-Factory would merge all adapters but the one that trains, and takes one alone on a quantized model
+        paths = list(model_args.adapter_name_or_path or ())
+        top = [] if is_trainable and finetuning_args.create_new_adapter else paths[-1:]
+        below = paths[: len(paths) - len(top)]
+        own_args = copy.copy(model_args)
+        own_args.adapter_name_or_path = top or None
+        adapted = original_adapter(config, model, own_args, finetuning_args, is_trainable)
+        if is_trainable:
+            _check_precision(adapted, getattr(model_args, _RECIPE, None))
+        if below:
+            stand_on(adapted, below, **{key: getattr(model_args, name) for key, name in _HUB_ARGUMENTS.items()})
+            logger().info(
+                "applied frozen, beneath the adapter that %s: %s", "trains" if is_trainable else "is last", below
+            )
+        if not is_trainable:
             model._hf_peft_config_loaded = True  # lets a Trainer evaluate a quantized model that has no adapter
         return adapted
 
     module.patch_config, module.init_adapter = patch_config, init_adapter
     patcher.configure_attn_implementation = configure_attn_implementation
+
+
+def _check_precision(model: Any, recipe: Recipe | None) -> None:
+    """LLaMA-Factory trains modules of additional_target in fp32, which only autocast fits into a model of bf16."""
+    whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
+    if whole and recipe and not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and model.dtype != torch.float32:
+        raise ValueError(
+            f"additional_target trains modules in fp32 within a model of {str(model.dtype).removeprefix('torch.')}; "
+            "set bf16: true"
+        )
 
 
 def _reserve(config: Any, model_args: Any, settings: Settings) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ktft.adapters.several import base_adapters_of
 from ktft.checkpoint.families import GROUPS, group_of
 from ktft.model.experts import experts_family, find_experts
 
@@ -58,11 +59,12 @@ def examine(model: nn.Module) -> Report | None:
 def _groups(model: nn.Module) -> tuple[Group, ...]:
     family = experts_family(model)
     counts = {group: [0, 0, 0] for group in GROUPS}
+    base = base_adapters_of(model)  # frozen, as the base model is
     for name, parameter in model.named_parameters():
         count = counts[group_of(name, family)]
         count[0] += parameter.numel() * parameter.requires_grad
         count[1] += parameter.numel() * (parameter.requires_grad and parameter.device.type == "cpu")
-        count[2] += parameter.numel() * (".lora_" in name)
+        count[2] += parameter.numel() * (".lora_" in name and base.keys().isdisjoint(name.split(".")))
     return tuple(Group(name, *count) for name, count in counts.items())
 
 

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft.adapters.peft import get_peft_model, load_adapter
+from ktft.adapters.several import check_resumed
 from ktft.model.experts import find_experts
 from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
@@ -66,6 +67,8 @@ class KtftCallback(TrainerCallback):
         model = kwargs["model"]
         report = examine(model)
         if report is not None:
+            if state.global_step:
+                check_resumed(model)
             optimizer = kwargs["optimizer"]
             check_trained(model, report, optimizer)
             logger().info("before step 1\n%s\n%s", format_report(report), describe(optimizer))

@@ -1,0 +1,174 @@
+"""Several adapters on one model: which can be active together, and those that count as part of the base model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+
+from ktft.adapters.lora import KtftExpertsLora
+
+if TYPE_CHECKING:
+    from peft import PeftModel as _Base  # what the mixin is mixed into
+else:
+    _Base = object
+
+
+class SeveralAdapters(_Base):
+    """What a `PeftModel` with expert LoRA does differently when it has several adapters."""
+
+    base_adapters: dict[str, str]
+    """Name and path of adapters that count as part of the base model; see `stand_on`."""
+
+    def set_adapter(self, adapter_name: str | list[str]) -> None:
+        """Activate and unfreeze an adapter, or several whose LoRA adds up; Trainer saves and resumes the first.
+
+        Raises:
+            ValueError: there is no such adapter, or several hold one module whole.
+        """
+        given = [adapter_name] if isinstance(adapter_name, str) else adapter_name
+        names = [*(name for name in given if name not in self.base_adapters), *self.base_adapters]
+        for name in names:
+            super().set_adapter(name)  # refuses names that there are none of
+        check_whole_modules(self, names)
+        self.active_adapter = names[0]
+        self.base_model.set_adapter(names)
+        self.set_requires_grad(list(self.base_adapters), False)
+        freeze_originals(self)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Forget an adapter. The adapters that it stands on stay as they are."""
+        super().delete_adapter(adapter_name)
+        self.base_adapters.pop(adapter_name, None)
+        self.set_requires_grad(list(self.base_adapters), False)
+        freeze_originals(self)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The model without its adapters, but with those that count as part of it; what trained, trains again after."""
+        with trainability_kept(self):
+            if not self.base_adapters:
+                with super().disable_adapter():
+                    yield
+                return
+            active = list(self.active_adapters)
+            self.base_model.set_adapter(list(self.base_adapters))
+            try:
+                yield
+            finally:
+                self.base_model.set_adapter(active)
+
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError(
+                "ktft has no batches that mix adapters (adapter_names); activate one or several with "
+                "model.set_adapter, and run a batch for each"
+            )
+        return super()._enable_peft_forward_hooks(*args, **kwargs)
+
+
+def stand_on(model: Any, paths: Sequence[str | os.PathLike[str]], **hub: Any) -> None:
+    """Apply saved adapters beneath the active one, frozen and without dropout, as if merged into the base model.
+
+    Training changes and `save_pretrained` writes the active adapter alone; `disable_adapter()` leaves the others on.
+
+    Args:
+        model: as returned by `ktft.get_peft_model` or `ktft.load_adapter`.
+        paths: adapter directories, or repositories of the Hugging Face Hub, in the order in which they were trained.
+        hub: as for `ktft.load_adapter`.
+
+    Raises:
+        ValueError: as for `ktft.load_adapter`; or the adapters cannot be applied together: a module that several of
+            them hold whole, ranks of more than `MAX_RANK` together, a dropout rate on the active one.
+    """
+    top, training = list(model.active_adapters), model.training
+    for path in paths:
+        name = f"base_{len(model.base_adapters) + 1}"
+        model.load_adapter(path, name, **hub)
+        model.base_adapters[name] = str(path)
+        for module in model.modules():
+            if isinstance(module, LoraLayer) and name in module.lora_dropout:
+                module.lora_dropout[name] = nn.Dropout(0.0)
+    model.train(training)
+    with trainability_kept(model):
+        model.set_adapter(top)
+    for module in model.modules():
+        if isinstance(module, KtftExpertsLora):
+            module.check_together(module.applied(), training=True)
+
+
+def check_name(model: nn.Module, adapter_name: str) -> None:
+    """Refuse a name by which PEFT, which looks for it anywhere in a parameter's name, would find other parameters."""
+    adapters = {n for module in model.modules() if isinstance(module, LoraLayer) for n in module.lora_A}
+    if any(adapter_name != other and (adapter_name in other or other in adapter_name) for other in adapters):
+        raise ValueError(f"adapter name {adapter_name!r} is part of {sorted(adapters)} or holds one; choose another")
+    found = next(
+        (n for n, _ in model.named_parameters() if adapter_name in n and adapter_name not in n.split(".")), None
+    )
+    if not adapter_name or "." in adapter_name or found:
+        raise ValueError(f"adapter name {adapter_name!r} occurs in {found}; choose another, without dots")
+
+
+def check_whole_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse adapters of which two hold one module whole: there is no sum of the two."""
+    for module_name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            owners = [name for name in names if name in module.modules_to_save]
+            if len(owners) > 1:
+                raise ValueError(
+                    f"adapters {' and '.join(owners)} both hold {module_name} whole (additional_target, "
+                    "modules_to_save), so that they cannot be active together; merge the first into the base model "
+                    "with ktft merge BASE ADAPTER OUT, and go on from OUT"
+                )
+
+
+def freeze_originals(model: nn.Module) -> None:
+    """PEFT unfreezes the base model's own copy of a module that only adapters now inactive hold whole."""
+    for module in model.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            module.original_module.requires_grad_(False)
+
+
+@contextmanager
+def trainability_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards, the parameters there were require a gradient exactly if they did; PEFT unfreezes active adapters."""
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in before.items():
+            parameter.requires_grad_(requires_grad)
+
+
+def base_adapters_of(model: nn.Module) -> dict[str, str]:
+    """Name and path of the adapters a model's active one stands on, however the model is wrapped."""
+    found = (getattr(module, "base_adapters", None) for module in model.modules())
+    return cast(dict[str, str], next((adapters for adapters in found if adapters is not None), {}))
+
+
+def stands_on(paths: Sequence[str]) -> str:
+    """What to tell of an adapter that was trained on top of others."""
+    return (
+        f"trained on top of {', '.join(paths)}: it belongs there, and alone its effect is another; in LLaMA-Factory "
+        f"give adapter_name_or_path: {','.join(paths)},THIS_DIRECTORY, elsewhere use ktft.adapters.several.stand_on"
+    )
+
+
+def check_resumed(model: nn.Module) -> None:
+    """Refuse to go on where transformers has loaded one adapter of a checkpoint that holds several.
+
+    Raises:
+        ValueError: the model has several, not counting those that it stands on.
+    """
+    below = base_adapters_of(model)
+    adapters = [name for name in getattr(model, "peft_config", {}) if name not in below]
+    if len(adapters) > 1:
+        raise ValueError(
+            f"transformers resumes one adapter, the model has {len(adapters)}: {', '.join(adapters)}; delete all but "
+            "the one that trains (model.delete_adapter), and put frozen ones beneath it with stand_on"
+        )
