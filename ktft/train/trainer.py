@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.model.experts import find_experts
+from ktft.train import checkpoints
 from ktft.train.report import Report, examine, format_report, logger
 
 __all__ = ["KtftCallback", "Trainer", "check_arguments", "check_launch", "get_peft_model", "load_adapter"]
@@ -64,6 +66,7 @@ class KtftCallback(TrainerCallback):
         report = examine(model)
         if report is not None:
             check_trained(model, report, kwargs.get("optimizer"))
+            checkpoints.clear_leftovers(Path(args.output_dir))
             logger().info("before step 1\n%s", format_report(report))
 
 
@@ -115,3 +118,4 @@ class Trainer(transformers.Trainer):
 # Every Trainer made after this import has the callback: transformers' own, TRL's and LLaMA-Factory's.
 if KtftCallback not in DEFAULT_CALLBACKS:
     DEFAULT_CALLBACKS.append(KtftCallback)  # type: ignore[arg-type]  # the list is typed by its only member
+checkpoints.install()
