@@ -30,8 +30,10 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 from ktft.adapters.peft import KtftPeftMixin
 from ktft.checkpoint.files import TEMPORARY, exchange, locked, sync_directory
 from ktft.model.experts import find_experts
+from ktft.system import readable
 from ktft.train.manifest import (
     damage,
+    data_facts,
     newest_whole,
     other_parameters,
     other_state,
@@ -47,7 +49,6 @@ STAGING = f"_checkpoints{TEMPORARY}"
 _REPLACED = "replaced"
 _UNSAVED_ADAPTERS = ".saving-*"  # of KtftPeftMixin.save_pretrained
 _LOSSES = "_ktft_losses"
-_GIB = 2**30
 
 _ANEW = "or begin anew from its adapter: set another output_dir and give adapter_name_or_path (ktft.load_adapter)"
 
@@ -121,14 +122,12 @@ def _save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, tri
             _rotate(run_dir, staging, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise OSError(_not_written(trainer, place, error)) from error
-    logger().info("%s is whole, %.3f GiB", place, nbytes / _GIB)
+    logger().info("%s is whole, %s", place, readable(nbytes))
     if trainer.args.push_to_hub:
         trainer._push_from_checkpoint(str(place))
 
 
-def _write(
-    original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path
-) -> None:
+def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path) -> None:
     """Let the Trainer and the callbacks write a checkpoint, which is going to `place`, into `staging`."""
     trainer._get_output_dir = lambda trial: str(staging)
     trainer._push_from_checkpoint = lambda folder: None
@@ -156,6 +155,8 @@ def _facts(trainer: Any) -> dict[str, Any]:
     return {
         "step": trainer.state.global_step,
         "run": run_facts(trainer.model, trainer.args.optim),
+        "data": data_facts(trainer),
+        "seed": torch.initial_seed(),  # of the order of the data, too: accelerate's sampler takes it
         "parameters": parameter_facts(trainer.model, trainer.optimizer),
         # Losses since the last log and before it: transformers forgets them, and logs other values after resuming
         "losses": {
@@ -190,11 +191,11 @@ def _rotate(run_dir: Path, staging: Path, limit: int | None, best: str | None) -
 def _not_written(trainer: Any, place: Path, error: Exception) -> str:
     tensors = [p for p in trainer.model.parameters() if p.requires_grad]
     states = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    needed = sum(tensor.nbytes for tensor in (*tensors, *states)) / _GIB
-    free, last = shutil.disk_usage(place.parent).free / _GIB, newest_whole(place.parent)
+    needed, free = sum(tensor.nbytes for tensor in (*tensors, *states)), shutil.disk_usage(place.parent).free
+    last = newest_whole(place.parent)
     then = f"{last} is whole: the same command resumes from it" if last else "no checkpoint was written before it"
     return (
-        f"{place} could not be written: {error}. It takes about {needed:.3f} GiB, and {free:.3f} GiB are free in "
+        f"{place} could not be written: {error}. It takes about {readable(needed)}, and {readable(free)} are free in "
         f"{place.parent} without it; make room, or set save_total_limit. {then}"
     )
 
@@ -216,9 +217,12 @@ def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint
             raise ValueError(_refusal(path, problem))
         manifest = read_manifest(path)
         if manifest is None:
-            logger().warning("%s has no manifest: plain transformers or an older ktft wrote it, nothing proves it", path)
+            logger().warning(
+                "%s has no manifest: plain transformers or an older ktft wrote it, nothing proves it", path
+            )
         else:
             _require_same_run(path, manifest, trainer)
+            torch.manual_seed(manifest["seed"])  # before the sampler is made; the generators' states come later
     try:
         if isinstance(trainer.model, PreTrainedModel | PeftModel) or (path / SAFE_WEIGHTS_NAME).is_file():
             original(checkpoint, model)
@@ -255,6 +259,11 @@ def _require_same_run(path: Path, manifest: dict[str, Any], trainer: Any) -> Non
         if now.get(key) != value:
             cure = f"set it as it was, {_ANEW}"
             raise ValueError(f"{path} cannot be resumed: {key} was {value}, it is {now.get(key)} now; {cure}")
+    for key, value in data_facts(trainer).items():
+        if value != (then := manifest["data"][key]):
+            logger().warning(
+                "%s: %s were %s, they are %s now: data will be repeated or left out", path, key, then, value
+            )
 
 
 def _load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
@@ -265,11 +274,11 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, ch
         original(checkpoint)
     except (RuntimeError, ValueError, KeyError, EOFError) as error:
         raise ValueError(_refusal(path, f"its optimizer's state cannot be loaded: {error}")) from error
-    manifest = read_manifest(path)
-    if manifest is not None:
-        if problem := other_state(manifest["parameters"], parameter_facts(trainer.model, trainer.optimizer)):
+    if manifest := read_manifest(path):
+        problem = other_state(manifest["parameters"], parameter_facts(trainer.model, trainer.optimizer))
+        if problem is not None:
             raise ValueError(_refusal(path, problem))
-    setattr(trainer, _LOSSES, manifest and manifest["losses"])
+        setattr(trainer, _LOSSES, manifest["losses"])
 
 
 def _refusal(path: Path, problem: str) -> str:

@@ -117,6 +117,15 @@ def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
     }
 
 
+def data_facts(trainer: Any) -> dict[str, int | None]:
+    """What the order of the data depends on: description -> value."""
+    dataset, args = trainer.train_dataset, trainer.args
+    return {
+        "examples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "examples a step": args.train_batch_size * args.gradient_accumulation_steps,
+    }
+
+
 def parameter_facts(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     """Of each parameter, in the optimizer's order: name, shape, and of each tensor of its state how much is not zero.
 

@@ -66,7 +66,7 @@ class KtftCallback(TrainerCallback):
         report = examine(model)
         if report is not None:
             check_trained(model, report, kwargs.get("optimizer"))
-            checkpoints.clear_leftovers(Path(args.output_dir))
+            checkpoints.clear_leftovers(Path(str(args.output_dir)))
             logger().info("before step 1\n%s", format_report(report))
 
 
