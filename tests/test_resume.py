@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ktft.train.checkpoints import STAGING
 from ktft.train.manifest import MANIFEST, damage
 
 Checkpoint = Callable[[str], Path]
+TrainYaml = Callable[..., dict[str, Any]]
 DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
 STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 
@@ -133,45 +134,49 @@ def whole_end(run: transformers.Trainer) -> Path:
     return Path(run.args.output_dir, "checkpoint-7")
 
 
-def test_llamafactory_resumes_by_itself(
-    train_yaml: Callable[..., dict[str, Any]], run_cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    """The same command again, with the checkpoint that it finds."""
-    packed = {"packing": True, "lora_dropout": 0.1, "gradient_accumulation_steps": 2, "logging_steps": 2}
-    require_resumed(
-        lambda config: run_cli(["llamafactory-cli", "train"], config).stdout,
-        [train_yaml(output_dir=str(tmp_path / name), max_steps=5, save_steps=3, **packed) for name in ("one", "two")],
-    )
-
-
-def test_llamafactory_resumes_a_reward_model(
-    train_yaml: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its callbacks replace files of each checkpoint, and transformers cannot load a model with a value head."""
+@pytest.fixture
+def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """LLaMA-Factory as a library, in this process."""
     from llamafactory.train.tuner import run_exp
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     verbosity, grad = logging.getLogger("transformers").level, torch.is_grad_enabled()
-    require_resumed(
-        run_exp,
-        [train_yaml("dsv3", "rm", output_dir=str(tmp_path / n), max_steps=5, save_steps=3) for n in ("one", "two")],
-        "value_head.safetensors",
-    )
+    yield run_exp
     logging.getLogger("transformers").setLevel(verbosity)
     torch.set_grad_enabled(grad)
 
 
-def require_resumed(run: Callable[[dict[str, Any]], Any], configs: list[dict[str, Any]], *more: str) -> None:
-    """Run the first; the second from the first's checkpoint-3; compare."""
-    first, second = (Path(config["output_dir"]) for config in configs)
-    run(configs[0])
-    assert damage(first / "checkpoint-3") is None
-    shutil.copytree(first / "checkpoint-3", second / "checkpoint-3")
-    log = run(configs[1])
-    assert log is None or f"Resuming training from {second}/checkpoint-3" in log
+def test_llamafactory_resumes_by_itself(
+    train_yaml: TrainYaml, run_cli: Callable[..., Any], run_exp: Callable[..., None], tmp_path: Path
+) -> None:
+    """The command finds the checkpoint of a run that was never interrupted, in another process."""
+    packed = {"packing": True, "lora_dropout": 0.1, "gradient_accumulation_steps": 2, "logging_steps": 2}
+    one, two = (train_yaml(output_dir=str(tmp_path / n), max_steps=5, save_steps=3, **packed) for n in ("one", "two"))
+    run_exp(one)
+    shutil.copytree(tmp_path / "one/checkpoint-3", tmp_path / "two/checkpoint-3")
+    log = run_cli(["llamafactory-cli", "train"], two).stdout
+    assert f"Resuming training from {tmp_path}/two/checkpoint-3" in log
+    require_same_folders(tmp_path / "one", tmp_path / "two")
+
+
+def test_llamafactory_resumes_a_reward_model(
+    train_yaml: TrainYaml, run_exp: Callable[..., None], tmp_path: Path
+) -> None:
+    """Its callbacks replace files of each checkpoint, and transformers cannot load a model with a value head."""
+    one, two = (
+        train_yaml("dsv3", "rm", output_dir=str(tmp_path / n), max_steps=5, save_steps=3) for n in ("one", "two")
+    )
+    run_exp(one)
+    assert damage(tmp_path / "one/checkpoint-3") is None
+    shutil.copytree(tmp_path / "one/checkpoint-3", tmp_path / "two/checkpoint-3")
+    run_exp(two)
+    require_same_folders(tmp_path / "one", tmp_path / "two", "value_head.safetensors")
+
+
+def require_same_folders(one: Path, two: Path, *more: str) -> None:
     for name in (*(f"checkpoint-5/{name}" for name in STATE), "adapter_model.safetensors", *more):
-        assert (first / name).read_bytes() == (second / name).read_bytes(), name
-    logs = [json.loads((path / "trainer_state.json").read_text())["log_history"] for path in (first, second)]
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    logs = [json.loads((path / "trainer_state.json").read_text())["log_history"] for path in (one, two)]
     assert [entry.get("loss") for entry in logs[0]] == [entry.get("loss") for entry in logs[1]]
 
 
@@ -228,7 +233,7 @@ def test_existing_checkpoint_is_replaced(
     base: Path, begun: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     (begun / "checkpoint-6/old").touch()
-    if not exchange:
+    if not exchange:  # a file system that cannot
         monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
     trainer(base, begun, max_steps=6).train(resume_from_checkpoint=str(begun / "checkpoint-3"))
     assert sorted(os.listdir(begun)) == ["checkpoint-3", "checkpoint-6"]

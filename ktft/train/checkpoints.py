@@ -95,15 +95,21 @@ def _staging(run_dir: Path) -> Iterator[Path]:
     staging = run_dir / STAGING
     staging.mkdir(parents=True, exist_ok=True)
     with locked(staging):
-        for old in (staging / _REPLACED).glob("*"):
-            if not (run_dir / old.name).exists():
-                os.rename(old, run_dir / old.name)
+        _bring_back(staging)
         for leftover in staging.iterdir():
             _remove_leftover(leftover)
         try:
             yield staging
         finally:
+            _bring_back(staging)
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _bring_back(staging: Path) -> None:
+    """Put a checkpoint back that was moved aside for one that did not come."""
+    for old in (staging / _REPLACED).glob("*"):
+        if not (staging.parent / old.name).exists():
+            os.rename(old, staging.parent / old.name)
 
 
 def _remove_leftover(folder: Path) -> None:
@@ -174,7 +180,7 @@ def _publish(written: Path, place: Path) -> None:
     elif not exchange(written, place):
         aside = written.parent / _REPLACED
         aside.mkdir()
-        os.rename(place, aside / place.name)  # comes back when the run is killed here: see _staging
+        os.rename(place, aside / place.name)
         os.rename(written, place)
     sync_directory(place.parent)
 

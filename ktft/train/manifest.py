@@ -78,9 +78,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def newest_whole(run_dir: Path, besides: Path | None = None) -> Path | None:
-    """The newest checkpoint with nothing wrong; None if there is none. Reads all files of those it looks at."""
+    """The newest checkpoint that its manifest proves; None if there is none. Reads all files of those it looks at."""
     others = (path for path in checkpoints(run_dir) if besides is None or path.resolve() != besides.resolve())
-    return next((path for path in others if damage(path) is None), None)
+    return next((path for path in others if (path / MANIFEST).is_file() and damage(path) is None), None)
 
 
 def _files(directory: Path) -> set[str]:
