@@ -195,9 +195,10 @@ def _rotate(run_dir: Path, staging: Path, limit: int | None, best: str | None) -
 
 
 def _not_written(trainer: Any, place: Path, error: Exception) -> str:
-    tensors = [p for p in trainer.model.parameters() if p.requires_grad]
-    states = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    needed, free = sum(tensor.nbytes for tensor in (*tensors, *states)), shutil.disk_usage(place.parent).free
+    tensors: list[torch.Tensor] = [p for p in trainer.model.parameters() if p.requires_grad]
+    states = trainer.optimizer.state_dict()["state"].values()
+    tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(place.parent).free
     last = newest_whole(place.parent)
     then = f"{last} is whole: the same command resumes from it" if last else "no checkpoint was written before it"
     return (

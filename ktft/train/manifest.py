@@ -132,14 +132,15 @@ def parameter_facts(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     Counts are exact whatever the threads, and take one pass over the state at memory speed.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = optimizer.state_dict()["state"]  # by place in the groups
     return [
         {
             "name": names.get(id(parameter), "not in the model"),
             "shape": list(parameter.shape),
-            "state": {key: _fact(value) for key, value in sorted(optimizer.state.get(parameter, {}).items())},
+            "state": {key: _fact(value) for key, value in sorted(states.get(place, {}).items())},
         }
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for place, parameter in enumerate(parameters)
     ]
 
 

@@ -1,9 +1,9 @@
 """Kill training runs at random moments: `python tests/scripts/kill_training.py [--kills 30] [--cli 6] [--seed N]`.
 
 A small model is trained by LLaMA-Factory with a checkpoint every second step, once without interruption. Then runs are
-killed with SIGKILL, half of them while a checkpoint is being written, and started again as they were, until there were
-so many kills. Every run that ends must have the losses, the adapter and the optimizer's state of the uninterrupted
-one, and no checkpoint may ever be there that is not whole. Exits 1 if one is.
+killed with SIGKILL after a random number of checkpoints, two thirds of them while the next one is being written, and
+started again as they were, until there were so many kills. Every run that ends must have the losses, the adapter and
+the optimizer's state of the uninterrupted one, and no checkpoint may ever be there that is not whole. Exits 1 if not.
 
 A run is a fork of a process that has imported all, so that kills hit training and not the imports; the first `--cli`
 kills hit `llamafactory-cli train` itself.
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +92,13 @@ def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:
         os._exit(status)
 
 
-def wait(child: int, seconds: float, saving: Path | None = None) -> int | None:
-    """Its exit status, minus the signal if one ended it; None if it runs on, or has begun to write into `saving`."""
+def wait(child: int, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
+    """Its exit status, minus the signal if one ended it; None if it runs on after these seconds, or when `until`."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end and not until():
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
-        if saving is not None and any(saving.glob("checkpoint-*")):
-            return None
         time.sleep(0.001)
     return None
 
@@ -141,24 +140,30 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
         took[cli] = time.monotonic() - begin
     expected = result(whole)
     print(f"seed {seed}; uninterrupted {took[False]:.1f} s, llamafactory-cli {took[True]:.1f} s", flush=True)
-    done = saving = finished = resumed = 0
+
+    def newest() -> int:
+        return max((int(path.name.split("-")[1]) for path in checkpoints(output)), default=0)
+
+    def saving() -> bool:
+        return any((output / STAGING).glob("checkpoint-*"))
+
+    done = half = finished = resumed = 0
     while done < kills or output.exists():
-        cli, aimed, last = done < by_cli, chance.random() < 0.5, done >= kills
-        found = checkpoints(output)
+        last, cli, begun = done >= kills, done < by_cli, newest()
         child = start(config | {"output_dir": str(output)}, log, cli=cli and not last)
-        status = wait(child, float("inf") if last else chance.uniform(0, took[cli]))
-        if status is None and aimed:  # on to the next save, and a little into it
-            status = wait(child, float("inf"), output / STAGING)
+        after = STEPS + 1 if last else chance.randrange(begun, STEPS + 1, SAVE_STEPS)
+        status = wait(child, float("inf"), lambda after=after: newest() >= after)
+        if status is None and chance.random() < 2 / 3:  # on to the next save, and a little into it
+            status = wait(child, float("inf"), saving)
             status = wait(child, chance.uniform(0, 0.05)) if status is None else status
-        resumed += bool(found)
+        elif status is None:
+            status = wait(child, chance.uniform(0, took[cli] / 4))
+        resumed += begun > 0
         if status is None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            done += 1
-            half = any((output / STAGING).glob("*"))
-            saving += half
-            now = checkpoints(output)
-            print(f"kill {done}: {', '.join(p.name for p in now) or 'none'}{', while saving' * half}", flush=True)
+            done, half, now = done + 1, half + saving(), checkpoints(output)
+            print(f"kill {done}: {', '.join(p.name for p in now) or 'none'}{', while saving' * saving()}", flush=True)
             if bad := [problem for path in now if (problem := damage(path))]:
                 print("NOT WHOLE:", bad)
                 return 1
@@ -170,9 +175,7 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
         finished += 1
         print("finished: losses, adapter and optimizer are the same", flush=True)
         shutil.rmtree(output)
-    print(
-        f"ok: {done} kills, {saving} while saving; {resumed} runs resumed, {finished} runs ended with the same result"
-    )
+    print(f"ok: {done} kills, {half} while saving; {resumed} runs resumed, {finished} runs ended with the same result")
     return 0
 
 
