@@ -241,6 +241,15 @@ def test_existing_checkpoint_is_replaced(
     assert damage(begun / "checkpoint-6") is None
 
 
+def test_failed_replacement_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
+    place = tmp_path / "checkpoint-3"
+    place.mkdir()
+    with pytest.raises(FileNotFoundError), checkpoints._staging(tmp_path) as staging:
+        checkpoints._publish(staging / "never written", place)
+    assert os.listdir(tmp_path) == ["checkpoint-3"]
+
+
 def test_full_disk_names_path_and_room(base: Path, tmp_path: Path) -> None:
     """A file size limit makes the writes fail as a full disk does, after a part was written."""
 
@@ -319,6 +328,7 @@ def flip(path: Path) -> None:
         ("rng_state.pth", Path.unlink, "it has no rng_state.pth"),
         ("model.safetensors", lambda path: save_file({"a": torch.zeros(1)}, path), "model.safetensors was added"),
         (MANIFEST, cut, f"{MANIFEST} is damaged"),
+        (MANIFEST, lambda path: path.write_text("{}"), f"{MANIFEST} has version None, this ktft reads version 1"),
     ],
 )
 def test_damaged_checkpoint_is_refused(
@@ -342,6 +352,13 @@ def test_damaged_checkpoint_is_refused(
 def test_another_run_is_refused(base: Path, begun: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"checkpoint-6 cannot be resumed: .*{message}.*adapter_name_or_path"):
         trainer(base, begun, **changed).train(resume_from_checkpoint=True)
+
+
+def test_other_batches_are_told(base: Path, begun: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trainer(base, begun, gradient_accumulation_steps=4, save_strategy="no")
+    with caplog.at_level(logging.WARNING, "ktft"):
+        run.train(resume_from_checkpoint=True)
+    assert "examples a step were 2 and are 4 now: data will be repeated or left out" in caplog.text
 
 
 def test_another_base_model_is_refused(base: Path, begun: Path, tmp_path: Path) -> None:
@@ -393,6 +410,8 @@ def test_checkpoint_without_manifest_resumes_with_a_word(
     assert (begun / "checkpoint-7/adapter_model.safetensors").read_bytes() == (
         whole_end(whole) / "adapter_model.safetensors"
     ).read_bytes()
+    with pytest.raises(ValueError, match=r"checkpoint-6 cannot be resumed: .* does not fit the model: .* has shape"):
+        trainer(base, begun, lora={"r": 4}).train(resume_from_checkpoint=str(begun / "checkpoint-6"))
     cut(begun / "checkpoint-7/optimizer.pt")
     (begun / "checkpoint-7" / MANIFEST).unlink()
     with pytest.raises(ValueError, match="its optimizer's state cannot be loaded"):

@@ -18,6 +18,7 @@ from ktft.checkpoint.files import sync_tree, to_json, write_whole
 from ktft.model.experts import find_experts
 
 MANIFEST = "ktft_checkpoint.json"
+VERSION = 1
 LOADED = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 """Suffixes of files that a Trainer may load from a checkpoint. One that the manifest does not list is refused."""
 REQUIRED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -28,7 +29,7 @@ def seal(directory: Path, facts: Mapping[str, Any]) -> int:
     """Make a written checkpoint durable, then list its files' sizes and SHA-256 beside `facts`. Returns its bytes."""
     sync_tree(directory)
     files = _describe(directory, sorted(_files(directory)))
-    write_whole(directory / MANIFEST, to_json({**facts, "files": files}))
+    write_whole(directory / MANIFEST, to_json({"version": VERSION, **facts, "files": files}))
     return sum(file["bytes"] for file in files.values())
 
 
@@ -36,13 +37,17 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """A checkpoint's manifest; None if it has none, as those of plain transformers.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is no JSON, or of another version.
     """
     path = directory / MANIFEST
+    if not path.is_file():
+        return None
     try:
-        manifest: dict[str, Any] | None = json.loads(path.read_bytes()) if path.is_file() else None
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+    if manifest.get("version") != VERSION:
+        raise ValueError(f"{path} has version {manifest.get('version')}, this ktft reads version {VERSION}")
     return manifest
 
 
