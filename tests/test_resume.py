@@ -358,7 +358,7 @@ def test_other_batches_are_told(base: Path, begun: Path, caplog: pytest.LogCaptu
     run = trainer(base, begun, gradient_accumulation_steps=4, save_strategy="no")
     with caplog.at_level(logging.WARNING, "ktft"):
         run.train(resume_from_checkpoint=True)
-    assert "examples a step were 2 and are 4 now: data will be repeated or left out" in caplog.text
+    assert "examples a step were 2, they are 4 now: data will be repeated or left out" in caplog.text
 
 
 def test_another_base_model_is_refused(base: Path, begun: Path, tmp_path: Path) -> None:
