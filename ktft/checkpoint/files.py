@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +21,7 @@ CRC32 = "crc32"
 """Metadata key of files that `write_safetensors` wrote: JSON, tensor name -> CRC-32 of its bytes, 8 hex digits."""
 
 _ALIGNMENT = 64
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of fcntl.h and linux/fs.h
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,29 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make a directory's files and subdirectories durable."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+        elif path.is_dir():
+            sync_directory(path)
+    sync_directory(directory)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step. False where the C library or the file system cannot, and nothing was done."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.trainer import DEFAULT_CALLBACKS
 from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.adapters.several import check_resumed
 from ktft.model.experts import find_experts
+from ktft.train import checkpoints
 from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
 
@@ -71,6 +73,7 @@ class KtftCallback(TrainerCallback):
                 check_resumed(model)
             optimizer = kwargs["optimizer"]
             check_trained(model, report, optimizer)
+            checkpoints.clear_leftovers(Path(str(args.output_dir)))
             logger().info("before step 1\n%s\n%s", format_report(report), describe(optimizer))
 
 
@@ -119,7 +122,9 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, **kwargs)
 
 
-# Every Trainer made after this import has the callback and the optimizer: transformers' own, TRL's, LLaMA-Factory's.
+# Every Trainer made after this import has the callback, the optimizer and the checkpoints: transformers' own, TRL's,
+# LLaMA-Factory's.
 adapt_trainer()
 if KtftCallback not in DEFAULT_CALLBACKS:
     DEFAULT_CALLBACKS.append(KtftCallback)  # type: ignore[arg-type]  # the list is typed by its only member
+checkpoints.install()

@@ -1,0 +1,325 @@
+"""Checkpoints that are whole or absent, and resuming that is exact, for every Trainer on a model with ktft's experts.
+
+Six methods that transformers' Trainers share are wrapped; on all other models they do what they did. A checkpoint is
+written, callbacks' `on_save` included, into a staging folder beside, sealed with a manifest and renamed. One that is
+resumed is read against its manifest first.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_jit_checkpoint import CheckpointManager
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
+
+from ktft.adapters.peft import KtftPeftMixin
+from ktft.checkpoint.files import TEMPORARY, exchange, locked, sync_directory
+from ktft.model.experts import find_experts
+from ktft.system import readable
+from ktft.train.manifest import (
+    damage,
+    data_facts,
+    newest_whole,
+    other_parameters,
+    other_state,
+    parameter_facts,
+    read_manifest,
+    run_facts,
+    seal,
+)
+from ktft.train.report import logger
+
+STAGING = f"_checkpoints{TEMPORARY}"
+"""Folder in `output_dir` where a checkpoint is written. No host takes it for a checkpoint or uploads it to a hub."""
+_REPLACED = "replaced"
+_UNSAVED_ADAPTERS = ".saving-*"  # of KtftPeftMixin.save_pretrained
+_LOSSES = "_ktft_losses"
+
+_ANEW = "or begin anew from its adapter: set another output_dir and give adapter_name_or_path (ktft.load_adapter)"
+
+
+def install() -> None:
+    """Wrap the Trainers' methods, once a process."""
+    for owner, name, around in _SEAMS:
+        original = getattr(owner, name)
+        if getattr(original, "_ktft", None) is None:
+            setattr(owner, name, _wrapped(original, around))
+
+
+def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = getattr(self, "trainer", self)
+        if find_experts(trainer.model):
+            return around(functools.partial(original, self), self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    method._ktft = True  # type: ignore[attr-defined]
+    return method
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what a killed run left of checkpoints it had not finished.
+
+    Raises:
+        ValueError: another process is writing a checkpoint there.
+    """
+    if (run_dir / STAGING).is_dir():
+        with _staging(run_dir):
+            pass
+    for folder in run_dir.glob(_UNSAVED_ADAPTERS):
+        _remove_leftover(folder)
+
+
+@contextmanager
+def _staging(run_dir: Path) -> Iterator[Path]:
+    """An empty folder that is gone afterwards, and with it what was moved there to be removed."""
+    staging = run_dir / STAGING
+    staging.mkdir(parents=True, exist_ok=True)
+    with locked(staging):
+        _bring_back(staging)
+        for leftover in staging.iterdir():
+            _remove_leftover(leftover)
+        try:
+            yield staging
+        finally:
+            _bring_back(staging)
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _bring_back(staging: Path) -> None:
+    """Put a checkpoint back that was moved aside for one that did not come."""
+    for old in (staging / _REPLACED).glob("*"):
+        if not (staging.parent / old.name).exists():
+            os.rename(old, staging.parent / old.name)
+
+
+def _remove_leftover(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    logger().info("removed %s, left unfinished by a run that was killed", folder)
+
+
+def _save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, trial: Any) -> None:
+    run_dir = Path(trainer._get_output_dir(trial))
+    place = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    try:
+        with _staging(run_dir) as staging:
+            _write(original, trainer, model, trial, staging, place)
+            nbytes = seal(staging / place.name, _facts(trainer))
+            _publish(staging / place.name, place)
+            _rotate(run_dir, staging, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise OSError(_not_written(trainer, place, error)) from error
+    logger().info("%s is whole, %s", place, readable(nbytes))
+    if trainer.args.push_to_hub:
+        trainer._push_from_checkpoint(str(place))
+
+
+def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path) -> None:
+    """Let the Trainer and the callbacks write a checkpoint, which is going to `place`, into `staging`."""
+    trainer._get_output_dir = lambda trial: str(staging)
+    trainer._push_from_checkpoint = lambda folder: None
+    try:
+        original(model, trial)
+    finally:
+        del trainer._get_output_dir, trainer._push_from_checkpoint
+    state, best = trainer.state, place.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}")
+    if state.best_global_step and (best == place or best.is_dir()):
+        state.best_model_checkpoint = str(best)
+        state.save_to_json(str(staging / place.name / TRAINER_STATE_NAME))
+    args, handler = copy.copy(trainer.args), trainer.callback_handler
+    args.output_dir = str(staging)
+    trainer.control = type(handler).on_save(handler, args, state, trainer.control)
+
+    def already_done(args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """In place of the event that every Trainer sends after `_save_checkpoint`."""
+        del handler.on_save
+        return control
+
+    handler.on_save = already_done
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    return {
+        "step": trainer.state.global_step,
+        "run": run_facts(trainer.model, trainer.args.optim),
+        "data": data_facts(trainer),
+        "seed": torch.initial_seed(),  # of the order of the data, too: accelerate's sampler takes it
+        "parameters": parameter_facts(trainer.model, trainer.optimizer),
+        # Losses since the last log and before it: transformers forgets them, and logs other values after resuming
+        "losses": {
+            "since_logged": trainer._tr_loss.item(),
+            "logged": trainer._total_loss_scalar,
+            "last_logged": trainer._globalstep_last_logged,
+        },
+    }
+
+
+def _publish(written: Path, place: Path) -> None:
+    """Move a sealed checkpoint to its place. One that is there already is exchanged for it."""
+    if not place.exists():
+        os.rename(written, place)
+    elif not exchange(written, place):
+        aside = written.parent / _REPLACED
+        aside.mkdir()
+        os.rename(place, aside / place.name)
+        os.rename(written, place)
+    sync_directory(place.parent)
+
+
+def _rotate(run_dir: Path, staging: Path, limit: int | None, best: str | None) -> None:
+    """`rotate_checkpoints` of transformers, but a checkpoint that goes loses its name first, and then its files."""
+    if limit is None or limit <= 0 or len(found := sort_checkpoints(str(run_dir), use_mtime=True)) <= limit:
+        return
+    kept = {found[-1], *([str(Path(best))] if best is not None else [])}
+    for path in [path for path in found if path not in kept][: len(found) - max(limit, len(kept))]:
+        os.rename(path, staging / f"{Path(path).name}.rotated")
+
+
+def _not_written(trainer: Any, place: Path, error: Exception) -> str:
+    tensors: list[torch.Tensor] = [p for p in trainer.model.parameters() if p.requires_grad]
+    states = trainer.optimizer.state_dict()["state"].values()
+    tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(place.parent).free
+    last = newest_whole(place.parent)
+    then = f"{last} is whole: the same command resumes from it" if last else "no checkpoint was written before it"
+    return (
+        f"{place} could not be written: {error}. It takes about {readable(needed)}, and {readable(free)} are free in "
+        f"{place.parent} without it; make room, or set save_total_limit. {then}"
+    )
+
+
+def _execute_jit_checkpoint(original: Callable[..., Any], manager: Any) -> None:
+    """`enable_jit_checkpoint` after SIGTERM: the step at hand is finished, logged and saved as any other."""
+    manager.is_checkpoint_requested = False
+    manager.trainer.control.should_save = manager.trainer.control.should_training_stop = True
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint: str, model: Any = None) -> None:
+    path = Path(checkpoint)
+    if path.is_dir():
+        logger().info("reading %s against its manifest", path)
+        if problem := damage(path):
+            raise ValueError(_refusal(path, problem))
+        manifest = read_manifest(path)
+        if manifest is None:
+            logger().warning(
+                "%s has no manifest: plain transformers or an older ktft wrote it, nothing proves it", path
+            )
+        else:
+            _require_same_run(path, manifest, trainer)
+            torch.manual_seed(manifest["seed"])  # before the sampler is made; the generators' states come later
+    try:
+        if isinstance(trainer.model, PreTrainedModel | PeftModel) or (path / SAFE_WEIGHTS_NAME).is_file():
+            original(checkpoint, model)
+        else:
+            _load_around_adapter(path, trainer.model)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(_refusal(path, str(error))) from error
+
+
+def _load_around_adapter(path: Path, model: nn.Module) -> None:
+    """Load a model that is none of transformers' or PEFT's but holds one, as that with a value head does.
+
+    transformers cannot. Beside the adapter, files of safetensors hold the other tensors, under the model's names.
+    """
+    inside, adapted = next((n, m) for n, m in model.named_modules() if isinstance(m, KtftPeftMixin))
+    adapted.load_adapter(str(path), adapted.active_adapters[0], is_trainable=True)
+    files = (file for file in path.glob("*.safetensors") if file.name != ADAPTER_SAFE_WEIGHTS_NAME)
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not name.startswith(f"{inside}."):
+            if name not in tensors:
+                raise ValueError(f"it has no tensor {name}")
+            with torch.no_grad():
+                parameter.copy_(tensors[name])
+
+
+def _require_same_run(path: Path, manifest: dict[str, Any], trainer: Any) -> None:
+    problem = other_parameters(manifest["parameters"], trainer.model)
+    if problem is not None:
+        cure = "set lora_target (target_modules), lora_rank and the model as they were"
+        raise ValueError(f"{path} cannot be resumed: {problem}; {cure}, {_ANEW}")
+    now = run_facts(trainer.model, trainer.args.optim)
+    for key, value in manifest["run"].items():
+        if now.get(key) != value:
+            cure = f"set it as it was, {_ANEW}"
+            raise ValueError(f"{path} cannot be resumed: {key} was {value}, it is {now.get(key)} now; {cure}")
+    for key, value in data_facts(trainer).items():
+        if value != (then := manifest["data"][key]):
+            logger().warning(
+                "%s: %s were %s, they are %s now: data will be repeated or left out", path, key, then, value
+            )
+
+
+def _load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+    if checkpoint is None:
+        return
+    path = Path(checkpoint)
+    try:
+        original(checkpoint)
+    except (RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise ValueError(_refusal(path, f"its optimizer's state cannot be loaded: {error}")) from error
+    if manifest := read_manifest(path):
+        problem = other_state(manifest["parameters"], parameter_facts(trainer.model, trainer.optimizer))
+        if problem is not None:
+            raise ValueError(_refusal(path, problem))
+        setattr(trainer, _LOSSES, manifest["losses"])
+
+
+def _refusal(path: Path, problem: str) -> str:
+    other = newest_whole(path.parent, besides=path)
+    cure = f"give resume_from_checkpoint: {other}, which is whole" if other else "no whole checkpoint lies beside it"
+    return f"{path} cannot be resumed: {problem}; {cure}"
+
+
+def _run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    _restore_losses(trainer)
+    if trainer.state.global_step >= trainer.state.max_steps:
+        trainer.control.should_training_stop = True  # resumed where it ended: transformers would train one step more
+        return
+    original(*args, **kwargs)
+
+
+def _finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    _restore_losses(trainer)
+    return original(*args, **kwargs)
+
+
+def _restore_losses(trainer: Any) -> None:
+    """Once after resuming, when the Trainer has reset them."""
+    if losses := vars(trainer).pop(_LOSSES, None):
+        trainer._tr_loss = torch.tensor(losses["since_logged"], device=trainer.args.device)
+        trainer._total_loss_scalar = losses["logged"]
+        trainer._globalstep_last_logged = losses["last_logged"]
+
+
+_SEAMS: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (Trainer, "_save_checkpoint", _save_checkpoint),
+    (Trainer, "_load_from_checkpoint", _load_from_checkpoint),
+    (Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler),
+    (Trainer, "_run_epoch", _run_epoch),
+    (Trainer, "_finalize_training", _finalize_training),
+    (CheckpointManager, "execute_jit_checkpoint", _execute_jit_checkpoint),
+)
