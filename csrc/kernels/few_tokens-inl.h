@@ -15,9 +15,9 @@ constexpr bool kDecodesRows = requires { typename Codec::template Rows<V>; };
 
 // Tokens up to which this is faster than tiles, as measured.
 constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 1, 2, 1};
-constexpr int kDotPieces = 16;      // of a strip, decoded at a time: 16 KB of L1
-constexpr int kDotAhead = 8 << 10;  // bytes that weights are fetched ahead; strips follow each other in memory
-constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // of W for each number of tokens: as many sums as stay in registers
+constexpr int kDotPieces = 16;          // of a strip, decoded at a time: 16 KB of L1
+constexpr int kDotAhead = 8 << 10;      // bytes that weights are fetched ahead; strips follow each other in memory
+constexpr int kDotRows[] = {0, 16, 8};  // of W for each number of tokens: as many sums as stay in registers
 
 // Memory of one piece; tiles' parts that are not pieces count with them.
 template <class Codec>
@@ -136,9 +136,7 @@ bool few_tokens(const GemmArgs& a) {
 template <class V, class Codec>
 void few_tokens_forward(const GemmArgs& a) {
   if (a.tokens == 1) return dot_forward<V, Codec, 1>(a);
-  if (a.tokens == 2) return dot_forward<V, Codec, 2>(a);
-  if (a.tokens == 3) return dot_forward<V, Codec, 3>(a);
-  dot_forward<V, Codec, 4>(a);
+  dot_forward<V, Codec, 2>(a);
 }
 
 }  // namespace ktft

@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 
 from ktft.adapters.peft import KtftPeftMixin
+from ktft.adapters.several import check_resumed
 from ktft.checkpoint.files import TEMPORARY, exchange, locked, sync_directory
 from ktft.model.experts import find_experts
 from ktft.system import readable
@@ -217,6 +218,7 @@ def _execute_jit_checkpoint(original: Callable[..., Any], manager: Any) -> None:
 
 
 def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint: str, model: Any = None) -> None:
+    check_resumed(trainer.model)
     path = Path(checkpoint)
     if path.is_dir():
         logger().info("reading %s against its manifest", path)

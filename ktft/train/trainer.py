@@ -14,7 +14,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft.adapters.peft import get_peft_model, load_adapter
-from ktft.adapters.several import check_resumed
 from ktft.model.experts import find_experts
 from ktft.train import checkpoints
 from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
@@ -69,8 +68,6 @@ class KtftCallback(TrainerCallback):
         model = kwargs["model"]
         report = examine(model)
         if report is not None:
-            if state.global_step:
-                check_resumed(model)
             optimizer = kwargs["optimizer"]
             check_trained(model, report, optimizer)
             checkpoints.clear_leftovers(Path(str(args.output_dir)))
