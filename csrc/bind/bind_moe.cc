@@ -89,10 +89,11 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("threads", [](const Runtime& r) { return r.pool.threads(); })
       .def_property_readonly("nodes", [](const Runtime& r) { return r.pool.nodes(); })
       .def_property_readonly("workspace_bytes", &Runtime::workspace_bytes)
-      .def("take_phases", [](Runtime& r) {
-        const std::lock_guard<std::mutex> lock(r.mutex);
-        return std::exchange(r.phases, {});
-      })
+      .def("take_phases",
+           [](Runtime& r) {
+             const std::lock_guard<std::mutex> lock(r.mutex);
+             return std::exchange(r.phases, {});
+           })
       .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); });
 
   py::class_<Lora>(m, "Lora")

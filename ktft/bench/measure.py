@@ -107,7 +107,15 @@ def _median(runs: list[Run], figure: Callable[[Run], float]) -> float:
 
 
 def _record(
-    case: Case, step: str, runs: list[Run], ktft: Ktft, batch: Batch, read: float, error: float, weight_bytes: int, absent: dict[str, str]
+    case: Case,
+    step: str,
+    runs: list[Run],
+    ktft: Ktft,
+    batch: Batch,
+    read: float,
+    error: float,
+    weight_bytes: int,
+    absent: dict[str, str],
 ) -> Record:
     shape, runtime = case.shape, ktft.layers[0].runtime
     passes = STEPS.get(step, 1)
