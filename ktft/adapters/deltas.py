@@ -93,7 +93,9 @@ class AdapterDeltas:
         for name, rank in self.linears.items():
             module = model.get_submodule(name)
             if not isinstance(module, nn.Linear):
-                raise ValueError(f"{self.file}: {name} is {type(module).__name__}; only LoRA on linear layers is merged")
+                raise ValueError(
+                    f"{self.file}: {name} is {type(module).__name__}; only LoRA on linear layers is merged"
+                )
             shapes |= _pair_shapes(name, rank, module.in_features, module.out_features)
         for name, ranks in self.experts.items():
             layer = model.get_submodule(name)

@@ -30,8 +30,9 @@ UNSUPPORTED = {
 """PEFT's LoRA options that expert LoRA does not have, and what people call them."""
 
 UNMERGED = (
-    "ktft keeps adapters unmerged, because its experts are quantized: load the adapter beside the base model with "
-    "ktft.load_adapter(model, path), or in LLaMA-Factory with use_kt: true and adapter_name_or_path"
+    "ktft keeps adapters unmerged in memory, because its experts are quantized: save the adapter and run "
+    "`ktft merge BASE ADAPTER OUT`, which writes a merged checkpoint, or load the adapter beside the base model with "
+    "ktft.load_adapter(model, path), in LLaMA-Factory with use_kt: true and adapter_name_or_path"
 )
 
 _EXPERT_KEY = re.compile(rf"(\d+)\.({'|'.join(PROJECTIONS)})\.lora_([AB])\.([^.]+)\.weight")

@@ -1,4 +1,4 @@
-"""`ktft merge`: writes a base model with an adapter's deltas added, beside its place, and moves it there when it is whole.
+"""`ktft merge`: writes a base model with an adapter added, beside its place, and moves it there when it is whole.
 
 All is written into `OUT.merging`. What is there says which merge it belongs to, so that the same command goes on where
 it stopped and another one starts over. OUT appears by renaming, complete.

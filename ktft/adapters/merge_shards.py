@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ktft.adapters.deltas import AdapterDeltas
@@ -96,7 +97,7 @@ class ShardMerge:
                     self.changes,
                     self.reader,
                     outcomes,
-                    lambda shard=shard, outcomes=outcomes: self.records.write(shard.name, outcomes),  # type: ignore[misc]
+                    partial(self.records.write, shard.name, outcomes),
                 )
             self._write_rest()
 
@@ -124,5 +125,3 @@ def dequantized_config(config: dict[str, object]) -> dict[str, object]:
     if isinstance(text := plain.get("text_config"), dict):
         plain["text_config"] = dequantized_config(text)
     return plain
-
-

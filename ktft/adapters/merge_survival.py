@@ -65,7 +65,7 @@ class Survival:
 
     @property
     def lost(self) -> float:
-        """The same, seen by the inputs that the adapter reads: 0 if it acts as trained, 1 if as much is wrong as it did.
+        """The same, seen by the inputs that the adapter reads: 0 if it acts as trained, 1 if all of that is wrong.
 
         Rounding noise does not know these directions: of rank r in n inputs, it is sqrt(r / n) of `relative_error`.
         """

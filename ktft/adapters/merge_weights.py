@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -147,10 +148,10 @@ def changes_of(plan: LoadPlan, deltas: AdapterDeltas, storage: str, with_experts
         return found.setdefault(one.key, one)
 
     for name, rank in deltas.linears.items():
-        part = Part(name, _group(name), slice(None), lambda name=name, rank=rank: deltas.lora(name, rank))  # type: ignore[misc]
+        part = Part(name, _group(name), slice(None), partial(deltas.lora, name, rank))
         change(_stored(plan, f"{name}.weight")).parts.append(part)
     for name in sorted(deltas.replaced):
-        part = Part(name, _group(name), slice(None), lambda name=name: deltas.replacement(name))  # type: ignore[misc]
+        part = Part(name, _group(name), slice(None), partial(deltas.replacement, name))
         change(_stored(plan, name)).parts.append(part)
     if with_experts:
         for matrix in plan.experts.matrices:
@@ -162,7 +163,9 @@ def changes_of(plan: LoadPlan, deltas: AdapterDeltas, storage: str, with_experts
     for each in found.values():
         _require_encoder(each)
     order = {file: number for number, file in enumerate(plan.backbone.checkpoint.files)}
-    return sorted(found.values(), key=lambda c: (order[c.matrix.codes.file], c.matrix.codes.offset, c.matrix.index or 0))
+    return sorted(
+        found.values(), key=lambda c: (order[c.matrix.codes.file], c.matrix.codes.offset, c.matrix.index or 0)
+    )
 
 
 def _require_encoder(change: Change) -> None:
@@ -189,7 +192,7 @@ def _expert_parts(plan: LoadPlan, deltas: AdapterDeltas, matrix: Matrix) -> Iter
         if rank is not None:
             name = f"{module}.{target.expert}.{target.projection}"
             group = (module, target.projection)
-            yield Part(name, group, target.rows, lambda name=name, rank=rank: deltas.lora(name, rank))  # type: ignore[misc]
+            yield Part(name, group, target.rows, partial(deltas.lora, name, rank))
 
 
 def _quantized(plan: LoadPlan) -> Iterator[Matrix]:

@@ -191,7 +191,7 @@ def merge(
     console = Console(stderr=True)
     try:
         settings = config.Settings(threads=threads, numa_nodes=numa_nodes)
-        request = command.Request(base, adapter, out, storage, settings, check, allow_drowned)
+        request = command.Request(base, adapter, Path(os.path.abspath(out)), storage, settings, check, allow_drowned)
         warnings = command.merge(request, console)
     except KeyboardInterrupt:
         raise refuse("interrupted; what is finished is kept, run the same command again") from None

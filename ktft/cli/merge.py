@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +16,7 @@ from ktft.config import EXPERT_FORMATS, Settings
 if TYPE_CHECKING:
     from ktft.adapters.merge import Merge
     from ktft.adapters.merge_survival import GroupOutcome
+    from ktft.verify.merged import MergeCheck
 
 FORMATS = ("same", *EXPERT_FORMATS)
 SHOWN = 12  # rows of the table
@@ -52,9 +53,14 @@ def merge(request: Request, console: Console) -> list[str]:
     with merge.opened():
         show(merge.run(), merge.total_bytes(), console)
         groups = merge.outcomes()
-        console.print(_table(groups))
+        console.print(_table(groups), soft_wrap=True)
         warnings = _judge(groups, merge, request.allow_drowned)
-        merge.publish(_check(merge, request, console) if request.check else None)
+        check = _check(merge, request, console) if request.check else None
+        if check is not None and check.drowned:
+            warnings.append(
+                f"rounding moves the logits by {check.error:.2%}, more than the adapter does ({check.effect:.2%})"
+            )
+        merge.publish(None if check is None else check.to_dict())
     return warnings
 
 
@@ -68,8 +74,8 @@ def _check_directories(request: Request) -> None:
         one, two = out.resolve(), other.resolve()
         if one == two or one in two.parents or two in one.parents:
             raise ValueError(f"OUT {out} and {name} {other} lie within each other; give a directory apart")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty; give a new directory, or remove it")
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise ValueError(f"{out} exists; give a new or empty directory, or remove it")
 
 
 def _judge(groups: list[GroupOutcome], merge: Merge, allow_drowned: bool) -> list[str]:
@@ -102,8 +108,8 @@ def _judge(groups: list[GroupOutcome], merge: Merge, allow_drowned: bool) -> lis
     ]
 
 
-def _check(merge: Merge, request: Request, console: Console) -> dict[str, Any]:
-    """Compare the result with base and adapter. Returns what the report says of it.
+def _check(merge: Merge, request: Request, console: Console) -> MergeCheck:
+    """Compare the result with base and adapter.
 
     Raises:
         ValueError: it is off by more than its format explains.
@@ -121,7 +127,7 @@ def _check(merge: Merge, request: Request, console: Console) -> dict[str, Any]:
         with console.status("comparing logits with those of base and adapter ..."):
             check = check_logits(*places, limit)
     else:
-        found: list[Any] = []
+        found: list[MergeCheck] = []
         show(check_layers(*places, limit, found), layers_bytes(request.base, *places[2:]), console)
         (check,) = found
     effect = f"; the adapter moves them by {check.effect:.2%}" if check.effect is not None else ""
@@ -132,24 +138,21 @@ def _check(merge: Merge, request: Request, console: Console) -> dict[str, Any]:
             f"the merged model is not the base model with the adapter: {text}. It is left in {merge.staging}; "
             "--no-check takes it all the same"
         )
-    console.print(Text(text))
-    return check.to_dict()
+    console.print(Text(text), soft_wrap=True)
+    return check
 
 
 def _table(groups: list[GroupOutcome]) -> Table:
-    table = Table(box=None, title=f"What rounding left of the adapter, the worst {min(SHOWN, len(groups))} of {len(groups)}")
-    for column in ("weights of", "", "lost", "projected", "cosine", "error", "rounded", ""):
-        table.add_column(column, no_wrap=True)
+    title = f"What rounding left of the adapter, the worst {min(SHOWN, len(groups))} of {len(groups)}"
+    table = Table("weights of", "lost", "projected", "error", "rounded", "", title=title, box=None)
     styles = {"ok": "green", "weak": "yellow", "drowned": "bold red"}
     for group in groups[:SHOWN]:
-        survival = group.survival
+        name = f"{group.layer}.{group.projection}".removeprefix("model.")
         table.add_row(
-            f"{group.layer}.{group.projection}".removeprefix("model."),
-            f"x{group.weights}" if group.weights > 1 else "",
-            f"{survival.lost:.1%}",
-            f"{survival.projection:.3f}",
-            f"{survival.cosine:.3f}",
-            f"{survival.relative_error:.3f}",
+            name if group.weights == 1 else f"{name} x{group.weights}",
+            f"{group.survival.lost:.1%}",
+            f"{group.survival.projection:.3f}",
+            f"{group.survival.relative_error:.3f}",
             group.rounding,
             Text(group.verdict, style=styles[group.verdict]),
         )

@@ -24,8 +24,8 @@ from ktft.model.shape import shape_of, top_k_of
 from ktft.native import ExpertLayer
 from ktft.verify.contract import relative_error
 from ktft.verify.layers import SEED
-from ktft.verify.whole import AMPLIFIED, Choices, load_model, outermost_experts, random_tokens
 from ktft.verify.weights import TYPICAL
+from ktft.verify.whole import AMPLIFIED, Choices, load_model, outermost_experts, random_tokens
 
 EXACT_LIMIT = 0.01
 """Relative error of logits where weights are stored in 16 bits or more."""
@@ -58,6 +58,11 @@ class MergeCheck:
         """Whether the error is within its limit. NaN is not."""
         return self.error <= self.limit
 
+    @property
+    def drowned(self) -> bool:
+        """Whether rounding does more than the adapter."""
+        return self.effect is not None and self.error > self.effect
+
     def to_dict(self) -> dict[str, Any]:
         """For the report; three digits."""
         values = asdict(self) | {"passed": self.passed}
@@ -65,9 +70,16 @@ class MergeCheck:
 
 
 def limit_of(storage: str, scheme: Scheme) -> float:
-    """What rounding the merged weights may do to an output: by the format they are stored in."""
-    kind = storage if storage != "same" else KINDS.get(scheme.name, "bf16")
-    return max(EXACT_LIMIT, 0.0 if kind == "bf16" else AMPLIFIED * TYPICAL[kind])
+    """What rounding the merged weights may do to an output: by the formats they are stored in.
+
+    Args:
+        storage: `--format`.
+        scheme: the base model's, in which weights around packed experts stay.
+    """
+    kinds = {storage} - {"same", "bf16"}
+    if storage != "bf16":
+        kinds |= {KINDS[scheme.name]} if scheme.name in KINDS else set()
+    return max([EXACT_LIMIT, *(AMPLIFIED * TYPICAL[kind] for kind in kinds)])
 
 
 def logits_bytes(base: Path) -> int:
