@@ -94,7 +94,7 @@ class AdapterDeltas:
             module = model.get_submodule(name)
             if not isinstance(module, nn.Linear):
                 raise ValueError(
-                    f"{self.file}: {name} is {type(module).__name__}; only LoRA on linear layers is merged"
+                    f"{self.file}: {name} is {type(module).__name__}; LoRA is merged on linear layers only"
                 )
             shapes |= _pair_shapes(name, rank, module.in_features, module.out_features)
         for name, ranks in self.experts.items():

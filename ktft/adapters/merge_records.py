@@ -1,4 +1,4 @@
-"""Outcomes of finished files, kept beside them until the merge is complete, so that a restart need not measure again."""
+"""Outcomes of finished files, kept beside them until the merge is complete: a restart does not measure again."""
 
 from __future__ import annotations
 

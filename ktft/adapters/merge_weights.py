@@ -82,8 +82,8 @@ class Change:
     def apply(self, reader: CheckpointReader) -> tuple[dict[str, Tensor], list[Outcome]]:
         """The tensors as they are written, by role, and what came of each part.
 
-        To the nearest where the deltas survive that; where they do not, rounded up or down at random so that the mean is
-        right, if more of them survives that way. The random numbers depend on the matrix's name alone.
+        To the nearest where the deltas survive that; where they do not, up or down at random so that the mean is right,
+        if more of them survives that way. The random numbers depend on the matrix's name alone.
 
         Raises:
             ValueError: NaN or Inf, or a sum too large for the dtype; the message names file and tensor.

@@ -90,7 +90,7 @@ def _judge(groups: list[GroupOutcome], merge: Merge, allow_drowned: bool) -> lis
     for group in found["drowned"][:1]:
         text = (
             f"{len(found['drowned'])} of {len(groups)} merged projections drowned in rounding, the worst is "
-            f"{group.layer} {group.projection}: {group.survival.lost:.0%} of what the adapter does is lost, the limit is "
+            f"{group.layer} {group.projection}: {group.survival.lost:.0%} of what it does is lost, the limit is "
             f"{DROWNED:.0%}"
         )
         if not allow_drowned:
@@ -102,7 +102,7 @@ def _judge(groups: list[GroupOutcome], merge: Merge, allow_drowned: bool) -> lis
         return [text]
     return [
         f"{len(found['weak'])} of {len(groups)} merged projections are weak, the worst is {group.layer} "
-        f"{group.projection}: {group.survival.lost:.0%} of what the adapter does is lost in rounding (above {WEAK:.0%}); "
+        f"{group.projection}: {group.survival.lost:.0%} of what it does is lost in rounding (above {WEAK:.0%}); "
         "a format with more bits keeps more"
         for group in found["weak"][:1]
     ]
