@@ -86,7 +86,7 @@ class AdapterDeltas:
         self.file = saved.directory / SAFETENSORS_WEIGHTS_NAME
         self._check_options()
         self.reader = CheckpointReader([self.file])
-        reach = planned_reach(model, config)
+        reach = planned_reach(model, config, saved=True)
         self.experts = reach.ranks
         self.linears = {name: _rank_of(config, name) for name in sorted(reach.modules - reach.ranks.keys())}
         shapes: dict[str, tuple[int, ...]] = {}

@@ -54,7 +54,7 @@ class Survival:
         return _ratio(self.product, math.sqrt(self.delta * self.moved))
 
     @property
-    def projection(self) -> float:
+    def projected(self) -> float:
         """<moved, delta> / <delta, delta>: 1 if the delta is there, whatever noise came with it; 0 if it is not."""
         return _ratio(self.product, self.delta)
 
@@ -73,7 +73,7 @@ class Survival:
 
     def to_dict(self) -> dict[str, float]:
         """The four measures."""
-        names = ("lost", "projection", "cosine", "relative_error")
+        names = ("lost", "projected", "cosine", "relative_error")
         return {name: _digits(getattr(self, name)) for name in names}
 
 

@@ -151,7 +151,7 @@ def _table(groups: list[GroupOutcome]) -> Table:
         table.add_row(
             name if group.weights == 1 else f"{name} x{group.weights}",
             f"{group.survival.lost:.1%}",
-            f"{group.survival.projection:.3f}",
+            f"{group.survival.projected:.3f}",
             f"{group.survival.relative_error:.3f}",
             group.rounding,
             Text(group.verdict, style=styles[group.verdict]),

@@ -1,7 +1,7 @@
 """How much of a LoRA delta survives being merged: `python tests/scripts/delta_survival.py [SIZE]`.
 
 Gaussian weights SIZE x SIZE (2048 by default), stored in each format, and deltas of rank 8 whose norm is 0.1 to 3% of
-the weights'. The table of docs/merge.md: lost, projection and relative error, rounded to the nearest and, where the merge
+the weights'. The table of docs/merge.md: lost, projection and relative error, rounded to nearest and, where the merge
 can choose, dithered.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
             cells = []
             for dither in (None, torch.Generator().manual_seed(1)) if choice else (None,):
                 found = Survival.measure(delta, moved(delta, dither), inputs)
-                cells += [f"{100 * found.lost:.1f}", f"{found.projection:.3f}", f"{found.relative_error:.2f}"]
+                cells += [f"{100 * found.lost:.1f}", f"{found.projected:.3f}", f"{found.relative_error:.2f}"]
             print(f"| {name} | {100 * share:g} | {' | '.join(cells + [''] * (6 - len(cells)))} |", flush=True)
 
 
