@@ -16,7 +16,7 @@ import torch
 from merging import contents, merge, run, write_adapter
 from quantize import quantize
 from safetensors.torch import load_file, save_file
-from test_convert import forked
+from test_convert import forked as plainly_forked
 from tiny import write_checkpoint
 from torch import Tensor
 
@@ -56,6 +56,16 @@ def refused(base: Path, adapter: Path, out: Path, *options: str) -> str:
     assert status == 2, output
     assert not out.exists()
     return output
+
+
+def forked(function: Callable[[], Any], log: Path) -> int:
+    """As test_convert's. A child has none of its parent's threads: torch would wait for them."""
+
+    def alone() -> Any:
+        torch.set_num_threads(1)
+        return function()
+
+    return plainly_forked(alone, log)
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -229,7 +239,7 @@ def test_killed_at_any_call_it_goes_on_to_the_same_bytes(
         expected = contents(merge(*command))
     assert calls[-2:] == ["open", "fsync"] and calls.count("rename") == 1
     last, half_written = len(calls) - 1, 0
-    moments = {*range(0, last, last // 10), last, calls.index("rename"), calls.index("rename") + 1}
+    moments = {*range(0, last, last // 6), last, calls.index("rename"), calls.index("rename") + 1}
     for moment in sorted(moments):
         out = tmp_path / f"killed{moment}"
 
@@ -261,6 +271,13 @@ def test_another_merge_starts_over(base: Path, adapter: Path, tmp_path: Path, mo
 
         assert forked(killed, tmp_path / "log") == -signal.SIGKILL
         assert len(contents(tmp_path / "out.merging")) > 5
+        if not options:
+            files = sorted((tmp_path / "out.merging").glob("*.safetensors"))
+            shutil.copytree(tmp_path / "out.merging", tmp_path / "go_on.merging")
+            before = [(tmp_path / "go_on.merging" / file.name).stat().st_mtime_ns for file in files]
+            merge(base, adapter, tmp_path / "go_on", "--no-check")
+            after = [(tmp_path / "go_on" / file.name).stat().st_mtime_ns for file in files]
+            assert after == before, "what is finished is not written again"
         assert contents(merge(base, other, tmp_path / "out", "--no-check")) == expected
         shutil.rmtree(tmp_path / "out")
 
@@ -280,8 +297,5 @@ def test_full_disk(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert "bytes are still to be written" in log.read_text() and "run the same command again" in log.read_text()
     kept = contents(tmp_path / "out.merging")
     assert not out.exists() and not [name for name in kept if name.endswith(TEMPORARY) or name == REPORT]
-    finished = [name for name in shards if name in kept]
-    assert len(finished) == len(shards) - 1 and all(kept[name] == expected[name] for name in finished)
-    before = (tmp_path / "out.merging" / finished[0]).stat().st_ino
+    assert all(kept[name] == expected[name] for name in shards if name in kept)
     assert contents(merge(base, adapter, out, "--no-check")) == expected
-    assert (out / finished[0]).stat().st_ino == before, "what is finished is not written again"

@@ -26,7 +26,6 @@ from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.cache import sha256
 from ktft.checkpoint.files import TEMPORARY, locked, sync_directory, to_json, write_whole
 from ktft.checkpoint.identity import identify
-from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CONFIG_NAME, CheckpointReader
 from ktft.config import EXPERT_FORMATS, Settings
 from ktft.model.meta import meta_model
@@ -41,7 +40,7 @@ class Merge:
     """One base model, one adapter, one directory to write.
 
     Args:
-        base: a checkpoint as released.
+        base: a checkpoint as released, not a converted one.
         adapter: a directory, or a repository of the Hugging Face Hub.
         out: must not exist, or be empty.
         storage: one of `FORMATS`.
@@ -59,8 +58,6 @@ class Merge:
         model = meta_model(AutoConfig.from_pretrained(base))
         files = CheckpointReader.from_directory(base).files
         plan = LoadPlan(model, [str(file) for file in files], settings)
-        if not isinstance(plan.experts, ExpertPlan):
-            raise ValueError(f"{base} is a converted checkpoint; give the original one, and --format for a packed one")
         self.scheme = plan.backbone.checkpoint.scheme
         self.deltas = AdapterDeltas(saved, model)
         described = {"adapter_config.json": {"sha256": sha256(saved.directory / "adapter_config.json")}}

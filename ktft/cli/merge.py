@@ -70,6 +70,10 @@ def _check_directories(request: Request) -> None:
         raise ValueError(f"--format is {request.storage!r}; supported: {', '.join(FORMATS)}")
     if not (base / "config.json").is_file():
         raise ValueError(f"{base} is not a directory with a config.json; download the checkpoint first")
+    from ktft.checkpoint.cache import MANIFEST, UNFINISHED
+
+    if any((base / name).is_file() for name in (MANIFEST, UNFINISHED)):
+        raise ValueError(f"{base} is a converted checkpoint; give the original one, and --format for a packed result")
     for name, other in (("BASE", base), ("ADAPTER", adapter)):
         one, two = out.resolve(), other.resolve()
         if one == two or one in two.parents or two in one.parents:
