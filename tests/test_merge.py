@@ -277,7 +277,7 @@ def test_a_wrong_sum_is_found(
         monkeypatch.setattr("ktft.system.available_memory", lambda: 0)
     good = merge(given.base, given.adapter, tmp_path / "good")
     check = json.loads((good / REPORT).read_text())["check"]
-    assert check["method"] == method and 0.0005 < check["error"] < check["limit"] == 0.01
+    assert check["method"] == method and 0.0005 < check["error"] < 0.01 <= check["limit"] < 0.03
     monkeypatch.setattr(LoraDelta, "matrix", lambda self, base: honest(self, base) * 0.9)
     status, output = run(given.base, given.adapter, tmp_path / "bad")
     assert status == 2 and "the merged model is not the base model with the adapter: " in output

@@ -125,13 +125,13 @@ def _check(merge: Merge, request: Request, console: Console) -> MergeCheck:
     from ktft.verify.merged import check_layers, check_logits, layers_bytes, limit_of, logits_bytes
 
     settings, packed = replace(request.settings, expert_format="bf16"), request.storage in PACKED
-    limit = limit_of(request.storage, merge.scheme)
     places = (request.base, request.adapter, merge.staging, settings, packed)
     if logits_bytes(request.base) <= available_memory():
         with console.status("comparing logits with those of base and adapter ..."):
-            check = check_logits(*places, limit)
+            check = check_logits(*places, request.storage, merge.scheme)
     else:
         found: list[MergeCheck] = []
+        limit = limit_of(request.storage, merge.scheme)
         show(check_layers(*places, limit, found), layers_bytes(request.base, *places[2:]), console)
         (check,) = found
     effect = f"; the adapter moves them by {check.effect:.2%}" if check.effect is not None else ""

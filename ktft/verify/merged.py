@@ -69,17 +69,19 @@ class MergeCheck:
         return {k: float(f"{v:.3g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in values.items()}
 
 
-def limit_of(storage: str, scheme: Scheme) -> float:
+def limit_of(storage: str, scheme: Scheme, noise: float = 0.0) -> float:
     """What rounding the merged weights may do to an output: by the formats they are stored in.
 
     Args:
         storage: `--format`.
         scheme: the base model's, in which weights around packed experts stay.
+        noise: what computing in bf16 does to the same output: some models amplify every rounding.
     """
     kinds = {storage} - {"same", "bf16"}
     if storage != "bf16":
         kinds |= {KINDS[scheme.name]} if scheme.name in KINDS else set()
-    return max([EXACT_LIMIT, *(AMPLIFIED * TYPICAL[kind] for kind in kinds)])
+    amplified = max(AMPLIFIED, noise / TYPICAL["bf16"])
+    return max([EXACT_LIMIT, noise, *(amplified * TYPICAL[kind] for kind in kinds)])
 
 
 def logits_bytes(base: Path) -> int:
@@ -88,11 +90,14 @@ def logits_bytes(base: Path) -> int:
     return 2 * shape.expert_parameters + 4 * shape.other_parameters
 
 
-def check_logits(base: Path, adapter: Path, merged: Path, settings: Settings, packed: bool, limit: float) -> MergeCheck:
+def check_logits(
+    base: Path, adapter: Path, merged: Path, settings: Settings, packed: bool, storage: str, scheme: Scheme
+) -> MergeCheck:
     """Both models, one after the other, on one sequence of random tokens; the second chooses the experts of the first.
 
     Args:
         packed: whether the merged experts are packed, and so have their format already.
+        storage, scheme: of `limit_of`.
     """
     before = load_model(base, settings, adapter)
     assert isinstance(before, PeftModel)
@@ -105,10 +110,13 @@ def check_logits(base: Path, adapter: Path, merged: Path, settings: Settings, pa
             expected = _logits(inner, ids)
         with before.disable_adapter(), choices.replayed(inner, {}):
             alone = _logits(inner, ids)
+        with choices.replayed(before.to(torch.bfloat16).get_base_model(), outermost_experts(inner)):
+            noise = relative_error(_logits(inner, ids), expected)
     del before, inner
     after = load_model(merged, _for(settings, packed), None)
     with torch.no_grad(), choices.replayed(after, outermost_experts(after)):
         found = _logits(after, ids)
+    limit = limit_of(storage, scheme, noise)
     return MergeCheck("logits", relative_error(found, expected), limit, relative_error(alone, expected))
 
 
