@@ -328,9 +328,14 @@ class Reach:
     standard: set[str] | str
 
 
-def planned_reach(model: Any, config: LoraConfig) -> Reach:
-    """What `get_peft_model` would give LoRA, and the same errors; the model, which may be on meta, is not changed."""
-    _resolve(model, config)
+def planned_reach(model: Any, config: LoraConfig, saved: bool = False) -> Reach:
+    """What `get_peft_model` would give LoRA, and the same errors; the model, which may be on meta, is not changed.
+
+    Args:
+        saved: the config is a saved adapter's, whose targets are spelled out and need not match one by one.
+    """
+    if not saved:
+        _resolve(model, config)
     return reach_of(model, config)
 
 

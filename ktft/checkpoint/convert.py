@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -86,15 +86,24 @@ class Conversion:
         layers: layer number -> an empty layer for them. It is taken out when its turn comes, and filled.
         model_type: of the source's config.json.
         target: the directory to write.
+        added: what else the experts are made of, as `identify` describes shards: the manifest names it.
     """
 
-    def __init__(self, experts: ExpertPlan, layers: dict[int, ExpertLayer], model_type: str, target: Path) -> None:
+    def __init__(
+        self,
+        experts: ExpertPlan,
+        layers: dict[int, ExpertLayer],
+        model_type: str,
+        target: Path,
+        added: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
         self.experts, self.reader, self.layers, self.target = experts, experts.reader, layers, target
         self.source = self.reader.directory
         (expert_format,) = {layer.format for layer in layers.values()}
         shapes = {number: ExpertShape.of(layer) for number, layer in layers.items()}
         config = sha256(self.source / CONFIG_NAME)
-        self.manifest = Manifest(expert_format, model_type, identify(self.reader.files), shapes, {}, config)
+        source = identify(self.reader.files) | dict(added or {})
+        self.manifest = Manifest(expert_format, model_type, source, shapes, {}, config)
         self.layer_outputs = self._layer_outputs()
         self.copy_outputs = self._copy_outputs()
         self.outputs = [*self.copy_outputs, *self.layer_outputs.values()]
@@ -137,18 +146,8 @@ class Conversion:
 
     def is_written(self, output: Output) -> bool:
         """Whether the file is there, whole, and of this very conversion."""
-        path = self.target / output.name
-        if not path.is_file() or path.stat().st_size != output.nbytes:
-            return False
-        try:
-            found = {entry.name: (entry.dtype, entry.shape) for entry in read_header(path)}
-        except ValueError:
-            return False
         fixed = {key: value for key, value in output.metadata.items() if key != "source_sha256"}
-        return (
-            found == {t.name: (t.dtype, t.shape) for t in output.tensors}
-            and fixed.items() <= read_metadata(path).items()
-        )
+        return is_whole(self.target / output.name, output.tensors, output.metadata, fixed)
 
     def source_bytes(self, report: bool) -> int:
         """What `run` will yield in all."""
@@ -206,16 +205,14 @@ class Conversion:
             ValueError: the source is damaged, or the disk is full; all files finished before are kept.
         """
         todo = {output.name for output in self.outputs if not self.is_written(output)}
-        self._check_space(sum(output.nbytes for output in self.outputs if output.name in todo))
-        with self._explained():
+        check_space(self.target, sum(output.nbytes for output in self.outputs if output.name in todo))
+        with explained(self.target, self._left):
             if not (self.target / MANIFEST).is_file():
                 write_whole(self.target / UNFINISHED, to_json(self.manifest.to_dict()))
-            self._copy_files()
+            copy_files(self.source, self.target)
             for output in self.copy_outputs:
                 if output.name in todo:
-                    content = (read_chunks(entry) for entry in output.copied)
-                    write_safetensors(self.target / output.name, output.tensors, output.metadata, content)
-                    yield "copying", output.source_bytes
+                    yield from self._copy(output)
             self._write_index()
             reported = self._reported() if report else {}
             for number, output in self.layer_outputs.items():
@@ -224,6 +221,11 @@ class Conversion:
             write_whole(self.target / MANIFEST, to_json(replace(self.manifest, files=files).to_dict()))
             (self.target / UNFINISHED).unlink(missing_ok=True)
             sync_directory(self.target)
+
+    def _copy(self, output: Output) -> Iterator[tuple[str, int]]:
+        content = (read_chunks(entry) for entry in output.copied)
+        write_safetensors(self.target / output.name, output.tensors, output.metadata, content)
+        yield "copying", output.source_bytes
 
     def _finish_layer(self, number: int, write: bool, measure: bool) -> Iterator[tuple[str, int]]:
         if not (write or measure):
@@ -262,38 +264,13 @@ class Conversion:
             self.reader.observer = None
         return content.hexdigest()
 
-    def _copy_files(self) -> None:
-        folder = self.source / TEMPLATES
-        for path in (*self.source.iterdir(), *(folder.iterdir() if folder.is_dir() else ())):
-            if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
-                write_whole(self.target / path.relative_to(self.source), path.read_bytes())
-
     def _write_index(self) -> None:
         weight_map = {tensor.name: output.name for output in self.copy_outputs for tensor in output.tensors}
         size = sum(tensor.nbytes for output in self.copy_outputs for tensor in output.tensors)
         write_whole(self.target / INDEX_NAME, to_json({"metadata": {"total_size": size}, "weight_map": weight_map}))
 
-    def _check_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self.target).free
-        if needed > free:
-            raise ValueError(
-                f"{self.target}: {needed:,} bytes are still to be written, {free:,} are free there; free "
-                f"{needed - free:,} bytes, or convert onto another disk"
-            )
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            free = shutil.disk_usage(self.target).free
-            needed = sum(output.nbytes for output in self.outputs if not self.is_written(output))
-            raise ValueError(
-                f"{self.target}: {error.strerror}; {needed:,} bytes are still to be written, {free:,} are free there. "
-                "What is finished is kept: make room, then run the same command again"
-            ) from error
+    def _left(self) -> int:
+        return sum(output.nbytes for output in self.outputs if not self.is_written(output))
 
     # --- report and check -----------------------------------------------------------------------------------------
 
@@ -323,3 +300,58 @@ class Conversion:
             "layers": {str(n): {name: asdict(error) for name, error in each.items()} for n, each in layers.items()},
         }
         write_whole(self.target / REPORT, to_json(content))
+
+
+def is_whole(
+    path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], fixed: Mapping[str, str] | None = None
+) -> bool:
+    """Whether a file is there as `write_safetensors` would write it, by its header and size.
+
+    Args:
+        fixed: those of the metadata that must be the same; None for all.
+    """
+    if not path.is_file() or path.stat().st_size != safetensors_bytes(tensors, metadata):
+        return False
+    try:
+        found = {entry.name: (entry.dtype, entry.shape) for entry in read_header(path)}
+    except ValueError:
+        return False
+    expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    return found == expected and (metadata if fixed is None else fixed).items() <= read_metadata(path).items()
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy what lies beside the weights: `COPIED`, and chat templates."""
+    folder = source / TEMPLATES
+    for path in (*source.iterdir(), *(folder.iterdir() if folder.is_dir() else ())):
+        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
+            write_whole(target / path.relative_to(source), path.read_bytes())
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Refuse to begin what does not fit.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    free = shutil.disk_usage(target).free
+    if needed > free:
+        raise ValueError(
+            f"{target}: {needed:,} bytes are still to be written, {free:,} are free there; free {needed - free:,} "
+            "bytes, or write onto another disk"
+        )
+
+
+@contextmanager
+def explained(target: Path, left: Callable[[], int]) -> Iterator[None]:
+    """Turn an OSError of a full disk into a ValueError that says how many bytes are `left` to write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = shutil.disk_usage(target).free
+        raise ValueError(
+            f"{target}: {error.strerror}; {left():,} bytes are still to be written, {free:,} are free there. "
+            "What is finished is kept: make room, then run the same command again"
+        ) from error

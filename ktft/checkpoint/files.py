@@ -125,17 +125,48 @@ def write_safetensors(
     Raises:
         OSError: the disk is full, among others; nothing is left then.
     """
-    checksums: dict[str, int] = {}
-    with replacing(path) as descriptor:
-        at = len(safetensors_header(tensors, metadata))
+    with writing(path, tensors, metadata) as file:
         for tensor, chunks in zip(tensors, content, strict=True):
-            crc, begin = 0, at
             for chunk in chunks:
-                crc = zlib.crc32(chunk, crc)
-                at = _write_at(descriptor, chunk, at)
-            assert at - begin == tensor.nbytes, tensor
-            checksums[tensor.name] = crc
-        _write_at(descriptor, memoryview(safetensors_header(tensors, metadata, checksums)), 0)
+                file.append(tensor.name, chunk)
+
+
+@contextmanager
+def writing(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[TensorFile]:
+    """A safetensors file whose tensors may come in any order, each from its beginning to its end; see `replacing`.
+
+    Raises:
+        OSError: the disk is full, among others; nothing is left then.
+    """
+    with replacing(path) as descriptor:
+        file = TensorFile(descriptor, tensors, len(safetensors_header(tensors, metadata)))
+        yield file
+        _write_at(descriptor, memoryview(safetensors_header(tensors, metadata, file.checksums())), 0)
+
+
+class TensorFile:
+    """What `writing` gives."""
+
+    def __init__(self, descriptor: int, tensors: Sequence[NewTensor], data_start: int) -> None:
+        self._descriptor = descriptor
+        self._crc32 = {tensor.name: 0 for tensor in tensors}
+        self._next: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
+        for tensor in tensors:
+            self._next[tensor.name] = data_start
+            data_start += tensor.nbytes
+            self._ends[tensor.name] = data_start
+
+    def append(self, name: str, chunk: memoryview) -> None:
+        """Write the next bytes of a tensor."""
+        self._crc32[name] = zlib.crc32(chunk, self._crc32[name])
+        self._next[name] = _write_at(self._descriptor, chunk, self._next[name])
+        assert self._next[name] <= self._ends[name], name
+
+    def checksums(self) -> dict[str, int]:
+        """Tensor name -> CRC-32, once all of them are written."""
+        assert self._next == self._ends, [name for name, end in self._ends.items() if self._next[name] != end][:3]
+        return self._crc32
 
 
 def _write_at(descriptor: int, data: memoryview, at: int) -> int:

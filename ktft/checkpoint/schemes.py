@@ -61,6 +61,21 @@ class Scheme:
         """Role -> tensor name."""
         return {role: part.tensor_name(stem, stacked) for role, part in self.parts.items()}
 
+    def stem_of(self, codes: str) -> str | None:
+        """The stem of a matrix of its own whose codes have this name; None if it is no such name."""
+        suffix = self.parts["codes"].suffix
+        end = suffix if suffix.startswith(".") else ".weight" + suffix
+        return codes.removesuffix(end) if codes.endswith(end) else None
+
+    def plain_name(self, codes: str) -> str:
+        """What codes of this name are called once they are plain weights."""
+        suffix = self.parts["codes"].suffix
+        return codes.removesuffix(suffix) + (".weight" if suffix.startswith(".") else "")
+
+    def matrix_shape(self, codes: Shape) -> Shape:
+        """What `decode` makes of codes of this shape: `[rows, cols]`."""
+        return codes
+
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
         """Role -> the shapes that its tensor of a `[rows, cols]` matrix may have."""
         return {"codes": ((rows, cols),)}
@@ -136,6 +151,9 @@ class PackedInt4(Scheme):
     transposes: ClassVar[bool] = False
     group: int | None = 32
 
+    def matrix_shape(self, codes: Shape) -> Shape:
+        return codes[0], codes[1] * 8
+
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
         scales = (rows, -(-cols // (self.group or cols)))
         return {"codes": ((rows, -(-cols // 8)),), "scales": (scales,), "shape": ((2,),)}
@@ -155,6 +173,9 @@ class Mxfp4(Scheme):
     name: ClassVar[str] = "mxfp4"
     parts: ClassVar[Mapping[str, Part]] = {"codes": Part("_blocks", ("U8",)), "scales": Part("_scales", ("U8",))}
     transposes: ClassVar[bool] = False
+
+    def matrix_shape(self, codes: Shape) -> Shape:
+        return codes[0], codes[1] * 32
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
         return {"codes": ((rows, cols // 32, 16),), "scales": ((rows, cols // 32),)}
@@ -182,6 +203,9 @@ class Gptq(Scheme):
     transposes: ClassVar[bool] = False
     group: int | None = 128
     zero_offset: int = 1
+
+    def matrix_shape(self, codes: Shape) -> Shape:
+        return codes[1], codes[0] * 8
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
         groups = -(-cols // (self.group or cols))
@@ -229,6 +253,9 @@ class Awq(Scheme):
     # Output that each four bits of a word hold, from the lowest, turned round: the place of each output.
     PLACES: ClassVar[tuple[int, ...]] = (0, 4, 1, 5, 2, 6, 3, 7)
     group: int | None = 128
+
+    def matrix_shape(self, codes: Shape) -> Shape:
+        return codes[1] * 8, codes[0]
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
         groups = -(-cols // (self.group or cols))

@@ -169,6 +169,41 @@ def verify(
     raise typer.Exit(int(bool(report.problems)))
 
 
+@app.command()
+def merge(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="Directory of the base model, as released.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory of the adapter.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
+    storage: Annotated[
+        str, typer.Option("--format", help="same as BASE; bf16; or packed for ktft: int8, k4, fp8, int4, mxfp4.")
+    ] = "same",
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare logits with base and adapter.")] = True,
+    allow_drowned: Annotated[
+        bool, typer.Option("--allow-drowned", help="Take a result in which rounding drowned the adapter.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to work on. [all]")] = None,
+) -> None:
+    """Add an adapter to its base model's weights, and write the sum as a checkpoint of its own.
+
+    Run it again after an interruption: it goes on where it stopped. Exits with 2 if there is no OUT.
+    """
+    from ktft.cli import merge as command
+
+    console = Console(stderr=True)
+    try:
+        settings = config.Settings(threads=threads, numa_nodes=numa_nodes)
+        request = command.Request(base, adapter, Path(os.path.abspath(out)), storage, settings, check, allow_drowned)
+        warnings = command.merge(request, console)
+    except KeyboardInterrupt:
+        raise refuse("interrupted; what is finished is kept, run the same command again") from None
+    except (OSError, ValueError) as error:
+        raise refuse(str(error)) from None
+    for warning in warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    typer.echo(f"{out}: merged")
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     file: Annotated[Path, typer.Argument(help="LLaMA-Factory's YAML file.", exists=True, dir_okay=False)],

@@ -81,6 +81,10 @@ class Backbone:
             return locate(self._tensors, self.checkpoint.scheme, stem)
         return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)  # a bias or a buffer: the name itself
 
+    def stored(self, name: str) -> tuple[Scheme, dict[str, TensorEntry]] | None:
+        """Scheme and tensors by role of one of the model's weights; None if the checkpoint has none of its own."""
+        return self._sources.get(name, self._sources.get(self._prefix + name))
+
     def conversions(self) -> list[WeightConverter]:
         """For transformers: how the scheme's tensors become weights. None of a plain checkpoint."""
         scheme = self.checkpoint.scheme

@@ -109,11 +109,11 @@ def verify_whole(
         ValueError: the checkpoint is damaged; the adapter does not fit.
     """
     yield "loading the model"
-    model = _load(directory, settings, adapter)
+    model = load_model(directory, settings, adapter)
     experts = find_experts(model)
     family = next(iter(experts.values())).family
-    ids = _random_tokens(model, tokens)
-    choices = _Choices(set(family.without_lora) - {family.router})
+    ids = random_tokens(model, tokens)
+    choices = Choices(set(family.without_lora) - {family.router})
     yield "ktft's experts"
     with choices.recorded(model):
         own = _run(model, ids)
@@ -122,7 +122,8 @@ def verify_whole(
     for each in stock.values():
         each.load_packed()
         each.merge()
-    with choices.replayed(model, stock):
+    modules = {number: each.module for number, each in stock.items()}
+    with choices.replayed(model, modules):
         exact = _run(model, ids)
     arithmetic, quantization, free = own.distance(exact), None, None
     if source is not None:
@@ -132,11 +133,11 @@ def verify_whole(
         for each in stock.values():
             each.merge()
         free = own.distance(_run(model, ids))
-        with choices.replayed(model, stock):
+        with choices.replayed(model, modules):
             exact = _run(model, ids)
         quantization = own.distance(exact)
     yield "transformers' experts in bf16"
-    with choices.replayed(model.to(torch.bfloat16), stock):
+    with choices.replayed(model.to(torch.bfloat16), modules):
         noise = _run(model, ids).distance(exact)
     expert_format = next(iter(stock.values())).layer.format
     yield _judge(arithmetic, choices.errors, quantization, free, noise, expert_format)
@@ -178,7 +179,8 @@ def _judge(
     return WholeResult(arithmetic, layers, quantization, free, noise, limit, gradient_limit, allowed, problems)
 
 
-def _load(directory: Path, settings: Settings, adapter: Path | None) -> Any:
+def load_model(directory: Path, settings: Settings, adapter: Path | None) -> Any:
+    """A checkpoint with ktft's experts and everything else in fp32, with or without an adapter."""
     auto = auto_class(AutoConfig.from_pretrained(directory))
     quantization = KtftConfig.from_settings(settings)
     model = auto.from_pretrained(directory, dtype=torch.float32, quantization_config=quantization)
@@ -203,7 +205,7 @@ def _put_stock(model: Any, directory: Path) -> dict[int, StockExperts]:
     return stock
 
 
-def _random_tokens(model: Any, tokens: int) -> Tensor:
+def random_tokens(model: Any, tokens: int) -> Tensor:
     """`[1, tokens]`, none of which stands for an image."""
     config = model.config
     special = {value for name, value in vars(config).items() if name.endswith("_token_id") and isinstance(value, int)}
@@ -229,7 +231,7 @@ def _run(model: Any, ids: Tensor) -> _Run:
     return _Run(logits.detach(), gradient.float())
 
 
-class _Choices:
+class Choices:
     """Which experts one run chose, for another run to choose the same: rounding may tip a near tie.
 
     Routing weights count as constants in both, so that gradients are of one function.
@@ -256,7 +258,7 @@ class _Choices:
         def after(number: int, output: Tensor) -> None:
             self._outputs[number] = output.detach()
 
-        with self._hooked(_outermost(model), before, after):
+        with self._hooked(outermost_experts(model), before, after):
             handles = [
                 module.register_forward_hook(lambda _, __, out, n=name: self._chosen.update({n: out}))
                 for name, module in self._choosers(model)
@@ -265,8 +267,8 @@ class _Choices:
             _remove(handles)
 
     @contextmanager
-    def replayed(self, model: nn.Module, stock: dict[int, StockExperts]) -> Iterator[None]:
-        """Repeat the choices; the first time, compare the experts' outputs."""
+    def replayed(self, model: nn.Module, experts: dict[int, nn.Module]) -> Iterator[None]:
+        """Repeat the choices in experts by layer number; the first time, compare the experts' outputs."""
 
         def before(number: int, args: Any) -> Any:
             index, weights = self._inputs[number]
@@ -276,7 +278,7 @@ class _Choices:
             if number in self._outputs:
                 self.errors[number] = relative_error(self._outputs.pop(number), output.detach())
 
-        with self._hooked({number: each.module for number, each in stock.items()}, before, after):
+        with self._hooked(experts, before, after):
             handles = [
                 module.register_forward_hook(lambda _, __, ___, n=name: self._chosen[n])
                 for name, module in self._choosers(model)
@@ -297,7 +299,7 @@ class _Choices:
         _remove(handles)
 
 
-def _outermost(model: nn.Module) -> dict[int, nn.Module]:
+def outermost_experts(model: nn.Module) -> dict[int, nn.Module]:
     """Layer number -> experts, with the adapter around them if there is one."""
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():

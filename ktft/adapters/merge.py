@@ -1,0 +1,159 @@
+"""`ktft merge`: writes a base model with an adapter added, beside its place, and moves it there when it is whole.
+
+All is written into `OUT.merging`. What is there says which merge it belongs to, so that the same command goes on where
+it stopped and another one starts over. OUT appears by renaming, complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from ktft.adapters.deltas import AdapterDeltas
+from ktft.adapters.merge_packed import MergedConversion
+from ktft.adapters.merge_records import Records
+from ktft.adapters.merge_shards import ShardMerge
+from ktft.adapters.merge_survival import DROWNED, WEAK, GroupOutcome, by_group
+from ktft.adapters.merge_weights import BF16, SAME
+from ktft.adapters.saved import SavedAdapter
+from ktft.checkpoint.cache import sha256
+from ktft.checkpoint.files import TEMPORARY, locked, sync_directory, to_json, write_whole
+from ktft.checkpoint.identity import identify
+from ktft.checkpoint.reader import CONFIG_NAME, CheckpointReader
+from ktft.config import EXPERT_FORMATS, Settings
+from ktft.model.meta import meta_model
+from ktft.model.quantizer import LoadPlan
+
+STATE, REPORT = "merge.unfinished.json", "merge_report.json"
+PACKED = tuple(name for name in EXPERT_FORMATS if name != BF16)
+FORMATS = (SAME, BF16, *PACKED)
+
+
+class Merge:
+    """One base model, one adapter, one directory to write.
+
+    Args:
+        base: a checkpoint as released, not a converted one.
+        adapter: a directory, or a repository of the Hugging Face Hub.
+        out: must not exist, or be empty.
+        storage: one of `FORMATS`.
+        settings: threads and NUMA nodes to pack with.
+
+    Raises:
+        FileNotFoundError, ValueError: the checkpoint or the adapter is damaged or not supported; they do not belong
+            together; a tensor is missing or left over; or the format cannot be written.
+    """
+
+    def __init__(self, base: Path, adapter: Path, out: Path, storage: str, settings: Settings) -> None:
+        self.out, self.storage = out, storage
+        self.staging = out.with_name(out.name + ".merging")
+        saved = SavedAdapter(adapter)
+        model = meta_model(AutoConfig.from_pretrained(base))
+        files = CheckpointReader.from_directory(base).files
+        plan = LoadPlan(model, [str(file) for file in files], settings)
+        self.scheme = plan.backbone.checkpoint.scheme
+        self.deltas = AdapterDeltas(saved, model)
+        described = {"adapter_config.json": {"sha256": sha256(saved.directory / "adapter_config.json")}}
+        described |= identify(self.deltas.reader.files)
+        self.state = {
+            "format": storage,
+            "base": identify(files) | {CONFIG_NAME: {"sha256": sha256(base / CONFIG_NAME)}},
+            "adapter": described,
+        }
+        self.records = Records(self.staging)
+        self.work: ShardMerge | MergedConversion
+        if storage in PACKED:
+            self.work = MergedConversion(plan, self.deltas, self.staging, described, self.records)
+        else:
+            self.work = ShardMerge(plan, self.deltas, self.staging, storage, self.records)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Make the directory beside OUT this merge's alone, and start over if it is another one's.
+
+        Raises:
+            ValueError: another process is at it, or it holds what no merge wrote.
+        """
+        self.staging.mkdir(parents=True, exist_ok=True)
+        with locked(self.staging):
+            state = self.staging / STATE
+            found = sorted(path.name for path in self.staging.iterdir())
+            if found and not state.is_file() and not _ours(self.staging):
+                raise ValueError(f"{self.staging} holds {found[0]}, which no merge wrote; move it away")
+            if not state.is_file() or state.read_bytes() != to_json(self.state):
+                _clear(self.staging)
+                write_whole(state, to_json(self.state))
+            for path in self.staging.rglob(f"*{TEMPORARY}"):
+                path.unlink()
+            yield
+
+    def total_bytes(self) -> int:
+        """What `run` yields in all. Within `opened`."""
+        return self.deltas.nbytes + self.work.total_bytes
+
+    def run(self) -> Iterator[tuple[str, int]]:
+        """Write what is missing. Yields (what was worked on, bytes that are done with).
+
+        Raises:
+            ValueError: NaN in the adapter or the base; a damaged file; a full disk. What is finished is kept.
+        """
+        for nbytes in self.deltas.check_values():
+            yield "checking the adapter", nbytes
+        yield from self.work.run()
+
+    def outcomes(self) -> list[GroupOutcome]:
+        """What came of the deltas, the worst first."""
+        return by_group(self.records.all())
+
+    def publish(self, check: dict[str, Any] | None) -> None:
+        """Write the report and move everything into place.
+
+        Args:
+            check: what comparing the result with base and adapter gave, for the report.
+        """
+        groups = self.outcomes()
+        report = {
+            "format": self.storage,
+            "adapter": self.state["adapter"],
+            "limits_of_lost": {"weak": WEAK, "drowned": DROWNED},
+            "check": check,
+            "groups": [group.to_dict() for group in groups],
+            "weights": {
+                outcome.name: {"rounding": outcome.rounding, **outcome.survival.to_dict()}
+                for outcome in self.records.all()
+            },
+        }
+        write_whole(self.staging / REPORT, to_json(report))
+        self.records.remove()
+        (self.staging / STATE).unlink()
+        for directory in {path.parent for path in self.staging.rglob("*")}:
+            sync_directory(directory)
+        os.rename(self.staging, self.out)  # of an empty directory too
+        sync_directory(self.out.parent)
+
+
+def _clear(directory: Path) -> None:
+    """Remove all but the state, and last what says that it is a merge's."""
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == REPORT):
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != STATE:
+            path.unlink()
+
+
+def _ours(directory: Path) -> bool:
+    """Whether a merge was killed between removing its state and moving the directory, or before writing it."""
+    report = directory / REPORT
+    if not report.is_file():
+        return all(path.name.endswith(TEMPORARY) for path in directory.iterdir())
+    try:
+        return "limits_of_lost" in json.loads(report.read_text())
+    except ValueError:
+        return False

@@ -1,0 +1,135 @@
+"""Merges into a converted checkpoint: packed experts with their deltas, everything else as stored with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from ktft.adapters.deltas import AdapterDeltas
+from ktft.adapters.merge_records import Records
+from ktft.adapters.merge_survival import Outcome, Survival
+from ktft.adapters.merge_weights import NEAREST, SAME, changes_of, write_changed
+from ktft.checkpoint.cache import layer_file
+from ktft.checkpoint.convert import Conversion, Output
+from ktft.checkpoint.encoded import Encoded
+from ktft.checkpoint.load import ExpertPlan
+from ktft.model.quantizer import LoadPlan
+from ktft.native import ExpertLayer
+
+
+class MergedConversion(Conversion):
+    """The conversion of a base model with an adapter.
+
+    Args:
+        plan: the base model's checkpoint, its layers empty and of the format to pack.
+        added: see `Conversion`: the adapter, so that merged experts are never taken for the base model's.
+        records: where outcomes go.
+    """
+
+    def __init__(
+        self, plan: LoadPlan, deltas: AdapterDeltas, target: Path, added: Mapping[str, dict[str, Any]], records: Records
+    ) -> None:
+        assert isinstance(plan.experts, ExpertPlan)
+        self._deltas, self._records = deltas, records
+        self._changes = changes_of(plan, deltas, SAME, with_experts=False)
+        merged = cast(ExpertPlan, _MergedExperts(plan.experts, deltas, records))
+        super().__init__(merged, plan.layers, plan.model_type, target, added)
+
+    @property
+    def total_bytes(self) -> int:
+        """What `run` yields in all."""
+        return self.source_bytes(report=False)
+
+    def is_written(self, output: Output) -> bool:
+        """Whether the file is there, and what was recorded of it."""
+        return super().is_written(output) and self._records.has(output.name)
+
+    def _copy(self, output: Output) -> Iterator[tuple[str, int]]:
+        outcomes: list[Outcome] = []
+        yield from write_changed(
+            self.target / output.name,
+            list(output.tensors),
+            output.metadata,
+            output.copied,
+            self._changes,
+            self.reader,
+            outcomes,
+            lambda: self._records.write(output.name, outcomes),
+        )
+
+
+class _MergedExperts:
+    """An `ExpertPlan` whose `load` adds the deltas."""
+
+    def __init__(self, experts: ExpertPlan, deltas: AdapterDeltas, records: Records) -> None:
+        self._experts, self._deltas, self._records = experts, deltas, records
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+    def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
+        """As `ExpertPlan.load`; at the end of each call, outcomes are recorded."""
+        merging = {number: _MergingLayer(layer, self._deltas) for number, layer in layers.items()}
+        yield from self._experts.load({number: cast(ExpertLayer, each) for number, each in merging.items()})
+        for number, each in merging.items():
+            each.outcomes.sort(key=lambda outcome: outcome.name)
+            self._records.write(layer_file(number), each.outcomes)
+
+    def pieces(self, layer: int) -> Collection[tuple[str, int | None]]:
+        """As `ExpertPlan.pieces`."""
+        return self._experts.pieces(layer)
+
+
+class _MergingLayer:
+    """Takes the base model's weights as an `ExpertLayer` does, adds each its delta and packs the sum."""
+
+    def __init__(self, layer: ExpertLayer, deltas: AdapterDeltas) -> None:
+        self.layer, self.deltas = layer, deltas
+        self.outcomes: list[Outcome] = []
+        self._ranks = deltas.experts.get(layer.name, {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def load(
+        self,
+        expert: int,
+        projection: str,
+        weight: Tensor,
+        scales: Tensor | None = None,
+        *,
+        block: tuple[int, int] | None = None,
+        zeros: Tensor | None = None,
+    ) -> bool:
+        """Arguments and result are those of `ExpertLayer.load`."""
+        encoded = Encoded(weight, scales, block, zeros)
+        rank = self._ranks.get(projection)
+        name = f"{self.layer.name}.{expert}.{projection}"
+        lora = None if rank is None else self.deltas.lora(name, rank)
+        if lora is None or not bool(lora.b.any()):
+            return self.layer.load(expert, projection, **encoded.load_arguments())
+        base = encoded.dequantize()
+        delta = lora.matrix(base)
+        self.layer.load(expert, projection, base + delta)
+        moved = self.layer.dequantize(expert, projection).sub_(self._packed_alone(projection, encoded))
+        survival = Survival.measure(delta, moved, lora.inputs())
+        self.outcomes.append(Outcome(name, (self.layer.name, projection), NEAREST, survival))
+        return True
+
+    def _packed_alone(self, projection: str, base: Encoded) -> Tensor:
+        """What the base weight alone would be in this format."""
+        layer = self.layer
+        one = ExpertLayer(
+            layer.runtime,
+            num_experts=1,
+            hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+            format=layer.format,
+            name=layer.name,
+            swiglu=layer.swiglu,
+        )
+        one.load(0, projection, **base.load_arguments())
+        return one.dequantize(0, projection)

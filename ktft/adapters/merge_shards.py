@@ -1,0 +1,127 @@
+"""Merges shard by shard: the base model's own layout and formats, or with everything dequantized to bf16."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ktft.adapters.deltas import AdapterDeltas
+from ktft.adapters.merge_records import Records
+from ktft.adapters.merge_survival import Outcome
+from ktft.adapters.merge_weights import BF16, changes_of, write_changed
+from ktft.checkpoint.cache import read_metadata
+from ktft.checkpoint.convert import check_space, copy_files, explained, is_whole
+from ktft.checkpoint.files import CRC32, NewTensor, safetensors_bytes, to_json, write_whole
+from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry
+from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME
+from ktft.model.quantizer import LoadPlan
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file to write, called as the source's that it is made of."""
+
+    name: str
+    tensors: list[NewTensor]
+    metadata: dict[str, str]
+    entries: list[TensorEntry]
+
+
+class ShardMerge:
+    """One merge into plain safetensors.
+
+    Args:
+        plan: the base model's checkpoint.
+        target: the directory to write.
+        storage: `same` or `bf16`.
+        records: where outcomes go.
+
+    Raises:
+        ValueError: the checkpoint is in a scheme that cannot be written.
+    """
+
+    def __init__(self, plan: LoadPlan, deltas: AdapterDeltas, target: Path, storage: str, records: Records) -> None:
+        self.reader, self.target, self.storage, self.records = plan.backbone.checkpoint, target, storage, records
+        self.changes = changes_of(plan, deltas, storage)
+        self.shards = [self._shard(file) for file in self.reader.files]
+
+    def _shard(self, file: Path) -> Shard:
+        entries = sorted((e for e in self.reader.tensors.values() if e.file == file), key=lambda entry: entry.offset)
+        new: dict[str, NewTensor | None] = {}
+        for change in self.changes:
+            if change.dequantized:
+                new |= {entry.name: None for entry in change.matrix.parts.values()}
+                new[change.matrix.codes.name] = change.tensors()["codes"]
+        drop = self.storage == BF16 and self.reader.scheme is not PLAIN_SCHEME
+        tensors = [
+            new.get(entry.name, NewTensor(entry.name, entry.dtype, entry.shape, entry.nbytes))
+            for entry in entries
+            if not (drop and IGNORED.search(entry.name))
+        ]
+        metadata = {key: value for key, value in read_metadata(file).items() if key not in (CRC32, "format")}
+        return Shard(file.name, [tensor for tensor in tensors if tensor is not None], metadata, entries)
+
+    @property
+    def total_bytes(self) -> int:
+        """What `run` yields in all."""
+        return sum(entry.nbytes for shard in self._todo() for entry in shard.entries)
+
+    def _todo(self) -> list[Shard]:
+        return [
+            shard
+            for shard in self.shards
+            if not (self.records.has(shard.name) and is_whole(self.target / shard.name, shard.tensors, shard.metadata))
+        ]
+
+    def _left(self) -> int:
+        return sum(safetensors_bytes(shard.tensors, shard.metadata) for shard in self._todo())
+
+    def run(self) -> Iterator[tuple[str, int]]:
+        """Write what is missing. Yields (what was worked on, bytes of the source that are done with).
+
+        Raises:
+            ValueError: the source is damaged, or the disk is full; files finished before are kept.
+        """
+        check_space(self.target, self._left())
+        with explained(self.target, self._left):
+            for shard in self._todo():
+                outcomes: list[Outcome] = []
+                yield from write_changed(
+                    self.target / shard.name,
+                    shard.tensors,
+                    shard.metadata,
+                    shard.entries,
+                    self.changes,
+                    self.reader,
+                    outcomes,
+                    partial(self.records.write, shard.name, outcomes),
+                )
+            self._write_rest()
+
+    def _write_rest(self) -> None:
+        source = self.reader.directory
+        copy_files(source, self.target)
+        index, config = source / INDEX_NAME, source / CONFIG_NAME
+        if self.storage != BF16 or self.reader.scheme is PLAIN_SCHEME:
+            if index.is_file():
+                write_whole(self.target / INDEX_NAME, index.read_bytes())
+            return
+        write_whole(self.target / CONFIG_NAME, to_json(dequantized_config(json.loads(config.read_text()))))
+        if index.is_file():
+            weight_map = {tensor.name: shard.name for shard in self.shards for tensor in shard.tensors}
+            size = sum(tensor.nbytes for shard in self.shards for tensor in shard.tensors)
+            write_whole(self.target / INDEX_NAME, to_json({"metadata": {"total_size": size}, "weight_map": weight_map}))
+
+
+def dequantized_config(config: dict[str, object]) -> dict[str, object]:
+    """config.json of the same model in bf16."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    for key in ("dtype", "torch_dtype"):
+        if key in plain:
+            plain[key] = "bfloat16"
+    if isinstance(text := plain.get("text_config"), dict):
+        plain["text_config"] = dequantized_config(text)
+    return plain

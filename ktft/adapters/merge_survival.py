@@ -1,0 +1,164 @@
+"""How much of a delta is left once the sum is rounded to what a checkpoint can store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WEAK, DROWNED = 0.3, 0.7
+"""Of `Survival.lost`. docs/merge.md has what was measured."""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """Sums over a weight's elements, or over several weights'.
+
+    `moved` is the stored merged weight minus the stored base weight, the delta is what it should be, the error what is
+    between them.
+
+    Attributes:
+        delta, moved, error: squares.
+        product: of delta and moved.
+        read: squares of what the error does to the inputs that the adapter reads: of its product with an orthonormal
+            basis of the rows of lora_A.
+    """
+
+    delta: float = 0.0
+    moved: float = 0.0
+    error: float = 0.0
+    product: float = 0.0
+    read: float = 0.0
+
+    @classmethod
+    def measure(cls, delta: Tensor, moved: Tensor, inputs: Tensor | None) -> Survival:
+        """Of one weight: tensors of one shape, and `LoraDelta.inputs`."""
+        error = moved - delta
+        read = error if inputs is None else error @ inputs
+        sums = (_dot(delta, delta), _dot(moved, moved), _dot(error, error), _dot(moved, delta), _dot(read, read))
+        return cls(*sums)
+
+    @classmethod
+    def total(cls, parts: Iterable[Survival]) -> Survival:
+        """Of several weights together."""
+        found = [asdict(part) for part in parts]
+        return cls(**{name: math.fsum(part[name] for part in found) for name in asdict(cls())})
+
+    @property
+    def cosine(self) -> float:
+        """Of what moved and the delta."""
+        return _ratio(self.product, math.sqrt(self.delta * self.moved))
+
+    @property
+    def projected(self) -> float:
+        """<moved, delta> / <delta, delta>: 1 if the delta is there, whatever noise came with it; 0 if it is not."""
+        return _ratio(self.product, self.delta)
+
+    @property
+    def relative_error(self) -> float:
+        """|moved - delta| / |delta|."""
+        return math.sqrt(_ratio(self.error, self.delta))
+
+    @property
+    def lost(self) -> float:
+        """The same, seen by the inputs that the adapter reads: 0 if it acts as trained, 1 if all of that is wrong.
+
+        Rounding noise does not know these directions: of rank r in n inputs, it is sqrt(r / n) of `relative_error`.
+        """
+        return math.sqrt(_ratio(self.read, self.delta))
+
+    def to_dict(self) -> dict[str, float]:
+        """The four measures."""
+        names = ("lost", "projected", "cosine", "relative_error")
+        return {name: _digits(getattr(self, name)) for name in names}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One merged weight.
+
+    Attributes:
+        name: of the module, or of the tensor where that was replaced.
+        group: layer and projection, with which it is judged.
+        rounding: `nearest` or `dithered`.
+    """
+
+    name: str
+    group: tuple[str, str]
+    rounding: str
+    survival: Survival
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` is the way back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Outcome:
+        """Raises KeyError or TypeError of anything but `to_dict`'s."""
+        group = (values["group"][0], values["group"][1])
+        return cls(values["name"], group, values["rounding"], Survival(**values["survival"]))
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """The weights of one projection in one layer: one, or all experts'."""
+
+    layer: str
+    projection: str
+    weights: int
+    rounding: str
+    survival: Survival
+    worst: str
+    worst_lost: float
+
+    @property
+    def verdict(self) -> str:
+        """`ok`, `weak` or `drowned`. NaN, which cannot be, is drowned."""
+        lost = self.survival.lost
+        return "ok" if lost < WEAK else "weak" if lost < DROWNED else "drowned"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "layer": self.layer,
+            "projection": self.projection,
+            "weights": self.weights,
+            "rounding": self.rounding,
+            "verdict": self.verdict,
+            "worst": self.worst,
+            "worst_lost": _digits(self.worst_lost),
+            **self.survival.to_dict(),
+        }
+
+
+def by_group(outcomes: Iterable[Outcome]) -> list[GroupOutcome]:
+    """Layer and projection together, what has lost most first. Weights whose delta is zero do not count."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.survival.delta > 0:
+            groups.setdefault(outcome.group, []).append(outcome)
+    found = []
+    for (layer, projection), members in groups.items():
+        worst = max(members, key=lambda member: member.survival.lost)
+        roundings = sorted({member.rounding for member in members})
+        survival = Survival.total(member.survival for member in members)
+        lost = worst.survival.lost
+        found.append(GroupOutcome(layer, projection, len(members), "/".join(roundings), survival, worst.name, lost))
+    return sorted(found, key=lambda group: (-group.survival.lost, group.layer, group.projection))
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum(dtype=torch.float64))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def _digits(value: float) -> float:
+    """Four digits: more would depend on the order of a sum, and so on threads."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,270 @@
+"""Which stored tensors an adapter changes, and what they become."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ktft.adapters.deltas import AdapterDeltas, Delta
+from ktft.adapters.merge_survival import WEAK, Outcome, Survival
+from ktft.checkpoint.encode import ENCODERS, add, rounded
+from ktft.checkpoint.files import NewTensor, TensorFile, writing
+from ktft.checkpoint.identity import read_chunks
+from ktft.checkpoint.load import ExpertPlan, Matrix, locate, naming
+from ktft.checkpoint.reader import CheckpointReader, TensorEntry
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Shape
+from ktft.model.quantizer import LoadPlan
+
+SAME, BF16 = "same", "bf16"
+NEAREST, DITHERED = "nearest", "dithered"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a matrix that one delta belongs to; see `Outcome` for name and group."""
+
+    name: str
+    group: tuple[str, str]
+    rows: slice
+    read: Callable[[], Delta]
+
+
+@dataclass
+class Change:
+    """A stored matrix, or a tensor of other shape, that is written anew.
+
+    Attributes:
+        storage: `same`, or `bf16`: dequantized.
+        parts: what is added; nothing of a matrix that is only dequantized.
+    """
+
+    matrix: Matrix
+    storage: str
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """Which matrix it is."""
+        return self.matrix.codes.name, self.matrix.index
+
+    @property
+    def dequantized(self) -> bool:
+        """Whether a quantized matrix becomes a plain one."""
+        return self.storage == BF16 and self.matrix.scheme is not PLAIN_SCHEME
+
+    def tensors(self) -> dict[str, NewTensor]:
+        """Role -> the tensor, all experts' where it is stacked, as it is written."""
+        matrix = self.matrix
+        if not self.dequantized:
+            return {r: NewTensor(e.name, e.dtype, e.shape, e.nbytes) for r, e in matrix.parts.items()}
+        stack: Shape = () if matrix.index is None else matrix.codes.shape[:1]
+        shape = matrix.scheme.matrix_shape(matrix.codes.shape[len(stack) :])
+        shape = (*stack, *(shape[::-1] if self._turned_to_plain else shape))
+        name = matrix.scheme.plain_name(matrix.codes.name)
+        return {"codes": NewTensor(name, "BF16", shape, 2 * torch.Size(shape).numel())}
+
+    def nbytes_in(self, names: set[str]) -> int:
+        """Bytes that are read of these tensors."""
+        found = (entry for entry in self.matrix.parts.values() if entry.name in names)
+        return sum(e.nbytes if self.matrix.index is None else e.nbytes // e.shape[0] for e in found)
+
+    @property
+    def _turned_to_plain(self) -> bool:
+        """Whether the scheme has rows of outputs where a plain tensor has the transpose."""
+        return bool(self.matrix.transposed) and not self.matrix.scheme.transposes
+
+    def apply(self, reader: CheckpointReader) -> tuple[dict[str, Tensor], list[Outcome]]:
+        """The tensors as they are written, by role, and what came of each part.
+
+        To the nearest where the deltas survive that; where they do not, up or down at random so that the mean is right,
+        if more of them survives that way. The random numbers depend on the matrix's name alone.
+
+        Raises:
+            ValueError: NaN or Inf, or a sum too large for the dtype; the message names file and tensor.
+        """
+        matrix = self.matrix
+        tensors = {role: reader.read(entry.name, matrix.index) for role, entry in matrix.parts.items()}
+        turned = bool(matrix.transposed) and matrix.scheme.transposes
+        with naming(matrix.codes):
+            base = matrix.scheme.decode(tensors).dequantize()
+            oriented = base.T if turned else base
+            deltas = [(part, part.read()) for part in self.parts]
+            delta = torch.zeros_like(oriented)
+            for part, each in deltas:
+                delta[part.rows] = each.matrix(oriented[part.rows])
+            best: tuple[float, dict[str, Tensor], list[Outcome]] | None = None
+            for rounding in (NEAREST, DITHERED):
+                dither = None if rounding == NEAREST else self._generator()
+                new, moved = self._store(tensors, base, delta.T if turned else delta, dither)
+                moved = moved.T if turned else moved
+                outcomes = []
+                for part, each in deltas:
+                    survival = Survival.measure(delta[part.rows], moved[part.rows], each.inputs())
+                    outcomes.append(Outcome(part.name, part.group, rounding, survival))
+                lost = max((outcome.survival.lost for outcome in outcomes), default=0.0)
+                if best is None or lost < best[0]:
+                    best = lost, new, outcomes
+                if lost < WEAK:
+                    break
+        assert best is not None
+        return best[1], best[2]
+
+    def _store(
+        self, tensors: Mapping[str, Tensor], base: Tensor, delta: Tensor, dither: torch.Generator | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The new tensors, and what moved from the stored base to them."""
+        if not self.dequantized:
+            new = add(self.matrix.scheme, tensors, delta, dither)
+            return new, self.matrix.scheme.decode(new).dequantize() - base
+        weight = rounded(base + delta, torch.bfloat16, dither)
+        moved = weight.float() - rounded(base, torch.bfloat16).float()
+        return {"codes": weight.T if self._turned_to_plain else weight}, moved
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(repr(self.key).encode()))
+
+
+def changes_of(plan: LoadPlan, deltas: AdapterDeltas, storage: str, with_experts: bool = True) -> list[Change]:
+    """What an adapter changes, in the order of the files; of `bf16` storage everything that is quantized, too.
+
+    Args:
+        plan: the base model's checkpoint.
+        with_experts: routed experts too.
+
+    Raises:
+        ValueError: the adapter has a weight that the checkpoint does not hold.
+    """
+    assert isinstance(plan.experts, ExpertPlan)
+    found: dict[tuple[str, int | None], Change] = {}
+
+    def change(matrix: Matrix) -> Change:
+        one = Change(matrix, storage)
+        return found.setdefault(one.key, one)
+
+    for name, rank in deltas.linears.items():
+        part = Part(name, _group(name), slice(None), partial(deltas.lora, name, rank))
+        change(_stored(plan, f"{name}.weight")).parts.append(part)
+    for name in sorted(deltas.replaced):
+        part = Part(name, _group(name), slice(None), partial(deltas.replacement, name))
+        change(_stored(plan, name)).parts.append(part)
+    if with_experts:
+        for matrix in plan.experts.matrices:
+            for part in _expert_parts(plan, deltas, matrix):
+                change(matrix).parts.append(part)
+    if storage == BF16:
+        for matrix in _quantized(plan):
+            change(matrix)
+    for each in found.values():
+        _require_encoder(each)
+    order = {file: number for number, file in enumerate(plan.backbone.checkpoint.files)}
+    return sorted(
+        found.values(), key=lambda c: (order[c.matrix.codes.file], c.matrix.codes.offset, c.matrix.index or 0)
+    )
+
+
+def _require_encoder(change: Change) -> None:
+    """Raise ValueError, before anything is written, if the sum cannot be stored as it is to be."""
+    scheme = change.matrix.scheme
+    if not change.dequantized and type(scheme) not in ENCODERS:
+        raise ValueError(
+            f"{change.matrix.codes.file}: {change.matrix.codes.name} is {scheme.name}, whose codes are calibrated on "
+            "data: ktft does not write such codes anew. Merge with --format bf16, and quantize the result if need be"
+        )
+
+
+def _stored(plan: LoadPlan, name: str) -> Matrix:
+    stored = plan.backbone.stored(name)
+    if stored is None:
+        raise ValueError(f"the adapter changes {name}, which {plan.backbone.checkpoint.directory} holds no tensor of")
+    return Matrix(*stored, index=None, transposed=False)
+
+
+def _expert_parts(plan: LoadPlan, deltas: AdapterDeltas, matrix: Matrix) -> Iterator[Part]:
+    for target in matrix.targets:
+        module = plan.layers[target.layer].name
+        rank = deltas.experts.get(module, {}).get(target.projection)
+        if rank is not None:
+            name = f"{module}.{target.expert}.{target.projection}"
+            group = (module, target.projection)
+            yield Part(name, group, target.rows, partial(deltas.lora, name, rank))
+
+
+def _quantized(plan: LoadPlan) -> Iterator[Matrix]:
+    """Every matrix that is not plain, those that transformers has no use for (multi-token prediction) included."""
+    assert isinstance(plan.experts, ExpertPlan)
+    checkpoint = plan.backbone.checkpoint
+    scheme = checkpoint.scheme
+    if scheme is PLAIN_SCHEME:
+        return
+    yield from (matrix for matrix in plan.experts.matrices if matrix.scheme is not PLAIN_SCHEME)
+    for name, entry in checkpoint.tensors.items():
+        stem = scheme.stem_of(name)
+        if stem is None or name in plan.experts.tensor_names or entry.dtype not in scheme.parts["codes"].dtypes:
+            continue
+        found, parts, missing = locate(checkpoint.tensors, scheme, stem)
+        if missing:
+            raise ValueError(f"{entry.file}: {name} is {scheme.name}, but {missing[0]} is missing; download it again")
+        yield Matrix(found, parts, index=None, transposed=False)
+
+
+def _group(name: str) -> tuple[str, str]:
+    layer, _, projection = name.removesuffix(".weight").rpartition(".")
+    return layer, projection
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_changed(
+    path: Path,
+    tensors: list[NewTensor],
+    metadata: Mapping[str, str],
+    entries: Iterable[TensorEntry],
+    changes: list[Change],
+    reader: CheckpointReader,
+    outcomes: list[Outcome],
+    finish: Callable[[], None],
+) -> Iterator[tuple[str, int]]:
+    """Write a safetensors file: what `changes` do not write anew is copied byte for byte.
+
+    A matrix whose tensors are in two files is made for each. Yields (what was worked on, bytes read).
+
+    Args:
+        tensors: the file's.
+        entries: the tensors of the source that the file is made of.
+        changes: all that may touch it, stacked ones in order.
+        outcomes: of the changes whose codes are in this file; they are added.
+        finish: called when all is written and before the file appears.
+    """
+    wanted, here = {tensor.name for tensor in tensors}, {entry.name for entry in entries}
+    touched = {entry.name for change in changes for entry in change.matrix.parts.values()}
+    with writing(path, tensors, metadata) as file:
+        for entry in entries:
+            if entry.name in touched:
+                continue
+            if entry.name in wanted:
+                for chunk in read_chunks(entry):
+                    file.append(entry.name, chunk)
+            yield f"copying {path.name}", entry.nbytes
+        for change in changes:
+            names = {entry.name for entry in change.matrix.parts.values()} & here
+            if not names:
+                continue
+            new, found = change.apply(reader)
+            _append(file, change, new, wanted)
+            if change.matrix.codes.name in here:
+                outcomes += found
+            yield f"merging {path.name}", change.nbytes_in(names)
+        finish()
+
+
+def _append(file: TensorFile, change: Change, new: Mapping[str, Tensor], wanted: set[str]) -> None:
+    for role, tensor in change.tensors().items():
+        if tensor.name in wanted:
+            file.append(tensor.name, new[role].contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,187 @@
+"""Compares what `ktft merge` wrote with the base model and the adapter beside it: logits, or layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoConfig
+
+from ktft.adapters.deltas import AdapterDeltas
+from ktft.adapters.saved import SavedAdapter
+from ktft.checkpoint.schemes import Scheme
+from ktft.config import Settings
+from ktft.model.experts import experts_family
+from ktft.model.outline import outline
+from ktft.model.quantizer import LoadPlan
+from ktft.model.shape import shape_of, top_k_of
+from ktft.native import ExpertLayer
+from ktft.verify.contract import relative_error
+from ktft.verify.layers import SEED
+from ktft.verify.weights import TYPICAL
+from ktft.verify.whole import AMPLIFIED, Choices, load_model, outermost_experts, random_tokens
+
+EXACT_LIMIT = 0.01
+"""Relative error of logits where weights are stored in 16 bits or more."""
+KINDS = {"fp8": "fp8", "compressed-tensors float-quantized": "fp8", "mxfp4": "mxfp4"}
+KINDS |= {"compressed-tensors pack-quantized": "int4"}
+"""Source schemes -> the expert format whose typical error they have."""
+TOKENS = 64
+
+
+@dataclass(frozen=True)
+class MergeCheck:
+    """What was found.
+
+    Attributes:
+        method: `logits`, or `layers` where the model does not fit in memory.
+        error: relative; of logits, or of the worst layer's experts' output or other weight.
+        limit: of it.
+        effect: how far the adapter itself moves the same, relative; None layer by layer.
+        where: the worst layer or weight, layer by layer.
+    """
+
+    method: str
+    error: float
+    limit: float
+    effect: float | None = None
+    where: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within its limit. NaN is not."""
+        return self.error <= self.limit
+
+    @property
+    def drowned(self) -> bool:
+        """Whether rounding does more than the adapter."""
+        return self.effect is not None and self.error > self.effect
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report; three digits."""
+        values = asdict(self) | {"passed": self.passed}
+        return {k: float(f"{v:.3g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in values.items()}
+
+
+def limit_of(storage: str, scheme: Scheme, noise: float = 0.0) -> float:
+    """What rounding the merged weights may do to an output: by the formats they are stored in.
+
+    Args:
+        storage: `--format`.
+        scheme: the base model's, in which weights around packed experts stay.
+        noise: what computing in bf16 does to the same output: some models amplify every rounding.
+    """
+    kinds = {storage} - {"same", "bf16"}
+    if storage != "bf16":
+        kinds |= {KINDS[scheme.name]} if scheme.name in KINDS else set()
+    amplified = max(AMPLIFIED, noise / TYPICAL["bf16"])
+    return max([EXACT_LIMIT, noise, *(amplified * TYPICAL[kind] for kind in kinds)])
+
+
+def logits_bytes(base: Path) -> int:
+    """Memory that `check_logits` needs: experts in bf16, everything else in fp32."""
+    shape, _ = shape_of(AutoConfig.from_pretrained(base))
+    return 2 * shape.expert_parameters + 4 * shape.other_parameters
+
+
+def check_logits(
+    base: Path, adapter: Path, merged: Path, settings: Settings, packed: bool, storage: str, scheme: Scheme
+) -> MergeCheck:
+    """Both models, one after the other, on one sequence of random tokens; the second chooses the experts of the first.
+
+    Args:
+        packed: whether the merged experts are packed, and so have their format already.
+        storage, scheme: of `limit_of`.
+    """
+    before = load_model(base, settings, adapter)
+    assert isinstance(before, PeftModel)
+    inner: Any = before.get_base_model()
+    family = experts_family(inner)
+    ids = random_tokens(inner, TOKENS)
+    choices = Choices(set(family.without_lora) - {family.router})
+    with torch.no_grad():
+        with choices.recorded(inner):
+            expected = _logits(inner, ids)
+        with before.disable_adapter(), choices.replayed(inner, {}):
+            alone = _logits(inner, ids)
+        with choices.replayed(before.to(torch.bfloat16).get_base_model(), outermost_experts(inner)):
+            noise = relative_error(_logits(inner, ids), expected)
+    del before, inner
+    after = load_model(merged, _for(settings, packed), None)
+    with torch.no_grad(), choices.replayed(after, outermost_experts(after)):
+        found = _logits(after, ids)
+    limit = limit_of(storage, scheme, noise)
+    return MergeCheck("logits", relative_error(found, expected), limit, relative_error(alone, expected))
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _for(settings: Settings, packed: bool) -> Settings:
+    return Settings(threads=settings.threads, numa_nodes=settings.numa_nodes) if packed else settings
+
+
+def check_layers(
+    base: Path, adapter: Path, merged: Path, settings: Settings, packed: bool, limit: float, found: list[MergeCheck]
+) -> Iterator[tuple[str, int]]:
+    """The same where the model does not fit: one layer's experts at a time, and every other weight that was merged.
+
+    Yields (what was done, bytes read) and adds the result to `found`.
+    """
+    saved = SavedAdapter(adapter)
+    before, after = outline(base, settings), outline(merged, _for(settings, packed))
+    errors: list[tuple[float, str]] = []
+    top_k = top_k_of(AutoConfig.from_pretrained(base).get_text_config())
+    for number in sorted(before.layers):
+        old, new = before.layers.pop(number), after.layers.pop(number)
+        generator = torch.Generator().manual_seed(SEED + number)
+        inputs = _random_inputs(old, top_k, generator)
+        lora = saved.lora(old)
+        for nbytes in before.experts.load({number: old}):
+            yield f"checking layer {number}", nbytes
+        expected = old.forward(*inputs, lora, "none")[0]
+        del old
+        for nbytes in after.experts.load({number: new}):
+            yield f"checking layer {number}", nbytes
+        errors.append((relative_error(new.forward(*inputs, None, "none")[0], expected), f"experts of layer {number}"))
+    deltas = AdapterDeltas(saved, shape_of(AutoConfig.from_pretrained(base))[1])
+    for name in (*deltas.linears, *sorted(deltas.replaced)):
+        errors.append((_weight_error(name, deltas, before, after), name))
+        yield f"checking {name}", 0
+    worst, where = max(errors, key=lambda error: math.inf if math.isnan(error[0]) else error[0])
+    found.append(MergeCheck("layers", worst, limit, where=where))
+
+
+def layers_bytes(base: Path, merged: Path, settings: Settings, packed: bool) -> int:
+    """What `check_layers` reads."""
+    return outline(base, settings).experts.nbytes() + outline(merged, _for(settings, packed)).experts.nbytes()
+
+
+def _random_inputs(layer: ExpertLayer, top_k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, experts and routing weights, of as many tokens as give each expert some."""
+    tokens = max(TOKENS, 2 * layer.num_experts // top_k)
+    hidden = torch.randn(tokens, layer.hidden_size, generator=generator)
+    index = torch.rand(tokens, layer.num_experts, generator=generator).topk(top_k).indices
+    return hidden, index, torch.rand(tokens, top_k, generator=generator).softmax(-1)
+
+
+def _weight_error(name: str, deltas: AdapterDeltas, before: LoadPlan, after: LoadPlan) -> float:
+    base, merged = _weight(before, name), _weight(after, name)
+    delta = deltas.lora(name, deltas.linears[name]) if name in deltas.linears else deltas.replacement(name)
+    return relative_error(merged, base + delta.matrix(base))
+
+
+def _weight(plan: LoadPlan, name: str) -> Tensor:
+    stored = plan.backbone.stored(f"{name}.weight") or plan.backbone.stored(name)
+    assert stored is not None, name
+    scheme, parts = stored
+    reader = plan.backbone.checkpoint
+    return scheme.decode({role: reader.read(entry.name) for role, entry in parts.items()}).dequantize()

@@ -1,0 +1,104 @@
+"""Adapters that matter, merged by hand: what `ktft merge` is compared with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from test_families import matrices
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import ktft
+from ktft.cli.main import app
+
+IDS = torch.arange(3, 67).reshape(4, 16)
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    """The command, in this process: exit status and output, whose lines are not wrapped."""
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["merge", *map(str, arguments), "--threads", "1"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def merge(*arguments: str | Path) -> Path:
+    """Merge, and return OUT."""
+    status, output = run(*arguments)
+    assert status == 0, output
+    return Path(arguments[2])
+
+
+def write_adapter(base: Path, folder: Path, size: float = 0.05, **options: Any) -> Path:
+    """Save an adapter with random B of this standard deviation; what `modules_to_save` names is changed too."""
+    config = ktft.KtftConfig(expert_format="bf16", threads=1)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | options
+    model = ktft.get_peft_model(model, LoraConfig(**settings))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=size)
+        elif "modules_to_save" in name:
+            parameter.data += size * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def stock(path: Path) -> Any:
+    """transformers' own model in fp32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def scaling(adapter: Path, name: str) -> float:
+    """Of one module, by the names in the adapter's config alone."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    leaf = name.rpartition(".")[2]
+    r = config["rank_pattern"].get(leaf, config["r"])
+    return config["alpha_pattern"].get(leaf, config["lora_alpha"]) / (r**0.5 if config["use_rslora"] else r)
+
+
+def merged_by_hand(plain: Path, adapter: Path) -> Any:
+    """transformers' model of a dequantized checkpoint, with W + s B A written into its weights by their names."""
+    model = stock(plain)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for key in tensors:
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if key.endswith(".lora_B.weight"):
+            continue
+        if not key.endswith(".lora_A.weight"):
+            model.get_parameter(name).data.copy_(tensors[key])
+            continue
+        delta = scaling(adapter, name) * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+        weight_of(model, name).data += delta
+    return model
+
+
+def weight_of(model: nn.Module, name: str) -> Tensor:
+    """A view of a weight of stock transformers, `[out, in]`, by the name that PEFT has for it."""
+    if ".experts." not in name:
+        return model.get_parameter(f"{name}.weight").data
+    experts, expert, projection = name.rsplit(".", 2)
+    module = model.get_submodule(experts)
+    return matrices(module, module.gate_up_proj.data, module.down_proj.data)[projection][int(expert)]
+
+
+def names_of(adapter: Path) -> list[str]:
+    """Modules with LoRA."""
+    keys = load_file(adapter / "adapter_model.safetensors")
+    return [k.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for k in keys if "lora_A" in k]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

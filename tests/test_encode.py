@@ -1,0 +1,121 @@
+"""Adding to stored weights: nothing added changes nothing, anything added is there within the format's error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantize import ALL_SCHEMES
+from torch import Generator, Tensor
+
+from ktft.checkpoint.encode import ENCODERS, add
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
+from ktft.verify.weights import LIMITS
+
+WRITTEN = {name: scheme_of({"quantization_config": config}, "config.json") for name, (_, config) in ALL_SCHEMES.items()}
+WRITTEN = {name: scheme for name, scheme in WRITTEN.items() if type(scheme) in ENCODERS}
+SHAPE = (200, 256)  # blocks of 128 are ragged
+
+
+def weight(seed: int = 0, size: float = 1.0) -> Tensor:
+    return torch.randn(SHAPE, generator=Generator().manual_seed(seed)) * size
+
+
+def stored(name: str, matrix: Tensor) -> dict[str, Tensor]:
+    tensors, _ = ALL_SCHEMES[name][0](matrix)
+    if name == "mxfp4":
+        return {"codes": tensors["blocks"], "scales": tensors["scales"]}
+    return {role: tensors["weight" + part.suffix] for role, part in WRITTEN[name].parts.items()}
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        (one[role].dtype, one[role].shape) == (other[role].dtype, other[role].shape)
+        and one[role].reshape(-1).view(torch.uint8).equal(other[role].reshape(-1).view(torch.uint8))
+        for role in one
+    )
+
+
+def value(scheme: Scheme, tensors: dict[str, Tensor]) -> Tensor:
+    return scheme.decode(tensors).dequantize()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def limit(name: str) -> float:
+    return LIMITS["mxfp4" if name == "mxfp4" else name.partition("-")[0]]
+
+
+def test_every_scheme_is_tested() -> None:
+    assert {type(scheme) for scheme in WRITTEN.values()} | {Scheme} == set(ENCODERS)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_added_changes_no_bit(name: str) -> None:
+    """Zeros, negative zeros and blocks of zeros included, whether dithered or not; nor does it in other blocks."""
+    scheme, matrix = WRITTEN[name], weight()
+    matrix[3], matrix[:, 64:96] = 0, -1e-9
+    tensors = stored(name, matrix)
+    delta = torch.zeros(SHAPE)
+    for dither in (None, Generator().manual_seed(1)):
+        assert same_bits(add(scheme, tensors, delta, dither), tensors)
+    delta[190, 250] = 100.0
+    before, after = value(scheme, tensors), value(scheme, add(scheme, tensors, delta))
+    assert after[190, 250] > 90
+    if name not in ("fp8-tensor",):
+        assert torch.equal(after[:100, :100], before[:100, :100])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_sum_is_within_the_formats_error(name: str) -> None:
+    """Small and large deltas, and a weight added to zeros, whose scales say nothing."""
+    scheme, tensors = WRITTEN[name], stored(name, weight())
+    base = value(scheme, tensors)
+    most = 1.2 * limit(name) if "channel" not in name else 0.2  # quantize.py's scales are a third too large
+    for size in (0.01, 1.0, 100.0):
+        delta = weight(1, size)
+        assert relative(value(scheme, add(scheme, tensors, delta)), base + delta) < most, size
+    zeros = stored(name, torch.zeros(SHAPE))
+    assert relative(value(scheme, add(scheme, zeros, weight(2))), weight(2)) < most
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_dithering_is_right_in_the_mean(name: str) -> None:
+    scheme, tensors = WRITTEN[name], stored(name, weight())
+    delta = weight(1, 0.02)
+    base = value(scheme, tensors)
+    nearest = value(scheme, add(scheme, tensors, delta)) - base
+    dithered = [value(scheme, add(scheme, tensors, delta, Generator().manual_seed(n))) - base for n in range(8)]
+
+    def projection(moved: Tensor) -> float:
+        return float((moved * delta).sum() / delta.square().sum())
+
+    assert projection(nearest) < 0.75
+    assert projection(torch.stack(dithered).mean(0)) == pytest.approx(1, abs=0.1)
+    again = value(scheme, add(scheme, tensors, delta, Generator().manual_seed(0))) - base
+    assert torch.equal(again, dithered[0])
+
+
+def test_powers_of_two_stay_powers_of_two() -> None:
+    """DeepSeek-V3.1 and MXFP8 scales: a block that outgrows its scale gets the next power."""
+    scheme, tensors = WRITTEN["fp8"], stored("fp8", weight())
+    tensors["scales"] = torch.full_like(tensors["scales"], 2.0**-6)
+    delta = torch.zeros(SHAPE)
+    delta[0, 0] = 1000.0
+    scales = add(scheme, tensors, delta)["scales"]
+    assert scales[0, 0] == 4.0 and bool((scales.flatten()[1:] == 2.0**-6).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_plain(dtype: torch.dtype) -> None:
+    tensors, delta = {"codes": weight().to(dtype)}, weight(1, 0.01)
+    exact = tensors["codes"].float() + delta
+    assert same_bits(add(PLAIN_SCHEME, tensors, delta), {"codes": exact.to(dtype)})
+    dithered = add(PLAIN_SCHEME, tensors, delta, Generator().manual_seed(0))["codes"].float()
+    step = torch.finfo(dtype).eps * exact.abs()
+    assert bool(((dithered - exact).abs() <= step).all())
+    assert (dithered == exact.to(dtype).float()).float().mean() < 0.9 or dtype == torch.float32
+    if dtype == torch.float16:
+        with pytest.raises(ValueError, match=r"the sum 9.*e\+04 is too large for torch.float16"):
+            add(PLAIN_SCHEME, {"codes": torch.full((2, 2), 6e4, dtype=dtype)}, torch.full((2, 2), 3e4))
