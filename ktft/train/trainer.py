@@ -14,6 +14,7 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.model.experts import find_experts
+from ktft.train import run
 from ktft.train.report import Report, examine, format_report, logger
 
 __all__ = ["KtftCallback", "Trainer", "check_arguments", "check_launch", "get_peft_model", "load_adapter"]
@@ -112,6 +113,8 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, **kwargs)
 
 
-# Every Trainer made after this import has the callback: transformers' own, TRL's and LLaMA-Factory's.
-if KtftCallback not in DEFAULT_CALLBACKS:
-    DEFAULT_CALLBACKS.append(KtftCallback)  # type: ignore[arg-type]  # the list is typed by its only member
+# Every Trainer made after this import has the callbacks: transformers' own, TRL's and LLaMA-Factory's.
+for callback in (KtftCallback, run.RunCallback):
+    if callback not in DEFAULT_CALLBACKS:
+        DEFAULT_CALLBACKS.append(callback)  # type: ignore[arg-type]  # the list is typed by its only member
+run.install()
