@@ -233,12 +233,12 @@ class Guards:
                 self.close(number)
 
     def close(self, number: int) -> None:
-        """End the window, unless it has, with the check of what may take some steps.
+        """End the window, unless it has or is too short, with the check of what may take some steps.
 
         Raises:
             GuardError: a group has no gradient, or it, or LoRA's A in it, was not updated.
         """
-        if not self.open or self.steps < 2:
+        if not self.open or self.steps < 3:
             return
         self.closed_step = number
         for group, proof in self.proofs.items():

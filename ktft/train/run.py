@@ -17,8 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from ktft.model.experts import find_experts, layer_number
 from ktft.model.record import Record
 from ktft.train.guards import GradientWatch, Guards, Step, group_norms, rates_of, trained_parameters
-from ktft.train.report import examine
-from ktft.train.run_report import RunReport, facts_of, memory_now
+from ktft.train.report import examine, logger
+from ktft.train.run_report import JSON_NAME, RunReport, facts_of, memory_now
 
 UNLOGGED_INTERVAL = 10
 """Steps between two looks at gradients where `logging_strategy` is not `steps`."""
@@ -235,8 +235,9 @@ class RunCallback(TrainerCallback):
     def _finish(self, model: nn.Module, args: TrainingArguments, state: TrainerState, how: str) -> None:
         assert self.run is not None
         self.run.end(model, how)
-        if state.is_world_process_zero:
-            self.run.report.write(Path(str(args.output_dir)))
+        directory = Path(str(args.output_dir))
+        if state.is_world_process_zero and self.run.report.write(directory):
+            logger().info("training report: %s", directory / JSON_NAME)
 
     def saved(self, directory: Path) -> None:
         """The adapter was written after training ended: its hash goes into the report there."""

@@ -200,7 +200,6 @@ class RunReport:
         from ktft.train.run_report_page import page_of
 
         write_whole(directory / PAGE_NAME, page_of(content).encode())
-        logger().info("training report: %s", directory / PAGE_NAME)
 
 
 def _attempt(write: Callable[[], None], path: Path) -> bool:

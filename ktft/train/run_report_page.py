@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import io
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ _STYLE: Any = {
     "savefig.facecolor": "none",
 }
 _MANY = 60  # rows from which on markers and bars give way to lines and areas
+_MOST = 300  # rows drawn; more are averaged
 _TIME_NAMES = {
     "native_forward": "experts forward",
     "native_backward": "experts backward",
@@ -54,16 +56,18 @@ _TIME_NAMES = {
 _MISSING = "-"
 
 Columns = Mapping[str, list[float | None]]
+Drawn = Mapping[str, np.ndarray]
 
 
 def page_of(content: Mapping[str, Any]) -> str:
     """The page for what `RunReport.content` gives."""
+    steps, logged = _thinned(content["steps"]), _thinned(content["logged"])
     with matplotlib.rc_context(_STYLE):
         plots = [
-            ("Loss", "mean over the steps since the one logged before", _loss(content["logged"])),
-            ("Throughput", "padding included", _throughput(content["steps"])),
-            ("Where the time goes", "evaluating and saving left out", _times(content["steps"])),
-            ("Gradient norms", "before clipping, at logged steps", _norms(content["logged"])),
+            ("Loss", "mean over the steps since the one logged before", _loss(logged)),
+            ("Throughput", "padding included", _throughput(steps)),
+            ("Where the time goes", "evaluating and saving left out", _times(steps)),
+            ("Gradient norms", "before clipping, at logged steps", _norms(logged)),
         ]
         load = _load(content["expert_tokens"])
     cards = "".join(_card(*plot) for plot in plots)
@@ -82,8 +86,18 @@ def page_of(content: Mapping[str, Any]) -> str:
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
-def _values(column: Iterable[float | None]) -> np.ndarray:
-    return np.array([math.nan if value is None else value for value in column], dtype=float)
+def _thinned(columns: Columns) -> Drawn:
+    """At most `_MOST` rows: the last `step` of several, and the mean of all else."""
+    values = {name: np.array([math.nan if v is None else v for v in column]) for name, column in columns.items()}
+    size = max(-(-len(column) // _MOST) for column in values.values()) if values else 1
+    return {name: _means(column, size, last=name == "step") for name, column in values.items()}
+
+
+def _means(values: np.ndarray, size: int, last: bool) -> np.ndarray:
+    rows = np.append(values, np.full(-len(values) % size, math.nan)).reshape(-1, size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of rows without a value
+        return np.nanmax(rows, axis=1) if last else np.nanmean(rows, axis=1)
 
 
 def _axes(ylabel: str) -> tuple[Figure, Axes]:
@@ -99,10 +113,10 @@ def _marker(rows: int) -> str:
     return "o" if rows <= _MANY else ""
 
 
-def _loss(logged: Columns) -> Figure | None:
-    steps, loss = _values(logged.get("step", [])), _values(logged.get("loss", []))
-    if not len(steps):
+def _loss(logged: Drawn) -> Figure | None:
+    if not logged:
         return None
+    steps, loss = logged["step"], logged["loss"]
     figure, axes = _axes("loss")
     smooth = len(steps) > _MANY
     axes.plot(steps, loss, marker=_marker(len(steps)), markersize=3, alpha=0.35 if smooth else 1, color=_COLOURS[0])
@@ -114,21 +128,21 @@ def _loss(logged: Columns) -> Figure | None:
     return figure
 
 
-def _throughput(steps: Columns) -> Figure | None:
+def _throughput(steps: Drawn) -> Figure | None:
     if not steps:
         return None
-    rate = _values(steps["tokens"]) / np.maximum(_values(steps["seconds"]), 1e-9)
+    rate = steps["tokens"] / np.maximum(steps["seconds"], 1e-9)
     figure, axes = _axes("tokens/s")
-    axes.plot(_values(steps["step"]), rate, marker=_marker(len(rate)), markersize=3, color=_COLOURS[2])
+    axes.plot(steps["step"], rate, marker=_marker(len(rate)), markersize=3, color=_COLOURS[2])
     axes.set_ylim(0, np.nanmax(rate) * 1.1 or 1)
     return figure
 
 
-def _times(steps: Columns) -> Figure | None:
+def _times(steps: Drawn) -> Figure | None:
     if not steps:
         return None
-    merged, numbers = _values(steps["merged"]), _values(steps["step"])
-    parts = [np.maximum(_values(steps[name]) / merged, 0) for name in TIMES]
+    numbers = steps["step"]
+    parts = [np.maximum(steps[name] / steps["merged"], 0) for name in TIMES]
     scale, unit = (1e3, "ms") if np.nanmax(sum(parts)) < 1 else (1.0, "s")
     figure, axes = _axes(f"{unit} a step")
     names = [_TIME_NAMES[name] for name in TIMES]
@@ -145,14 +159,14 @@ def _times(steps: Columns) -> Figure | None:
     return figure
 
 
-def _norms(logged: Columns) -> Figure | None:
-    groups = {name.removeprefix("grad_norm of "): _values(c) for name, c in logged.items() if " of " in name}
-    groups["all"] = _values(logged.get("grad_norm", []))
+def _norms(logged: Drawn) -> Figure | None:
+    groups = {name.removeprefix("grad_norm of "): column for name, column in logged.items() if " of " in name}
+    groups["all"] = logged.get("grad_norm", np.zeros(0))
     drawn = {name: values for name, values in groups.items() if (values > 0).any()}
     if not drawn:
         return None
     figure, axes = _axes("norm")
-    steps = _values(logged["step"])
+    steps = logged["step"]
     for name, values in drawn.items():
         style: Any = {"color": _INK, "linestyle": "--", "linewidth": 1.0} if name == "all" else {}
         axes.plot(steps, np.where(values > 0, values, math.nan), marker=_marker(len(steps)), ms=3, label=name, **style)
@@ -190,7 +204,7 @@ def _load(expert_tokens: Mapping[str, Any]) -> Figure | None:
 def _svg(figure: Figure, salt: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "path"}):
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = out.getvalue()
     return text[text.index("<svg") :].replace(_INK, "currentColor")
 
