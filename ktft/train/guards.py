@@ -168,6 +168,7 @@ class Guards:
     _bits: dict[str, Tensor] = field(default_factory=dict)
     _moved: dict[str, Tensor] = field(default_factory=dict)
     _step: Step | None = None
+    _rates: dict[int, float] = field(default_factory=dict)
     _overflow: str | None = None
 
     def __post_init__(self) -> None:
@@ -226,8 +227,10 @@ class Guards:
             return
         if self._overflow is not None:
             self._fail(f"step {number}: the gradient of {self._overflow} held NaN or Inf, and the step was not skipped")
-        if self._step is not None:
-            self._check_updates(self._step)
+        step, self._step = self._step, None
+        if step is not None:
+            self._rates = step.rates
+            self._check_updates(step)
             self.steps += 1
             if self.steps == WINDOW:
                 self.close(number)
@@ -291,7 +294,7 @@ class Guards:
 
     def _check_experts(self, step: Step) -> None:
         for name, each in self.parameters.items():
-            if each.layer is None or each.late or each.layer not in step.reached:
+            if each.layer is None or each.late:
                 continue
             reached, norm = step.reached[each.layer], step.norms.get(name)
             if not reached.any():
@@ -331,10 +334,9 @@ class Guards:
                 )
 
     def _not_updated(self, group: str, own: list[Trained]) -> None:
-        assert self._step is not None
         message = (
             f"{group}: {own[0].name} and {len(own) - 1} more of its kind are the same bits as {self.steps} optimizer "
-            f"steps ago; {_rate(own[0], self._step.rates)}"
+            f"steps ago; {_rate(own[0], self._rates)}"
         )
         if all(each.parameter.dtype == torch.float32 for each in own):
             self._fail(message)

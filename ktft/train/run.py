@@ -29,7 +29,7 @@ class Run:
     """A run on a model with ktft's experts, from `on_train_begin` on.
 
     Attributes:
-        records: name of routed experts -> what they count.
+        records: name of routed experts, LoRA included -> what they count.
         norms: of gradients by group, at the step `norms_step`.
         mark: when what is not training (logging, saving, evaluating) or the step before ended; `began`: the step.
         data, optimizer: seconds of the step at hand.
@@ -57,7 +57,7 @@ class Run:
             module.record = Record(module.num_experts)
         parameters = trained_parameters(model)
         return cls(
-            records={name: module.record for name, module in experts.items() if module.record is not None},
+            records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
             guards=Guards(parameters),
             watch=GradientWatch(parameters),
             report=RunReport(
