@@ -279,7 +279,7 @@ def test_tokens_without_labels(tiny_checkpoint: Checkpoint, tmp_path: Path) -> N
 
 def test_training_one_adapter_of_two(fresh: Callable[[], Any], tmp_path: Path) -> None:
     model = fresh()
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["experts", "o_proj"], task_type="CAUSAL_LM"))
+    model.add_adapter("second", LoraConfig(r=2, target_modules=model.peft_config["default"].target_modules))
     model.set_adapter("second")
     run = trainer(model, tmp_path)
     run.train()
