@@ -30,6 +30,7 @@ MAX_SKIPPED = 40
 """Steps in a row that a gradient scaler may skip: from its first scale to the smallest float there are fewer."""
 ROUTED = "routed experts"
 _TINY = 1e-20  # the norm of a gradient below which an optimizer's update may vanish
+_PIECE = 1 << 22  # elements
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _CUT = (
@@ -365,7 +366,9 @@ class Guards:
 def _bits(each: Trained) -> Tensor:
     """A sum over the bits of each row: int64, on the CPU. It is 0 for zeros, and another one after any update."""
     rows = each.rows(each.parameter)
-    return rows.view(_BITS[rows.element_size()]).sum(1, dtype=torch.int64).to("cpu")
+    words = rows.view(_BITS[rows.element_size()])
+    parts = words.split(max(_PIECE // len(words), 1), dim=1)  # torch widens what it sums, all at once
+    return torch.stack([part.sum(1, dtype=torch.int64) for part in parts]).sum(0).to("cpu")
 
 
 def _some(rows: Tensor) -> str:
