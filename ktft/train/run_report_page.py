@@ -231,13 +231,13 @@ def _summary(content: Mapping[str, Any]) -> str:
         "Loss": f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else _MISSING,
         "Steps": f"{number:,}" + _resumed(content["resumed"]),
         "Tokens": f"{tokens:,.0f}, {tokens / seconds:,.0f} tokens/s" if seconds else _MISSING,
-        "A step": f"{_duration(seconds / count)} of {_duration(seconds)}" if count else _MISSING,
+        "A step": f"{_duration(seconds / count)}, {_duration(seconds)} in all" if count else _MISSING,
         "Peak memory": f"{readable(rss)} RAM" + (f", {readable(gpu)} GPU" if gpu else "") if rss else _MISSING,
         "Trained": f"{trainable:,} parameters",
         "Model": f"{content['model']['family']}, {content['model']['name']}",
         "Experts": f"{experts['layers']} layers x {experts['experts']}, {experts['format']}, "
         f"{readable(experts['packed_bytes'])} packed",
-        "Kernels": f"{experts['isa']}, {experts['threads']} threads, {experts['numa_nodes']} NUMA nodes",
+        "Kernels": f"{experts['isa']}, threads: {experts['threads']}, NUMA nodes: {experts['numa_nodes']}",
         "Machine": f"{machine['cpu']}, {machine['cores']} cores, {readable(machine['memory_bytes'])}{gpus}",
         "Adapter": f"{file['name']}, {readable(file['bytes'])}, SHA-256 {file['sha256']}" if file else "not saved yet",
     }
@@ -260,7 +260,12 @@ def _groups(content: Mapping[str, Any]) -> str:
     guards, last = content["guards"], {}
     for name, column in content["logged"].items():
         last[name] = next((value for value in reversed(column) if value is not None), None)
-    rows = [[f"<th>{name}</th>" for name in ("Group", "Parameters", "on the CPU", "First gradient", "First update")]]
+    rows = [
+        [
+            f"<th>{name}</th>"
+            for name in ("Group", "Parameters", "Of these on the CPU", "First gradient", "First update")
+        ]
+    ]
     rows[0] += ["<th>A's first update</th>", "<th>Gradient norm, last</th>"]
     for group in content["adapter"]["groups"]:
         proof = guards.get("groups", {}).get(group["name"], {})
