@@ -1,8 +1,9 @@
-"""What Linux says of memory: totals, cgroup limits, transparent hugepages."""
+"""What Linux says of memory (totals, cgroup limits, this process, transparent hugepages) and of the CPU."""
 
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,3 +84,14 @@ def transparent_hugepages(root: Path = ROOT) -> str | None:
     text = read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     chosen = re.search(r"\[(\w+)\]", text)
     return chosen.group(1) if chosen else None
+
+
+def peak_rss() -> int:
+    """The most bytes that this process has held in memory so far, file-mapped pages included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    """The CPU's model name."""
+    lines = (read(root / "proc/cpuinfo") or "").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -48,6 +49,11 @@ def trained_experts(output: Path) -> int:
     """How many experts' tensors of an adapter were moved away from B = 0."""
     tensors = load_file(output / "adapter_model.safetensors")
     return sum(bool(t.any()) for name, t in tensors.items() if ".mlp.experts." in name and "lora_B" in name)
+
+
+def run_report(output: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((output / "ktft_report.json").read_text())
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +118,15 @@ def test_sft_reports_saves_evaluates_and_resumes(train_yaml: TrainYaml, run_cli:
     settings = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
     assert len(settings["target_parameters"]) == 2 * 2
 
+    for path in (whole, rest):
+        report = run_report(path)
+        assert dict(zip(report["logged"]["step"], report["logged"]["loss"], strict=True)) == logged_losses(whole)
+        adapter = (path / "adapter_model.safetensors").read_bytes()
+        assert report["adapter"]["file"]["sha256"] == hashlib.sha256(adapter).hexdigest()
+        assert "<svg" in (path / "ktft_report.html").read_text()
+        assert [row["step"] for row in report["resumed"]] == ([2] if path == rest else [])
+    assert run_report(rest)["expert_tokens"] == run_report(whole)["expert_tokens"]
+
 
 @pytest.mark.parametrize(
     ("stage", "family", "options"),
@@ -135,6 +150,9 @@ def test_stages(
     output = tmp_path / "out"
     assert "before step 1" in log
     assert set(logged_losses(output)) == {1, 2}
+    report = run_report(output)
+    assert report["ended"] == "finished"
+    assert {proof["update_step"] for proof in report["guards"]["groups"].values()} == {1}
     assert trained_experts(output) > 0
     ktft.load_adapter(load(tiny_checkpoint(family)), output)  # strict: standard names, nothing left over
     if stage == "rm":

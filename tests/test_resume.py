@@ -173,6 +173,11 @@ def test_llamafactory_resumes_a_reward_model(
     require_same_folders(tmp_path / "one", tmp_path / "two", "value_head.safetensors")
 
 
+def folders(path: Path) -> list[str]:
+    """Checkpoints and what else lies in an output folder, the training report apart."""
+    return sorted(name for name in os.listdir(path) if not name.startswith("ktft_report."))
+
+
 def require_same_folders(one: Path, two: Path, *more: str) -> None:
     for name in (*(f"checkpoint-5/{name}" for name in STATE), "adapter_model.safetensors", *more):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
@@ -202,7 +207,7 @@ def test_checkpoint_appears_when_it_is_whole(base: Path, tmp_path: Path) -> None
     run = trainer(base, tmp_path, callbacks=[spy], save_total_limit=1)
     run.train()
     assert spy.seen == [[], ["checkpoint-3"], ["checkpoint-6"]]  # an older one goes only after a newer one is there
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-7"]
+    assert folders(tmp_path) == ["checkpoint-7"]
     assert "processor.json" in json.loads((tmp_path / "checkpoint-7" / MANIFEST).read_text())["files"]
     assert torch.load(tmp_path / "checkpoint-7/training_args.bin", weights_only=False).output_dir == str(tmp_path)
 
@@ -211,7 +216,7 @@ def test_checkpoint_appears_when_it_is_whole(base: Path, tmp_path: Path) -> None
 def test_interrupted_saving_leaves_the_older_checkpoint(base: Path, tmp_path: Path, error: Any) -> None:
     with pytest.raises(type(error)):
         trainer(base, tmp_path, callbacks=[OnSave(tmp_path, error)], save_total_limit=1).train()
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-3"]
+    assert folders(tmp_path) == ["checkpoint-3"]
     assert damage(tmp_path / "checkpoint-3") is None
 
 
@@ -224,7 +229,7 @@ def test_leftovers_of_a_killed_run_are_removed(base: Path, begun: Path, caplog: 
     (begun / "checkpoint-3").rename(begun / STAGING / "replaced/checkpoint-3")
     with caplog.at_level(logging.INFO, "ktft"):
         trainer(base, begun, max_steps=1, save_strategy="no").train()
-    assert sorted(os.listdir(begun)) == ["checkpoint-3"]
+    assert folders(begun) == ["checkpoint-3"]
     assert f"removed {begun}/{STAGING}/checkpoint-6, left unfinished by a run that was killed" in caplog.text
 
 
@@ -236,7 +241,7 @@ def test_existing_checkpoint_is_replaced(
     if not exchange:  # a file system that cannot
         monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
     trainer(base, begun, max_steps=6).train(resume_from_checkpoint=str(begun / "checkpoint-3"))
-    assert sorted(os.listdir(begun)) == ["checkpoint-3", "checkpoint-6"]
+    assert folders(begun) == ["checkpoint-3", "checkpoint-6"]
     assert not (begun / "checkpoint-6/old").exists()
     assert damage(begun / "checkpoint-6") is None
 
@@ -247,7 +252,7 @@ def test_failed_replacement_brings_the_old_one_back(tmp_path: Path, monkeypatch:
     place.mkdir()
     with pytest.raises(FileNotFoundError), checkpoints._staging(tmp_path) as staging:
         checkpoints._publish(staging / "never written", place)
-    assert os.listdir(tmp_path) == ["checkpoint-3"]
+    assert folders(tmp_path) == ["checkpoint-3"]
 
 
 def test_full_disk_names_path_and_room(base: Path, tmp_path: Path) -> None:
@@ -265,7 +270,7 @@ def test_full_disk_names_path_and_room(base: Path, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert f"{tmp_path}/checkpoint-3 is whole" in str(failure.value)
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-3"]
+    assert folders(tmp_path) == ["checkpoint-3"]
 
 
 def test_best_model_is_found_where_it_ended_up(base: Path, tmp_path: Path) -> None:
@@ -293,7 +298,7 @@ def test_sigterm_saves_and_stops_where_asked_to(base: Path, whole: transformers.
     run = trainer(base, tmp_path, enable_jit_checkpoint=True, callbacks=[Terminate()], save_steps=100)
     run.train()
     assert run.state.global_step == 5
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-5"]
+    assert folders(tmp_path) == ["checkpoint-5"]
     resumed = trainer(base, tmp_path, save_steps=100)
     resumed.train(resume_from_checkpoint=True)
     require_same_end(resumed, whole)

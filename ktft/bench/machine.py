@@ -32,12 +32,6 @@ def free_bytes(root: Path = ROOT) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
-def cpu_name(root: Path = ROOT) -> str:
-    """The CPU's model name."""
-    lines = (root / "proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def read_bytes() -> int:
     """Size of the buffer that measures read bandwidth: far larger than the caches."""
     return int(min(max(2 * CACHE_MULTIPLE * cache_bytes(), 256 << 20), MEMORY_SHARE * free_bytes()))

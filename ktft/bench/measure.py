@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ktft import native
-from ktft.bench import accuracy, machine
+from ktft import native, system
+from ktft.bench import accuracy
 from ktft.bench.cases import STEPS, W8A8_STEP, Case, PeerFigure, Record
 from ktft.bench.layers import Batch, Ktft, Runner
 
@@ -134,7 +134,7 @@ def _record(
         format=case.format,
         rank=case.rank,
         step=step,
-        cpu=machine.cpu_name(),
+        cpu=system.cpu_name(),
         isa=runtime.isa,
         threads=runtime.threads,
         nodes=runtime.nodes,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ktft import native
+from ktft import native, system
 from ktft.bench import machine
 from ktft.bench.cases import Shape
 from ktft.bench.measure import SETTLE_SECONDS
@@ -136,7 +136,7 @@ def run(
             layers=layers,
             tensors=len(params),
             parameters=count,
-            cpu=machine.cpu_name(),
+            cpu=system.cpu_name(),
             isa=runtime.isa,
             threads=runtime.threads,
             nodes=runtime.nodes,

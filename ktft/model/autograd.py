@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
+from ktft.model.record import Record
 from ktft.native import ExpertLayer
 
 
@@ -19,20 +21,19 @@ class _Moe(torch.autograd.Function):
         layer: ExpertLayer,
         activation: str,
         lora: ExpertLora | None,
+        record: Record | None,
         hidden_states: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
         *ab: Tensor,
     ) -> Tensor:
         needs_backward = any(ctx.needs_input_grad)
-        out, saved = layer.forward(
-            hidden_states.detach().to("cpu"),
-            top_k_index.detach().to("cpu"),
-            top_k_weights.detach().to("cpu"),
-            lora,
-            activation=activation if needs_backward else "none",
-        )
-        ctx.layer, ctx.lora, ctx.saved = layer, lora, saved
+        hidden, index, weights = (t.detach().to("cpu") for t in (hidden_states, top_k_index, top_k_weights))
+        began = time.perf_counter()
+        out, saved = layer.forward(hidden, index, weights, lora, activation if needs_backward else "none")
+        if record is not None:
+            record.forward_seconds += time.perf_counter() - began
+        ctx.layer, ctx.lora, ctx.record, ctx.saved = layer, lora, record, saved
         # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
         ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
         return out.to(hidden_states.device)
@@ -40,15 +41,17 @@ class _Moe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
-        grads = ctx.layer.backward(
-            ctx.saved,
-            grad_outputs[0].detach().to("cpu"),
-            hidden_states.detach().to("cpu"),
-            top_k_index.to("cpu"),
-            top_k_weights.detach().to("cpu"),
-            ctx.lora,
-        )
+        tensors = (grad_outputs[0], hidden_states, top_k_index, top_k_weights)
+        grad, hidden, index, weights = (tensor.detach().to("cpu") for tensor in tensors)
+        began = time.perf_counter()
+        grads = ctx.layer.backward(ctx.saved, grad, hidden, index, weights, ctx.lora)
+        if (record := ctx.record) is not None:
+            record.backward_seconds += time.perf_counter() - began
+            record.count(index)
+            if record.watching:
+                record.count_reached(index, weights, grad)
         return (
+            None,
             None,
             None,
             None,
@@ -66,6 +69,7 @@ def routed_experts(
     top_k_weights: Tensor,
     lora: ExpertLora | None = None,
     activation: str = "retain",
+    record: Record | None = None,
 ) -> Tensor:
     """Run one layer's routed experts on the CPU, wherever the hidden states live.
 
@@ -75,6 +79,7 @@ def routed_experts(
         top_k_index: `[T, k]` integer; top_k_weights: `[T, k]` float.
         lora: adapters to apply; their tensors receive fp32-accumulated gradients in their own dtype.
         activation: `retain` keeps gate/up outputs for backward, `recompute` computes them again.
+        record: takes counts and seconds.
 
     Returns:
         `[T, H]`, dtype and device of `hidden_states`.
@@ -87,6 +92,8 @@ def routed_experts(
         for name in PROJECTIONS:
             pair: LoraPair | None = lora.pairs.get(name)
             ab += [pair.a, pair.b] if pair is not None else []
-    out = _Moe.apply(layer, activation, lora, hidden_states, top_k_index, top_k_weights, *ab)
+    out = _Moe.apply(layer, activation, lora, record, hidden_states, top_k_index, top_k_weights, *ab)
     assert isinstance(out, Tensor)
+    if record is not None and torch.is_grad_enabled() and not out.requires_grad:
+        record.count(top_k_index.to("cpu"))  # of a layer beneath all that trains, which gets no backward
     return out

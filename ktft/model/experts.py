@@ -13,6 +13,7 @@ from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import LayerShape
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
+from ktft.model.record import Record
 from ktft.native import ExpertLayer
 
 
@@ -26,15 +27,20 @@ class KtftExperts(nn.Module):
         layer: the packed experts, or only their sizes where nothing will be computed.
         family: of the model.
         activation: what backward finds saved, `retain` or `recompute`.
+
+    Attributes:
+        record: takes counts and seconds in training mode; None, as it is made, to count nothing.
     """
 
     layer: ExpertLayer
+    record: Record | None
 
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
         super().__init__()
         self.layer = cast(ExpertLayer, layer)
         self.family = family
         self.activation = activation
+        self.record = None
         self.num_experts = layer.num_experts
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
@@ -46,7 +52,8 @@ class KtftExperts(nn.Module):
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None = None
     ) -> Tensor:
         """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`; see `routed_experts`."""
-        return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation)
+        record = self.record if self.training else None
+        return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
     def extra_repr(self) -> str:
         """Shown in the model's printout."""

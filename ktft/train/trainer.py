@@ -15,7 +15,7 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.model.experts import find_experts
-from ktft.train import checkpoints
+from ktft.train import checkpoints, run
 from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
 
@@ -119,9 +119,11 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, **kwargs)
 
 
-# Every Trainer made after this import has the callback, the optimizer and the checkpoints: transformers' own, TRL's,
+# Every Trainer made after this import has the callbacks, the optimizer and the checkpoints: transformers' own, TRL's,
 # LLaMA-Factory's.
+for callback in (KtftCallback, run.RunCallback):
+    if callback not in DEFAULT_CALLBACKS:
+        DEFAULT_CALLBACKS.append(callback)  # type: ignore[arg-type]  # the list is typed by its only member
 adapt_trainer()
-if KtftCallback not in DEFAULT_CALLBACKS:
-    DEFAULT_CALLBACKS.append(KtftCallback)  # type: ignore[arg-type]  # the list is typed by its only member
 checkpoints.install()
+run.install()

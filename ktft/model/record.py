@@ -1,0 +1,40 @@
+"""What one layer's experts met while training: tokens by expert, and seconds in native code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_NEGLIGIBLE = 1e-25  # of a gradient times a routing weight: below it products may vanish in bf16 kernels
+
+
+class Record:
+    """Counts of one layer's trained tokens. `KtftExperts.record` takes one; without it nothing is counted.
+
+    A micro-batch counts once, in its backward, however often checkpointing computes its forward. Passes without
+    gradients, such as those of DPO's reference, are not counted, but their seconds are.
+
+    Attributes:
+        tokens: `[num_experts]` int64, (token, expert) pairs by expert.
+        rows: tokens, padding included.
+        forward_seconds, backward_seconds: in the native layer, recomputation included.
+        watching: also find which experts the loss depends on; costs one pass over the output's gradient.
+        reached: `[num_experts]` int64, pairs whose token had a gradient that is not zero, while `watching`.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.tokens = torch.zeros(num_experts, dtype=torch.int64)
+        self.reached = torch.zeros(num_experts, dtype=torch.int64)
+        self.rows = 0
+        self.forward_seconds = self.backward_seconds = 0.0
+        self.watching = False
+
+    def count(self, top_k_index: Tensor) -> None:
+        """Add a micro-batch's choices, `[T, k]` on the CPU."""
+        self.tokens += torch.bincount(top_k_index.flatten(), minlength=len(self.tokens))
+        self.rows += len(top_k_index)
+
+    def count_reached(self, top_k_index: Tensor, top_k_weights: Tensor, grad_output: Tensor) -> None:
+        """Add the pairs of `[T, k]` whose output the loss depends on, by the gradient `[T, H]` of the output."""
+        strength = grad_output.abs().amax(1, keepdim=True).float() * top_k_weights.abs().float()
+        self.reached += torch.bincount(top_k_index[strength > _NEGLIGIBLE], minlength=len(self.reached))

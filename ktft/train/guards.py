@@ -1,0 +1,402 @@
+"""Proof, in a run's first optimizer steps, that all that was asked for is trained; and a watch for NaN ever after.
+
+LoRA's A has no gradient while B is zero. So each group of parameters must have a gradient, and each B a value other
+than zero, after the first step that has a learning rate; A must have moved `WINDOW` such steps later. Of the routed
+experts every one whose tokens the loss depends on must have a gradient in each of its B.
+
+What it costs: norms of all gradients, in the window and at steps that are logged; a sum over the bits of all trained
+parameters, in the window. It keeps numbers by expert and tensor, never a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.state import GradientState
+from torch import Tensor, nn
+
+from ktft.adapters.lora import KtftExpertsLora
+from ktft.checkpoint.families import GROUPS, group_of
+from ktft.model.experts import experts_family
+from ktft.train.report import logger
+
+WINDOW = 10
+"""Steps with a learning rate in which all is checked."""
+MAX_SKIPPED = 40
+"""Steps in a row that a gradient scaler may skip: from its first scale to the smallest float there are fewer."""
+ROUTED = "routed experts"
+_TINY = 1e-20  # the norm of a gradient below which an optimizer's update may vanish
+_PIECE = 1 << 22  # elements
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_CUT = (
+    "something between it and the loss cuts the graph (detach, no_grad, a patched or wrapped module), or its scaling "
+    "is 0: look for that, or leave it out of lora_target (target_modules)"
+)
+
+
+class GuardError(RuntimeError):
+    """A run that would end with an adapter that was not trained, or is broken."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that the run trains.
+
+    Attributes:
+        late: has no gradient before its partner has moved away from zero.
+        layer: the routed experts that it is a stack of, an entry of the first dimension each; None elsewhere.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    group: str
+    late: bool
+    layer: str | None
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The tensor, or its gradient, as `[experts, elements]`; one row where it is no stack."""
+        return tensor.detach().flatten(1) if self.layer is not None else tensor.detach().reshape(1, -1)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Trained]:
+    """All parameters with requires_grad, by name."""
+    family = experts_family(model)
+    stacks: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, KtftExpertsLora):
+            stacks |= {id(t): name for adapter in module.lora_A for *_, t in module.tensors(adapter)}
+    late = (".lora_A.", ".lora_embedding_B.")
+    return {
+        name: Trained(name, p, group_of(name, family), any(kind in name for kind in late), stacks.get(id(p)))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+class GradientWatch:
+    """Norms of gradients as the last backward of an optimizer step leaves them: before clipping, in backward's order.
+
+    Attributes:
+        on: whether norms are taken.
+    """
+
+    def __init__(self, parameters: Mapping[str, Trained]) -> None:
+        self.on = False
+        self._norms: dict[str, Tensor] = {}
+        self._hooks = [
+            each.parameter.register_post_accumulate_grad_hook(functools.partial(self._look, each))
+            for each in parameters.values()
+        ]
+
+    def _look(self, each: Trained, parameter: Tensor) -> None:
+        if self.on and GradientState().sync_gradients and parameter.grad is not None:
+            self._norms.pop(each.name, None)
+            rows = each.rows(parameter.grad)
+            self._norms[each.name] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+
+    def take(self) -> dict[str, Tensor]:
+        """Name -> norms on the CPU, `[experts]` or `[1]`, since this was last called."""
+        norms = {name: norm.to("cpu") for name, norm in self._norms.items()}
+        self._norms.clear()
+        return norms
+
+    def close(self) -> None:
+        """Take no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def group_norms(norms: Mapping[str, Tensor], parameters: Mapping[str, Trained]) -> dict[str, float]:
+    """Norm of the gradients of each group that has trained parameters."""
+    squares = {group: 0.0 for group in GROUPS if any(each.group == group for each in parameters.values())}
+    for name, norm in norms.items():
+        squares[parameters[name].group] += float(norm.double().square().sum())
+    return {group: square**0.5 for group, square in squares.items()}
+
+
+@dataclass
+class GroupProof:
+    """When a group was first seen to have a gradient, and to have been updated; `late` parameters on their own."""
+
+    gradient_step: int | None = None
+    gradient_norm: float | None = None
+    update_step: int | None = None
+    late_update_step: int | None = None
+
+
+@dataclass
+class Step:
+    """One optimizer step as the guards see it.
+
+    Attributes:
+        number: from 1.
+        norms: of gradients, see `GradientWatch`; scaled by a gradient scaler, if there is one.
+        reached: name of routed experts -> (token, expert) pairs by expert that the loss depends on.
+        rates: id of a parameter -> its learning rate.
+        scaled: whether a gradient scaler may skip this step.
+    """
+
+    number: int
+    norms: dict[str, Tensor]
+    reached: dict[str, Tensor]
+    rates: dict[int, float]
+    scaled: bool = False
+
+
+@dataclass
+class Guards:
+    """Checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order.
+
+    Attributes:
+        parameters: what the run trains.
+        proofs: by group, what has been seen.
+        steps: steps of the window that are over.
+        closed_step: the step at which the window closed; None while it is open.
+        failure: the message of the error that was raised.
+    """
+
+    parameters: dict[str, Trained]
+    proofs: dict[str, GroupProof] = field(default_factory=dict)
+    steps: int = 0
+    skipped: int = 0
+    closed_step: int | None = None
+    failure: str | None = None
+    _bits: dict[str, Tensor] = field(default_factory=dict)
+    _moved: dict[str, Tensor] = field(default_factory=dict)
+    _step: Step | None = None
+    _rates: dict[int, float] = field(default_factory=dict)
+    _overflow: str | None = None
+
+    def __post_init__(self) -> None:
+        present = {each.group for each in self.parameters.values()}
+        self.proofs = {group: GroupProof() for group in GROUPS if group in present}
+
+    @property
+    def experts_updated(self) -> int:
+        """(layer, expert) pairs of which some B moved within the window."""
+        layers: dict[str, Tensor] = {}
+        for name, moved in self._moved.items():
+            layer = str(self.parameters[name].layer)
+            layers[layer] = moved | layers[layer] if layer in layers else moved
+        return sum(int(moved.sum()) for moved in layers.values())
+
+    @property
+    def open(self) -> bool:
+        """Whether every step is still checked."""
+        return self.closed_step is None
+
+    def before_step(self, step: Step) -> None:
+        """Check gradients.
+
+        Raises:
+            GuardError: NaN or Inf, or a group or an expert without a gradient.
+        """
+        self._step, self._overflow = None, None
+        broken = next((name for name, norm in step.norms.items() if not norm.isfinite().all()), None)
+        if broken is not None and step.scaled:
+            self._overflow = broken  # the scaler should skip this step
+            return
+        if broken is not None:
+            self._fail(self._not_finite(step, broken))
+        if not any(float(norm.max()) > 0 for norm in step.norms.values()):
+            return  # no sample had a label, for instance
+        self._check_groups(step)
+        self._check_experts(step)
+        if self.open and any(rate > 0 for rate in step.rates.values()):
+            self._step = step
+            if not self._bits:
+                self._bits = {name: _bits(each) for name, each in self.parameters.items()}
+
+    def after_step(self, number: int, skipped: bool) -> None:
+        """Check that parameters moved, in the window.
+
+        Raises:
+            GuardError: one did not, or a gradient scaler skips all steps.
+        """
+        self.skipped = self.skipped + 1 if skipped else 0
+        if self.skipped > MAX_SKIPPED:
+            self._fail(
+                f"step {number}: {self.skipped} steps in a row were skipped, because gradients hold NaN or Inf in fp16 "
+                "at every scale; set bf16: true in place of fp16"
+            )
+        if skipped:
+            return
+        if self._overflow is not None:
+            self._fail(f"step {number}: the gradient of {self._overflow} held NaN or Inf, and the step was not skipped")
+        step, self._step = self._step, None
+        if step is not None:
+            self._rates = step.rates
+            self._check_updates(step)
+            self.steps += 1
+            if self.steps == WINDOW:
+                self.close(number)
+
+    def close(self, number: int) -> None:
+        """End the window, unless it has or is too short, with the check of what may take some steps.
+
+        Raises:
+            GuardError: a group has no gradient, or it, or LoRA's A in it, was not updated.
+        """
+        if not self.open or self.steps < 3:
+            return
+        self.closed_step = number
+        for group, proof in self.proofs.items():
+            members = [each for each in self.parameters.values() if each.group == group]
+            if proof.gradient_step is None:
+                self._fail(
+                    f"{group}: no gradient in {self.steps} steps, the first parameter is {members[0].name}; {_CUT}"
+                )
+            for late, seen in ((False, proof.update_step), (True, proof.late_update_step)):
+                own = [each for each in members if each.late == late]
+                if own and seen is None:
+                    self._not_updated(group, own)
+        self._bits.clear()
+        logger().info(
+            "%s: gradients and updates seen within %d steps; from here on gradients are checked at logged steps, "
+            "parameters before they are saved",
+            ", ".join(self.proofs),
+            self.steps,
+        )
+
+    def check_finite(self, number: int) -> None:
+        """Look at all trained parameters, before they are saved.
+
+        Raises:
+            GuardError: one holds NaN or Inf.
+        """
+        for name, each in self.parameters.items():
+            rows = each.rows(each.parameter)
+            finite = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).isfinite()
+            if finite.all() or rows.isfinite().all():
+                continue
+            expert = f" of expert {int((~finite).nonzero()[0])}" if each.layer else ""
+            self._fail(
+                f"step {number}: parameter {name}{expert} holds NaN or Inf, so it is not saved and the checkpoints "
+                "before stay as they are; resume from the last one with a smaller learning_rate"
+            )
+
+    def _check_groups(self, step: Step) -> None:
+        for group, norm in group_norms(step.norms, self.parameters).items():
+            proof = self.proofs[group]
+            if norm > 0 and proof.gradient_step is None:
+                proof.gradient_step, proof.gradient_norm = step.number, norm
+            # Modules of other kinds may rest in a step, such as a vision tower where no sample has an image
+            if norm == 0 and group != "other":
+                first = next(each.name for each in self.parameters.values() if each.group == group)
+                self._fail(
+                    f"step {step.number}: {group} are not trained: the gradient of all their parameters is 0 or absent "
+                    f"(the first is {first}), while other groups have one; {_CUT}"
+                )
+
+    def _check_experts(self, step: Step) -> None:
+        for name, each in self.parameters.items():
+            if each.layer is None or each.late:
+                continue
+            reached, norm = step.reached[each.layer], step.norms.get(name)
+            if not reached.any():
+                self._fail(
+                    f"step {step.number}: {each.layer}: none of its tokens has a gradient, while other layers' have; "
+                    f"{_CUT}"
+                )
+            untrained = (reached > 0) & (norm == 0) if norm is not None else reached > 0
+            if untrained.any():
+                expert = int(untrained.nonzero()[0])
+                self._fail(
+                    f"step {step.number}: routed experts are not trained: {name} has no gradient for {_some(untrained)}"
+                    f"; the loss depends on {int(reached[expert])} tokens of expert {expert}; {_CUT}"
+                )
+
+    def _check_updates(self, step: Step) -> None:
+        for name, each in self.parameters.items():
+            before, after = self._bits[name], _bits(each)
+            self._bits[name], moved = after, after != before
+            norm = step.norms.get(name, torch.zeros(len(after)))
+            if each.layer is not None and not each.late:
+                self._moved[name] = self._moved.get(name, torch.zeros_like(moved)) | moved
+            proof = self.proofs[each.group]
+            if moved.any() and norm.any():
+                if each.late:
+                    proof.late_update_step = proof.late_update_step or step.number
+                else:
+                    proof.update_step = proof.update_step or step.number
+            # From zero any update shows. Elsewhere, and in fp16, it may be lost in rounding: see `close`
+            stuck = (norm > _TINY) & ~moved & (before == 0)
+            if stuck.any() and each.parameter.dtype != torch.float16:
+                row = int(stuck.nonzero()[0])
+                experts = f" of {_some(stuck)}" if each.layer else ""
+                self._fail(
+                    f"step {step.number}: {each.group} are not trained: {name}{experts} is still 0 after the "
+                    f"optimizer's step, with a gradient of norm {float(norm[row]):.3g}; {_rate(each, step.rates)}"
+                )
+
+    def _not_updated(self, group: str, own: list[Trained]) -> None:
+        message = (
+            f"{group}: {own[0].name} and {len(own) - 1} more of its kind are the same bits as {self.steps} optimizer "
+            f"steps ago; {_rate(own[0], self._rates)}"
+        )
+        if all(each.parameter.dtype == torch.float32 for each in own):
+            self._fail(message)
+        logger().warning(
+            "%s. They are in %s: updates this small are lost in rounding; set bf16: true in place of pure_bf16, or "
+            "raise learning_rate",
+            message,
+            str(own[0].parameter.dtype).removeprefix("torch."),
+        )
+
+    def _not_finite(self, step: Step, broken: str) -> str:
+        count = sum(not norm.isfinite().all() for norm in step.norms.values())
+        rows = (~step.norms[broken].isfinite()).nonzero()
+        expert = f" of expert {int(rows[0])}" if self.parameters[broken].layer else ""
+        return (
+            f"step {step.number}: the gradient of {broken}{expert} holds NaN or Inf. It is the first in backward's "
+            f"order, {count} of {len(step.norms)} do. Nothing was updated in this step; resume from the last "
+            "checkpoint with a smaller learning_rate, and look for samples without a label"
+        )
+
+    def _fail(self, message: str) -> None:
+        self.failure = message
+        raise GuardError(message)
+
+
+def _bits(each: Trained) -> Tensor:
+    """A sum over the bits of each row: int64, on the CPU. It is 0 for zeros, and another one after any update."""
+    rows = each.rows(each.parameter)
+    words = rows.view(_BITS[rows.element_size()])
+    parts = words.split(max(_PIECE // len(words), 1), dim=1)  # torch widens what it sums, all at once
+    return torch.stack([part.sum(1, dtype=torch.int64) for part in parts]).sum(0).to("cpu")
+
+
+def _some(rows: Tensor) -> str:
+    """The experts that are set, told briefly."""
+    found = [int(row) for row in rows.nonzero().flatten()]
+    shown = ", ".join(map(str, found[:4]))
+    return f"expert{'s' if len(found) > 1 else ''} {shown}{f' and {len(found) - 4} more' if len(found) > 4 else ''}"
+
+
+def _rate(each: Trained, rates: Mapping[int, float]) -> str:
+    """What its learning rate says of the cause, and the cure."""
+    rate = rates.get(id(each.parameter))
+    if rate is None:
+        return (
+            "it is in none of the optimizer's parameter groups: build the optimizer after adding LoRA, from all "
+            "parameters with requires_grad"
+        )
+    if rate == 0:
+        return (
+            f"the learning rate of its parameter group is 0, that of others {max(rates.values()):.3g}: give the group "
+            "one, or set requires_grad to False on its parameters"
+        )
+    return (
+        f"its learning rate is {rate:.3g}, so the optimizer leaves it out: use the Trainer's own (optim: adamw_torch), "
+        "or look at what wraps or patches its step"
+    )
+
+
+def rates_of(param_groups: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Id of a parameter -> its learning rate."""
+    return {id(parameter): float(group["lr"]) for group in param_groups for parameter in group["params"]}

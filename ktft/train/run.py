@@ -1,0 +1,279 @@
+"""Around each optimizer step of every Trainer on a model with ktft's experts: the guards, and the training report."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+
+from ktft.model.experts import find_experts, layer_number
+from ktft.model.record import Record
+from ktft.train.guards import GradientWatch, Guards, Step, group_norms, rates_of, trained_parameters
+from ktft.train.report import examine, logger
+from ktft.train.run_report import JSON_NAME, RunReport, facts_of, memory_now
+
+UNLOGGED_INTERVAL = 10
+"""Steps between two looks at gradients where `logging_strategy` is not `steps`."""
+
+
+@dataclass
+class Run:
+    """A run on a model with ktft's experts, from `on_train_begin` on.
+
+    Attributes:
+        records: name of routed experts, LoRA included -> what they count.
+        norms: of gradients by group, at the step `norms_step`.
+        mark: when what is not training (logging, saving, evaluating) or the step before ended; `began`: the step.
+        data, optimizer: seconds of the step at hand.
+    """
+
+    records: dict[str, Record]
+    guards: Guards
+    watch: GradientWatch
+    report: RunReport
+    norms: dict[str, float] = field(default_factory=dict)
+    norms_step: int = 0
+    mark: float = field(default_factory=time.perf_counter)
+    began: float = 0.0
+    data: float = 0.0
+    optimizer: float = 0.0
+
+    @classmethod
+    def of(cls, model: nn.Module, args: TrainingArguments, optimizer: Any) -> Run | None:
+        """A run that begins on a model; None if it has no experts of ktft's."""
+        facts = examine(model)
+        if facts is None:
+            return None
+        experts = find_experts(model)
+        for module in experts.values():
+            module.record = Record(module.num_experts)
+        parameters = trained_parameters(model)
+        return cls(
+            records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
+            guards=Guards(parameters),
+            watch=GradientWatch(parameters),
+            report=RunReport(
+                facts_of(model, facts, args, optimizer),
+                [layer_number(name) for name in experts],
+                torch.zeros(len(experts), facts.num_experts, dtype=torch.int64),
+            ),
+        )
+
+    def begin_step(self, look: bool) -> None:
+        """A step begins, at which gradients are looked at or not."""
+        self.began = time.perf_counter()
+        self.data = self.began - self.mark
+        self.watch.on = look
+        for record in self.records.values():
+            record.watching = look
+            record.reached.zero_()
+            record.forward_seconds = record.backward_seconds = 0.0
+
+    def before_optimizer(self, number: int, optimizer: Any) -> None:
+        """Gradients of a step are complete."""
+        if self.watch.on:
+            scaler = getattr(optimizer, "scaler", None)
+            scale = float(scaler.get_scale()) if scaler is not None else 1.0
+            norms = {name: norm / scale for name, norm in self.watch.take().items()}
+            self.norms, self.norms_step = group_norms(norms, self.guards.parameters), number
+            reached = {name: record.reached for name, record in self.records.items()}
+            step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None)
+            self.guards.before_step(step)
+        self.optimizer = time.perf_counter()
+
+    def after_optimizer(self) -> None:
+        """The optimizer has made its step."""
+        self.optimizer = time.perf_counter() - self.optimizer
+
+    def end_step(self, number: int, skipped: bool) -> None:
+        """A step is over."""
+        self.guards.after_step(number, skipped)
+        seconds = self.data + time.perf_counter() - self.began
+        times = {
+            "native_forward": sum(record.forward_seconds for record in self.records.values()),
+            "native_backward": sum(record.backward_seconds for record in self.records.values()),
+            "optimizer": self.optimizer,
+            "data": self.data,
+        }
+        times["other"] = seconds - sum(times.values())
+        counts = torch.stack([record.tokens for record in self.records.values()])
+        tokens = max(record.rows for record in self.records.values())
+        row = {"step": number, "seconds": seconds, **times, "tokens": tokens, **memory_now()}
+        self.report.steps.add({name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()})
+        self.report.expert_tokens += counts
+        for record in self.records.values():
+            record.tokens.zero_()
+            record.rows = 0
+
+    def end(self, model: nn.Module | None, how: str) -> None:
+        """Count and look no more."""
+        self.watch.close()
+        for module in find_experts(model).values() if model is not None else ():
+            module.record = None
+        self.report.ended = how
+        self.report.note_guards(self.guards)
+
+
+class RunCallback(TrainerCallback):
+    """Guards and reports a run on a model with ktft's experts; ignores all other models.
+
+    Attributes:
+        run: the one that trains, or was the last to.
+        resume_from: the checkpoint that it goes on from.
+    """
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.resume_from: str | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to count, and to look at gradients."""
+        self.run = Run.of(kwargs["model"], args, kwargs["optimizer"])
+        if self.run is not None and self.resume_from is not None:
+            self.run.report.resume(Path(self.resume_from), state.global_step, state.log_history)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What follows is training again."""
+        if self.run is not None:
+            self.run.mark = time.perf_counter()
+
+    on_evaluate = on_epoch_begin
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The data of the step's first batches have been read."""
+        if self.run is not None:
+            by_steps = args.logging_strategy == IntervalStrategy.STEPS
+            interval = (by_steps and state.logging_steps) or UNLOGGED_INTERVAL
+            number = state.global_step + 1
+            first = number == 1 and args.logging_first_step
+            self.run.begin_step(self.run.guards.open or number % interval == 0 or first)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check gradients, if it is their turn."""
+        if self.run is not None:
+            self.run.before_optimizer(state.global_step + 1, kwargs["optimizer"])
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the optimizer's clock."""
+        if self.run is not None:
+            self.run.after_optimizer()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check updates, in the window; and, before they are saved, all parameters."""
+        if self.run is not None:
+            self.run.end_step(state.global_step, bool(getattr(kwargs["optimizer"], "step_was_skipped", False)))
+            self._before_save(state, control)
+            self.run.mark = time.perf_counter()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Before a checkpoint at an epoch's end, look at all parameters."""
+        self._before_save(state, control)
+
+    def _before_save(self, state: TrainerState, control: TrainerControl) -> None:
+        if self.run is not None and control.should_save:
+            self.run.guards.check_finite(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Take over what is logged."""
+        if self.run is not None and logs is not None and "loss" in logs:
+            norms = self.run.norms if self.run.norms_step == state.global_step else {}
+            self.run.report.log(state.global_step, logs, norms)
+        if self.run is not None:
+            self.run.mark = time.perf_counter()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put the report so far beside the checkpoint, for the run that resumes it."""
+        if self.run is not None and state.is_world_process_zero:
+            checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            if checkpoint.is_dir():
+                self.run.report.note_guards(self.run.guards)
+                self.run.report.write(checkpoint, page=False)
+        if self.run is not None:
+            self.run.mark = time.perf_counter()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at all parameters once more, and write the report."""
+        if self.run is not None:
+            self.run.guards.close(state.global_step)
+            self.run.guards.check_finite(state.global_step)
+            self._finish(kwargs["model"], args, state, "finished")
+
+    def failed(self, model: nn.Module, args: TrainingArguments, state: TrainerState, error: BaseException) -> None:
+        """Write the report of a run that an exception ends."""
+        if self.run is not None and self.run.report.ended == "running":
+            self._finish(model, args, state, f"{type(error).__name__}: {error}")
+
+    def _finish(self, model: nn.Module, args: TrainingArguments, state: TrainerState, how: str) -> None:
+        assert self.run is not None
+        self.run.end(model, how)
+        directory = Path(str(args.output_dir))
+        if state.is_world_process_zero and self.run.report.write(directory):
+            logger().info("training report: %s", directory / JSON_NAME)
+
+    def saved(self, directory: Path) -> None:
+        """The adapter was written after training ended: its hash goes into the report there."""
+        if self.run is not None and self.run.report.ended != "running":
+            self.run.report.note_adapter(directory)
+            self.run.report.write(directory)
+
+
+def install() -> None:
+    """Tell `RunCallback` of what Trainers send no event: the checkpoint resumed, an exception, the last save. Once."""
+    if hasattr(transformers.Trainer._inner_training_loop, "_ktft_run"):
+        return
+    train, save = transformers.Trainer._inner_training_loop, transformers.Trainer.save_model
+
+    @functools.wraps(train)
+    def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        callback = _callback(self)
+        callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
+        try:
+            return train(self, *args, **kwargs)
+        except BaseException as error:
+            callback.failed(self.model, self.args, self.state, error)
+            raise
+
+    @functools.wraps(save)
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        save(self, output_dir, _internal_call)
+        if not _internal_call and self.args.should_save:
+            _callback(self).saved(Path(output_dir or self.args.output_dir))
+
+    _inner_training_loop._ktft_run = True  # type: ignore[attr-defined]
+    transformers.Trainer._inner_training_loop = _inner_training_loop  # type: ignore[method-assign]
+    transformers.Trainer.save_model = save_model  # type: ignore[method-assign]
+
+
+def _callback(trainer: Any) -> RunCallback:
+    """A Trainer's own; one without a run where it was made before ktft was imported, or had it removed."""
+    found = (each for each in trainer.callback_handler.callbacks if isinstance(each, RunCallback))
+    return next(found, RunCallback())

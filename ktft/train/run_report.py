@@ -1,0 +1,308 @@
+"""The training report: what a run had, did and reached, as `ktft_report.json` and a page, `ktft_report.html`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+
+from ktft import native, system
+from ktft.checkpoint.files import write_whole
+from ktft.config import TESTED_VERSIONS
+from ktft.model.experts import experts_family
+from ktft.train.guards import WINDOW, Guards
+from ktft.train.report import Report, logger
+
+JSON_NAME, PAGE_NAME = "ktft_report.json", "ktft_report.html"
+LAYOUT = 1
+MAX_ROWS = 4096
+"""Rows of a series before two neighbours are merged into one, again and again: a file of at most about 2 MB."""
+
+Row = dict[str, float | None]
+
+
+@dataclass
+class Series:
+    """Rows over steps, of bounded number: from `MAX_ROWS` on, a row stands for 2, 4, 8, ... of those that were added.
+
+    Attributes:
+        sums, peaks: names of values that a merged row adds up, or takes the largest of; of others it has the mean.
+        rows: each with the number of its last `step`, and how many rows it stands for, `merged`.
+        stride: how many rows the next one is going to stand for.
+    """
+
+    sums: frozenset[str] = frozenset()
+    peaks: frozenset[str] = frozenset()
+    rows: list[Row] = field(default_factory=list)
+    stride: int = 1
+
+    def add(self, row: Row) -> None:
+        """Add what was measured at, or since the last row up to, `row["step"]`."""
+        row = {**row, "merged": 1}
+        if self.rows and (self.rows[-1]["merged"] or 1) < self.stride:
+            self.rows[-1] = self._merge(self.rows[-1], row)
+        else:
+            self.rows.append(row)
+        if len(self.rows) > MAX_ROWS:
+            pairs = [self.rows[i : i + 2] for i in range(0, len(self.rows), 2)]
+            self.rows = [self._merge(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self.stride *= 2
+
+    def _merge(self, one: Row, two: Row) -> Row:
+        return {name: self._merged(name, one, two) for name in {**one, **two}}
+
+    def _merged(self, name: str, one: Row, two: Row) -> float | None:
+        a, b = one.get(name), two.get(name)
+        if a is None or b is None or name == "step":
+            return a if b is None else b
+        if name in self.peaks:
+            return max(a, b)
+        if name in self.sums or name == "merged":
+            return a + b
+        weights = one["merged"] or 1, two["merged"] or 1
+        return (a * weights[0] + b * weights[1]) / sum(weights)
+
+    def columns(self) -> dict[str, list[float | None]]:
+        """Name -> a value a row."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        return {name: [_finite(row.get(name)) for row in self.rows] for name in names}
+
+    def load(self, columns: Mapping[str, list[float | None]]) -> None:
+        """Take over what `columns` gave."""
+        self.rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        self.stride = int(self.rows[0]["merged"] or 1) if self.rows else 1
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+TIMES = ("native_forward", "native_backward", "optimizer", "data", "other")
+"""Parts of a step, in seconds. They add up to `seconds`."""
+
+
+@dataclass
+class RunReport:
+    """What is known of a run so far.
+
+    Attributes:
+        facts: that do not change: machine, versions, model, experts, adapter, training.
+        steps: a row an optimizer step: seconds, by `TIMES`, tokens, peak memory.
+        logged: a row each time the Trainer logs: its loss, learning rate and gradient norm, and this one by group.
+        layers: numbers of the layers with experts, one for each row of `expert_tokens`.
+        expert_tokens: `[layers, experts]` int64, (token, expert) pairs.
+        resumed: where this run went on from, and what of the steps before it knows.
+        ended: how it did.
+    """
+
+    facts: dict[str, Any]
+    layers: list[int]
+    expert_tokens: Tensor
+    steps: Series = field(
+        default_factory=lambda: Series(frozenset({"seconds", "tokens", *TIMES}), frozenset({"rss_bytes", "gpu_bytes"}))
+    )
+    logged: Series = field(default_factory=Series)
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    guards: dict[str, Any] = field(default_factory=dict)
+    ended: str = "running"
+
+    def content(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {
+            "layout": LAYOUT,
+            "ended": self.ended,
+            **self.facts,
+            "guards": self.guards,
+            "resumed": self.resumed,
+            "steps": self.steps.columns(),
+            "logged": self.logged.columns(),
+            "expert_tokens": {"layers": self.layers, "tokens": self.expert_tokens.tolist()},
+        }
+
+    def resume(self, checkpoint: Path, step: int, log_history: list[dict[str, Any]]) -> None:
+        """Begin with the steps before a checkpoint: from its report, or else from what the Trainer logged."""
+        origin: dict[str, Any] = {"step": step, "checkpoint": str(checkpoint)}
+        earlier = _earlier(checkpoint / JSON_NAME, self)
+        if earlier is not None:
+            self.steps.load(earlier["steps"])
+            self.logged.load(earlier["logged"])
+            self.expert_tokens += torch.tensor(earlier["expert_tokens"]["tokens"], dtype=torch.int64)
+            self.resumed = [*earlier["resumed"], {**origin, "from": JSON_NAME}]
+            return
+        for entry in log_history:
+            if "loss" in entry:
+                self.log(int(entry["step"]), entry, {})
+        self.resumed = [{**origin, "from": "trainer_state.json, which has no times, tokens or norms by group"}]
+        logger().warning(
+            "%s has no %s that fits: the training report has loss, learning rate and gradient norm of steps up to %d, "
+            "and all else from there on",
+            checkpoint,
+            JSON_NAME,
+            step,
+        )
+
+    def log(self, step: int, logs: Mapping[str, Any], norms: Mapping[str, float]) -> None:
+        """Add what the Trainer logs at a step."""
+        row: Row = {"step": step}
+        for ours, theirs in (("loss", "loss"), ("learning_rate", "learning_rate"), ("grad_norm", "grad_norm")):
+            row[ours] = None if logs.get(theirs) is None else float(logs[theirs])
+        self.logged.add(row | {f"grad_norm of {group}": norm for group, norm in norms.items()})
+
+    def note_guards(self, guards: Guards) -> None:
+        """Take over what the guards saw."""
+        self.guards = {
+            "groups": {group: asdict(proof) for group, proof in guards.proofs.items()},
+            "experts_updated": guards.experts_updated,
+            "window": WINDOW,
+            "steps_checked": guards.steps,
+            "closed_step": guards.closed_step,
+            "failure": guards.failure,
+        }
+
+    def note_adapter(self, directory: Path) -> None:
+        """Take over size and SHA-256 of the adapter that was written to a directory."""
+        path = directory / ADAPTER_SAFE_WEIGHTS_NAME
+        if path.is_file():
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            self.facts["adapter"]["file"] = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+    def write(self, directory: Path, page: bool = True) -> bool:
+        """Write the report, each file whole or not at all. What goes wrong is logged, for training shall not end by it.
+
+        Returns:
+            Whether it was written.
+        """
+        return _attempt(lambda: self._write(directory, page), directory / JSON_NAME)
+
+    def _write(self, directory: Path, page: bool) -> None:
+        content = self.content()
+        write_whole(directory / JSON_NAME, _lines(content))
+        if not page:
+            return
+        if importlib.util.find_spec("matplotlib") is None:
+            logger().info("no %s: matplotlib is not installed (pip install matplotlib)", directory / PAGE_NAME)
+            return
+        from ktft.train.run_report_page import page_of
+
+        write_whole(directory / PAGE_NAME, page_of(content).encode())
+
+
+def _attempt(write: Callable[[], None], path: Path) -> bool:
+    try:
+        write()
+    except Exception as error:
+        logger().warning(
+            "the training report %s could not be written: %s: %s. The adapter and the checkpoints are not affected",
+            path,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+def _earlier(path: Path, now: RunReport) -> dict[str, Any] | None:
+    """A report that this run can go on with."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        tokens = found["expert_tokens"]
+        same = found["layout"] == LAYOUT and tokens["layers"] == now.layers
+        return found if same and len(tokens["tokens"][0]) == now.expert_tokens.shape[1] else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _lines(content: Mapping[str, Any]) -> bytes:
+    """JSON with a line for each entry of the outer mappings: to be read by people, and small."""
+
+    def entry(key: str, value: Any) -> str:
+        if key in ("steps", "logged") and value:
+            inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in value.items())
+            return f" {json.dumps(key)}: {{\n{inner}\n }}"
+        return f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+
+    return ("{\n" + ",\n".join(entry(key, value) for key, value in content.items()) + "\n}\n").encode()
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def facts_of(model: nn.Module, report: Report, args: TrainingArguments, optimizer: Any) -> dict[str, Any]:
+    """What is known of a run before its first step."""
+    config: Any = getattr(model, "config", None)
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "versions": _versions(),
+        "model": {
+            "name": str(getattr(config, "_name_or_path", "")),
+            "model_type": str(getattr(config, "model_type", "")),
+            "family": experts_family(model).name,
+        },
+        "experts": {
+            "layers": report.layers,
+            "experts": report.num_experts,
+            "format": report.format,
+            "packed_bytes": report.packed_bytes,
+            "isa": report.isa,
+            "threads": report.threads,
+            "numa_nodes": report.nodes,
+        },
+        "adapter": {"groups": [asdict(group) for group in report.groups], "file": None},
+        "training": {
+            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            "learning_rate": args.learning_rate,
+            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "warmup_steps": args.warmup_steps,
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "gradient_checkpointing": bool(args.gradient_checkpointing),
+            "max_grad_norm": args.max_grad_norm,
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "as the model is",
+            "seed": args.seed,
+        },
+    }
+
+
+def _machine() -> dict[str, Any]:
+    memory, limit = system.memory().get("MemTotal", 0), system.cgroup_memory_limit()
+    cuda = torch.cuda.is_available()
+    return {
+        "cpu": system.cpu_name(),
+        "cores": int(native.topology()["cores"]),
+        "memory_bytes": min(memory, limit or memory),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "kernel": platform.release(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("ktft", "torch", *TESTED_VERSIONS):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def memory_now() -> Row:
+    """Peaks so far: resident bytes of this process, and bytes of its GPU, None without one."""
+    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {"rss_bytes": system.peak_rss(), "gpu_bytes": gpu}

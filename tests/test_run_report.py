@@ -1,0 +1,365 @@
+"""The training report: every figure against the truth, resumed runs, runs that end badly, and the page."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+import ktft
+from ktft.model.experts import find_experts
+from ktft.model.record import Record
+from ktft.train import run_report
+from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, TIMES, RunReport, Series
+
+Checkpoint = Callable[[str], Path]
+DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
+
+
+def trainer(
+    base: Path,
+    output: Path,
+    lora: dict[str, Any] | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    **overrides: Any,
+) -> transformers.Trainer:
+    config = ktft.KtftConfig(expert_format="int8", threads=1)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
+    torch.manual_seed(0)
+    options = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model = ktft.get_peft_model(model, LoraConfig(**options | (lora or {})))
+    settings = {
+        "output_dir": str(output),
+        "use_cpu": True,
+        "max_steps": 6,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 5e-3,
+        "max_grad_norm": 0.1,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    args = TrainingArguments(**settings | overrides)
+    return ktft.Trainer(model, args, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=callbacks)
+
+
+def choices(model: torch.nn.Module) -> list[Tensor]:
+    """`[experts]` for each layer, filled by hand with what the routers choose in training from now on."""
+    counts = []
+    for module in find_experts(model).values():
+        count = torch.zeros(module.num_experts, dtype=torch.int64)
+        counts.append(count)
+
+        def look(module: Any, args: Any, kwargs: Any, count: Tensor = count) -> None:
+            if module.training:
+                for expert in args[1].flatten().tolist():
+                    count[expert] += 1
+
+        module.register_forward_pre_hook(look, with_kwargs=True)
+    return counts
+
+
+def read(directory: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((directory / JSON_NAME).read_text())
+    return report
+
+
+@pytest.fixture(scope="module")
+def base(tiny_checkpoint: Checkpoint) -> Path:
+    return tiny_checkpoint("dsv3")
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[transformers.Trainer, list[Tensor]]:
+    """A run of six steps with checkpoints 3 and 6 and evaluations, saved; and the routers' choices, counted by hand."""
+    run = trainer(base, tmp_path_factory.mktemp("whole"), eval_strategy="steps", eval_steps=2)
+    counts = choices(run.model)
+    run.train()
+    run.save_model()
+    return run, counts
+
+
+def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list[Tensor]]) -> None:
+    run, counts = whole
+    output = Path(str(run.args.output_dir))
+    report = read(output)
+    assert (report["layout"], report["ended"], report["resumed"]) == (1, "finished", [])
+    assert report["expert_tokens"] == {"layers": [1, 2], "tokens": [count.tolist() for count in counts]}
+
+    history = [entry for entry in run.state.log_history if "loss" in entry]
+    logged, steps = report["logged"], report["steps"]
+    for name in ("step", "loss", "learning_rate", "grad_norm"):
+        assert logged[name] == [entry[name] for entry in history], name
+    groups = [name for name in logged if name.startswith("grad_norm of ")]
+    assert groups == [f"grad_norm of {group}" for group in ("attention", "shared experts", "routed experts", "other")]
+    for norms in zip(logged["grad_norm"], *(logged[name] for name in groups), strict=True):
+        assert norms[0] == pytest.approx(math.hypot(*norms[1:]), rel=1e-5)
+    assert max(logged["grad_norm"]) > 0.1  # so it was clipped
+
+    assert steps["step"] == [1, 2, 3, 4, 5, 6]
+    assert steps["tokens"] == [32] * 6  # 2 batches of 1 x 16
+    for row in range(6):
+        parts = [steps[name][row] for name in TIMES]
+        assert all(part > 0 for part in parts), parts
+        assert steps["seconds"][row] == pytest.approx(sum(parts), abs=1e-5)
+        assert 1e8 < steps["rss_bytes"][row] < 1e11
+    assert steps["gpu_bytes"] == [None] * 6
+
+    file = (output / "adapter_model.safetensors").read_bytes()
+    assert report["adapter"]["file"] == {
+        "name": "adapter_model.safetensors",
+        "bytes": len(file),
+        "sha256": hashlib.sha256(file).hexdigest(),
+    }
+    trainable = {group["name"]: group["trainable"] for group in report["adapter"]["groups"]}
+    assert trainable["routed experts"] == 2 * 8 * 3 * 2 * 96
+    assert sum(trainable.values()) == sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    experts = next(iter(find_experts(run.model).values())).layer
+    assert report["experts"] == {
+        "layers": 2,
+        "experts": 8,
+        "format": "int8",
+        "packed_bytes": 2 * experts.packed_bytes,
+        "isa": experts.runtime.isa,
+        "threads": 1,
+        "numa_nodes": 1,
+    }
+    assert report["model"] == {"name": str(base), "model_type": "deepseek_v3", "family": "DeepSeek-V3"}
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["training"]["gradient_accumulation_steps"] == 2
+    assert report["machine"]["memory_bytes"] > 1 << 28 and report["machine"]["gpus"] == []
+    guards = report["guards"]
+    assert guards["groups"]["routed experts"]["update_step"] == 1
+    assert guards["groups"]["routed experts"]["late_update_step"] == 2
+    assert guards["experts_updated"] == sum(int((count > 0).sum()) for count in counts)
+    assert (guards["steps_checked"], guards["closed_step"], guards["failure"]) == (6, 6, None)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_and_evaluation_are_not_counted(
+    base: Path, whole: tuple[transformers.Trainer, list[Tensor]], tmp_path: Path, reentrant: bool
+) -> None:
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}, "save_strategy": "no"}
+    run = trainer(base, tmp_path, gradient_checkpointing=True, max_steps=2, **options)
+    counts = choices(run.model)
+    run.train()
+    tokens = torch.tensor(read(tmp_path)["expert_tokens"]["tokens"])
+    assert (tokens.sum(1) == 2 * 2 * 16 * 2).all()  # steps, batches, tokens, top_k
+    assert torch.equal(2 * tokens, torch.stack(counts))  # by hand, forward and its recomputation
+
+
+def test_layers_beneath_what_trains_are_counted(base: Path, tmp_path: Path) -> None:
+    lora = {"target_modules": ["experts"], "layers_to_transform": [2]}
+    run = trainer(base, tmp_path, lora, max_steps=2, save_strategy="no")
+    counts = choices(run.model)
+    run.train()
+    assert read(tmp_path)["expert_tokens"]["tokens"] == [count.tolist() for count in counts]
+
+
+def test_passes_without_gradients_are_not_counted(base: Path, tmp_path: Path) -> None:
+    """As those of DPO's reference, which are in training mode."""
+    model = trainer(base, tmp_path).model.train()
+    modules = find_experts(model).values()
+    for module in modules:
+        module.record = Record(module.num_experts)
+    batch = {name: rows[None] for name, rows in DATA[0].items()}
+    with torch.no_grad():
+        model(**batch)
+    records = [module.record for module in modules]
+    assert all(record.rows == 0 and not record.tokens.any() and record.forward_seconds > 0 for record in records)
+    model(**batch).loss.backward()
+    assert all(record.rows == 16 and record.tokens.sum() == 32 and record.backward_seconds > 0 for record in records)
+
+
+def test_resumed_run_reports_all_steps(
+    base: Path, whole: tuple[transformers.Trainer, list[Tensor]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight = read(Path(str(whole[0].args.output_dir)))
+    shutil.copytree(Path(str(whole[0].args.output_dir)) / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / JSON_NAME).write_text("of an earlier run")
+    trainer(base, tmp_path).train(resume_from_checkpoint=True)
+    report = read(tmp_path)
+    assert report["logged"] == straight["logged"]
+    assert report["expert_tokens"] == straight["expert_tokens"]
+    assert report["steps"]["step"] == straight["steps"]["step"]
+    assert report["steps"]["seconds"][:3] == straight["steps"]["seconds"][:3]
+    origin = {"step": 3, "checkpoint": str(tmp_path / "checkpoint-3")}
+    assert report["resumed"] == [{**origin, "from": JSON_NAME}]
+    assert "resumed after 3" in (tmp_path / PAGE_NAME).read_text()
+
+    for path in (tmp_path / "checkpoint-3").glob("ktft_*.json"):  # as of a checkpoint of plain transformers
+        path.unlink()
+    trainer(base, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    report = read(tmp_path)
+    assert report["logged"]["loss"] == straight["logged"]["loss"]
+    assert report["logged"]["grad_norm of attention"][:3] == [None] * 3
+    assert report["steps"]["step"] == [4, 5, 6]
+    assert report["resumed"][0]["from"].startswith("trainer_state.json")
+    assert f"has no {JSON_NAME} that fits" in caplog.text
+
+
+class Raise(TrainerCallback):
+    """Ends a run from outside."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_run_that_is_stopped_has_a_report(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trainer(base, tmp_path, callbacks=[Raise()]).train()
+    report = read(tmp_path)
+    assert report["ended"].startswith("KeyboardInterrupt")
+    assert report["steps"]["step"] == [1, 2]
+    assert "Ended by KeyboardInterrupt" in (tmp_path / PAGE_NAME).read_text()
+
+
+def test_report_that_cannot_be_written_costs_nothing_else(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / JSON_NAME).mkdir()  # where the file has to go
+    original = run_report.write_whole
+
+    def full_disk(path: Path, content: bytes) -> None:
+        if path.parent.name == "checkpoint-1":
+            raise OSError(28, "No space left on device")
+        original(path, content)
+
+    monkeypatch.setattr(run_report, "write_whole", full_disk)
+    run = trainer(base, tmp_path, max_steps=1, save_steps=1)
+    run.train()
+    run.save_model()
+    warned = [r.message for r in caplog.records if r.levelno == logging.WARNING and "could not be written" in r.message]
+    assert len(warned) == 3
+    assert "checkpoint-1" in warned[0] and "No space left on device" in warned[0]
+    assert all("The adapter and the checkpoints are not affected" in message for message in warned)
+    assert not list(tmp_path.rglob("*tmp*"))
+    for directory in (tmp_path, tmp_path / "checkpoint-1"):
+        assert (directory / "adapter_model.safetensors").stat().st_size > 0
+
+
+def test_without_matplotlib_there_is_the_json(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = run_report.importlib.util.find_spec
+    monkeypatch.setattr(
+        run_report.importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find_spec(name, *a)
+    )
+    with caplog.at_level(logging.INFO, "ktft"):
+        trainer(base, tmp_path, max_steps=1, save_strategy="no").train()
+    assert read(tmp_path)["ended"] == "finished"
+    assert not (tmp_path / PAGE_NAME).exists()
+    assert f"no {tmp_path / PAGE_NAME}: matplotlib is not installed (pip install matplotlib)" in caplog.text
+
+
+def test_stock_models_get_no_report(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    run = transformers.Trainer(model, args, train_dataset=DATA)
+    run.train()
+    run.save_model()
+    assert not (tmp_path / JSON_NAME).exists()
+
+
+# --- series and page --------------------------------------------------------------------------------------------------
+
+
+def test_long_series_stay_short_and_true() -> None:
+    series, steps = Series(frozenset({"seconds"}), frozenset({"peak"})), 5 * MAX_ROWS + 3
+    for step in range(1, steps + 1):
+        series.add({"step": step, "seconds": 0.5, "loss": float(step), "peak": step % 100, "rare": None})
+        assert len(series.rows) <= MAX_ROWS
+    columns = series.columns()
+    assert columns["step"][-1] == steps
+    assert sum(columns["seconds"]) == steps / 2
+    assert sum(columns["merged"]) == steps
+    assert columns["merged"][:-1] == [series.stride] * (len(series.rows) - 1)
+    assert columns["loss"][0] == (1 + series.stride) / 2
+    assert set(columns["rare"]) == {None} and max(columns["peak"]) == 99
+
+    resumed = Series(series.sums, series.peaks)
+    resumed.load(json.loads(json.dumps(columns)))
+    for one in (series, resumed):
+        one.add({"step": steps + 1, "seconds": 0.5, "loss": 1.0, "peak": 1, "rare": 2.0})
+    assert resumed.rows == series.rows
+
+
+def large_report(report: dict[str, Any]) -> RunReport:
+    """As of a long run of a model with 58 layers of 256 experts, with a loss that was NaN for a while."""
+    facts = {key: report[key] for key in ("machine", "versions", "model", "experts", "adapter", "training", "started")}
+    tokens = torch.randint(0, 10**9, (58, 256))
+    tokens[3, 5:20] = 0
+    large = RunReport(facts, list(range(3, 61)), tokens, ended="GuardError: <b>\n", guards=report["guards"])
+    for step in range(1, MAX_ROWS + 1):
+        times = {name: 1 / (3 + i) for i, name in enumerate(TIMES)}
+        row = {"step": step, "seconds": sum(times.values()), **times, "tokens": 8192}
+        large.steps.add({**row, "rss_bytes": 7 * 10**11, "gpu_bytes": 2 * 10**10})
+        loss = math.nan if 5 < step < 900 else 1 / step
+        large.log(step, {"loss": loss, "learning_rate": 1e-4, "grad_norm": 0.1234567891234}, {"other": 1e-3})
+    return large
+
+
+class Tags(HTMLParser):
+    """Tags that are open, and all that were seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+        if tag not in ("meta", "use", "path", "image", "rect"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+
+@pytest.mark.parametrize("size", ["small", "large", "empty"])
+def test_page_is_whole_and_self_contained(
+    whole: tuple[transformers.Trainer, list[Tensor]], tmp_path: Path, size: str
+) -> None:
+    small = read(Path(str(whole[0].args.output_dir)))
+    report = large_report(small)
+    if size == "empty":  # of a run that was stopped in its first step
+        report = RunReport(report.facts, [1], torch.zeros(1, 4, dtype=torch.int64), ended="KeyboardInterrupt: ")
+    if size == "small":
+        page = (Path(str(whole[0].args.output_dir)) / PAGE_NAME).read_text()
+    else:
+        assert report.write(tmp_path)
+        page = (tmp_path / PAGE_NAME).read_text()
+        assert (tmp_path / JSON_NAME).stat().st_size < 2_000_000
+        assert "NaN" not in (tmp_path / JSON_NAME).read_text()
+    assert len(page) < 1_000_000
+    tags = Tags()
+    tags.feed(page)
+    assert tags.seen.count("svg") == (0 if size == "empty" else 5)
+    assert set(tags.open) <= {"html"}
+    assert not {"script", "link", "iframe"} & set(tags.seen)
+    outside = re.findall(r"""(?:href|src)=["']?(?!#|data:image/png)([^"' >]+)|url\((?!#)([^)]+)""", page)
+    assert outside == []
+    assert "prefers-color-scheme:dark" in page and "#123457" not in page
+    if size == "large":
+        assert "&lt;b&gt;" in page and "<b>" not in page
