@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import ktft
 from ktft import config, native, system
-from ktft.adapters.peft import linear_names
+from ktft.adapters.reach import linear_names
 from ktft.config import EXPERT_FORMATS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import find_experts

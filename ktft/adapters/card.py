@@ -6,8 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from ktft.adapters.below import stands_on
 from ktft.adapters.lora import KtftExpertsLora
-from ktft.adapters.several import base_adapters_of, stands_on
+from ktft.adapters.several import base_adapters_of
 from ktft.checkpoint.families import GROUPS, SEPARATE, group_of
 from ktft.model.experts import experts_family
 

@@ -13,9 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from ktft.adapters import export_gguf, export_peft, export_serving
-from ktft.adapters.files import CARD, CONFIG, MEANING, LazyTensor, saving, write_tensors
-from ktft.adapters.opened import OpenedAdapter
+from ktft.adapters.below import require_merged
+from ktft.adapters.files import (
+    CARD,
+    CONFIG,
+    MEANING,
+    LazyTensor,
+    local_directory,
+    read_config,
+    saving,
+    write_tensors,
+)
+from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.files import to_json
 
 Progress = Callable[[str, int], None]
@@ -38,19 +50,19 @@ class Target:
     """
 
     name: str
-    plan: Callable[[OpenedAdapter], Export]
+    plan: Callable[[SavedAdapter], Export]
     usage: str
     ranks: tuple[int, ...] = ()
     """The values {rank} may have; any if there are none."""
 
 
-Arrange = Callable[[OpenedAdapter], tuple[dict[str, Any], dict[str, LazyTensor]]]
+Arrange = Callable[[SavedAdapter], tuple[dict[str, Any], dict[str, LazyTensor]]]
 
 
-def _directory(arrange: Arrange) -> Callable[[OpenedAdapter], Export]:
+def _directory(arrange: Arrange) -> Callable[[SavedAdapter], Export]:
     """A plan of an adapter directory as PEFT has it, from its configuration and tensors."""
 
-    def plan(adapter: OpenedAdapter) -> Export:
+    def plan(adapter: SavedAdapter) -> Export:
         config, tensors = arrange(adapter)
         record = {field: config[field] for field in MEANING} | {"model_type": adapter.base.model_type}
 
@@ -63,7 +75,7 @@ def _directory(arrange: Arrange) -> Callable[[OpenedAdapter], Export]:
     return plan
 
 
-def _gguf(adapter: OpenedAdapter) -> Export:
+def _gguf(adapter: SavedAdapter) -> Export:
     arch, alpha, tensors = export_gguf.arrange(adapter)
     rank = max(place.r for place in adapter.places.values())
     return Export(_bytes(tensors), rank, lambda out, progress: export_gguf.write(out, arch, alpha, tensors, progress))
@@ -91,7 +103,35 @@ TARGETS = {
 }
 
 
-def plan(adapter: OpenedAdapter, target: str) -> Export:
+def open_adapter(directory: Path, base: Path | None = None) -> SavedAdapter:
+    """An adapter beside its base model.
+
+    Args:
+        directory: of the adapter.
+        base: the base model's directory, or its config.json. None: what the adapter's configuration names.
+
+    Raises:
+        ValueError: no base model, or not the one that the adapter was trained on; see `SavedAdapter` too.
+    """
+    config = local_directory(directory) / CONFIG
+    named = base or read_config(config.parent).base_model_name_or_path
+    cure = "name its directory, or its config.json, with --base"
+    if not named:
+        raise ValueError(f"{config} names no base model; {cure}")
+    try:
+        found = AutoConfig.from_pretrained(str(named), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"the base model {named} has no config that can be read: {first}; {cure}") from None
+    adapter = SavedAdapter(directory, found)
+    if adapter.below:
+        where = Path(named).parent if Path(named).is_file() else Path(named)
+        require_merged(adapter.directory, adapter.below, where, f"ktft export {directory} OUT --to ... --base {{base}}")
+        adapter.config.base_model_name_or_path = str(where)
+    return adapter
+
+
+def plan(adapter: SavedAdapter, target: str) -> Export:
     """What an export to a target of `TARGETS` will write.
 
     Raises:
@@ -106,7 +146,7 @@ def plan(adapter: OpenedAdapter, target: str) -> Export:
     return planned
 
 
-def export(adapter: OpenedAdapter, target: str, planned: Export, out: Path, progress: Progress) -> str:
+def export(adapter: SavedAdapter, target: str, planned: Export, out: Path, progress: Progress) -> str:
     """Write what was planned into the directory `out`, new or empty. Returns how it is used there.
 
     Raises:

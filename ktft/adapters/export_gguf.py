@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ktft.adapters.files import LazyTensor
 from ktft.adapters.lora import KINDS
-from ktft.adapters.opened import OpenedAdapter, Place
+from ktft.adapters.saved import Place, SavedAdapter
 from ktft.model.experts import experts_family
 
 FILE = "adapter.gguf"
@@ -43,7 +42,7 @@ ARCHITECTURES = {
 """By family, those whose graphs were read. All have rows and columns in the checkpoint's order."""
 
 
-def arrange(adapter: OpenedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
+def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
     """llama.cpp's architecture, alpha, and tensors by their names in GGUF.
 
     Raises:
@@ -76,7 +75,7 @@ def arrange(adapter: OpenedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
     return row.name, alpha, tensors
 
 
-def _architecture(adapter: OpenedAdapter) -> Architecture:
+def _architecture(adapter: SavedAdapter) -> Architecture:
     family = experts_family(adapter.model).name
     if family not in ARCHITECTURES:
         raise ValueError(
@@ -91,19 +90,13 @@ def _architecture(adapter: OpenedAdapter) -> Architecture:
     return ARCHITECTURES[family]
 
 
-def _stacked(adapter: OpenedAdapter, places: list[Place], kind: str, alpha: float) -> LazyTensor:
+def _stacked(adapter: SavedAdapter, places: list[Place], kind: str, alpha: float) -> LazyTensor:
     first = places[0]
-    shape = (first.r, first.fan_in) if kind == "lora_A" else (first.fan_out, first.r)
+    shape = first.shape(kind)
     factor = first.scaling * first.r / alpha if kind == "lora_B" else 1.0
     whole = shape if first.experts is None else (len(places), *shape)
 
-    def make() -> Tensor:
-        made = torch.empty(len(places), *shape)
-        for place, out in zip(places, made, strict=True):
-            out.copy_(adapter.read(place.tensor(kind)))
-        return made.mul_(factor).view(whole)
-
-    return LazyTensor(torch.float32, whole, make)
+    return LazyTensor(torch.float32, whole, lambda: adapter.stack(places, kind).mul_(factor).view(whole))
 
 
 def write(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ktft.adapters.files import LazyTensor
 from ktft.adapters.lora import KINDS
-from ktft.adapters.opened import PREFIX, OpenedAdapter, Place
+from ktft.adapters.saved import PREFIX, Place, SavedAdapter
 from ktft.model.meta import meta_model
 
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -33,7 +32,7 @@ PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj
 class Stacked:
     """One stacked parameter `[num_experts, d1, d2]` of one layer, and the projections of it that have LoRA."""
 
-    adapter: OpenedAdapter
+    adapter: SavedAdapter
     experts: str
     parameter: str
     shape: tuple[int, int, int]
@@ -99,7 +98,7 @@ class Stacked:
         return arranged.to(dtype).contiguous()
 
 
-def arrange(adapter: OpenedAdapter) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+def arrange(adapter: SavedAdapter) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """The configuration and the tensors of the adapter in PEFT's layout for stacked experts.
 
     Raises:
@@ -108,13 +107,9 @@ def arrange(adapter: OpenedAdapter) -> tuple[dict[str, Any], dict[str, LazyTenso
     model = meta_model(adapter.base)
     stacked = {each.name: each for each in _stacked(adapter, model)}
     config = _configure(adapter, stacked)
-    tensors = dict(adapter.copied())
-    for place in adapter.places.values():
-        if place.experts is None:
-            for kind in KINDS:
-                name = place.tensor(kind)
-                shape = adapter.file.tensors[name].shape
-                tensors[name] = LazyTensor(adapter.dtype(place), shape, partial(adapter.read, name))
+    copied = [PREFIX + name for name in adapter.whole]
+    copied += [place.tensor(kind) for place in adapter.linears for kind in KINDS]
+    tensors = {name: adapter.lazy(name) for name in copied}
     # which of two parameters of a module wraps the other, and so their tensors' names, is PEFT's own decision
     wrapped = peft_get_peft_model(model, LoraConfig(**config), low_cpu_mem_usage=True)
     for name, module in wrapped.named_modules():
@@ -130,7 +125,7 @@ def _owner(name: str) -> str:
     return name.removeprefix(PREFIX).replace(".base_layer", "")
 
 
-def _stacked(adapter: OpenedAdapter, model: Any) -> Iterator[Stacked]:
+def _stacked(adapter: SavedAdapter, model: Any) -> Iterator[Stacked]:
     for name in adapter.experts:
         module = model.get_submodule(name)
         for parameter, projections in PARAMETERS.items():
@@ -144,9 +139,9 @@ def _stacked(adapter: OpenedAdapter, model: Any) -> Iterator[Stacked]:
             yield Stacked(adapter, name, parameter, tuple(weight.shape), getattr(module, "is_transposed", False))
 
 
-def _configure(adapter: OpenedAdapter, stacked: dict[str, Stacked]) -> dict[str, Any]:
+def _configure(adapter: SavedAdapter, stacked: dict[str, Stacked]) -> dict[str, Any]:
     config = adapter.config.to_dict()
-    linears = [place for place in adapter.places.values() if place.experts is None]
+    linears = adapter.linears
     ranks = {place.name: place.r for place in linears} | {name: part.r for name, part in stacked.items()}
     scalings = {place.name: place.scaling for place in linears} | {n: part.scaling for n, part in stacked.items()}
     root = adapter.config.use_rslora

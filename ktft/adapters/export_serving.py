@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ktft.adapters.files import LazyTensor
-from ktft.adapters.opened import OpenedAdapter, Place
+from ktft.adapters.saved import Place, SavedAdapter
 from ktft.checkpoint.families import SEPARATE
 from ktft.config import PROJECTIONS
 from ktft.model.experts import experts_family
@@ -53,7 +53,7 @@ SGLANG = Server(
 """Its scaling is lora_alpha / r, whatever use_rslora, rank_pattern and alpha_pattern say."""
 
 
-def even_out(adapter: OpenedAdapter, server: Server) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+def even_out(adapter: SavedAdapter, server: Server) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """Configuration and tensors with one rank and one scaling: lower ranks are padded with zeros, other scalings are
     multiplied into B, and what the server wants together is filled up with zeros.
 
@@ -95,7 +95,7 @@ def _whole(value: float) -> float | int:
 
 
 def _padded(
-    adapter: OpenedAdapter, name: str | None, shape: tuple[int, int], factor: float, dtype: torch.dtype
+    adapter: SavedAdapter, name: str | None, shape: tuple[int, int], factor: float, dtype: torch.dtype
 ) -> LazyTensor:
     def make() -> Tensor:
         if name is None:
@@ -110,7 +110,7 @@ def _padded(
     return LazyTensor(dtype, shape, make)
 
 
-def _check(adapter: OpenedAdapter, server: Server) -> None:
+def _check(adapter: SavedAdapter, server: Server) -> None:
     merge = "merge it instead (ktft merge)"
     if adapter.whole:
         raise ValueError(
@@ -135,7 +135,7 @@ def _check(adapter: OpenedAdapter, server: Server) -> None:
             raise ValueError(f"{server.name} has no place for {place.tensor('lora_A')}; {merge}")
 
 
-def _missing(adapter: OpenedAdapter, server: Server) -> Iterator[Place]:
+def _missing(adapter: SavedAdapter, server: Server) -> Iterator[Place]:
     """Modules without LoRA that the server wants it on, beside those that have it."""
     for name, module in adapter.experts.items():
         for expert in range(module.num_experts):

@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from peft.utils import get_peft_model_state_dict
 from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
+from ktft.adapters.below import BELOW, Below
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.cache import read_metadata
 from ktft.checkpoint.files import CRC32, NewTensor, sync_directory, write_safetensors
@@ -41,8 +42,6 @@ RECORD = "ktft"
 """Metadata key of an adapter file: JSON of `MEANING`'s fields as they were when it was saved, and `model_type`."""
 MEANING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 """Fields of adapter_config.json that decide what an adapter computes, beside what its tensors' names and shapes say."""
-BELOW = "base_adapters"
-"""Key of that JSON, where the adapter was trained on top of others: their paths."""
 
 _SCRATCH = ".saving-"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -256,9 +255,7 @@ def stored_bytes(tensors: Tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def write_adapter(
-    directory: Path, tensors: Tensors, config: PeftConfig, model_type: str, base_adapters: Sequence[str] = ()
-) -> None:
+def write_adapter(directory: Path, tensors: Tensors, config: PeftConfig, model_type: str, below: Below = ()) -> None:
     """Write adapter_model.safetensors, one tensor in memory at a time, and read it back.
 
     Raises:
@@ -266,7 +263,7 @@ def write_adapter(
         OSError: the disk is full, among others.
     """
     record = {field: getattr(config, field) for field in MEANING} | {"model_type": model_type}
-    record |= {BELOW: list(base_adapters)} if base_adapters else {}
+    record |= {BELOW: list(below)} if below else {}
 
     def lazy(name: str, tensor: Tensor) -> LazyTensor:
         def make() -> Tensor:

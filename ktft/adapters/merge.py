@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ktft.adapters.deltas import AdapterDeltas
+from ktft.adapters.below import REPORT, merged_into, require_merged
+from ktft.adapters.files import CONFIG
 from ktft.adapters.merge_packed import MergedConversion
 from ktft.adapters.merge_records import Records
 from ktft.adapters.merge_shards import ShardMerge
@@ -31,9 +32,11 @@ from ktft.config import EXPERT_FORMATS, Settings
 from ktft.model.meta import meta_model
 from ktft.model.quantizer import LoadPlan
 
-STATE, REPORT = "merge.unfinished.json", "merge_report.json"
+STATE = "merge.unfinished.json"
 PACKED = tuple(name for name in EXPERT_FORMATS if name != BF16)
 FORMATS = (SAME, BF16, *PACKED)
+INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base weights as they are."""
 
 
 class Merge:
@@ -54,25 +57,29 @@ class Merge:
     def __init__(self, base: Path, adapter: Path, out: Path, storage: str, settings: Settings) -> None:
         self.out, self.storage = out, storage
         self.staging = out.with_name(out.name + ".merging")
-        saved = SavedAdapter(adapter)
-        model = meta_model(AutoConfig.from_pretrained(base))
+        config = AutoConfig.from_pretrained(base)
+        self.adapter = SavedAdapter(adapter, config)
+        _check_mergeable(self.adapter)
+        self.before = merged_into(base)
+        if self.adapter.below:
+            require_merged(self.adapter.directory, self.adapter.below, base, f"ktft merge {{base}} {adapter} OUT")
+        model = meta_model(config)
         files = CheckpointReader.from_directory(base).files
         plan = LoadPlan(model, [str(file) for file in files], settings)
         self.scheme = plan.backbone.checkpoint.scheme
-        self.deltas = AdapterDeltas(saved, model)
-        described = {"adapter_config.json": {"sha256": sha256(saved.directory / "adapter_config.json")}}
-        described |= identify(self.deltas.reader.files)
+        described = {CONFIG: {"sha256": sha256(self.adapter.directory / CONFIG)}} | identify(self.adapter.file.files)
         self.state = {
             "format": storage,
+            "before": self.before,
             "base": identify(files) | {CONFIG_NAME: {"sha256": sha256(base / CONFIG_NAME)}},
             "adapter": described,
         }
         self.records = Records(self.staging)
         self.work: ShardMerge | MergedConversion
         if storage in PACKED:
-            self.work = MergedConversion(plan, self.deltas, self.staging, described, self.records)
+            self.work = MergedConversion(plan, self.adapter, self.staging, described, self.records)
         else:
-            self.work = ShardMerge(plan, self.deltas, self.staging, storage, self.records)
+            self.work = ShardMerge(plan, self.adapter, self.staging, storage, self.records)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -96,7 +103,7 @@ class Merge:
 
     def total_bytes(self) -> int:
         """What `run` yields in all. Within `opened`."""
-        return self.deltas.nbytes + self.work.total_bytes
+        return self.adapter.nbytes + self.work.total_bytes
 
     def run(self) -> Iterator[tuple[str, int]]:
         """Write what is missing. Yields (what was worked on, bytes that are done with).
@@ -104,7 +111,7 @@ class Merge:
         Raises:
             ValueError: NaN in the adapter or the base; a damaged file; a full disk. What is finished is kept.
         """
-        for nbytes in self.deltas.check_values():
+        for nbytes in self.adapter.check_values():
             yield "checking the adapter", nbytes
         yield from self.work.run()
 
@@ -121,7 +128,7 @@ class Merge:
         groups = self.outcomes()
         report = {
             "format": self.storage,
-            "adapter": self.state["adapter"],
+            "adapters": [*self.before, self.state["adapter"]],
             "limits_of_lost": {"weak": WEAK, "drowned": DROWNED},
             "check": check,
             "groups": [group.to_dict() for group in groups],
@@ -137,6 +144,26 @@ class Merge:
             sync_directory(directory)
         os.rename(self.staging, self.out)  # of an empty directory too
         sync_directory(self.out.parent)
+
+
+def _check_mergeable(adapter: SavedAdapter) -> None:
+    """Refuse an adapter whose sum with the base model's weights is not what was trained.
+
+    Raises:
+        ValueError: with the cure.
+    """
+    if (init := adapter.config.init_lora_weights) not in INITS:
+        raise ValueError(
+            f"{adapter.directory / CONFIG}: init_lora_weights={init!r} changed the base weights before training, so "
+            "the adapter does not belong on BASE; save it with PEFT's path_initial_model_for_weight_conversion first"
+        )
+    tied: Any = adapter.model.all_tied_weights_keys
+    for name in (*adapter.whole, *(f"{place.name}.weight" for place in adapter.linears)):
+        if name in tied or name in tied.values():
+            raise ValueError(
+                f"{adapter.file.files[0]} changes {name}, which is tied to another weight (tie_word_embeddings); untie "
+                "them in BASE first"
+            )
 
 
 def _clear(directory: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ktft.adapters.deltas import AdapterDeltas
+from ktft.adapters.deltas import LoraDelta
 from ktft.adapters.merge_records import Records
 from ktft.adapters.merge_survival import Outcome, Survival
 from ktft.adapters.merge_weights import NEAREST, SAME, changes_of, write_changed
+from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.cache import layer_file
 from ktft.checkpoint.convert import Conversion, Output
 from ktft.checkpoint.encoded import Encoded
@@ -30,12 +31,12 @@ class MergedConversion(Conversion):
     """
 
     def __init__(
-        self, plan: LoadPlan, deltas: AdapterDeltas, target: Path, added: Mapping[str, dict[str, Any]], records: Records
+        self, plan: LoadPlan, adapter: SavedAdapter, target: Path, added: Mapping[str, dict[str, Any]], records: Records
     ) -> None:
         assert isinstance(plan.experts, ExpertPlan)
-        self._deltas, self._records = deltas, records
-        self._changes = changes_of(plan, deltas, SAME, with_experts=False)
-        merged = cast(ExpertPlan, _MergedExperts(plan.experts, deltas, records))
+        self._records = records
+        self._changes = changes_of(plan, adapter, SAME, with_experts=False)
+        merged = cast(ExpertPlan, _MergedExperts(plan.experts, adapter, records))
         super().__init__(merged, plan.layers, plan.model_type, target, added)
 
     @property
@@ -64,15 +65,15 @@ class MergedConversion(Conversion):
 class _MergedExperts:
     """An `ExpertPlan` whose `load` adds the deltas."""
 
-    def __init__(self, experts: ExpertPlan, deltas: AdapterDeltas, records: Records) -> None:
-        self._experts, self._deltas, self._records = experts, deltas, records
+    def __init__(self, experts: ExpertPlan, adapter: SavedAdapter, records: Records) -> None:
+        self._experts, self._adapter, self._records = experts, adapter, records
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
 
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
         """As `ExpertPlan.load`; at the end of each call, outcomes are recorded."""
-        merging = {number: _MergingLayer(layer, self._deltas) for number, layer in layers.items()}
+        merging = {number: _MergingLayer(layer, self._adapter) for number, layer in layers.items()}
         yield from self._experts.load({number: cast(ExpertLayer, each) for number, each in merging.items()})
         for number, each in merging.items():
             each.outcomes.sort(key=lambda outcome: outcome.name)
@@ -86,10 +87,9 @@ class _MergedExperts:
 class _MergingLayer:
     """Takes the base model's weights as an `ExpertLayer` does, adds each its delta and packs the sum."""
 
-    def __init__(self, layer: ExpertLayer, deltas: AdapterDeltas) -> None:
-        self.layer, self.deltas = layer, deltas
+    def __init__(self, layer: ExpertLayer, adapter: SavedAdapter) -> None:
+        self.layer, self.adapter = layer, adapter
         self.outcomes: list[Outcome] = []
-        self._ranks = deltas.experts.get(layer.name, {})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
@@ -106,10 +106,9 @@ class _MergingLayer:
     ) -> bool:
         """Arguments and result are those of `ExpertLayer.load`."""
         encoded = Encoded(weight, scales, block, zeros)
-        rank = self._ranks.get(projection)
         name = f"{self.layer.name}.{expert}.{projection}"
-        lora = None if rank is None else self.deltas.lora(name, rank)
-        if lora is None or not bool(lora.b.any()):
+        lora = self.adapter.delta(name) if name in self.adapter.places else None
+        if not isinstance(lora, LoraDelta) or not bool(lora.b.any()):
             return self.layer.load(expert, projection, **encoded.load_arguments())
         base = encoded.dequantize()
         delta = lora.matrix(base)

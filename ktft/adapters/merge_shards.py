@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ktft.adapters.deltas import AdapterDeltas
 from ktft.adapters.merge_records import Records
 from ktft.adapters.merge_survival import Outcome
 from ktft.adapters.merge_weights import BF16, changes_of, write_changed
+from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.cache import read_metadata
 from ktft.checkpoint.convert import check_space, copy_files, explained, is_whole
 from ktft.checkpoint.files import CRC32, NewTensor, safetensors_bytes, to_json, write_whole
@@ -43,9 +43,9 @@ class ShardMerge:
         ValueError: the checkpoint is in a scheme that cannot be written.
     """
 
-    def __init__(self, plan: LoadPlan, deltas: AdapterDeltas, target: Path, storage: str, records: Records) -> None:
+    def __init__(self, plan: LoadPlan, adapter: SavedAdapter, target: Path, storage: str, records: Records) -> None:
         self.reader, self.target, self.storage, self.records = plan.backbone.checkpoint, target, storage, records
-        self.changes = changes_of(plan, deltas, storage)
+        self.changes = changes_of(plan, adapter, storage)
         self.shards = [self._shard(file) for file in self.reader.files]
 
     def _shard(self, file: Path) -> Shard:

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ktft.adapters.deltas import AdapterDeltas, Delta
+from ktft.adapters.deltas import Delta
 from ktft.adapters.merge_survival import WEAK, Outcome, Survival
+from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.encode import ENCODERS, add, rounded
 from ktft.checkpoint.files import NewTensor, TensorFile, writing
 from ktft.checkpoint.identity import read_chunks
@@ -130,7 +131,7 @@ class Change:
         return torch.Generator().manual_seed(zlib.crc32(repr(self.key).encode()))
 
 
-def changes_of(plan: LoadPlan, deltas: AdapterDeltas, storage: str, with_experts: bool = True) -> list[Change]:
+def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts: bool = True) -> list[Change]:
     """What an adapter changes, in the order of the files; of `bf16` storage everything that is quantized, too.
 
     Args:
@@ -147,15 +148,13 @@ def changes_of(plan: LoadPlan, deltas: AdapterDeltas, storage: str, with_experts
         one = Change(matrix, storage)
         return found.setdefault(one.key, one)
 
-    for name, rank in deltas.linears.items():
-        part = Part(name, _group(name), slice(None), partial(deltas.lora, name, rank))
-        change(_stored(plan, f"{name}.weight")).parts.append(part)
-    for name in sorted(deltas.replaced):
-        part = Part(name, _group(name), slice(None), partial(deltas.replacement, name))
-        change(_stored(plan, name)).parts.append(part)
+    stored = {place.name: f"{place.name}.weight" for place in adapter.linears} | {each: each for each in adapter.whole}
+    for name, tensor in stored.items():
+        part = Part(name, _group(name), slice(None), partial(adapter.delta, name))
+        change(_stored(plan, tensor)).parts.append(part)
     if with_experts:
         for matrix in plan.experts.matrices:
-            for part in _expert_parts(plan, deltas, matrix):
+            for part in _expert_parts(plan, adapter, matrix):
                 change(matrix).parts.append(part)
     if storage == BF16:
         for matrix in _quantized(plan):
@@ -185,14 +184,12 @@ def _stored(plan: LoadPlan, name: str) -> Matrix:
     return Matrix(*stored, index=None, transposed=False)
 
 
-def _expert_parts(plan: LoadPlan, deltas: AdapterDeltas, matrix: Matrix) -> Iterator[Part]:
+def _expert_parts(plan: LoadPlan, adapter: SavedAdapter, matrix: Matrix) -> Iterator[Part]:
     for target in matrix.targets:
         module = plan.layers[target.layer].name
-        rank = deltas.experts.get(module, {}).get(target.projection)
-        if rank is not None:
-            name = f"{module}.{target.expert}.{target.projection}"
-            group = (module, target.projection)
-            yield Part(name, group, target.rows, partial(deltas.lora, name, rank))
+        name = f"{module}.{target.expert}.{target.projection}"
+        if name in adapter.places:
+            yield Part(name, (module, target.projection), target.rows, partial(adapter.delta, name))
 
 
 def _quantized(plan: LoadPlan) -> Iterator[Matrix]:

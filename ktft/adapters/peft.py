@@ -5,29 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from peft import LoraConfig, PeftModel
 from peft import get_peft_model as peft_get_peft_model
-from peft.tuners.tuners_utils import (
-    BaseTunerLayer,
-    _ExcludedModule,
-    cast_adapter_dtype,
-    check_target_module_exists,
-)
-from peft.utils import PeftType
-from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SAFETENSORS_WEIGHTS_NAME
-from peft.utils.other import get_pattern_key
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktft.adapters.below import BELOW, holds, stands_on
 from ktft.adapters.card import NEW_CARD, update_card
 from ktft.adapters.files import (
-    BELOW,
     CARD,
     HUB_KEYS,
     RECORD,
@@ -42,22 +34,14 @@ from ktft.adapters.files import (
     without_experts,
     write_adapter,
 )
-from ktft.adapters.lora import UNMERGED, KtftExpertsLora, Rank, check_options
-from ktft.adapters.several import SeveralAdapters, check_name, stands_on, trainability_kept
-from ktft.adapters.whole_modules import check_modules_to_save, take_precision
-from ktft.config import PROJECTIONS, require_tested
-from ktft.lora import MAX_RANK
-from ktft.model.experts import KtftExperts, experts_family
+from ktft.adapters.lora import UNMERGED, KtftExpertsLora, check_options
+from ktft.adapters.reach import reach_of, resolve
+from ktft.adapters.several import SeveralAdapters, check_name, trainability_kept
+from ktft.adapters.whole_modules import take_precision
+from ktft.config import require_tested
+from ktft.model.experts import KtftExperts
 
 logger = logging.getLogger("ktft")
-
-_REGEX = set(r"\*+?()[]|^$")
-
-
-class HasExperts(Protocol):
-    """What an adapter needs to know of a layer's experts to find its ranks on them."""
-
-    num_experts: int
 
 
 def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str = "default") -> PeftModel:
@@ -73,7 +57,7 @@ def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str
             not have; a model without ktft's experts.
     """
     _require_experts(model)
-    _resolve(model, config)
+    resolve(model, config)
     with _reaching_experts(model, config, adapter_name):
         return _adapt(peft_get_peft_model(model, config, adapter_name=adapter_name))
 
@@ -122,7 +106,7 @@ class KtftPeftMixin(SeveralAdapters):
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add another adapter, on the routed experts too."""
-        _resolve(self.base_model.model, peft_config)
+        resolve(self.base_model.model, peft_config)
         self._add_adapter(adapter_name, peft_config, *args, **kwargs)
 
     def _add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +126,8 @@ class KtftPeftMixin(SeveralAdapters):
             expected = adapter_tensors(self, expert_layers(self), adapter_name, self.state_dict())
             check_loadable(directory, expected, self.config.model_type)
             warn_of_another_base(config, self.config.name_or_path)
-            if below := read_own_metadata(directory).get(RECORD, {}).get(BELOW):
+            below = read_own_metadata(directory).get(RECORD, {}).get(BELOW)
+            if below and not holds(Path(self.config.name_or_path), below):
                 logger.warning("%s is %s", directory, stands_on(below))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
@@ -223,20 +208,6 @@ def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExpertsLora)}
 
 
-def linear_names(model: Any) -> set[str]:
-    """Last names of all that LoRA can train: linear layers and experts' projections, less the output layer and what
-    the family's `without_lora` names.
-    """
-    unused = set(experts_family(model).without_lora)
-    output = model.get_output_embeddings()
-    names = set(PROJECTIONS)
-    for name, module in _adaptable(model).items():
-        path = name.split(".")
-        if isinstance(module, nn.Linear) and module is not output and not unused & set(path):
-            names.add(path[-1])
-    return names
-
-
 def _require_experts(model: Any) -> None:
     require_tested("peft")
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
@@ -252,168 +223,6 @@ def _adapt(model: Any) -> PeftModel:
     model.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
     model.base_adapters = {}
     return model
-
-
-# --- which modules an adapter reaches ---------------------------------------------------------------------------------
-
-
-def _adaptable(model: Any) -> dict[str, nn.Module]:
-    """Module name -> module without LoRA around it, for every module PEFT would consider."""
-    found: dict[str, nn.Module] = {}
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if not name or name.startswith(inside):
-            continue
-        if isinstance(module, BaseTunerLayer):
-            inside += (f"{name}.",)
-            module = module.get_base_layer()
-        found[name] = module
-    return found
-
-
-def _resolve(model: Any, config: Any) -> None:
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
-        config.target_modules = list(linear_names(model))
-    elif config.target_modules and len(config.target_modules) == 1 and _REGEX & set(*config.target_modules):
-        (config.target_modules,) = config.target_modules  # LLaMA-Factory makes a list of all that it is given
-    _check_request(model, config)
-    if not isinstance(config.target_modules, str):
-        config.target_modules = _spelled_out(model, config.target_modules)
-
-
-def _spelled_out(model: Any, targets: Collection[str]) -> set[str]:
-    """`experts.down_proj`, one projection of the routed experts alone, as the standard names that it stands for."""
-    counts = {name: module.num_experts for name, module in _adaptable(model).items() if isinstance(module, KtftExperts)}
-    spelled: set[str] = set()
-    for target in targets:
-        module, _, projection = target.rpartition(".")
-        experts = [count for name, count in counts.items() if f".{name}".endswith(f".{module}") and module]
-        numbers = range(max(experts)) if experts and projection in PROJECTIONS else None
-        spelled |= {target} if numbers is None else {f"{module}.{number}.{projection}" for number in numbers}
-    return spelled
-
-
-def _check_request(model: Any, config: Any) -> None:
-    """Each requested name must match something that LoRA there would train."""
-    modules = _adaptable(model)
-    targets = config.target_modules
-    known = f"it has {', '.join(sorted(linear_names(model)))}, and experts for the routed experts alone"
-    experts = [name for name, module in modules.items() if isinstance(module, KtftExperts)]
-    standard = [f"{name}{number}.{p}" for name in experts for number in ("", ".0") for p in PROJECTIONS]
-    if not targets:
-        raise ValueError(f"target_modules is {targets!r}: name what LoRA shall train in the model; {known}")
-    for target in [targets] if isinstance(targets, str) else sorted(targets):
-        probe = LoraConfig(target_modules=target if isinstance(targets, str) else [target])
-        matched = [name for name in (*modules, *standard) if check_target_module_exists(probe, name)]
-        if not matched:
-            raise ValueError(f"target_modules (lora_target) {target!r} matches nothing in the model; {known}")
-        family = experts_family(model)
-        unused = [name for name in matched if set(family.without_lora) & set(name.split("."))]
-        if unused:
-            is_router = family.router in unused[0].split(".")
-            what = "router" if is_router else "module"
-            whole = f", or train it whole with additional_target (modules_to_save): {target}" if is_router else ""
-            raise ValueError(
-                f"target_modules (lora_target) {target!r} matches the {what} {unused[0]}, whose forward would not use "
-                f"LoRA, so that it would never train; leave the {what} out{whole}"
-            )
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Full names of the modules to give LoRA, ranks on routed experts by module, and target_modules to save."""
-
-    modules: set[str]
-    ranks: dict[str, dict[str, Rank]]
-    standard: set[str] | str
-
-
-def planned_reach(model: Any, config: LoraConfig, saved: bool = False) -> Reach:
-    """What `get_peft_model` would give LoRA, and the same errors; the model, which may be on meta, is not changed.
-
-    Args:
-        saved: the config is a saved adapter's, whose targets are spelled out and need not match one by one.
-    """
-    if not saved:
-        _resolve(model, config)
-    return reach_of(model, config)
-
-
-def reach_of(model: Any, config: Any) -> Reach:
-    """What an adapter with this configuration has LoRA on. Raises ValueError if experts cannot have it."""
-    if config.peft_type != PeftType.LORA or config.target_parameters:
-        raise ValueError(
-            f"ktft trains LoRA on target_modules, not {config.peft_type} with "
-            f"target_parameters={config.target_parameters}; experts are no torch parameters"
-        )
-    if config.layers_to_transform is not None and not config.layers_pattern:
-        config.layers_pattern = ["layers"]  # else PEFT takes the expert's number for the layer's
-    modules: set[str] = set()
-    ranks: dict[str, dict[str, Rank]] = {}
-    direct: dict[str, int] = {}
-    for name, module in _adaptable(model).items():
-        match = check_target_module_exists(config, name)
-        if isinstance(module, KtftExperts):
-            if match:
-                direct[name] = module.num_experts
-            if not isinstance(match, _ExcludedModule) and (own := expert_ranks(config, name, module, bool(match))):
-                ranks[name] = own
-        elif match:
-            modules.add(name)
-    check_modules_to_save(model, config, _adaptable(model), modules)
-    return Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
-
-
-def expert_ranks(config: Any, name: str, experts: HasExperts, whole: bool) -> dict[str, Rank]:
-    """Projection -> rank, for the projections of one layer's experts that the config targets."""
-    ranks: dict[str, Rank] = {}
-    for projection in PROJECTIONS:
-        keys = [f"{name}.{expert}.{projection}" for expert in range(experts.num_experts)]
-        targeted = [key for key in keys if whole or check_target_module_exists(config, key)]
-        if not targeted:
-            continue
-        if len(targeted) < len(keys):
-            raise ValueError(
-                f"target_modules match {projection} of {len(targeted)} of the {len(keys)} experts of {name}; ktft "
-                "trains all experts of a layer or none"
-            )
-        found = {rank_of(config, key) for key in keys}
-        if len(found) > 1:
-            raise ValueError(f"rank_pattern or alpha_pattern differ between experts of {name}: {found}")
-        ranks[projection] = found.pop()
-        if not 1 <= ranks[projection].r <= MAX_RANK:
-            raise ValueError(
-                f"the LoRA rank of {projection} on the routed experts {name} is {ranks[projection].r}; it must be 1 to "
-                f"{MAX_RANK}; set lora_rank, or rank_pattern where only other modules shall have more"
-            )
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
-        if get_pattern_key([pattern], name) == pattern != name:
-            raise ValueError(f"the pattern {pattern!r} matches {name}; name its projections instead, as in 'down_proj'")
-    return ranks
-
-
-def rank_of(config: Any, module: str) -> Rank:
-    """Rank and alpha of the module with this name, by PEFT's rule."""
-    return Rank(
-        _pattern(config.rank_pattern, module, config.r), _pattern(config.alpha_pattern, module, config.lora_alpha)
-    )
-
-
-def _pattern(patterns: dict[str, Any], key: str, default: Any) -> Any:
-    return patterns.get(get_pattern_key(list(patterns), key), default) if patterns else default
-
-
-def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[str] | str:
-    """`target_modules` as other software reads them: `experts`, a module of ktft's alone, spelled out per expert."""
-    if not direct:
-        return targets
-    if isinstance(targets, str):
-        return rf"(?:{targets})|(?:{targets})\.\d+\.(?:{'|'.join(PROJECTIONS)})"
-    standard: set[str] = set()
-    for target in targets:
-        counts = {count for name, count in direct.items() if name == target or name.endswith(f".{target}")}
-        standard |= {f"{target}.{e}.{p}" for e in range(max(counts)) for p in PROJECTIONS} if counts else {target}
-    return standard
 
 
 @contextmanager

@@ -1,90 +1,221 @@
-"""A saved adapter's LoRA on routed experts, one layer at a time and without the model."""
+"""A saved adapter beside its base model's config: every tensor accounted for, then read one at a time."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
-from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
-from torch import Tensor
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
-from ktft.adapters.lora import UNSUPPORTED, Rank
-from ktft.adapters.peft import expert_ranks, local_directory, read_config
+from ktft.adapters.below import BELOW, Below
+from ktft.adapters.deltas import Delta, LoraDelta, Replacement
+from ktft.adapters.files import (
+    CONFIG,
+    RECORD,
+    LazyTensor,
+    check_fit,
+    check_model_type,
+    local_directory,
+    open_tensors,
+    read_checked,
+    read_config,
+    read_own_metadata,
+)
+from ktft.adapters.lora import KINDS, UNSUPPORTED
+from ktft.adapters.reach import rank_of, reach_of
+from ktft.checkpoint.files import CRC32
+from ktft.checkpoint.reader import DTYPES
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
+from ktft.model.experts import KtftExperts
+from ktft.model.shape import shape_of
 from ktft.native import ExpertLayer
 
-_EXPERT_TENSOR = re.compile(rf"base_model\.model\.(.+)\.\d+\.(?:{'|'.join(PROJECTIONS)})\.lora_[AB]\.weight")
+PREFIX = "base_model.model."
+"""What PEFT puts before a module's name in an adapter file."""
+
+REFUSED = UNSUPPORTED | {
+    "bias": "biases trained beside LoRA",
+    "trainable_token_indices": "trainable tokens",
+    "alora_invocation_tokens": "activated LoRA",
+}
+"""PEFT's options that add what has no place here, and what people call them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A linear map that LoRA is on, or could be: its name in the model, LoRA's rank and scaling, its sizes.
+
+    `experts` is the name of the module that holds the layer's routed experts, for a projection of one of them.
+    """
+
+    name: str
+    r: int
+    scaling: float
+    fan_in: int
+    fan_out: int
+    experts: str | None = None
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    def tensor(self, kind: str) -> str:
+        """The name on disk of its `lora_A` or `lora_B`."""
+        return f"{PREFIX}{self.name}.{kind}.weight"
+
+    def shape(self, kind: str) -> tuple[int, int]:
+        """Of its `lora_A` or `lora_B`."""
+        return (self.r, self.fan_in) if kind == "lora_A" else (self.fan_out, self.r)
 
 
 class SavedAdapter:
-    """An adapter directory as `save_pretrained` writes it.
+    """An adapter directory, compared with its base model's config.
 
     Args:
-        directory: a path, or a repository of the Hugging Face Hub.
+        directory: as `save_pretrained` wrote it, or a repository of the Hugging Face Hub.
+        base: the base model's config.
+
+    Attributes:
+        config: the adapter's.
+        base, model: the base model's config, and the model on meta with empty `KtftExperts`.
+        below: what the adapter was trained on top of; see `ktft.adapters.below`.
+        places: every module with LoRA, by name.
+        experts: the modules of routed experts with LoRA, by name.
+        whole: names of the model's tensors that the adapter holds whole (`modules_to_save`).
+        file: the tensors.
 
     Raises:
-        ValueError: not an adapter, not LoRA, or an option that experts do not have.
+        ValueError: a tensor is missing, left over or misshapen; the file is damaged; it is of another model; or it has
+            an option of `REFUSED`, or LoRA on something else than linear modules and experts.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(local_directory(directory))
-        self.config = read_config(self.directory)
-        for option, what in UNSUPPORTED.items():
-            if getattr(self.config, option, None):
-                raise ValueError(f"{self.directory}: {what} on routed experts is not supported by ktft")
+    def __init__(self, directory: str | os.PathLike[str], base: PreTrainedConfig) -> None:
+        self.directory = local_directory(directory)
+        self.config: LoraConfig = read_config(self.directory)
+        for option, what in REFUSED.items():
+            if (getattr(self.config, option, None) or "none") != "none":
+                raise ValueError(
+                    f"{self.directory / CONFIG}: {what} ({option}) cannot be merged, exported or verified by ktft"
+                )
+        metadata = read_own_metadata(self.directory)
+        check_model_type(self.directory, metadata, base.model_type)
+        self._checksums = metadata.get(CRC32, {})
+        self.below: Below = metadata.get(RECORD, {}).get(BELOW, [])
+        self.base, (_, self.model) = base, shape_of(base)
+        reach = reach_of(self.model, self.config)
+        self.experts = {name: self._experts(name) for name in reach.ranks}
+        places = [self.linear_place(name) for name in sorted(reach.modules - reach.ranks.keys())]
+        for name, ranks in reach.ranks.items():
+            for expert in range(self.experts[name].num_experts):
+                places += [self.expert_place(name, expert, projection) for projection in ranks]
+        self.places = {place.name: place for place in places}
+        whole = dict(_tensors_in(self.model, self.config.modules_to_save or ()))
+        self.whole = tuple(whole)
+        self.file = open_tensors(self.directory)
+        check_fit(
+            self.file,
+            {place.tensor(kind): torch.empty(place.shape(kind), device="meta") for place in places for kind in KINDS}
+            | {PREFIX + name: tensor for name, tensor in whole.items()},
+        )
 
-    def check_layers(self, names: Collection[str]) -> None:
-        """Compare with the model whose layers' experts have these names.
+    # --- places -------------------------------------------------------------------------------------------------------
 
-        Raises:
-            ValueError: the adapter has LoRA on other experts.
-        """
-        file = self.directory / SAFETENSORS_WEIGHTS_NAME
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            found = [_EXPERT_TENSOR.fullmatch(name) for name in tensors.keys()]  # noqa: SIM118
-        for match in found:
-            if match is not None and match[1] not in names:
-                raise ValueError(f"{file} holds {match[0]}, which the model has no place for: it is of another model")
+    def linear_place(self, name: str) -> Place:
+        """A linear module of the base model, whether it has LoRA or not."""
+        module = self.model.get_submodule(name)
+        if not isinstance(module, nn.Linear):
+            raise ValueError(
+                f"{self.directory} has LoRA on {name}, which is {type(module).__name__}; ktft merges, exports and "
+                "verifies LoRA on linear modules and experts only"
+            )
+        return self._place(name, module.in_features, module.out_features)
+
+    def expert_place(self, experts: str, expert: int, projection: str) -> Place:
+        """One projection of one routed expert, whether it has LoRA or not."""
+        module = self._experts(experts)
+        sizes = module.hidden_size, module.intermediate_size
+        fan_in, fan_out = sizes[::-1] if projection == "down_proj" else sizes
+        return self._place(f"{experts}.{expert}.{projection}", fan_in, fan_out, experts)
+
+    def _place(self, name: str, fan_in: int, fan_out: int, experts: str | None = None) -> Place:
+        rank = rank_of(self.config, name)
+        return Place(name, rank.r, rank.scaling(self.config.use_rslora), fan_in, fan_out, experts)
+
+    def _experts(self, name: str) -> KtftExperts:
+        module = self.model.get_submodule(name)
+        assert isinstance(module, KtftExperts)
+        return module
+
+    @property
+    def linears(self) -> list[Place]:
+        """The places outside of routed experts."""
+        return [place for place in self.places.values() if place.experts is None]
+
+    def expert_projections(self, experts: str) -> list[str]:
+        """The projections of these experts that have LoRA, in the order of `PROJECTIONS`."""
+        return [each for each in PROJECTIONS if f"{experts}.0.{each}" in self.places]
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.file.tensors.values())
+
+    def dtype(self, place: Place) -> torch.dtype:
+        """Of a pair on disk."""
+        return DTYPES[self.file.tensors[place.tensor(KINDS[0])].dtype]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name on disk. Raises ValueError if it is damaged, NaN or Inf."""
+        return read_checked(self.file, name, self._checksums)
+
+    def check_values(self) -> Iterator[int]:
+        """Read every tensor once, as `read` does. Yields bytes."""
+        for name, entry in self.file.tensors.items():
+            self.read(name)
+            yield entry.nbytes
+
+    def lazy(self, name: str) -> LazyTensor:
+        """A tensor by its name on disk, to be written as it is."""
+        entry = self.file.tensors[name]
+        return LazyTensor(DTYPES[entry.dtype], entry.shape, partial(self.read, name))
+
+    def delta(self, name: str) -> Delta:
+        """What it adds to the module `name` of `places`, or puts in place of the tensor `name` of `whole`, in fp32."""
+        if name not in self.places:
+            return Replacement(self.read(PREFIX + name).float())
+        place = self.places[name]
+        a, b = (self.read(place.tensor(kind)).float() for kind in KINDS)
+        return LoraDelta(a, b, place.scaling)
+
+    def stack(self, places: Sequence[Place], kind: str) -> Tensor:
+        """`lora_A` or `lora_B` of places of one shape, `[len(places), ...]` in fp32."""
+        stacked = torch.empty(len(places), *places[0].shape(kind))
+        for place, out in zip(places, stacked, strict=True):
+            out.copy_(self.read(place.tensor(kind)))
+        return stacked
 
     def lora(self, layer: ExpertLayer) -> ExpertLora | None:
-        """The LoRA on this layer's experts, which are called `layer.name` in the model. None if it has none.
-
-        Raises:
-            ValueError: a tensor is missing, or has a wrong shape.
-        """
-        match = check_target_module_exists(self.config, layer.name)
-        if isinstance(match, _ExcludedModule):
-            return None
-        ranks = expert_ranks(self.config, layer.name, layer, bool(match))
-        pairs = {name: self._pair(layer, name, rank) for name, rank in ranks.items()}
+        """The LoRA on this layer's experts, which are called `layer.name` in the model. None if it has none."""
+        pairs = {}
+        for projection in self.expert_projections(layer.name):
+            places = [self.places[f"{layer.name}.{expert}.{projection}"] for expert in range(layer.num_experts)]
+            a, b = (self.stack(places, kind) for kind in KINDS)
+            pairs[projection] = LoraPair(a, b, places[0].scaling)
         return ExpertLora(pairs) if pairs else None
 
-    def _pair(self, layer: ExpertLayer, projection: str, rank: Rank) -> LoraPair:
-        wide, narrow = layer.hidden_size, layer.intermediate_size
-        fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
-        a = self._stack(layer, f"{projection}.lora_A.weight", (rank.r, fan_in))
-        b = self._stack(layer, f"{projection}.lora_B.weight", (fan_out, rank.r))
-        return LoraPair(a, b, rank.scaling(self.config.use_rslora))
 
-    def _stack(self, layer: ExpertLayer, tensor: str, shape: tuple[int, int]) -> Tensor:
-        stacked = torch.empty(layer.num_experts, *shape)
-        file = self.directory / SAFETENSORS_WEIGHTS_NAME
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            held = set(tensors.keys())
-            for expert, out in enumerate(stacked):
-                name = f"base_model.model.{layer.name}.{expert}.{tensor}"
-                if name not in held:
-                    raise ValueError(f"{file} lacks {name}: the adapter is of another model")
-                found = tensors.get_tensor(name)
-                if tuple(found.shape) != shape:
-                    raise ValueError(f"{file}: {name} has shape {tuple(found.shape)}, the model needs {shape}")
-                if not found.isfinite().all():
-                    raise ValueError(f"{file}: {name} holds NaN or Inf")
-                out.copy_(found)
-        return stacked
+def _tensors_in(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the modules that PEFT's `modules_to_save` matches, by the end of their names."""
+    for path, module in model.named_modules():
+        if path and path.endswith(tuple(names)):
+            for tensor, value in module.state_dict().items():
+                yield f"{path}.{tensor}", value

@@ -11,6 +11,8 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
+from ktft.adapters.below import describe
+from ktft.adapters.files import local_directory
 from ktft.adapters.lora import KtftExpertsLora
 
 if TYPE_CHECKING:
@@ -22,8 +24,8 @@ else:
 class SeveralAdapters(_Base):
     """What a `PeftModel` with expert LoRA does differently when it has several adapters."""
 
-    base_adapters: dict[str, str]
-    """Name and path of adapters that count as part of the base model; see `stand_on`."""
+    base_adapters: dict[str, dict[str, Any]]
+    """Adapters that count as part of the base model, see `stand_on`: name -> what `ktft.adapters.below` records."""
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         """Activate and unfreeze an adapter, or several whose LoRA adds up; Trainer saves and resumes the first.
@@ -90,7 +92,7 @@ def stand_on(model: Any, paths: Sequence[str | os.PathLike[str]], **hub: Any) ->
     for path in paths:
         name = f"base_{len(model.base_adapters) + 1}"
         model.load_adapter(path, name, **hub)
-        model.base_adapters[name] = str(path)
+        model.base_adapters[name] = describe(str(path), local_directory(path, **hub))
         for module in model.modules():
             if isinstance(module, LoraLayer) and name in module.lora_dropout:
                 module.lora_dropout[name] = nn.Dropout(0.0)
@@ -145,18 +147,10 @@ def trainability_kept(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(requires_grad)
 
 
-def base_adapters_of(model: nn.Module) -> dict[str, str]:
-    """Name and path of the adapters a model's active one stands on, however the model is wrapped."""
+def base_adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """`base_adapters` of a model, however it is wrapped."""
     found = (getattr(module, "base_adapters", None) for module in model.modules())
-    return cast(dict[str, str], next((adapters for adapters in found if adapters is not None), {}))
-
-
-def stands_on(paths: Sequence[str]) -> str:
-    """What to tell of an adapter that was trained on top of others."""
-    return (
-        f"trained on top of {', '.join(paths)}: it belongs there, and alone its effect is another; in LLaMA-Factory "
-        f"give adapter_name_or_path: {','.join(paths)},THIS_DIRECTORY, elsewhere use ktft.adapters.several.stand_on"
-    )
+    return cast(dict[str, dict[str, Any]], next((adapters for adapters in found if adapters is not None), {}))
 
 
 def check_resumed(model: nn.Module) -> None:

@@ -33,13 +33,12 @@ def export(
 
 def _export(adapter: Path, out: Path, target: str, base: Path | None, console: Console) -> str:
     from ktft.adapters import export
-    from ktft.adapters.opened import OpenedAdapter
     from ktft.cli.progress import progress_bar
 
     if target not in export.TARGETS:
         raise ValueError(f"--to {target}: ktft exports to {', '.join(export.TARGETS)}")
     with console.status(f"reading {adapter} ..."):
-        opened = OpenedAdapter(adapter, base)
+        opened = export.open_adapter(adapter, base)
         planned = export.plan(opened, target)
     with progress_bar(planned.nbytes, console) as progress:
         return export.export(opened, target, planned, out, progress)

@@ -91,6 +91,7 @@ def verify(request: Request, console: Console) -> Report:
     """
     if not (request.directory / "config.json").is_file():
         raise ValueError(f"{request.directory} is not a directory with a config.json; download the checkpoint first")
+    from ktft.adapters.below import holds, paths_of
     from ktft.verify.layers import LayerVerifier
     from ktft.verify.whole import whole_bytes
 
@@ -103,6 +104,12 @@ def verify(request: Request, console: Console) -> Report:
     report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes)
     if verifier.source is None:
         report.notes.append("the source is not known, so the packed weights were not compared with it: give --source")
+    adapter = verifier.adapter
+    if adapter is not None and adapter.below and not holds(request.directory, adapter.below):
+        report.notes.append(
+            f"{adapter.directory} was trained on top of {paths_of(adapter.below)}, which {request.directory} does not "
+            "hold: compared was the adapter alone on this model, which is not what was trained"
+        )
     show(verifier.run(report.layers), verifier.nbytes, console)
     if _whole_wanted(request, needed, report):
         _show_whole(verifier, request, report, console)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ktft import native
-from ktft.adapters.peft import linear_names
+from ktft.adapters.reach import linear_names
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS
 from ktft.model.memory import Adapter, Footprint, Workload, footprint, shortage
 from ktft.model.shape import MoeShape

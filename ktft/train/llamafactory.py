@@ -25,7 +25,7 @@ from transformers.hf_argparser import string_to_bool
 
 from ktft import native
 from ktft.adapters.lora import UNMERGED
-from ktft.adapters.peft import linear_names
+from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
 from ktft.model.experts import find_experts

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ktft.adapters.peft import linear_names, planned_reach
+from ktft.adapters.reach import linear_names, planned_reach
 from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, parse_kt_config
 from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
 from ktft.model.shape import ModelShape, shape_of

@@ -68,9 +68,8 @@ class LayerVerifier:
         self.directory, self.tokens = directory, tokens
         plan = self.plan = outline(directory, settings)
         self.packed = plan.experts
-        self.adapter = SavedAdapter(adapter) if adapter is not None else None
-        if self.adapter is not None:
-            self.adapter.check_layers({layer.name for layer in plan.layers.values()})
+        config = AutoConfig.from_pretrained(directory)
+        self.adapter = SavedAdapter(adapter, config) if adapter is not None else None
         self.source = self._source(source, settings)
         known = sorted(plan.layers)
         for number in layers or ():
@@ -80,7 +79,7 @@ class LayerVerifier:
                     f"{known[0]} to {known[-1]}"
                 )
         self.numbers = known if layers is None else sorted(set(layers))
-        text = AutoConfig.from_pretrained(directory).get_text_config()
+        text = config.get_text_config()
         self.top_k = next((int(getattr(text, name)) for name in TOP_K_NAMES if getattr(text, name, None)), 2)
         first = plan.layers[known[0]]
         self.format, self.runtime = first.format, first.runtime
@@ -102,7 +101,7 @@ class LayerVerifier:
     @property
     def nbytes(self) -> int:
         """Bytes that `run` will read."""
-        return sum(self._nbytes(number) for number in self.numbers)
+        return sum(map(self._nbytes, self.numbers)) + (self.adapter.nbytes if self.adapter is not None else 0)
 
     def _nbytes(self, number: int) -> int:
         total = 0
@@ -118,6 +117,8 @@ class LayerVerifier:
         Raises:
             ValueError: the checkpoint is damaged; or the adapter does not fit.
         """
+        for nbytes in self.adapter.check_values() if self.adapter is not None else ():
+            yield "adapter", nbytes
         for number in self.numbers:
             layer = self.plan.layers.pop(number)
             left = self._nbytes(number)

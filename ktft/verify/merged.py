@@ -13,7 +13,6 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig
 
-from ktft.adapters.deltas import AdapterDeltas
 from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.schemes import Scheme
 from ktft.config import Settings
@@ -136,10 +135,10 @@ def check_layers(
 
     Yields (what was done, bytes read) and adds the result to `found`.
     """
-    saved = SavedAdapter(adapter)
+    saved = SavedAdapter(adapter, AutoConfig.from_pretrained(base))
     before, after = outline(base, settings), outline(merged, _for(settings, packed))
     errors: list[tuple[float, str]] = []
-    top_k = top_k_of(AutoConfig.from_pretrained(base).get_text_config())
+    top_k = top_k_of(saved.base.get_text_config())
     for number in sorted(before.layers):
         old, new = before.layers.pop(number), after.layers.pop(number)
         generator = torch.Generator().manual_seed(SEED + number)
@@ -152,9 +151,8 @@ def check_layers(
         for nbytes in after.experts.load({number: new}):
             yield f"checking layer {number}", nbytes
         errors.append((relative_error(new.forward(*inputs, None, "none")[0], expected), f"experts of layer {number}"))
-    deltas = AdapterDeltas(saved, shape_of(AutoConfig.from_pretrained(base))[1])
-    for name in (*deltas.linears, *sorted(deltas.replaced)):
-        errors.append((_weight_error(name, deltas, before, after), name))
+    for name in (*(place.name for place in saved.linears), *saved.whole):
+        errors.append((_weight_error(name, saved, before, after), name))
         yield f"checking {name}", 0
     worst, where = max(errors, key=lambda error: math.inf if math.isnan(error[0]) else error[0])
     found.append(MergeCheck("layers", worst, limit, where=where))
@@ -173,10 +171,9 @@ def _random_inputs(layer: ExpertLayer, top_k: int, generator: torch.Generator) -
     return hidden, index, torch.rand(tokens, top_k, generator=generator).softmax(-1)
 
 
-def _weight_error(name: str, deltas: AdapterDeltas, before: LoadPlan, after: LoadPlan) -> float:
+def _weight_error(name: str, adapter: SavedAdapter, before: LoadPlan, after: LoadPlan) -> float:
     base, merged = _weight(before, name), _weight(after, name)
-    delta = deltas.lora(name, deltas.linears[name]) if name in deltas.linears else deltas.replacement(name)
-    return relative_error(merged, base + delta.matrix(base))
+    return relative_error(merged, base + adapter.delta(name).matrix(base))
 
 
 def _weight(plan: LoadPlan, name: str) -> Tensor:

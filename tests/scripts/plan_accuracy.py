@@ -99,7 +99,7 @@ def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict
     from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
     import ktft
-    from ktft.adapters.peft import linear_names
+    from ktft.adapters.reach import linear_names
     from ktft.native import ExpertLayer
 
     recipe, cuda, times, experts = case.recipe, case.cuda, [], []

@@ -38,7 +38,6 @@ from test_adapter_files import adapted
 from tiny import write_checkpoint
 
 from ktft.adapters import export
-from ktft.adapters.opened import OpenedAdapter
 
 REAL = {
     "vllm": ("lora/peft_helper.py", "lora/lora_model.py", "lora/lora_weights.py", "lora/utils.py"),
@@ -213,7 +212,7 @@ def main() -> None:
         for family, case, target, checkpoint, options in models:
             saved, out = Path(scratch, f"{family}-{case}-{target}"), Path(scratch, f"{family}-{case}-{target}-out")
             adapted(checkpoint, **options).save_pretrained(saved)
-            opened = OpenedAdapter(saved)
+            opened = export.open_adapter(saved)
             export.export(opened, target, export.plan(opened, target), out, lambda *_: None)
             scalings = {f"base_model.model.{place.name}": place.scaling for place in opened.places.values()}
             prepared.append((family, case, target, out, deltas(saved, scalings.__getitem__)))
