@@ -125,10 +125,11 @@ class KtftPeftMixin(SeveralAdapters):
         try:
             expected = adapter_tensors(self, expert_layers(self), adapter_name, self.state_dict())
             check_loadable(directory, expected, self.config.model_type)
-            warn_of_another_base(config, self.config.name_or_path)
             below = read_own_metadata(directory).get(RECORD, {}).get(BELOW)
-            if below and not holds(Path(self.config.name_or_path), below):
-                logger.warning("%s is %s", directory, stands_on(below))
+            if not below or not holds(Path(self.config.name_or_path), below):
+                warn_of_another_base(config, self.config.name_or_path)
+                if below:
+                    logger.warning("%s is %s", directory, stands_on(below))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
             if args[:1] == (True,) or kwargs.get(
