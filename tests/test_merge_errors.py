@@ -104,7 +104,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change(d, lambda t: t.update({A: t[A][:3].clone()})),
         f"{A} has shape (3, 64) in the adapter, the model needs (4, 64)",
     ),
-    "rank of the config": (lambda d: edit(d, r=8), "has shape (4, "),
+    "rank of the config": (lambda d: edit(d, r=8), "says r: 8, but its tensors were saved with r: 4"),
     "target of the config": (
         lambda d: edit(d, target_modules=["up_proj", "down_proj"]),
         "are left over, the first is base_model.model.model.layers.0.mlp.gate_proj.lora_A.weight",

@@ -78,7 +78,7 @@ def reference_experts() -> Iterator[None]:
     from ktft.config import PROJECTIONS
     from ktft.model import experts
 
-    def compute(layer: Any, hidden: Any, index: Any, weights: Any, lora: Any, _: str) -> Any:
+    def compute(layer: Any, hidden: Any, index: Any, weights: Any, lora: Any, *_: Any) -> Any:
         every = range(layer.num_experts)
         matrices = [torch.stack([layer.dequantize(e, name) for e in every]) for name in PROJECTIONS]
         biases = None
