@@ -58,7 +58,7 @@ def holds(base: Path, below: Below) -> bool:
     """Whether the last adapters that were merged into a checkpoint are these."""
     wanted = [{key: value for key, value in each.items() if key != "path"} for each in below]
     merged = [adapter.get(SAFETENSORS_WEIGHTS_NAME) for adapter in merged_into(base)]
-    return merged[len(merged) - len(wanted) :] == wanted if len(merged) >= len(wanted) else False
+    return merged[max(0, len(merged) - len(wanted)) :] == wanted
 
 
 def require_merged(adapter: Path, below: Below, base: Path, command: str) -> None:
