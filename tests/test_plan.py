@@ -289,7 +289,7 @@ def test_recipe_follows_llamafactorys_keys_and_defaults(tmp_path: Path) -> None:
     assert any("kt_max_cache_depth" in note for note in notes)
     work = recipe.workload((), 2)
     assert (work.batch, work.sequence, work.accumulation) == (4, 4096, 4)
-    assert (work.adapter_bytes, work.states, work.activation) == (2, 0.0, "recompute")
+    assert (work.mixed, work.states, work.activation) == (False, 0.0, "recompute")
 
 
 def test_defaults_are_llamafactorys() -> None:

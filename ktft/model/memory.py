@@ -68,7 +68,6 @@ class Workload:
         accumulation: forward passes of one optimizer step.
         checkpointing: gradient checkpointing of decoder layers.
         activation: what native layers keep for backward, `retain` or `recompute`.
-        adapter_bytes: bytes of a LoRA parameter, its gradient and each moment: 4, or 2 with `pure_bf16`.
         states: moments of the optimizer.
         weight_bytes: bytes of a weight outside of the experts.
         mixed: autocast to 16 bits.
@@ -81,7 +80,6 @@ class Workload:
     accumulation: int = 1
     checkpointing: bool = True
     activation: str = "retain"
-    adapter_bytes: int = FP32
     states: float = ADAM_STATES
     weight_bytes: int = BF16
     mixed: bool = False
@@ -100,8 +98,8 @@ class Workload:
         return [a for a in self.adapters if not a.projection]
 
     def training_bytes(self, adapters: Iterable[Adapter]) -> int:
-        """Parameters, gradients and the optimizer's moments."""
-        return int(sum(a.parameters for a in adapters) * self.adapter_bytes * (2 + self.states))
+        """Parameters, gradients and the optimizer's moments: fp32, which peft makes LoRA whatever the model's dtype."""
+        return int(sum(a.parameters for a in adapters) * FP32 * (2 + self.states))
 
 
 @dataclass(frozen=True)
@@ -226,7 +224,7 @@ def _layer_activations(shape: ModelShape, work: Workload) -> float:
         lora = (linear.layer, linear.in_features, linear.out_features) in adapted
         size = linear.out_features * wide * (2 if lora else 1)
         if lora:
-            size += linear.in_features * (BF16 if work.mixed else work.adapter_bytes)
+            size += linear.in_features * (BF16 if work.mixed else FP32)
         layers[linear.layer] = layers.get(linear.layer, 0.0) + size
     attention = shape.heads * (4 * shape.qk_dim + 2 * shape.v_dim) * wide
     norms = shape.hidden_size * (4 * wide + 4 * FP32)
@@ -268,7 +266,7 @@ def footprint(
     place |= dense
     if work is None:
         return Footprint(packed, ram, vram)
-    ram["expert LoRA"] = sum(a.parameters for a in work.on_experts()) * work.adapter_bytes
+    ram["expert LoRA"] = sum(a.parameters for a in work.on_experts()) * FP32
     ram["its gradients and moments"] = work.training_bytes(work.on_experts()) - ram["expert LoRA"]
     place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
     retained = 0

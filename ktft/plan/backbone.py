@@ -108,7 +108,7 @@ def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> n
         inject_adapter_in_model(LoraConfig(r=rank, target_modules=targets), decoder)
         for name, parameter in decoder.named_parameters():
             if ".lora_" in name:
-                parameter.data = parameter.data.to(torch.float32 if work.adapter_bytes == FP32 else torch.bfloat16)
+                parameter.data = parameter.data.float()
     return decoder.train()
 
 

@@ -11,7 +11,7 @@ import torch
 from ktft import native
 from ktft.adapters.reach import linear_names
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS
-from ktft.model.memory import Adapter, Footprint, Workload, footprint, shortage
+from ktft.model.memory import FP32, Adapter, Footprint, Workload, footprint, shortage
 from ktft.model.shape import MoeShape
 from ktft.plan import rates
 from ktft.plan.backbone import Untimed, timed_layers
@@ -337,8 +337,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "disk": {
             "checkpoint_bytes": source.expert_bytes + source.other_bytes,
-            "adapter_bytes": adapter * plan.work.adapter_bytes,
-            "training_checkpoint_bytes": int(adapter * plan.work.adapter_bytes * (1 + plan.work.states)),
+            "adapter_bytes": adapter * FP32,
+            "training_checkpoint_bytes": int(adapter * FP32 * (1 + plan.work.states)),
         },
         "formats": [_format_json(each) for each in plan.formats],
         "fits": plan.fits,

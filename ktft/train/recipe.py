@@ -79,7 +79,6 @@ class Recipe:
             accumulation=self.gradient_accumulation_steps,
             checkpointing=not self.disable_gradient_checkpointing,
             activation=self.settings.activation,
-            adapter_bytes=weight_bytes if self.pure_bf16 else FP32,
             states=next(n for name, n in OPTIMIZER_STATES.items() if self.optim.startswith(name)),
             weight_bytes=weight_bytes,
             mixed=(self.bf16 or self.fp16) and not self.pure_bf16,
