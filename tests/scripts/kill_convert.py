@@ -8,7 +8,6 @@ so that kills hit the conversion and not the imports.
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import random
@@ -18,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from killing import hashes, start, wait
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,41 +41,6 @@ def make(path: Path) -> None:
     write_checkpoint("qwen3moe", path, **SIZES)
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    """File name -> SHA-256."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def start(source: Path, target: Path, expert_format: str) -> int:
-    """Begin or continue a conversion. Returns the process."""
-    from ktft.cli.main import app
-
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            app(["convert", str(source), str(target), "--format", expert_format], standalone_mode=False)
-            status = 0
-        finally:
-            os._exit(status)
-    return child
-
-
-def wait(child: int, seconds: float) -> int | None:
-    """Its exit status, minus the signal if one ended it; None if it runs on."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    return None
-
-
 def main() -> int:
     """Returns the exit status."""
     expert_format = sys.argv[1] if len(sys.argv) > 1 else "k4"
@@ -89,14 +55,15 @@ def main() -> int:
         import ktft.cli.convert
         import ktft.model.outline  # noqa: F401  # with all of torch and transformers
 
+        given = ("--format", expert_format)
         begin = time.monotonic()
-        if status := wait(start(source, whole, expert_format), float("inf")):
+        if status := wait(start("convert", str(source), str(whole), *given), float("inf")):
             sys.exit(f"the uninterrupted conversion exited with {status}")
         total, expected = time.monotonic() - begin, hashes(whole)
         print(f"seed {seed}; {expert_format}: uninterrupted {total:.1f} s, {len(expected)} files", flush=True)
         kills = finished = half_written = 0
         while kills < KILLS or target.exists():
-            child, moment = start(source, target, expert_format), chance.uniform(0, total)
+            child, moment = start("convert", str(source), str(target), *given), chance.uniform(0, total)
             status = wait(child, moment if kills < KILLS else float("inf"))
             if status is None:
                 os.kill(child, signal.SIGKILL)

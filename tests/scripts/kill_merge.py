@@ -9,7 +9,6 @@ process that has imported all, so that kills hit the merge and not the imports.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import multiprocessing
 import os
 import random
@@ -19,6 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from killing import hashes, start, wait
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -43,41 +44,6 @@ def make(base: Path, adapter: Path) -> None:
     write_adapter(base, adapter)
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    """File name -> SHA-256."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def start(*arguments: str) -> int:
-    """Begin or continue a merge. Returns the process."""
-    from ktft.cli.main import app
-
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            app(["merge", *arguments, "--no-check"], standalone_mode=False)
-            status = 0
-        finally:
-            os._exit(status)
-    return child
-
-
-def wait(child: int, seconds: float) -> int | None:
-    """Its exit status, minus the signal if one ended it; None if it runs on."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    return None
-
-
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser()
@@ -94,16 +60,16 @@ def main() -> int:
         import ktft.adapters.merge
         import ktft.cli.merge  # noqa: F401  # with all of torch, transformers and peft
 
-        given = (str(base), str(adapter))
+        given = ("merge", "--format", options.format, "--no-check", str(base), str(adapter))
         begin = time.monotonic()
-        if status := wait(start(*given, str(whole), "--format", options.format), float("inf")):
+        if status := wait(start(*given, str(whole)), float("inf")):
             sys.exit(f"the uninterrupted merge exited with {status}")
         total, expected = time.monotonic() - begin, hashes(whole)
         print(f"seed {seed}; {options.format}: uninterrupted {total:.1f} s, {len(expected)} files", flush=True)
         kills = finished = half_written = 0
         staging = out.with_name("out.merging")
         while kills < options.kills or staging.exists():
-            child, moment = start(*given, str(out), "--format", options.format), chance.uniform(0, total)
+            child, moment = start(*given, str(out)), chance.uniform(0, total)
             status = wait(child, moment if kills < options.kills else float("inf"))
             if status is None:
                 os.kill(child, signal.SIGKILL)
