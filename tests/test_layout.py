@@ -20,21 +20,23 @@ PYTHON_RANKS = {
     "config": 0,
     "lora": 0,
     "swiglu": 0,
+    "spans": 1,
     "system": 1,
     "native": 2,
     "reference": 2,
     "checkpoint": 3,
-    "model": 4,
-    "adapters": 5,
-    "verify": 6,
-    "train": 7,
-    "_autoload": 8,
-    "serve": 8,
-    "plan": 9,
-    "bench": 10,
-    "cli": 11,
+    "lanes": 4,
+    "model": 5,
+    "adapters": 6,
+    "verify": 7,
+    "train": 8,
+    "_autoload": 9,
+    "serve": 9,
+    "plan": 10,
+    "bench": 11,
+    "cli": 12,
 }
-CPP_RANKS = {"base": 0, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "optim": 5, "bench": 5, "bind": 6}
+CPP_RANKS = {"base": 0, "cuda": 1, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "optim": 5, "bench": 5, "bind": 6}
 # The one file that may import a module which the rest must reach through it.
 GATEWAYS = {"ktft._C": "ktft/native/extension.py", "llamafactory": "ktft/train/llamafactory.py"}
 
