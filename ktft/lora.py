@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ktft.config import PROJECTIONS
+
 MAX_RANK = 256
 """The largest rank that the kernels take (`kMaxRank` in csrc/moe/layer.cc)."""
 
@@ -33,3 +35,7 @@ class ExpertLora:
     pairs: dict[str, LoraPair]
     dropout: float = 0.0
     seed: int = 0
+
+    def parameters(self) -> list[Tensor]:
+        """a and b of each projection that has an adapter, in the order of `PROJECTIONS`."""
+        return [tensor for name in PROJECTIONS if (pair := self.pairs.get(name)) for tensor in (pair.a, pair.b)]

@@ -51,6 +51,19 @@ void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_
       {at<const void>(hidden), at<const void>(grad_output), dtype, at<void>(grad_hidden), at<float>(grad_weights)});
 }
 
+py::list slices(const MoeLayer& layer) {
+  py::list all;
+  for (int n = 0; n < layer.weights().nodes(); n++) {
+    const SliceView view = layer.weights().view(n);
+    py::list matrices;
+    for (const SliceView::Matrix& m : view.matrices)
+      matrices.append(py::make_tuple(m.rows, m.cols, m.tiles, m.strip_bytes, m.scales, m.bias));
+    all.append(
+        py::make_tuple(reinterpret_cast<Address>(view.blocks), view.expert_bytes, view.begin, view.width, matrices));
+  }
+  return all;
+}
+
 }  // namespace
 
 void bind_moe(py::module_& m) {
@@ -97,13 +110,14 @@ void bind_moe(py::module_& m) {
       .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); });
 
   py::class_<Lora>(m, "Lora")
-      .def(py::init([](float dropout, uint64_t seed) {
+      .def(py::init([](float dropout, uint64_t seed, Address elsewhere) {
              Lora lora;
              lora.dropout = dropout;
              lora.seed = seed;
+             lora.elsewhere = at<const bool>(elsewhere);
              return lora;
            }),
-           py::arg("dropout"), py::arg("seed"))
+           py::arg("dropout"), py::arg("seed"), py::arg("elsewhere"))
       .def("add", &add_pair, py::arg("projection"), py::arg("a"), py::arg("a_dtype"), py::arg("b"), py::arg("b_dtype"),
            py::arg("rank"), py::arg("in_features"), py::arg("out_features"), py::arg("scaling"), py::arg("grad_a"),
            py::arg("grad_b"));
@@ -152,6 +166,7 @@ void bind_moe(py::module_& m) {
           [](const MoeLayer& layer, int e, Projection p, Address out) { layer.dequantize(e, p, at<float>(out)); },
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("bytes", [](const MoeLayer& layer) { return layer.weights().bytes(); })
+      .def("slices", &slices)
       .def("forward", &forward_layer, py::arg("hidden"), py::arg("dtype"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("tokens"), py::arg("top_k"), py::arg("lora"), py::arg("keep"),
            py::arg("activation_bits"), py::arg("out"))

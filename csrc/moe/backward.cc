@@ -62,6 +62,7 @@ Gradients place(const Call& call, Saved& saved, const Activations& act) {
 
 // grad_weights[token, slot] = <dh, h> + <dy, down's bias>, summed in a fixed order.
 void reduce_weight_grads(const Call& call, const Gradients& at, float* out) {
+  std::fill_n(out, call.routes.route_row.size(), 0.f);  // of what is elsewhere
   for (int row = 0; row < call.routes.rows; row++) {
     float sum = at.bias_dots ? at.bias_dots[row] : 0;
     for (int n = 0; n < call.weights.nodes(); n++)

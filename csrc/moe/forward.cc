@@ -148,7 +148,7 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
     for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
       const int route = call.routes.row_route[chunk.begin + t + r], token = route / top_k;
       at[r] = bf16_row(call, tokens, token, 0, hidden, rows + size_t(r) * hidden, spare);
-      if (how.check && route % top_k == 0 && !vec.finite(hidden, at[r])) bad = token;
+      if (how.check && call.routes.leads(chunk.begin + t + r) && !vec.finite(hidden, at[r])) bad = token;
       if (how.bias_dots) how.bias_dots[chunk.begin + t + r] = vec.dot(hidden, at[r], down.bias);
       if (!scale) continue;
       vec.scale_row(hidden, at[r], scale, scaled + size_t(r) * hidden);
@@ -328,14 +328,16 @@ void combine(const Call& call, const std::vector<bf16*>& y, bool weighted, void*
     std::vector<const bf16*> rows(size_t(top_k) * nodes);
     std::vector<float> weights(rows.size());
     for (int t = task * kTokensPerTask; t < std::min(routes.tokens, (task + 1) * kTokensPerTask); t++) {
+      int count = 0;
       for (int i = 0; i < top_k * nodes; i++) {
-        const int route = t * top_k + i / nodes;
-        rows[i] = y[i % nodes] + size_t(routes.route_row[route]) * hidden;
-        weights[i] = weighted ? call.top_k_weights[route] : 1.f;
+        const int route = t * top_k + i / nodes, row = routes.route_row[route];
+        if (row == kElsewhere) continue;
+        rows[count] = y[i % nodes] + size_t(row) * hidden;
+        weights[count++] = weighted ? call.top_k_weights[route] : 1.f;
       }
       const size_t at = size_t(t) * hidden;
       float* const sum = dtype == Dtype::kF32 ? static_cast<float*>(out) + at : spare;
-      call.vec().weighted_sum(hidden, int(rows.size()), rows.data(), weights.data(), sum);
+      call.vec().weighted_sum(hidden, count, rows.data(), weights.data(), sum);
       if (dtype == Dtype::kBf16) call.vec().narrow(hidden, sum, static_cast<bf16*>(out) + at);
       if (dtype == Dtype::kF16)
         for (int c = 0; c < hidden; c++) static_cast<uint16_t*>(out)[at + c] = float_to_half(sum[c]);

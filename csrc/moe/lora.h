@@ -37,6 +37,7 @@ struct Lora {
   std::optional<LoraPair> pairs[kProjections];
   float dropout = 0;
   uint64_t seed = 0;
+  const bool* elsewhere = nullptr;  // [experts], in backward: whose gradients are not touched; or null
 
   const LoraPair* pair(Projection p) const { return pairs[int(p)] ? &*pairs[int(p)] : nullptr; }
   int max_rank() const;

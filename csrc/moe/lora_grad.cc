@@ -177,6 +177,7 @@ void transpose_lows(const Call& call, const Gradients& at, const Product& produc
 void zero_idle_gradients(const Call& call) {
   std::vector<bool> saw(call.weights.shape().experts, false);
   for (int expert : call.routes.active) saw[expert] = true;
+  for (int e = 0; call.lora->elsewhere && e < int(saw.size()); e++) saw[e] = saw[e] || call.lora->elsewhere[e];
   call.runtime.pool.run(call.weights.shape().experts, [&](int e, int) {
     for (const auto& pair : call.lora->pairs) {
       if (!pair || saw[e]) continue;

@@ -23,13 +23,13 @@ struct Gradients {
   float* low_rank[2];   // [rows, r]: A_gate x, A_up x
 };
 
-// Writes grad_a and grad_b of all experts.
+// Writes grad_a and grad_b of all experts that are not elsewhere.
 void lora_gradients(const Call& call, const Gradients& at, const TokenRows& hidden);
 
 // The same, of one expert that saw tokens; `memory` keeps what all its blocks need.
 void expert_gradients(const Call& call, const Gradients& at, const TokenRows& hidden, const RowChunk& rows,
                       Scratch& memory, Scratch& scratch);
-// Zeroes the gradients of experts without tokens.
+// Zeroes the gradients of experts without tokens, those elsewhere apart.
 void zero_idle_gradients(const Call& call);
 
 }  // namespace ktft

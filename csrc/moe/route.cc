@@ -21,18 +21,26 @@ std::vector<RowChunk> cut(const std::vector<RowChunk>& experts, int most) {
 
 }  // namespace
 
+bool Routes::leads(int row) const {
+  for (int route = row_route[row]; route % top_k; route--)
+    if (route_row[route - 1] != kElsewhere) return false;
+  return true;
+}
+
 Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts) {
   static_assert(Routes::kChunkRows % kRowPad == 0 && kMaxTokens % kRowPad == 0);
   Routes r;
   r.tokens = tokens;
   r.top_k = top_k;
-  r.rows = tokens * top_k;
+  const int routes = tokens * top_k;
   std::vector<int> next(size_t(experts) + 1, 0);
-  for (int i = 0; i < r.rows; i++) {
+  for (int i = 0; i < routes; i++) {
     const int64_t expert = top_k_index[i];
+    if (expert == kElsewhere) continue;
     KTFT_CHECK(expert >= 0 && expert < experts, "token ", i / top_k, " is routed to expert ", expert,
                ", but the layer's experts are 0 to ", experts - 1);
     next[size_t(expert) + 1]++;
+    r.rows++;
   }
   for (int e = 0; e < experts; e++) {
     const int rows = next[size_t(e) + 1];
@@ -43,8 +51,9 @@ Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts) {
     r.packed_rows += pad_rows(rows);
   }
   r.row_route.resize(r.rows);
-  r.route_row.resize(r.rows);
-  for (int i = 0; i < r.rows; i++) {
+  r.route_row.resize(routes, kElsewhere);
+  for (int i = 0; i < routes; i++) {
+    if (top_k_index[i] == kElsewhere) continue;
     const int row = next[top_k_index[i]]++;
     r.row_route[row] = i;
     r.route_row[i] = row;

@@ -72,6 +72,20 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
   return m;
 }
 
+SliceView PackedExperts::view(int node) const {
+  const Slice& s = slices_[node];
+  SliceView v{s.memory.data(), s.expert_bytes, s.begin, s.width, {}};
+  for (int p = 0; p < kProjections; p++) {
+    SliceView::Matrix& m = v.matrices[p];
+    matrix_dims(node, Projection(p), m.rows, m.cols);
+    m.tiles = s.offset[p];
+    m.strip_bytes = weight_strip_bytes(format_, m.cols);
+    m.scales = scale_count(format_, m.rows, m.cols) ? int64_t(s.scale_offset[p]) : -1;
+    m.bias = has_bias(biases_, node, Projection(p)) ? int64_t(s.bias_offset[p]) : -1;
+  }
+  return v;
+}
+
 bool PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
   const bool down = projection == Projection::kDown;
   const int rows = down ? shape_.hidden : shape_.intermediate, cols = down ? shape_.intermediate : shape_.hidden;

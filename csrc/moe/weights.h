@@ -17,6 +17,19 @@ struct ExpertShape {
   int experts, hidden, intermediate;
 };
 
+// Where one node's slice lies: the blocks of its experts follow each other. Offsets count from a block's start.
+struct SliceView {
+  const char* blocks;
+  size_t expert_bytes;
+  int begin, width;
+  struct Matrix {
+    int rows, cols;
+    size_t tiles;
+    int64_t strip_bytes;
+    int64_t scales, bias;  // -1: there are none
+  } matrices[kProjections];
+};
+
 class PackedExperts {
  public:
   // node_ids[n]: the kernel's number of node n, or -1 to leave placement to the kernel.
@@ -53,6 +66,8 @@ class PackedExperts {
   // fp32 [rows, cols] of the whole matrix, and [rows] of its bias.
   void dequantize(Pool& pool, int expert, Projection projection, float* out) const;
   void bias(int expert, Projection projection, float* out) const;
+
+  SliceView view(int node) const;
 
   // Down's bias is node 0's alone: the nodes' outputs add up.
   PackedMatrix matrix(int node, int expert, Projection projection) const;

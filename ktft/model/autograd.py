@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktft.config import PROJECTIONS
-from ktft.lora import ExpertLora, LoraPair
+from ktft.lora import ExpertLora
 from ktft.model.record import Record
 from ktft.native import ExpertLayer
 
@@ -87,11 +86,7 @@ def routed_experts(
     Raises:
         ValueError: shapes, dtypes or expert numbers do not fit the layer, or hidden states hold NaN or Inf.
     """
-    ab: list[Tensor] = []
-    if lora is not None:
-        for name in PROJECTIONS:
-            pair: LoraPair | None = lora.pairs.get(name)
-            ab += [pair.a, pair.b] if pair is not None else []
+    ab = lora.parameters() if lora is not None else []
     out = _Moe.apply(layer, activation, lora, record, hidden_states, top_k_index, top_k_weights, *ab)
     assert isinstance(out, Tensor)
     if record is not None and torch.is_grad_enabled() and not out.requires_grad:

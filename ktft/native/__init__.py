@@ -5,13 +5,17 @@ Everything here takes and returns CPU tensors.
 
 from ktft.native.ceilings import StreamedMemory, compute_ceilings
 from ktft.native.extension import FORMATS
-from ktft.native.layer import ExpertLayer, Gradients
+from ktft.native.layer import ELSEWHERE, ExpertLayer, Gradients
 from ktft.native.machine import Runtime, cpu_features, default_isa, isas, kernels, packed_bytes, runtime, topology
+from ktft.native.packed import PackedMatrix, PackedSlice
 
 __all__ = [
+    "ELSEWHERE",
     "FORMATS",
     "ExpertLayer",
     "Gradients",
+    "PackedMatrix",
+    "PackedSlice",
     "Runtime",
     "StreamedMemory",
     "compute_ceilings",

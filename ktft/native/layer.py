@@ -13,7 +13,11 @@ from ktft.lora import ExpertLora
 from ktft.native.codes import check_codes
 from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
 from ktft.native.machine import Runtime
+from ktft.native.packed import PackedSlice
 from ktft.swiglu import SILU, Swiglu
+
+ELSEWHERE = -1
+"""In place of an expert's number: computed by somebody else (`kElsewhere` in csrc/moe/route.h)."""
 
 
 @dataclass
@@ -212,6 +216,10 @@ class ExpertLayer:
         self._layer.bias(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
+    def slices(self) -> list[PackedSlice]:
+        """Where the packed experts lie in memory, a slice of the intermediate dimension on each NUMA node."""
+        return [PackedSlice.of(*slice) for slice in self._layer.slices()]
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -225,7 +233,8 @@ class ExpertLayer:
 
         Args:
             hidden_states: `[T, H]` fp32, bf16 or fp16; the kernels multiply bf16 and accumulate fp32.
-            top_k_index: `[T, k]` integer; top_k_weights: `[T, k]` float.
+            top_k_index: `[T, k]` integer, or `ELSEWHERE` for what is computed elsewhere and adds nothing here;
+                top_k_weights: `[T, k]` float.
             lora: adapters.
             activation: `retain`, `recompute`, or `none` when no backward follows.
             activation_bits: 16, or 8 to quantize hidden states and SiLU's output to int8 token by token: faster where
@@ -262,17 +271,25 @@ class ExpertLayer:
         top_k_index: Tensor,
         top_k_weights: Tensor,
         lora: ExpertLora | None,
+        *,
+        elsewhere: Tensor | None = None,
+        lora_grads: list[Tensor] | None = None,
     ) -> Gradients:
-        """Gradients of everything `forward` took, given its handle and the same inputs."""
+        """Gradients of everything `forward` took, given its handle and the same inputs.
+
+        Args:
+            saved, hidden_states, top_k_index, top_k_weights, lora: as `forward` gave and took them.
+            grad_output: `[T, H]`.
+            elsewhere: `[num_experts]` bool, experts whose LoRA gradients are left as they are in `lora_grads`; other
+                experts without tokens get zeros.
+            lora_grads: fp32, where to write them, in the order and shapes of `Gradients.lora`; by default new tensors.
+        """
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
         grad_output = grad_output.to(x.dtype).contiguous()
-        grads = [
-            torch.empty(tensor.shape, dtype=torch.float32)  # torch.zeros would wake threads that then spin
-            for name in PROJECTIONS
-            if lora is not None and name in lora.pairs
-            for tensor in (lora.pairs[name].a, lora.pairs[name].b)
-        ]
-        native_lora, keep_alive = self._lora(lora, grads)
+        parameters = lora.parameters() if lora is not None else []
+        # torch.zeros would wake threads that then spin
+        grads = lora_grads or [torch.empty(tensor.shape, dtype=torch.float32) for tensor in parameters]
+        native_lora, keep_alive = self._lora(lora, grads, elsewhere)
         grad_hidden = torch.empty_like(x)
         grad_weights = torch.empty(index.shape, dtype=torch.float32)
         self._layer.backward(
@@ -300,11 +317,13 @@ class ExpertLayer:
             )
         return x.contiguous(), index.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
 
-    def _lora(self, lora: ExpertLora | None, grads: list[Tensor] | None = None) -> tuple[Any, list[Tensor]]:
+    def _lora(
+        self, lora: ExpertLora | None, grads: list[Tensor] | None = None, elsewhere: Tensor | None = None
+    ) -> tuple[Any, list[Tensor]]:
         """The native view of the adapters, and the tensors it points into."""
         if lora is None or not lora.pairs:
             return None, []
-        native, tensors = core.Lora(lora.dropout, lora.seed), []
+        native, tensors = core.Lora(lora.dropout, lora.seed, 0 if elsewhere is None else elsewhere.data_ptr()), []
         buffers = iter(grads or [])
         for name in PROJECTIONS:
             if (pair := lora.pairs.get(name)) is None:
