@@ -18,7 +18,7 @@ MAX_LINES = 450
 # A part may import from parts of a lower rank, and from itself.
 PYTHON_RANKS = {
     "config": 0,
-    "lora": 0,
+    "lora": 1,
     "swiglu": 0,
     "spans": 1,
     "system": 1,

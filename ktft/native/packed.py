@@ -53,7 +53,7 @@ class PackedSlice:
     ) -> PackedSlice:
         """From what the native core tells, where -1 means none."""
         found = {
-            name: PackedMatrix(*(None if value < 0 else value for value in sizes))
-            for name, sizes in zip(PROJECTIONS, matrices, strict=True)
+            name: PackedMatrix(*sizes, None if scales < 0 else scales, None if bias < 0 else bias)
+            for name, (*sizes, scales, bias) in zip(PROJECTIONS, matrices, strict=True)
         }
         return cls(address, expert_bytes, begin, width, found)
