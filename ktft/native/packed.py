@@ -52,8 +52,8 @@ class PackedSlice:
         cls, address: int, expert_bytes: int, begin: int, width: int, matrices: Sequence[tuple[Any, ...]]
     ) -> PackedSlice:
         """From what the native core tells, where -1 means none."""
-        found = {
-            name: PackedMatrix(*sizes, None if scales < 0 else scales, None if bias < 0 else bias)
-            for name, (*sizes, scales, bias) in zip(PROJECTIONS, matrices, strict=True)
-        }
+        found = {}
+        for name, (rows, cols, tiles, strip_bytes, scales, bias) in zip(PROJECTIONS, matrices, strict=True):
+            outside = (None if offset < 0 else offset for offset in (scales, bias))
+            found[name] = PackedMatrix(rows, cols, tiles, strip_bytes, *outside)
         return cls(address, expert_bytes, begin, width, found)
