@@ -170,6 +170,12 @@ void bind_moe(py::module_& m) {
       .def("forward", &forward_layer, py::arg("hidden"), py::arg("dtype"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("tokens"), py::arg("top_k"), py::arg("lora"), py::arg("keep"),
            py::arg("activation_bits"), py::arg("out"))
+      .def(
+          "prepare",
+          [](const MoeLayer& layer, Address index, int tokens, int top_k) {
+            return layer.prepare(at<const int64_t>(index), tokens, top_k);
+          },
+          py::arg("top_k_index"), py::arg("tokens"), py::arg("top_k"))
       .def("backward", &backward_layer, py::arg("saved"), py::arg("hidden"), py::arg("grad_output"), py::arg("dtype"),
            py::arg("top_k_weights"), py::arg("lora"), py::arg("grad_hidden"), py::arg("grad_weights"));
 }

@@ -102,12 +102,17 @@ void MoeLayer::check_bits(int activation_bits, Keep keep) const {
   check_w8a8(name_.c_str(), runtime_->isa, weights_);
 }
 
+std::shared_ptr<Saved> MoeLayer::prepare(const int64_t* top_k_index, int tokens, int top_k) const {
+  const auto saved = std::make_shared<Saved>(runtime_);
+  saved->routes = route(top_k_index, tokens, top_k, weights_.shape().experts);
+  return saved;
+}
+
 std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lora, Keep keep, int activation_bits,
                                          void* out) {
   check_lora(lora);
   check_bits(activation_bits, keep);
-  const auto saved = std::make_shared<Saved>(runtime_);
-  saved->routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
+  const auto saved = prepare(input.top_k_index, input.tokens, input.top_k);
   if (input.tokens > 0) {
     const std::lock_guard<std::mutex> lock(runtime_->mutex);
     Call call{*runtime_, weights_, saved->routes, input.top_k_weights,

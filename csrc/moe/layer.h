@@ -39,6 +39,9 @@ class MoeLayer {
   // (bf16) or 8 (int8, see w8a8.h).
   std::shared_ptr<Saved> forward(const LayerInput& input, const Lora* lora, Keep keep, int activation_bits, void* out);
 
+  // What forward returns with kRoutes, without computing anything.
+  std::shared_ptr<Saved> prepare(const int64_t* top_k_index, int tokens, int top_k) const;
+
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:

@@ -228,6 +228,8 @@ class ExpertLayer:
         lora: ExpertLora | None,
         activation: str,
         activation_bits: int = 16,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Weighted sum over the chosen experts; see `ktft.reference.moe` for the formula.
 
@@ -239,6 +241,7 @@ class ExpertLayer:
             activation: `retain`, `recompute`, or `none` when no backward follows.
             activation_bits: 16, or 8 to quantize hidden states and SiLU's output to int8 token by token: faster where
                 AMX-INT8 is, less exact (about 1% more error). Needs format `int8`, tiles and activation `none`.
+            out: like `hidden_states`, contiguous: where to write the sum; by default a new tensor.
 
         Returns:
             `[T, H]` in the input's dtype, and the handle `backward` takes (None with `none`).
@@ -249,7 +252,7 @@ class ExpertLayer:
         """
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
         native_lora, _keep_alive = self._lora(lora)
-        out = torch.empty_like(x)
+        out = torch.empty_like(x) if out is None else _fits(out, x, "out")
         saved = self._layer.forward(
             x.data_ptr(),
             DTYPES[x.dtype],
@@ -263,6 +266,15 @@ class ExpertLayer:
         )
         return out, saved
 
+    def prepare(self, top_k_index: Tensor) -> Any:
+        """The handle that `forward` returns with `recompute`, without computing anything.
+
+        Raises:
+            ValueError: an expert number out of range.
+        """
+        index = top_k_index.to(torch.int64).contiguous()
+        return self._layer.prepare(index.data_ptr(), *index.shape)
+
     def backward(
         self,
         saved: Any,
@@ -274,6 +286,7 @@ class ExpertLayer:
         *,
         elsewhere: Tensor | None = None,
         lora_grads: list[Tensor] | None = None,
+        grad_hidden: Tensor | None = None,
     ) -> Gradients:
         """Gradients of everything `forward` took, given its handle and the same inputs.
 
@@ -283,6 +296,7 @@ class ExpertLayer:
             elsewhere: `[num_experts]` bool, experts whose LoRA gradients are left as they are in `lora_grads`; other
                 experts without tokens get zeros.
             lora_grads: fp32, where to write them, in the order and shapes of `Gradients.lora`; by default new tensors.
+            grad_hidden: like `hidden_states`, contiguous: where to write its gradient; by default a new tensor.
         """
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
         grad_output = grad_output.to(x.dtype).contiguous()
@@ -290,7 +304,7 @@ class ExpertLayer:
         # torch.zeros would wake threads that then spin
         grads = lora_grads or [torch.empty(tensor.shape, dtype=torch.float32) for tensor in parameters]
         native_lora, keep_alive = self._lora(lora, grads, elsewhere)
-        grad_hidden = torch.empty_like(x)
+        grad_hidden = torch.empty_like(x) if grad_hidden is None else _fits(grad_hidden, x, "grad_hidden")
         grad_weights = torch.empty(index.shape, dtype=torch.float32)
         self._layer.backward(
             saved,
@@ -353,3 +367,17 @@ class ExpertLayer:
                 *(next(buffers).data_ptr() if grads else 0 for _ in range(2)),
             )
         return native, tensors
+
+
+def _fits(buffer: Tensor, like: Tensor, name: str) -> Tensor:
+    if (
+        buffer.shape != like.shape
+        or buffer.dtype != like.dtype
+        or buffer.device.type != "cpu"
+        or not buffer.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name} must be a contiguous CPU tensor {list(like.shape)} {like.dtype}, got {list(buffer.shape)} "
+            f"{buffer.dtype} on {buffer.device}"
+        )
+    return buffer
