@@ -51,6 +51,8 @@ class KtftConfig(QuantizationConfigMixin):
         expert_checkpoint: str | None = Settings.expert_checkpoint,
         verify_checksums: bool = Settings.verify_checksums,
         isa: str | None = Settings.isa,
+        placement: str = Settings.placement,
+        gpu_expert_memory: int | str = Settings.gpu_expert_memory,
         reserve_bytes: int = 0,
         quant_method: str = "ktft",
         **unknown: Any,
@@ -65,6 +67,8 @@ class KtftConfig(QuantizationConfigMixin):
         self.expert_checkpoint = expert_checkpoint
         self.verify_checksums = verify_checksums
         self.isa = isa
+        self.placement = placement
+        self.gpu_expert_memory = gpu_expert_memory
         self.reserve_bytes = reserve_bytes
         _ = self.settings  # checks the values
 
