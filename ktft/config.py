@@ -146,6 +146,15 @@ class Settings:
     placement: str = "auto"
     gpu_expert_memory: int | str = 0
 
+    @property
+    def needs_gpu(self) -> str:
+        """Words for the setting that no machine without a GPU can follow, empty if there is none."""
+        if self.placement in ("stream", "resident"):
+            return f"placement is {self.placement!r}"
+        if isinstance(self.gpu_expert_memory, int) and self.gpu_expert_memory:
+            return f"gpu_expert_memory is {self.gpu_expert_memory} bytes"
+        return ""
+
     def __post_init__(self) -> None:
         for name in SETTINGS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
@@ -193,7 +202,9 @@ def _check_expert_checkpoint(value: Any) -> Any:
         return None
     path = Path(value)
     if not path.is_dir():
-        raise ValueError(f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files")
+        raise ValueError(
+            f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files"
+        )
     if not any(path.glob("*.safetensors")):
         raise ValueError(
             f"expert_checkpoint {str(path)!r} holds no .safetensors file: ktft packs a Hugging Face "
@@ -301,7 +312,9 @@ class KtKey:
 
 _ELSEWHERE = "set {} at the top level of the YAML, where LLaMA-Factory reads it"
 _ONE_PACKING = "one packed copy serves forward and backward"
-_BY_MEMORY = "experts that stay on the GPU are chosen by memory: set gpu_expert_memory to a size, for instance 8G, or auto"
+_BY_MEMORY = (
+    "experts that stay on the GPU are chosen by memory: set gpu_expert_memory to a size, for instance 8G, or auto"
+)
 _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts themselves"
 
 KT_KEYS: dict[str, KtKey] = {

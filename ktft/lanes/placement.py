@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 # How measured times correct rates: of the logarithm by which a lane is off, this much each time, and no single time
 # counts as more than twice off. A layer's neighbours see the same rates, so one step of a model corrects most of it.
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
-_FADE = 0.002  # of the correction of a lane that was not used, so that a bad moment does not shut it for ever
+_FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,11 @@ def usable_placement(settings: Settings, *, cuda: bool) -> str:
     """
     if cuda:
         return settings.placement
-    wishes = []
-    if settings.placement in ("stream", "resident"):
-        wishes.append(f"placement is {settings.placement!r}")
-    if isinstance(settings.gpu_expert_memory, int) and settings.gpu_expert_memory:
-        wishes.append(f"gpu_expert_memory is {settings.gpu_expert_memory} bytes")
-    if wishes:
+    if settings.needs_gpu:
         raise ValueError(
-            f"{' and '.join(wishes)}, which needs a GPU, and torch sees none: torch.cuda.is_available() is False (no "
-            "driver, CUDA_VISIBLE_DEVICES, or a CPU build of torch). Set placement: auto and gpu_expert_memory: 0 to "
-            "run all experts on the CPU"
+            f"{settings.needs_gpu}, but torch sees no GPU: torch.cuda.is_available() is False (no driver, "
+            "CUDA_VISIBLE_DEVICES, or a CPU build of torch). Set placement: auto and gpu_expert_memory: 0 to run all "
+            "experts on the CPU"
         )
     return "cpu"
 
@@ -147,12 +142,13 @@ class Placer:
         """
         off = self._off[work]
         for lane, expected in placement.expected.items():
-            if expected == 0:
-                off[lane] *= 1 - _FADE
-            elif (measured := seconds.get(lane, 0.0)) > 0 and math.isfinite(measured):
+            measured = seconds.get(lane, 0.0)
+            if expected > 0 and 0 < measured < math.inf:
                 wrong = math.log(measured / expected) - off[lane]
                 off[lane] += _GAIN * min(max(wrong, -_MOST), _MOST)
                 off[lane] = min(max(off[lane], -_LIMIT), _LIMIT)
+            else:
+                off[lane] *= 1 - _FADE
         self._costs[work] = self._base[work].corrected(**self.corrections(work))
 
     def corrections(self, work: str) -> dict[str, float]:
