@@ -9,7 +9,7 @@ import torch
 
 from ktft import native
 from ktft.lanes import calibrate as module
-from ktft.lanes.calibrate import Probes, calibrate, copy_seconds, cpu_pass
+from ktft.lanes.calibrate import Probes, calibrate, copy_seconds, cpu_pass, gpu_pass
 from ktft.lanes.placement import Placer
 from ktft.lanes.rates import WORKS, LayerKind, Rate, Rates
 from ktft.lora import ExpertLora, LoraPair
@@ -94,9 +94,15 @@ def test_a_layer_s_own_passes(recompute: bool) -> None:
     lora = ExpertLora({"up_proj": LoraPair(torch.randn(experts, 4, hidden), torch.randn(experts, inner, 4), 2.0)})
     before = [tensor.clone() for pair in lora.pairs.values() for tensor in (pair.a, pair.b)]
     run = cpu_pass(layer, lora, recompute=recompute)
-    kind = LayerKind(experts, 2, hidden, inner, layer.packed_bytes // experts, 4 * (hidden + inner))
+    kind = LayerKind.of(layer, 2, lora)
+    assert kind == LayerKind(experts, 2, hidden, inner, layer.packed_bytes // experts, 4 * (hidden + inner))
     began = time.perf_counter()
-    rates = calibrate(kind, Probes(run, run, copy_seconds(torch.device("cpu"))), budget=0.5)
+    device = torch.device("cpu")
+    ran: list[tuple[str, int, int]] = []
+    on_device = gpu_pass(device, lambda *what: ran.append(what))
+    rates = calibrate(kind, Probes(run, on_device, copy_seconds(device)), budget=0.5)
+    assert {work for work, *_ in ran} == set(WORKS)
+    assert {experts for _, experts, _ in ran} == {5, 1}
     assert time.perf_counter() - began < 5
     assert all(rate.flops > 0 for rate in rates.cpu.values())
     assert all(

@@ -129,6 +129,20 @@ def test_forced_lanes() -> None:
         assert max(auto.seconds.values()) <= max(forced.seconds.values())
 
 
+def test_a_placement_again_for_other_work() -> None:
+    counts = [(e * 37) % 50 for e in range(128)]
+    placer = Placer(KIND, RATES)
+    forward = placer.decide(counts, {1, 2}, "forward")
+    backward = placer.again(forward, counts, "backward")
+    assert of(backward) == of(forward)
+    assert backward.seconds == pytest.approx(lanes(costs(KIND, RATES, "backward"), KIND, counts, of(forward)))
+    assert placer.again(backward, counts, "forward") == forward
+    placer.observe("backward", backward, {"cpu": 2 * backward.seconds["cpu"]})
+    later = placer.again(forward, counts, "backward")
+    assert later.seconds["cpu"] > backward.seconds["cpu"]
+    assert later.expected == pytest.approx(backward.expected)
+
+
 def test_equal_counts_decide_equally_and_ties_go_by_number() -> None:
     placer = Placer(KIND, RATES)
     placed = placer.decide([256] * 128, (), "forward")

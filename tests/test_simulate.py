@@ -79,6 +79,12 @@ def test_residents_help_more_when_few_experts_get_most() -> None:
     assert everything.shares == {"cpu": 0.0, "stream": 0.0, "resident": 1.0}
 
 
+def test_a_backward_that_uses_what_forward_retained() -> None:
+    free, bound = run(INT8, MEASURED, 4096), run(INT8, MEASURED, 4096, retained=True)
+    assert bound.forward == free.forward
+    assert bound.backward > free.backward  # forward's share of the CPU is too much for backward
+
+
 def test_routings() -> None:
     for routing in ("uniform", "zipf"):
         share = popularity(INT8, routing)

@@ -127,6 +127,27 @@ def cpu_pass(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Pass:
     return run
 
 
+def gpu_pass(device: torch.device, once: Callable[[str, int, int], None]) -> Pass:
+    """A pass on a device, timed from idle to idle.
+
+    Args:
+        once: decode and multiply (work, experts, rows an expert), of weights that are on the device.
+    """
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def run(work: str, experts: int, rows: int) -> float:
+        wait()
+        began = time.perf_counter()
+        once(work, experts, rows)
+        wait()
+        return time.perf_counter() - began
+
+    return run
+
+
 def _tokens(hidden_size: int, num_experts: int, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of one expert each, which are spread over the layer: neighbours may share a memory page."""
     chosen = torch.arange(experts) * num_experts // experts

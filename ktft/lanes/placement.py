@@ -110,13 +110,27 @@ class Placer:
         groups = _Group(streamed, rows, cost), _Group(stay, rows, cost)
         n, j, seconds = self._cuts(*groups, float(rows.sum()) / self.kind.top_k, cost)
         on_gpu, stays = streamed.tolist(), stay.tolist()
-        return Placement(
-            cpu=on_gpu[n:] + stays[j:],
-            stream=on_gpu[:n],
-            resident=stays[:j],
-            seconds=dict(zip(LANES, seconds, strict=True)),
-            expected={lane: each / math.exp(self._off[work][lane]) for lane, each in zip(LANES, seconds, strict=True)},
-        )
+        return self._placement(work, on_gpu[n:] + stays[j:], on_gpu[:n], stays[:j], seconds)
+
+    def again(self, placement: Placement, counts: Sequence[int], work: str) -> Placement:
+        """The same experts in the same lanes, with the seconds of other work: for a backward that needs what each lane
+        retained in forward.
+        """
+        rows, n, j = np.array(counts, dtype=np.float64), len(placement.stream), len(placement.resident)
+        streamed = _Group(np.array(placement.stream + placement.cpu, dtype=np.int64), rows, self._costs[work])
+        stay = _Group(np.array(placement.resident, dtype=np.int64), rows, self._costs[work])
+        tokens = float(rows.sum()) / self.kind.top_k
+        times = _lanes(streamed, stay, np.array([n]), np.array([j]), tokens, self._costs[work])
+        seconds = [float(time[0]) for time in times]
+        return self._placement(work, placement.cpu, placement.stream, placement.resident, seconds)
+
+    def _placement(
+        self, work: str, cpu: list[int], stream: list[int], resident: list[int], seconds: list[float]
+    ) -> Placement:
+        off = self._off[work]
+        corrected = dict(zip(LANES, seconds, strict=True))
+        expected = {lane: each / math.exp(off[lane]) for lane, each in corrected.items()}
+        return Placement(cpu, stream, resident, corrected, expected)
 
     def _cuts(self, streamed: _Group, stay: _Group, tokens: float, cost: Costs) -> tuple[int, int, list[float]]:
         """How many to stream, how many residents run on the GPU, and the lanes' seconds then."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ktft.lora import ExpertLora
+from ktft.native import ExpertLayer
+
 FP32, BF16 = 4, 2
 WORKS = ("forward", "backward")
 LANES = ("cpu", "copy", "gpu")
@@ -30,6 +33,14 @@ class LayerKind:
     intermediate_size: int
     expert_bytes: int
     lora_parameters: int = 0
+
+    @classmethod
+    def of(cls, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> LayerKind:
+        """The kind of a packed layer with these adapters."""
+        pairs = lora.pairs.values() if lora is not None else ()
+        parameters = sum(pair.a[0].numel() + pair.b[0].numel() for pair in pairs)
+        dims = layer.hidden_size, layer.intermediate_size
+        return cls(layer.num_experts, top_k, *dims, layer.packed_bytes // layer.num_experts, parameters)
 
     @property
     def row_flops(self) -> float:

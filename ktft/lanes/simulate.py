@@ -125,7 +125,7 @@ def draw_counts(kind: LayerKind, tokens: int, routing: str, seed: int = 0) -> tu
 
 def simulate(
     kind: LayerKind, rates: Rates, tokens: int, *, layers: int = 1, mode: str = "auto", residents: int = 0,
-    routing: str = "uniform",
+    routing: str = "uniform", retained: bool = False,
 ) -> Simulated:  # fmt: skip
     """One forward and one backward of such layers.
 
@@ -133,6 +133,7 @@ def simulate(
         layers: how many; up to `_DRAWS` of them draw their own counts, and stand for the others.
         mode: as `Placer` takes it.
         residents: of each layer, the most popular ones.
+        retained: backward uses what forward kept, so its experts stay where they were.
     """
     placer = Placer(kind, rates, mode)
     resident = range(min(residents, kind.num_experts))  # `popularity` falls with the number
@@ -142,8 +143,11 @@ def simulate(
     draws = min(layers, _DRAWS)
     for draw in range(draws):
         counts = draw_counts(kind, tokens, routing, seed=draw)
+        forward = placer.decide(counts, resident, "forward")
         for work in seconds:
-            placed = placer.decide(counts, resident, work)
+            placed = forward
+            if work == "backward":
+                placed = placer.again(forward, counts, work) if retained else placer.decide(counts, resident, work)
             slowest = placed.slowest
             seconds[work] += placed.seconds[slowest] * layers / draws
             limiting[slowest] += placed.seconds[slowest] * layers / draws

@@ -68,7 +68,8 @@ def simulated_lanes(
         expert_bytes = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases)) // moe.num_experts
         lora = sum(a.parameters for a in work.on_experts(number)) // moe.num_experts
         kinds[LayerKind(moe.num_experts, moe.top_k, *dims[1:], expert_bytes, lora)] += 1
-    again = 2 / 3 if work.expert_activation(gpu=True) == "recompute" and not machine.measured else 0.0
+    retained = work.expert_activation(gpu=True) == "retain"
+    again = 0.0 if retained or machine.measured else 2 / 3
     hardware = Hardware(
         cpu_forward=rate.forward,
         cpu_backward=1 / (1 / rate.backward + again / rate.forward),
@@ -87,6 +88,7 @@ def simulated_lanes(
             mode=work.placement,
             residents=resident // every,
             routing=routing,
+            retained=retained,
         )
         for kind, layers in kinds.items()
     )
