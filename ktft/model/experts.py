@@ -29,7 +29,7 @@ class KtftExperts(nn.Module):
         activation: what backward finds saved, `retain` or `recompute`.
 
     Attributes:
-        record: takes counts and seconds in training mode; None, as it is made, to count nothing.
+        record: takes counts in training mode; None, as it is made, to count nothing.
     """
 
     layer: ExpertLayer
