@@ -154,7 +154,8 @@ def _times(steps: Drawn) -> Figure | None:
     if not steps:
         return None
     numbers = steps["step"]
-    drawn = {name: np.maximum(steps[name] / steps["merged"], 0) for name in TIMES if np.nansum(steps[name]) > 0}
+    least = np.nansum(steps["seconds"]) / 1000
+    drawn = {n: np.maximum(steps[n] / steps["merged"], 0) for n in TIMES if np.nansum(steps[n]) > least}
     scale, unit = _unit(sum(drawn.values(), np.zeros(len(numbers))))
     figure, axes = _axes(f"{unit} a step")
     parts = {name: part * scale for name, part in drawn.items()}

@@ -73,7 +73,7 @@ class Since:
             return {}
         seconds = {"step": totals["seconds"], "wait": totals["wait"]}
         seconds |= {name: totals[f"busy_{name}"] for name in LANES}
-        logs = {f"ktft/{name}_s": value / steps for name, value in seconds.items() if value}
+        logs = {f"ktft/{name}_s": value / steps for name, value in seconds.items() if value > totals["seconds"] / 1000}
         logs["ktft/tokens_per_s"] = totals["tokens"] / totals["seconds"]
         for name, key in zip(ROOM, ("ktft/ram_free_gib", "ktft/vram_free_gib"), strict=True):
             if name in totals:

@@ -55,13 +55,13 @@ class Trace:
         self._until: float | None = None  # the last step's end; device spans from before it may still come
         self._events = 0
         self._lines: list[str] = []
+        self._between = "[\n"
         self._file: IO[str] | None = path.open("w")
-        self._file.write("[\n")
         self._put({"ph": "M", "name": "process_name", "args": {"name": "ktft"}})
         for number, row in enumerate(ROWS):
             self._put({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": row}})
             self._put({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": number}})
-        self._write(first=True)
+        self._write()
 
     def __call__(self, over: Interval) -> None:
         """Take a span that is over."""
@@ -96,35 +96,31 @@ class Trace:
 
     def close(self) -> None:
         """End the file."""
+        self._write("\n]\n")
         if self._file is None:
             return
-        self._write()
-        file, self._file = self._file, None
-        if file is not None:
-            file.write("\n]\n")
-            file.close()
-            logger().info(
-                "KTFT_TRACE: %s has %d spans%s; open it in ui.perfetto.dev or chrome://tracing",
-                self.path,
-                self._events,
-                ", and no later ones" if self._until is not None or self._events == MAX_EVENTS else "",
-            )
+        self._file.close()
+        self._file = None
+        later = ", and no later ones" if self._until is not None or self._events == MAX_EVENTS else ""
+        where = "ui.perfetto.dev or chrome://tracing"
+        logger().info("KTFT_TRACE: %s has %d spans%s; open it in %s", self.path, self._events, later, where)
 
     def _place(self, row: str, begin: float, end: float) -> dict[str, Any]:
         start, length = (begin - self._zero) * 1e6, (end - begin) * 1e6
         return {"ph": "X", "ts": round(start, 3), "dur": round(length, 3), "tid": ROWS.index(row)}
 
     def _put(self, event: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(event | {"pid": os.getpid()}))
+        self._lines.append(self._between + json.dumps(event | {"pid": os.getpid()}))
+        self._between = ",\n"
 
-    def _write(self, first: bool = False) -> None:
+    def _write(self, tail: str = "") -> None:
         """Hand all lines so far to the system."""
-        lines, self._lines = self._lines, []
-        if self._file is None or not lines:
+        if self._file is None:
             return
         try:
-            self._file.write(("" if first else ",\n") + ",\n".join(lines))
+            self._file.write("".join(self._lines) + tail)
             self._file.flush()
         except OSError as error:
             logger().warning("KTFT_TRACE: %s ends here: %s. Training goes on", self.path, error.strerror)
             self._file = None
+        self._lines.clear()
