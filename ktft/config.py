@@ -98,6 +98,16 @@ def memory_limit() -> int | None:
         raise ValueError(f"KTFT_MEMORY_LIMIT: {error}") from None
 
 
+TRACE_STEPS = 20
+"""Steps that a trace has."""
+
+
+def trace_file() -> Path | None:
+    """Where `KTFT_TRACE` has a trace of the first `TRACE_STEPS` steps written; None where it is unset."""
+    text = os.environ.get("KTFT_TRACE", "")
+    return Path(text) if text else None
+
+
 def skip_memory_check() -> bool:
     """Whether `KTFT_SKIP_MEMORY_CHECK` lets a model be loaded that does not seem to fit."""
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")

@@ -33,7 +33,7 @@ class KtftExperts(nn.Module):
     Attributes:
         laned: runs the experts of hidden states that are on a GPU; None where the model has no lanes.
         shared: the block's shared experts; None if it has none.
-        record: takes counts and seconds in training mode; None, as it is made, to count nothing.
+        record: takes counts in training mode; None, as it is made, to count nothing.
     """
 
     layer: ExpertLayer
