@@ -67,6 +67,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def cuda_library() -> str:
+    """CUDA's driver library, as the dynamic linker finds it; `KTFT_LIBCUDA` names another."""
+    return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"
+
+
 _UNITS = ("", "K", "M", "G", "T")
 
 
