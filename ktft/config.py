@@ -105,6 +105,11 @@ def skip_memory_check() -> bool:
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
 
 
+def use_triton() -> bool:
+    """Whether a GPU's work may be done by Triton kernels; `KTFT_TRITON=0` takes torch operations instead."""
+    return os.environ.get("KTFT_TRITON", "1") != "0"
+
+
 @dataclass(frozen=True)
 class Settings:
     """How the routed experts are held and run.
