@@ -70,6 +70,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def cuda_library() -> str:
+    """CUDA's driver library, as the dynamic linker finds it; `KTFT_LIBCUDA` names another."""
+    return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"
+
+
 _UNITS = ("", "K", "M", "G", "T")
 
 
@@ -118,9 +123,9 @@ def trace_file() -> str | None:
     return os.environ.get("KTFT_TRACE") or None
 
 
-def triton_allowed() -> bool:
-    """Whether Triton kernels may be used where Triton is installed: unless `KTFT_TRITON=0`."""
-    return os.environ.get("KTFT_TRITON", "1") not in ("", "0")
+def use_triton() -> bool:
+    """Whether a GPU's work may be done by Triton kernels; `KTFT_TRITON=0` takes torch operations instead."""
+    return os.environ.get("KTFT_TRITON", "1") != "0"
 
 
 @dataclass(frozen=True)

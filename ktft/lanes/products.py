@@ -1,0 +1,30 @@
+"""Products of rows grouped by expert, on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ktft.lanes.routes import Piece
+
+
+@functools.cache
+def _is_grouped(device: torch.device) -> bool:
+    """Whether torch has kernels for groups there; elsewhere it loops too, but waits for the device to do so."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def grouped(x: Tensor, matrices: Tensor, piece: Piece) -> Tensor:
+    """`[n, N]` bf16: rows x `[n, K]` times their experts' matrices `[G, K, N]`, bf16, summed in fp32.
+
+    Rows of x, and rows or columns of the matrices, are contiguous and begin at multiples of 16 bytes.
+    """
+    if _is_grouped(x.device):
+        out: Tensor = torch._grouped_mm(x, matrices, offs=piece.ends)
+        return out
+    out = x.new_empty(x.shape[0], matrices.shape[2])
+    for expert, rows in piece.ranges():
+        torch.mm(x[rows], matrices[expert], out=out[rows])
+    return out

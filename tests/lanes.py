@@ -1,0 +1,144 @@
+"""A layer's experts through `ktft.lanes`' arithmetic, chunk by chunk, as an autograd node: for tests and scripts."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft.config import PROJECTIONS
+from ktft.lanes.decode import ChunkWeights, decode
+from ktft.lanes.experts import chunk_backward, chunk_forward
+from ktft.lanes.ops import Operations
+from ktft.lanes.routes import PIECE_ROWS, lay_out, route
+from ktft.lora import ExpertLora, LoraPair
+from ktft.native import ExpertLayer
+
+
+def blocks(layer: ExpertLayer, experts: list[int], device: torch.device) -> list[Tensor]:
+    """These experts' packed bytes, a tensor for each slice."""
+    return [
+        torch.stack(
+            [
+                torch.frombuffer(
+                    (ctypes.c_uint8 * part.expert_bytes).from_address(part.address + e * part.expert_bytes),
+                    dtype=torch.uint8,
+                )
+                for e in experts
+            ]
+        ).to(device)
+        for part in layer.slices()
+    ]
+
+
+def decoded(
+    layer: ExpertLayer, experts: list[int], lora: ExpertLora | None, device: torch.device, ops: Operations | None = None
+) -> ChunkWeights:
+    """These experts on the device."""
+    sizes = len(experts), layer.hidden_size, layer.intermediate_size
+    weights = ChunkWeights.empty(*sizes, lora, layer.biases, device)
+    decode(layer.format, layer.slices(), blocks(layer, experts, device), weights, ops)
+    return weights
+
+
+def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) -> ExpertLora | None:
+    """Those of these experts, on the device."""
+    if lora is None:
+        return None
+    pairs = {
+        name: LoraPair(*(t.detach()[experts].to(device) for t in (pair.a, pair.b)), pair.scaling)
+        for name, pair in lora.pairs.items()
+    }
+    return ExpertLora(pairs, lora.dropout, lora.seed)
+
+
+class Lane:
+    """Runs experts in chunks, in the order given, and leaves out the others.
+
+    Args:
+        device: where.
+        ops: an implementation of the operations; by default the device's.
+        experts: which ones; by default all.
+        chunk: experts of one chunk.
+        piece_rows: see `lay_out`.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        ops: Operations | None = None,
+        experts: list[int] | None = None,
+        chunk: int = 2,
+        piece_rows: int = PIECE_ROWS,
+    ) -> None:
+        self.device, self.ops, self.experts = torch.device(device), ops, experts
+        self.chunk, self.piece_rows = chunk, piece_rows
+
+    def __call__(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        lora: ExpertLora | None = None,
+        activation: str = "recompute",
+    ) -> Tensor:
+        """As `ktft.model.autograd.routed_experts`, whose arguments these are."""
+        parameters = lora.parameters() if lora is not None else []
+        out = _Experts.apply(self, layer, lora, x, index, weights, *parameters)
+        assert isinstance(out, Tensor)
+        return out
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        lane: Lane,
+        layer: ExpertLayer,
+        lora: ExpertLora | None,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        *ab: Tensor,
+    ) -> Tensor:
+        counts = torch.bincount(index[index >= 0], minlength=layer.num_experts).tolist()
+        experts = lane.experts or list(range(layer.num_experts))
+        ctx.chunks = [experts[i : i + lane.chunk] for i in range(0, len(experts), lane.chunk)]
+        ctx.rows = lay_out(route(index.to(lane.device), counts), ctx.chunks, lane.piece_rows)
+        ctx.inputs = x.detach().to(lane.device), weights.detach().float().to(lane.device)
+        ctx.lane, ctx.layer, ctx.lora = lane, layer, lora
+        out = torch.zeros(x.shape, device=lane.device)
+        for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
+            decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops)
+            part = adapters(lora, chunk, lane.device)
+            chunk_forward(decoded_weights, part, rows, *ctx.inputs, layer.swiglu, out, lane.ops)
+        return out.to(x.device, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        lane, layer, lora, (x, weights) = ctx.lane, ctx.layer, ctx.lora, ctx.inputs
+        grad = grad_outputs[0].to(lane.device, x.dtype).contiguous()
+        grad_x, grad_weights = torch.zeros(x.shape, device=lane.device), torch.zeros_like(weights)
+        lora_grads = [torch.zeros(p.shape) for p in (lora.parameters() if lora else [])]
+        for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
+            decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops)
+            part = adapters(lora, chunk, lane.device)
+            found = chunk_backward(
+                decoded_weights, part, rows, x, weights, layer.swiglu, grad, grad_x, grad_weights, lane.ops
+            )
+            for total, of_chunk in zip(lora_grads, found, strict=True):
+                total[chunk] = of_chunk.cpu()
+        host = grad_outputs[0].device
+        return None, None, None, grad_x.to(host, x.dtype), None, grad_weights.to(host), *lora_grads
+
+
+def exact(layer: ExpertLayer, experts: list[int]) -> tuple[Tensor, Tensor]:
+    """What `decoded` must give, from the native layer: gate and up, and down, in bf16."""
+    gate, up, down = (
+        torch.stack([layer.dequantize(e, name) for e in experts]).bfloat16() for name in PROJECTIONS
+    )
+    return torch.cat((gate, up), dim=1), down
+
