@@ -204,9 +204,7 @@ def _piece_backward(
     chunk.add_grad(dh, width, chunk.down, piece)
     h = chunk.rows(piece, weights.down)
     bias = dh[:, -PLACES:] if weights.biases else None
-    ops.swiglu_backward(
-        gate_up, dh[:, :width], bias, piece, chunk.swiglu, top_k_weights, h[:, :width], grad_weights
-    )
+    ops.swiglu_backward(gate_up, dh[:, :width], bias, piece, chunk.swiglu, top_k_weights, h[:, :width], grad_weights)
     chunk.add_places(h, width, chunk.down, piece)
 
     dx = grouped(gate_up, weights.gate_up, piece)
