@@ -38,7 +38,7 @@ def decoded(
 ) -> ChunkWeights:
     """These experts on the device."""
     sizes = len(experts), layer.hidden_size, layer.intermediate_size
-    weights = ChunkWeights.empty(*sizes, lora, layer.biases, device)
+    weights = ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, device)
     decode(layer.format, layer.slices(), blocks(layer, experts, device), weights, ops)
     return weights
 
@@ -136,9 +136,6 @@ class _Experts(torch.autograd.Function):
 
 
 def exact(layer: ExpertLayer, experts: list[int]) -> tuple[Tensor, Tensor]:
-    """What `decoded` must give, from the native layer: gate and up, and down, in bf16."""
-    gate, up, down = (
-        torch.stack([layer.dequantize(e, name) for e in experts]).bfloat16() for name in PROJECTIONS
-    )
+    """What `decoded` must give, scales applied, from the native layer: gate and up, and down, in fp32."""
+    gate, up, down = (torch.stack([layer.dequantize(e, name) for e in experts]) for name in PROJECTIONS)
     return torch.cat((gate, up), dim=1), down
-

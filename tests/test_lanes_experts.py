@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from lanes import Lane, decoded, exact
 from test_dropout import oracle as dropout_oracle
-from test_kernels import EXPERTS, SIZES, TAILS, assert_contract, compare, inputs_for, make_layer, make_lora, relative
+from test_kernels import SIZES, TAILS, assert_contract, compare, inputs_for, make_layer, make_lora, relative
 from test_swiglu import GPT_OSS, make, small_lora
 from test_swiglu import oracle as swiglu_oracle
+from torch import Tensor
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
@@ -23,14 +23,18 @@ from ktft.model.autograd import routed_experts
 ISA = native.default_isa()
 
 
+def scaled(matrix: Tensor, scale: Tensor | None) -> Tensor:
+    return matrix.float() if scale is None else matrix.float() * scale[..., None]
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
 def test_decodes_what_the_native_layer_holds(fmt: str, nodes: int) -> None:
     layer = make_layer(160, 288, fmt, ISA, nodes=nodes)
     weights = decoded(layer, [3, 0, 4], None, torch.device("cpu"))
     gate_up, down = exact(layer, [3, 0, 4])
-    assert torch.equal(weights.gate_up, gate_up)
-    assert torch.equal(weights.down, down)
+    assert torch.equal(scaled(weights.gate_up, weights.gate_up_scale), gate_up)
+    assert torch.equal(scaled(weights.down, weights.down_scale), down)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
@@ -52,7 +56,9 @@ def test_subsets_of_projections_and_dtypes(names: tuple[str, ...], dtype: torch.
 
 def test_ranks_may_differ() -> None:
     layer = make_layer(64, 96, "int8", ISA)
-    pairs = {name: make_lora(64, 96, r, torch.float32).pairs[name] for name, r in zip(PROJECTIONS, (1, 256, 20), strict=True)}
+    pairs = {
+        name: make_lora(64, 96, r, torch.float32).pairs[name] for name, r in zip(PROJECTIONS, (1, 256, 20), strict=True)
+    }
     assert_contract(compare(layer, ExpertLora(pairs), *inputs_for(TAILS[1], 64), forward=Lane()))
 
 
@@ -67,7 +73,9 @@ def test_dropout(nodes: int) -> None:
 def test_masks_are_the_native_ones(projection: str) -> None:
     """One expert whose adapter shows what it gets: with A = B = 1 columns, and weights of zero but down's."""
     size, tokens, probability = 64, 40, 0.3
-    layer = native.ExpertLayer(native.runtime(1), num_experts=1, hidden_size=size, intermediate_size=size, format="bf16")
+    layer = native.ExpertLayer(
+        native.runtime(1), num_experts=1, hidden_size=size, intermediate_size=size, format="bf16"
+    )
     for name in PROJECTIONS:
         layer.load(0, name, torch.eye(size))
     lora = make_lora(size, size, 4, torch.float32, (projection,), dropout=probability, seed=77)
@@ -124,7 +132,7 @@ def test_lanes_add_up_to_the_layer() -> None:
 def test_experts_without_rows() -> None:
     layer = make_layer(64, 96, "bf16", ISA)
     lora = make_lora(64, 96, 8, torch.float32)
-    x, index, weights = inputs_for((0, 0, 0, 5, 0), 64)
+    x, index, weights = inputs_for((0, 0, 0, 6, 0), 64)
     out = Lane()(layer, x, index, weights, lora)
     grads = torch.autograd.grad(out.float().sum(), lora.parameters())
     assert all(grad[3].any() and not grad[[0, 1, 2, 4]].any() for grad in grads)

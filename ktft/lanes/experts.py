@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktft.config import PROJECTIONS
-from ktft.lanes.decode import PLACES, ChunkWeights
+from ktft.lanes.decode import PLACES, ChunkWeights, split
 from ktft.lanes.dropout import Dropout
 from ktft.lanes.ops import Operations, operations
 from ktft.lanes.products import grouped
@@ -23,28 +23,28 @@ from ktft.swiglu import Swiglu
 
 @dataclass(frozen=True)
 class _Inputs:
-    """A's of projections that read the same input, as bf16 `[G, places, inputs]`, with dropout's factor.
+    """A's of projections that read the same input, as bf16 `[G, 2, places, inputs]`, with dropout's factor.
 
-    `parts` are places that see the same mask: all of them where nothing is dropped, else one projection's each.
+    `masked` are places that see the same mask: all of them where nothing is dropped, else one projection's each.
     """
 
     a: Tensor
-    parts: list[tuple[slice, Dropout | None]]
+    name: str
+    masked: list[tuple[slice, Dropout | None]]
 
     @classmethod
     def of(cls, weights: ChunkWeights, lora: ExpertLora | None, names: tuple[str, ...]) -> _Inputs | None:
         pairs = {name: lora.pairs[name] for name in names if lora is not None and name in lora.pairs}
         if lora is None or not pairs:
             return None
-        ends = [sum(weights.places[name] for name in list(pairs)[: i + 1]) for i in range(len(pairs))]
+        total = sum(weights.places[name] for name in pairs)
         first = next(iter(pairs.values())).a
-        a = first.new_zeros((first.shape[0], ends[-1], first.shape[2]), dtype=torch.bfloat16)
-        parts: list[tuple[slice, Dropout | None]] = []
-        for (name, pair), end in zip(pairs.items(), ends, strict=True):
-            begin = end - weights.places[name]
-            torch.mul(pair.a, 1 / (1 - lora.dropout), out=a[:, begin : begin + pair.a.shape[1]])
-            parts.append((slice(begin, end), Dropout.of(lora, name)))
-        return cls(a, parts if lora.dropout else [(slice(0, ends[-1]), None)])
+        a = first.new_zeros((first.shape[0], 2, total, first.shape[2]), dtype=torch.bfloat16)
+        for name, pair in pairs.items():
+            parts = a[:, :, weights.places_of(name)][:, :, : pair.a.shape[1]]
+            split(pair.a / (1 - lora.dropout), *parts.unbind(1))
+        masked = [(weights.places_of(name), Dropout.of(lora, name)) for name in pairs]
+        return cls(a, names[0], masked if lora.dropout else [(slice(0, total), None)])
 
 
 class _Chunk:
@@ -70,17 +70,19 @@ class _Chunk:
 
     def add_places(self, rows: Tensor, width: int, inputs: _Inputs | None, piece: Piece) -> None:
         """Write A x behind x."""
-        for places, dropout in inputs.parts if inputs is not None else ():
-            out = rows[:, width + places.start : width + places.stop]
-            assert inputs is not None
-            self.ops.low_rank(rows[:, :width], inputs.a[:, places], piece, dropout, out)
+        if inputs is None:
+            return
+        out = self.weights.parts(rows, inputs.name)
+        for places, dropout in inputs.masked:
+            self.ops.low_rank(rows[:, :width], inputs.a[:, :, places], piece, dropout, out[..., places])
 
     def add_grad(self, grad: Tensor, width: int, inputs: _Inputs | None, piece: Piece) -> None:
         """Add Aᵀ Bᵀ dy to Wᵀ dy, where Bᵀ dy lies behind it."""
-        for places, dropout in inputs.parts if inputs is not None else ():
-            low = grad[:, width + places.start : width + places.stop]
-            assert inputs is not None
-            self.ops.add_low_rank(low, inputs.a[:, places], piece, dropout, grad[:, :width])
+        if inputs is None:
+            return
+        low = self.weights.parts(grad, inputs.name)
+        for places, dropout in inputs.masked:
+            self.ops.add_low_rank(low[..., places], inputs.a[:, :, places], piece, dropout, grad[:, :width])
 
     def lora_gradients(
         self,
@@ -97,18 +99,18 @@ class _Chunk:
         A x lies behind x, Bᵀ dy in the same columns of low_dy; both dy count times the routing weights, if given.
         """
         assert self.lora is not None
-        lora, pair, first = self.lora, self.lora.pairs[name], self.weights.first_place(name)
-        places = slice(first, first + self.weights.places[name])
-        width = pair.a.shape[2]
-        self.ops.lora_gradient(x[:, places], dy, piece, weights, None, pair.scaling, grads[1].mT)
+        lora, pair, places = self.lora, self.lora.pairs[name], self.weights.places_of(name)
+        low_x, low = (self.weights.parts(rows, name)[..., places] for rows in (x, low_dy))
+        scale = self.weights.scale_of(name)
+        self.ops.lora_gradient(low_x[:, :1], dy, piece, weights, None, pair.scaling, scale, grads[1].mT)
         dropout, kept = Dropout.of(lora, name), 1 / (1 - lora.dropout)
-        self.ops.lora_gradient(low_dy[:, places], x[:, :width], piece, weights, dropout, kept, grads[0])
+        self.ops.lora_gradient(low, x[:, : pair.a.shape[2]], piece, weights, dropout, kept, None, grads[0])
 
     def gate_and_up(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Rows of x with what lies behind them, and gate and up before the activation."""
         weights = self.weights
         x = self.rows(piece, weights.gate_up)
-        self.ops.gather(self.hidden, piece, x[:, : weights.hidden])
+        self.ops.gather(self.hidden, piece, None, x[:, : weights.hidden])
         self.add_places(x, weights.hidden, self.gate_up, piece)
         return x, grouped(x, weights.gate_up.mT, piece)
 
@@ -142,9 +144,10 @@ def chunk_forward(
     for piece in rows:
         _, gate_up = chunk.gate_and_up(piece)
         h = chunk.rows(piece, weights.down)
-        chunk.ops.swiglu(gate_up, swiglu, h[:, :width])
+        chunk.ops.swiglu(gate_up, weights.gate_up_scale, piece, swiglu, h[:, :width])
         chunk.add_places(h, width, chunk.down, piece)
-        chunk.ops.combine(grouped(h, weights.down.mT, piece), piece, top_k_weights, out)
+        y = grouped(h, weights.down.mT, piece)
+        chunk.ops.combine(y, weights.down_scale, piece, top_k_weights, out)
 
 
 def chunk_backward(
@@ -197,19 +200,29 @@ def _piece_backward(
     hidden, width = weights.hidden, weights.intermediate
     x, gate_up = chunk.gate_and_up(piece)
     dy = torch.empty(piece.rows, hidden, dtype=torch.bfloat16, device=x.device)
-    ops.gather(grad_output, piece, dy)
+    ops.gather(grad_output, piece, weights.down_scale, dy)
 
     # Without the routing weight, so that <dh, h> is that one's gradient
     dh = grouped(dy, weights.down, piece)
     chunk.add_grad(dh, width, chunk.down, piece)
     h = chunk.rows(piece, weights.down)
     bias = dh[:, -PLACES:] if weights.biases else None
-    ops.swiglu_backward(gate_up, dh[:, :width], bias, piece, chunk.swiglu, top_k_weights, h[:, :width], grad_weights)
+    ops.swiglu_backward(
+        gate_up,
+        weights.gate_up_scale,
+        dh[:, :width],
+        bias,
+        piece,
+        chunk.swiglu,
+        top_k_weights,
+        h[:, :width],
+        grad_weights,
+    )
     chunk.add_places(h, width, chunk.down, piece)
 
     dx = grouped(gate_up, weights.gate_up, piece)
     chunk.add_grad(dx, hidden, chunk.gate_up, piece)
-    ops.combine(dx[:, :hidden], piece, None, grad_hidden)
+    ops.combine(dx[:, :hidden], None, piece, None, grad_hidden)
     for name, grad in grads.items():
         if name == "down_proj":
             chunk.lora_gradients(name, grad, piece, h, dy, dh, top_k_weights)

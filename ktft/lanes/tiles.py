@@ -19,11 +19,13 @@ class Tile:
     Attributes:
         cols: columns of one tile.
         bytes: codes and group scales.
+        row_scaled: whether outputs are multiplied by an fp32 scale a row, which decoding leaves out.
         table: of a 4-bit format, what the 16 codes stand for.
     """
 
     cols: int
     bytes: int
+    row_scaled: bool = False
     table: tuple[float, ...] | None = None
 
 
@@ -33,9 +35,9 @@ def _with_negatives(*magnitudes: float) -> tuple[float, ...]:
 
 TILES = {
     "bf16": Tile(32, CODE_BYTES),
-    "int8": Tile(64, CODE_BYTES),
+    "int8": Tile(64, CODE_BYTES, row_scaled=True),
     "fp8": Tile(64, CODE_BYTES),
-    "k4": Tile(128, CODE_BYTES + 4 * TILE_ROWS, _with_negatives(6, 18, 31, 45, 60, 77, 98, 127)),
-    "int4": Tile(128, CODE_BYTES + 8 * TILE_ROWS, tuple(range(-8, 8))),
-    "mxfp4": Tile(128, CODE_BYTES + 4 * TILE_ROWS, _with_negatives(0, 0.5, 1, 1.5, 2, 3, 4, 6)),
+    "k4": Tile(128, CODE_BYTES + 4 * TILE_ROWS, True, _with_negatives(6, 18, 31, 45, 60, 77, 98, 127)),
+    "int4": Tile(128, CODE_BYTES + 8 * TILE_ROWS, table=tuple(range(-8, 8))),
+    "mxfp4": Tile(128, CODE_BYTES + 4 * TILE_ROWS, table=_with_negatives(0, 0.5, 1, 1.5, 2, 3, 4, 6)),
 }

@@ -19,13 +19,13 @@ def decode(format: str, blocks: Tensor, matrix: PackedMatrix, out: Tensor) -> No
     for block, decoded in zip(blocks, out, strict=True):
         values = _tiles(format, block, matrix)
         values = values.permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
-        if matrix.scales is not None:
-            values = values.float() * _outer_scales(format, block, matrix)
+        if format == "fp8":
+            values = values.float() * _block_scales(block, matrix)
         decoded.copy_(values)
 
 
 def _tiles(format: str, block: Tensor, matrix: PackedMatrix) -> Tensor:
-    """Values without their outer scales, `[strips, tiles of a strip, 16, columns of a tile]`."""
+    """Values without scales that lie outside of the tiles, `[strips, tiles of a strip, 16, columns of a tile]`."""
     tile = TILES[format]
 
     def cut(offset: int, row_bytes: int) -> Tensor:
@@ -54,11 +54,9 @@ def _table(format: str, device: torch.device) -> Tensor:
     return torch.tensor(TILES[format].table, device=device)
 
 
-def _outer_scales(format: str, block: Tensor, matrix: PackedMatrix) -> Tensor:
-    """fp32, of a shape that the matrix's values can be multiplied by."""
+def _block_scales(block: Tensor, matrix: PackedMatrix) -> Tensor:
+    """fp32 `[rows, cols]`."""
     assert matrix.scales is not None
-    if format != "fp8":
-        return block[matrix.scales :][: matrix.rows * 4].view(torch.float32)[:, None]
     across = -(-matrix.cols // SCALE_BLOCK)
     down = -(-matrix.rows // SCALE_BLOCK)
     scales = block[matrix.scales :][: across * down * 4].view(torch.float32).view(down, across)
@@ -66,9 +64,16 @@ def _outer_scales(format: str, block: Tensor, matrix: PackedMatrix) -> Tensor:
     return wide[: matrix.rows, : matrix.cols]
 
 
-def gather(source: Tensor, piece: Piece, out: Tensor) -> None:
+def _of_rows(scale: Tensor, piece: Piece) -> Tensor:
+    """`[n, outputs]`: each row's expert's scale."""
+    rows = torch.arange(piece.rows, dtype=torch.int32, device=scale.device)
+    return scale[torch.searchsorted(piece.ends, rows, right=True)]
+
+
+def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
     """See `ops.Operations`."""
-    out.copy_(source[piece.row_route // piece.top_k])
+    rows = source[piece.row_route // piece.top_k]
+    out.copy_(rows if scale is None else rows.float() * _of_rows(scale, piece))
 
 
 def _dropped(x: Tensor, piece: Piece, dropout: Dropout | None) -> Tensor:
@@ -81,14 +86,14 @@ def low_rank(x: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: T
     """See `ops.Operations`."""
     x = _dropped(x, piece, dropout)
     for expert, rows in piece.ranges():
-        out[rows] = x[rows] @ a[expert].T
+        out[rows] = (x[rows].float() @ a[expert].float().sum(0).T)[:, None]
 
 
 def add_low_rank(low: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: Tensor) -> None:
     """See `ops.Operations`."""
-    added = torch.empty_like(out)
+    added = torch.empty(out.shape, device=out.device)
     for expert, rows in piece.ranges():
-        torch.mm(low[rows], a[expert], out=added[rows])
+        torch.mm(low[rows].float().sum(1), a[expert].float().sum(0), out=added[rows])
     out += _dropped(added, piece, dropout)
 
 
@@ -99,32 +104,38 @@ def lora_gradient(
     weights: Tensor | None,
     dropout: Dropout | None,
     factor: float,
+    scale: Tensor | None,
     out: Tensor,
 ) -> None:
     """See `ops.Operations`."""
-    left = low[:, : out.shape[1]].float() * factor
+    left = low[..., : out.shape[1]].float().sum(1) * factor
     if weights is not None:
         left *= weights.view(-1)[piece.row_route][:, None]
     wide = _dropped(wide, piece, dropout)
     for expert, rows in piece.ranges():
-        out[expert] += left[rows].T @ wide[rows].float()
+        found = left[rows].T @ wide[rows].float()
+        out[expert] += found if scale is None else found / scale[expert]
 
 
-def _activation(gate_up: Tensor, swiglu: Swiglu) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _activation(
+    gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gate and up in fp32, the clamped gate's sigmoid and the clamped up with its shift."""
-    gate, up = gate_up.float().chunk(2, dim=1)
+    scaled = gate_up.float() if scale is None else gate_up.float() * _of_rows(scale, piece)
+    gate, up = scaled.chunk(2, dim=1)
     sigmoid = torch.sigmoid(swiglu.alpha * gate.clamp(max=swiglu.limit))
     return gate, up, sigmoid, up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
 
 
-def swiglu(gate_up: Tensor, swiglu: Swiglu, out: Tensor) -> None:
+def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
     """See `ops.Operations`."""
-    gate, _, sigmoid, up = _activation(gate_up, swiglu)
+    gate, _, sigmoid, up = _activation(gate_up, scale, piece, swiglu)
     out.copy_(gate.clamp(max=swiglu.limit) * sigmoid * up)
 
 
 def swiglu_backward(
     gate_up: Tensor,
+    scale: Tensor | None,
     grad_h: Tensor,
     more: Tensor | None,
     piece: Piece,
@@ -135,7 +146,7 @@ def swiglu_backward(
 ) -> None:
     """See `ops.Operations`."""
     routes, width = piece.row_route, h.shape[1]
-    gate, up, sigmoid, shifted = _activation(gate_up, swiglu)
+    gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
     clamped = gate.clamp(max=swiglu.limit)
     active = clamped * sigmoid * shifted
     grad, flat = grad_h.float(), grad_weights.view(-1)
@@ -144,12 +155,16 @@ def swiglu_backward(
     # (g sigmoid(alpha g))' = s + alpha g s (1 - s)
     slope = sigmoid + swiglu.alpha * clamped * sigmoid * (1 - sigmoid)
     h.copy_(active)
-    gate_up[:, :width] = torch.where(gate <= swiglu.limit, grad * shifted * slope, 0)
-    gate_up[:, width:] = torch.where(up.abs() <= swiglu.limit, grad * clamped * sigmoid, 0)
+    grad_gate = torch.where(gate <= swiglu.limit, grad * shifted * slope, 0)
+    grad_up = torch.where(up.abs() <= swiglu.limit, grad * clamped * sigmoid, 0)
+    both = torch.cat((grad_gate, grad_up), dim=1)
+    gate_up.copy_(both if scale is None else both * _of_rows(scale, piece))
 
 
-def combine(y: Tensor, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
+def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
     """See `ops.Operations`."""
+    if scale is not None:
+        y = y.float() * _of_rows(scale, piece)
     rows = piece.route_row.view(-1, piece.top_k) - piece.begin
     here = (rows >= 0) & (rows < piece.rows)
     rows = rows.clamp(0, piece.rows - 1)
