@@ -144,6 +144,10 @@ class Ring:
         place.buffer.copied.record(self._transfer.into)
         return place
 
+    def turn_back(self, count: int) -> None:
+        """What the last `count` fillings brought is of no use: the next ones take their buffers."""
+        self._turn = (self._turn - count) % len(self._buffers)
+
     def gather(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
         """Begin to copy rows of sources on the device, on the stream of the products."""
         self._transfer.copy_within(rows, places[0].locked)
@@ -157,7 +161,9 @@ class Ring:
             )
         buffer.copied.synchronize()  # the copy before this one has left the mirror
         shift = buffer.mirror.data_ptr() - buffer.memory.data_ptr()
-        copy_on_host(rows, [Rows(m.matrix, m.batch + shift, m.bytes, m.matrix_stride) for m in place.pageable], gather=True)
+        copy_on_host(
+            rows, [Rows(m.matrix, m.batch + shift, m.bytes, m.matrix_stride) for m in place.pageable], gather=True
+        )
         self._transfer.copy_in(range(len(rows)), [Rows(m.batch + shift, m.batch, m.bytes) for m in place.pageable])
 
 

@@ -80,6 +80,11 @@ class Transfer:
         else:
             cuda.copy_on_host(rows, matrices, gather=True, threads=1)
 
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Their memory is not given to others before what was begun on `out` has passed."""
+        for tensor in tensors if self.driver else ():
+            tensor.record_stream(self.out)
+
     def synchronize(self) -> None:
         """Wait for all copies that were begun here, and for nothing else."""
         if self.driver:
@@ -135,13 +140,13 @@ class Locks:
             try:
                 driver.register(self._transfer.index, address, size)
             except CudaError as error:
-                self._note(error)
+                self._note(str(error))  # the text alone: the error's frames hold the memory
                 return False
         self.locked_bytes += size
         return True
 
-    def _note(self, error: CudaError) -> None:
-        reason = str(error).partition(" failed: ")[2] or str(error)
+    def _note(self, error: str) -> None:
+        reason = error.partition(" failed: ")[2] or error
         if reason not in self.refusals:
             self.refusals.append(reason)
             logger.warning("memory cannot be locked in place, so its copies to the GPU take a detour: %s", error)
@@ -158,7 +163,7 @@ class Locks:
                     self._transfer.synchronize()
                     self._transfer.driver.unregister(self._transfer.index, address)
                 except RuntimeError as error:  # CudaError, or torch's of a context that is broken
-                    logger.warning("%s of locked memory could not be given back: %s", readable(size), error)
+                    logger.warning("%s of locked memory could not be given back: %s", readable(size), str(error))
 
 
 @functools.cache
