@@ -31,35 +31,35 @@ class Crossing:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out, self._in = (torch.cuda.Stream(device) for _ in range(2)) if device.type == "cuda" else (None, None)
+        self.out, self.into = (torch.cuda.Stream(device) for _ in range(2)) if device.type == "cuda" else (None, None)
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that copies to and from the device run beside everything else."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._out is not None)
+        return torch.empty(shape, dtype=dtype, pin_memory=self.out is not None)
 
     def to_host(self, *tensors: Tensor) -> Arriving:
         """Copies of device tensors, after what was queued on the current stream."""
-        if self._out is None:
+        if self.out is None:
             return Arriving([tensor.detach() for tensor in tensors])
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
         found = []
-        with torch.cuda.stream(self._out):
+        with torch.cuda.stream(self.out):
             for tensor in tensors:
                 source = tensor.detach().contiguous()
                 found.append(self.pinned(source.shape, source.dtype).copy_(source, non_blocking=True))
-                source.record_stream(self._out)
+                source.record_stream(self.out)
             event = torch.cuda.Event()
-            event.record(self._out)
+            event.record(self.out)
         return Arriving(found, event)
 
     def to_device(self, *tensors: Tensor) -> list[Tensor]:
         """Copies of host tensors, made at once; what the current stream is given next waits for them."""
-        if self._in is None:
+        if self.into is None:
             return list(tensors)
         current = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._in):
+        with torch.cuda.stream(self.into):
             found = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
-        current.wait_stream(self._in)
+        current.wait_stream(self.into)
         for tensor in found:
             tensor.record_stream(current)
         return found

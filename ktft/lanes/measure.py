@@ -59,7 +59,7 @@ class _Chunks:
         out, grad_weights = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(weights)
         chunk = list(range(self._experts))
         sizes = layer.hidden_size, layer.intermediate_size
-        decoded = ChunkWeights.empty(self._experts, *sizes, self._lora, layer.biases, device)
+        decoded = ChunkWeights.empty(layer.format, self._experts, *sizes, self._lora, layer.biases, device)
         (pieces,) = lay_out(route(index, [rows] * self._experts), [chunk])
         for _ in range(-(-experts // self._experts)):
             decode(layer.format, self._slices, self._blocks, decoded)
