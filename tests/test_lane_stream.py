@@ -1,4 +1,4 @@
-"""The GPU lane's way of working, on the CPU: chunks, buffers in turns, residents, gradients that come back, failures."""
+"""The GPU lane's way of working, on the CPU: chunks, buffers in turns, residents, gradients, failures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from ktft.lanes.resident import Residents
 from ktft.lanes.routes import route
 from ktft.lanes.transfer import Locks, Transfer
 from ktft.lora import ExpertLora
+from ktft.model.autograd import routed_experts
 from ktft.native import ExpertLayer
-from ktft.native.cuda import CudaError, Rows
+from ktft.native.cuda import CudaError
 
 ISA = native.default_isa()
 HIDDEN, INTERMEDIATE = 64, 96
@@ -133,11 +134,26 @@ def test_only_the_experts_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [torch.full(p.shape, 7.0) for p in lora.parameters()]
     sums = torch.zeros(x.shape), torch.zeros(weights.shape)
     watched = Watched(lane, monkeypatch)
-    lane.backward(layer, halves[0], routes, x, torch.ones_like(x), weights.float(), lora, *sums, grads)
+    with torch.no_grad():
+        lane.backward(layer, halves[0], routes, x, torch.ones_like(x), weights.float(), lora, *sums, grads)
     lane.finish()
     for grad in grads:
         assert (grad[[1, 3]] == 7).all() and not (grad[[0, 2, 4]] == 7).any()
     assert watched.take("packed") == watched.take("adapters") == [[0], [2, 4]]  # ascending: neighbours travel together
+
+
+def test_lanes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some experts here, the others in the native layer: the reference's output and gradients."""
+    layer, lora = make_layer(HIDDEN, 160, "k4", ISA), make_lora(HIDDEN, 160, 8, torch.float32)
+    lane, here = small(layer), [0, 3, 4]
+
+    class Both(Lane):
+        def __call__(self, layer: ExpertLayer, x: Tensor, index: Tensor, weights: Tensor, lora: Any, *_: Any) -> Tensor:
+            there = index.masked_fill(torch.isin(index, torch.tensor(here)), native.ELSEWHERE)
+            parts = super().__call__(layer, x, index, weights, lora), routed_experts(layer, x, there, weights, lora)
+            return sum(parts)
+
+    assert_contract(compare(layer, lora, *inputs_for(TAILS[2], HIDDEN, torch.float32), forward=Both(lane, here)))
 
 
 def test_memory_that_cannot_be_locked_goes_through_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +257,11 @@ def test_out_of_memory_names_the_lane_and_the_cure_after_copies_ended(monkeypatc
         with pytest.raises(torch.OutOfMemoryError) as caught:
             Lane(lane)(layer, *inputs, lora)
     message = str(caught.value)
-    for part in ("CUDA out of memory in the GPU lane on cpu, forward of", "placement: cpu", "Tried to allocate 2.00 GiB"):
+    for part in (
+        "CUDA out of memory in the GPU lane on cpu, forward of",
+        "placement: cpu",
+        "Tried to allocate 2.00 GiB",
+    ):
         assert part in message
     assert "per_device_train_batch_size" in message and "More of it" not in message
     assert events == ["products", "waited"]
@@ -280,7 +300,9 @@ class NotingDriver:
     def register(self, device: int, address: int, size: int) -> None:
         if any(a < address + size and address < a + n for a, n in self.locked.items()):
             self.refused.append(address)
-            raise CudaError("cuMemHostRegister of 9 bytes at 0x1 failed: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (no)")
+            raise CudaError(
+                "cuMemHostRegister of 9 bytes at 0x1 failed: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (no)"
+            )
         self.locked[address] = size
 
     def unregister(self, device: int, address: int) -> None:
@@ -326,7 +348,3 @@ def test_locking_reports_progress() -> None:
     seen: list[tuple[str, int]] = []
     assert GpuLane("cpu").lock(layers, lambda name, size: seen.append((name, size)))
     assert seen == [(layer.name, layer.packed_bytes) for layer in layers]
-
-
-def test_rows_know_their_strides() -> None:
-    assert Rows(1, 2, 3).native.bytes == 3

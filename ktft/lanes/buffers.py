@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ktft.lanes.decode import ChunkWeights
-from ktft.lanes.staging import Place, Ring, Source, row_bytes
+from ktft.lanes.staging import Place, Ring, Source, aligned, row_bytes
 from ktft.lanes.transfer import Transfer
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
@@ -40,7 +41,29 @@ class Plan:
 
     def decoded(self, experts: int) -> ChunkWeights:
         """Memory for so many experts' weights."""
-        return replace(self.weights, gate_up=self.weights.gate_up[:experts], down=self.weights.down[:experts])
+        first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
+        return replace(self.weights, **first)
+
+
+def tensors(weights: ChunkWeights) -> dict[str, Tensor]:
+    """Those of them that there are, by attribute."""
+    found = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def decoded_bytes(weights: ChunkWeights) -> int:
+    """Bytes of a buffer that `laid_over` takes."""
+    return sum(aligned(tensor.nbytes) for tensor in tensors(weights).values())
+
+
+def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
+    """Weights of these shapes in a buffer, uint8 `[decoded_bytes]` or more."""
+    placed: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors(weights).items():
+        placed[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        at += aligned(tensor.nbytes)
+    return replace(weights, **placed)
 
 
 class Buffers:
@@ -58,7 +81,7 @@ class Buffers:
     def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
         self._transfer, self.chunk_bytes, self.limit = transfer, chunk_bytes, limit
         self.packed, self.adapters, self.gathered = Ring(transfer), Ring(transfer), Ring(transfer, 1)
-        self._decoded = torch.empty(0, dtype=torch.bfloat16, device=transfer.device)
+        self._decoded = torch.empty(0, dtype=torch.uint8, device=transfer.device)
         self._plans: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, Plan]] = weakref.WeakKeyDictionary()
 
     @property
@@ -84,11 +107,11 @@ class Buffers:
             torch.OutOfMemoryError: the device has no room.
             ValueError: a LoRA tensor that is not a contiguous CPU tensor of the layer's experts.
         """
-        tensors = lora.parameters() if lora is not None else []
-        signature = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+        parameters = lora.parameters() if lora is not None else []
+        signature = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
         found = self._plans.get(layer)
         if found is None or found[0] != signature:
-            found = signature, self._make(layer, lora, tensors, residents)
+            found = signature, self._make(layer, lora, parameters, residents)
             self._plans[layer] = found
         return found[1]
 
@@ -96,10 +119,10 @@ class Buffers:
         self,
         layer: ExpertLayer,
         lora: ExpertLora | None,
-        tensors: Sequence[Tensor],
+        parameters: Sequence[Tensor],
         residents: Callable[[ExpertLayer], list[Source]] | None,
     ) -> Plan:
-        for tensor in tensors:
+        for tensor in parameters:
             if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.shape[0] != layer.num_experts:
                 raise ValueError(
                     f"{layer.name}: LoRA's tensors must be contiguous CPU tensors of {layer.num_experts} experts, got "
@@ -108,26 +131,25 @@ class Buffers:
         slices, locks = layer.slices(), self._transfer.locks
         locked = locks.layer(layer)
         blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
-        adapters = [Source.of(tensor, locks.tensor(tensor)) for tensor in tensors]
+        adapters = [Source.of(tensor, locks.tensor(tensor)) for tensor in parameters]
 
         def shapes(experts: int) -> ChunkWeights:
             sizes = experts, layer.hidden_size, layer.intermediate_size
-            return ChunkWeights.empty(*sizes, lora, layer.biases, META)
+            return ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, META)
 
-        one = 3 * row_bytes(blocks) + 2 * row_bytes(adapters) + shapes(1).bytes
+        one = 3 * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
         capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, layer.num_experts))
         weights = shapes(capacity)
         held = residents(layer) if residents is not None else []
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
             self._plans.clear()
-        gate_up, down = self._decoded[: weights.bytes // 2].split((weights.gate_up.numel(), weights.down.numel()))
         return Plan(
             slices,
             capacity,
             self.packed.places(blocks, capacity),
             self.adapters.places(adapters, capacity) if adapters else [],
             self.gathered.places(held, capacity) if held else [],
-            replace(weights, gate_up=gate_up.view(weights.gate_up.shape), down=down.view(weights.down.shape)),
+            laid_over(weights, self._decoded),
         )
 
     def _reserve(self, packed: int, adapters: int, gather: bool, weights: ChunkWeights) -> bool:
@@ -137,8 +159,8 @@ class Buffers:
             self.adapters.reserve(adapters),
             self.gathered.reserve(packed if gather else 0),
         ]
-        if weights.bytes > self._decoded.nbytes:
+        if (size := decoded_bytes(weights)) > self._decoded.nbytes:
             self._decoded = self._decoded.new_empty(0)
-            self._decoded = torch.empty(weights.bytes // 2, dtype=torch.bfloat16, device=self._transfer.device)
+            self._decoded = self._decoded.new_empty(size)
             moved.append(True)
         return any(moved)

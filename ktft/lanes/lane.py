@@ -190,8 +190,8 @@ class GpuLane:
     def prefetch(self, layer: ExpertLayer, experts: Sequence[int], lora: ExpertLora | None) -> None:
         """Begin to copy packed experts that the layer's next call is likely to need, as far as the buffers go.
 
-        That call begins with these chunks, up to the first one that has an expert it does not compute. Of `lora` only the
-        shapes matter. A call of another layer drops them all.
+        That call begins with these chunks, up to the first one that has an expert it does not compute. A call of
+        another layer drops them all. Of `lora`, the adapters of that call, nothing is copied yet.
         """
         if self._ahead:
             return

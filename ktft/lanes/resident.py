@@ -82,6 +82,8 @@ class Residents:
         self._arena = torch.empty(count, self._block_bytes, dtype=torch.uint8, device=lane.device)
         self._free = list(range(count - 1, -1, -1))
         self.arrived = self._transfer.event()
+        self.arrived.record(self._transfer.compute())  # what the arena's memory was before may be in use still
+        self.arrived.wait(self._transfer.into)
         self._before, self.moved = self._transfer.copied_bytes, 0
         lane.hold(self)
 

@@ -98,7 +98,7 @@ class Ring:
     @staticmethod
     def size(sources: Sequence[Source], capacity: int) -> int:
         """Bytes of a buffer that holds `capacity` rows of each source."""
-        return sum(_aligned(source.bytes * capacity) for source in sources)
+        return sum(aligned(source.bytes * capacity) for source in sources)
 
     def reserve(self, size: int) -> bool:
         """Make the buffers at least so large; returns whether they are other ones than before.
@@ -130,7 +130,7 @@ class Ring:
             view = buffer.memory[at : at + size].view(source.dtype).view(capacity, *source.shape)
             views.append(view)
             rows[source.locked].append(Rows(source.address, view.data_ptr(), source.bytes, source.stride))
-            at += _aligned(size)
+            at += aligned(size)
         return Place(buffer, views, rows[True], rows[False])
 
     def fill(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
@@ -167,5 +167,6 @@ class Ring:
         self._transfer.copy_in(range(len(rows)), [Rows(m.batch + shift, m.batch, m.bytes) for m in place.pageable])
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Rounded up, so that what follows in a buffer is aligned."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -52,7 +52,7 @@ class Transfer:
 
     def event(self) -> Any:
         """One that can be recorded and waited for again and again; nothing waits for one never recorded."""
-        return self._module.Event()
+        return torch.cuda.Event(blocking=True) if self.driver else self._module.Event()  # a spinning host takes a core
 
     def compute(self) -> Any:
         """The stream that the caller's products run on."""
@@ -127,6 +127,8 @@ class Locks:
         return self._lock(tensor.untyped_storage(), [key]) if held is None else held
 
     def _lock(self, owner: object, places: list[tuple[int, int]]) -> bool:
+        if self._transfer.driver is None:
+            return True
         with self._mutex:
             for place in places:
                 if place not in self._held:
@@ -135,13 +137,12 @@ class Locks:
             return all(self._held[place] for place in places)
 
     def _register(self, address: int, size: int) -> bool:
-        driver = self._transfer.driver
-        if driver is not None:
-            try:
-                driver.register(self._transfer.index, address, size)
-            except CudaError as error:
-                self._note(str(error))  # the text alone: the error's frames hold the memory
-                return False
+        assert self._transfer.driver is not None
+        try:
+            self._transfer.driver.register(self._transfer.index, address, size)
+        except CudaError as error:
+            self._note(str(error))  # the text alone: the error's frames hold the memory
+            return False
         self.locked_bytes += size
         return True
 
@@ -157,13 +158,13 @@ class Locks:
             locked = self._held.pop((address, size), False)
             if not locked:
                 return
+            assert self._transfer.driver is not None
             self.locked_bytes -= size
-            if self._transfer.driver is not None:
-                try:
-                    self._transfer.synchronize()
-                    self._transfer.driver.unregister(self._transfer.index, address)
-                except RuntimeError as error:  # CudaError, or torch's of a context that is broken
-                    logger.warning("%s of locked memory could not be given back: %s", readable(size), str(error))
+            try:
+                self._transfer.synchronize()
+                self._transfer.driver.unregister(self._transfer.index, address)
+            except RuntimeError as error:  # CudaError, or torch's of a context that is broken
+                logger.warning("%s of locked memory could not be given back: %s", readable(size), str(error))
 
 
 @functools.cache
