@@ -118,9 +118,9 @@ def skip_memory_check() -> bool:
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
 
 
-def trace_file() -> str | None:
-    """The file that `KTFT_TRACE` wants a Chrome trace in; None where it is unset."""
-    return os.environ.get("KTFT_TRACE") or None
+def emulate_gpu() -> bool:
+    """Whether `KTFT_EMULATE_GPU` has the CPU's torch do what a GPU would do for routed experts: to test that."""
+    return os.environ.get("KTFT_EMULATE_GPU", "0") not in ("", "0")
 
 
 def use_triton() -> bool:

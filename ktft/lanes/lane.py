@@ -201,6 +201,12 @@ class GpuLane:
             for part in itertools.islice(parts, len(plan.packed)):
                 self._ahead.append((plan, _Begun(part, self._buffers.packed.fill(plan.packed, part.experts))))
 
+    def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> set[int]:
+        """Experts of a layer that `prefetch` began to copy for a call with these adapters."""
+        if not self._ahead or self._ahead[0][0] is not self._plan(layer, lora):
+            return set()
+        return {expert for _, begun in self._ahead for expert in begun.part.experts}
+
     def _chunks(
         self, layer: ExpertLayer, experts: Sequence[int], routes: Routes, lora: ExpertLora | None
     ) -> Iterator[_Chunk]:

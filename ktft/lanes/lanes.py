@@ -79,6 +79,7 @@ class Lanes:
         self._placers: dict[LayerKind, Placer] = {}
         self._last: dict[tuple[ExpertLayer, str], Pass] = {}
         self._unread: deque[Pass] = deque()
+        self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
         self._cpu = ThreadPoolExecutor(1, "ktft-cpu-lane")
 
     def take(self, device: torch.device) -> bool:
@@ -112,7 +113,7 @@ class Lanes:
         self._learn()
         placer = self._placer(layer, top_k, lora)
         resident = set(self.residents.slots(layer)) if self.residents is not None else set()
-        placement = placer.decide(counts, resident.union(self.gpu.coming(layer)), work)
+        placement = placer.decide(counts, resident.union(self.gpu.coming(layer, lora)), work)
         return Pass(layer, work, placement, placer, lora)
 
     def again(self, before: Pass, counts: Sequence[int]) -> Pass:
@@ -176,6 +177,11 @@ class Lanes:
     def _device_is_cuda(self) -> bool:
         return self._device is not None and self._device.type == "cuda"
 
+    def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
+        """Count a trained micro-batch's rows by expert: residents are chosen by them."""
+        if self._settings.gpu_expert_memory != 0:
+            self._counted.append((layer, counts))
+
     def end_step(self) -> None:
         """Between two steps: residents are made, or follow the routing."""
         memory = self._settings.gpu_expert_memory
@@ -185,6 +191,8 @@ class Lanes:
             budget = free_for_residents(self.gpu) if memory == "auto" else int(memory)
             self.residents = Residents(self.gpu, budget, self.layers)
             logger.info("%s of GPU memory hold resident experts", readable(self.residents.bytes))
+        while self._counted:
+            self.residents.observe(*self._counted.pop())
         self.residents.adapt()
 
 

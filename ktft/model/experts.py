@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import LayerShape
+from ktft.lanes.lanes import Lanes
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 from ktft.model.laned import LanedExperts
@@ -63,6 +64,17 @@ class KtftExperts(nn.Module):
             ahead = self.shared.compute if self.shared is not None else None
             return self.laned(hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
+
+    def run_in(self, lanes: Lanes, number: int, shared: Ahead | None = None) -> None:
+        """Run hidden states that are on a GPU in these lanes.
+
+        Args:
+            lanes: of the model; layers are added to them in order.
+            number: of this layer.
+            shared: the block's shared experts.
+        """
+        lanes.layers.append(self.layer)
+        self.laned, self.shared = LanedExperts(lanes, self.layer, number, self.activation), shared
 
     def extra_repr(self) -> str:
         """Shown in the model's printout."""

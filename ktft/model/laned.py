@@ -183,8 +183,7 @@ class _Run:
         lanes.end(run, -1)
         with spans.span("wait", self.owner.number):
             lanes.gpu.finish()
-        if lanes.residents is not None:
-            lanes.residents.observe(layer, self.counts)
+        lanes.observe(layer, self.counts)
         if self.record is not None:
             self.record.count(self.index)
             if self.record.watching:

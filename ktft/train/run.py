@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from ktft import spans
 from ktft.config import trace_file
+from ktft.lanes.lanes import Lanes
 from ktft.model.experts import find_experts, layer_number
 from ktft.model.record import Record
 from ktft.train.attention import AttentionSpans
@@ -38,6 +39,7 @@ class Run:
         records: name of routed experts, LoRA included -> what they count.
         attention: hooks that time it.
         trace: that is being written.
+        lanes: that the experts run in.
         norms: of gradients by group, at the step `norms_step`.
         since: what is logged next.
         mark: when what is not training (logging, saving, evaluating) or the step before ended.
@@ -51,6 +53,7 @@ class Run:
     report: RunReport
     attention: AttentionSpans
     trace: Trace | None
+    lanes: Lanes | None = None
     norms: dict[str, float] = field(default_factory=dict)
     norms_step: int = 0
     since: Since = field(default_factory=Since)
@@ -82,6 +85,7 @@ class Run:
             ),
             attention=AttentionSpans(model),
             trace=trace,
+            lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
         )
 
     def begin_step(self, look: bool) -> None:
@@ -114,6 +118,8 @@ class Run:
 
     def end_step(self, number: int, skipped: bool) -> None:
         """A step is over."""
+        if self.lanes is not None:
+            self.lanes.end_step()
         self.guards.after_step(number, skipped)
         ended = time.perf_counter()
         spans.RECORDER.on = False
