@@ -6,6 +6,11 @@ import logging
 import os
 import subprocess
 import sys
+
+# Before any library imports Triton, whose functions are made for a GPU or for its interpreter once and for all
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

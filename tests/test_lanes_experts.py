@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
-from ktft.lanes import torch_ops
+from ktft.lanes import products, torch_ops
 from ktft.lanes.dropout import Dropout, stays
 from ktft.lanes.ops import operations
 from ktft.lanes.routes import lay_out, route
@@ -150,6 +150,15 @@ def test_rows_are_sorted_by_expert() -> None:
     assert (first.counts, first.ends.tolist()) == ([3, 0], [3, 3])
     assert (second.counts, second.ends.tolist(), second.begin) == ([0, 1], [0, 1], 3)
     assert first.route_row.tolist() == [0, -1, -1, 1, -1, 3, 2, -1]
+
+
+def test_products_are_laid_out_as_torch_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own grouped product, as CUDA takes it, checks strides and alignment here too."""
+    layer = make(64, 160, "k4", ISA, nodes=2, swiglu=GPT_OSS)
+    lora = small_lora(64, 160, 8, torch.float32)
+    monkeypatch.setattr(products, "_is_grouped", lambda device: True)
+    inputs = inputs_for(TAILS[0], 64)
+    assert_contract(compare(layer, lora, *inputs, oracle=swiglu_oracle(layer), forward=Lane(chunk=5, piece_rows=9)))
 
 
 def test_torch_operations_where_triton_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from ktft.swiglu import Swiglu
 class Operations(Protocol):
     """One implementation of them, a module.
 
-    n rows of a piece, G experts, P places of a rank, in parts that are added; a scale is fp32 `[G, outputs]`, of formats that have one. Activations are bf16 `[n, ...]`, contiguous in their last
-    dimension; sums are fp32, in an order that does not change from call to call. Nothing waits for the device.
+    n rows of a piece, G experts, P places of a rank, in parts that are added; a scale is fp32 `[G, outputs]`, of
+    formats that have one. Activations are bf16 `[n, ...]`, contiguous in their last dimension; sums are fp32, in an
+    order that does not change from call to call. Nothing waits for the device.
     """
 
     def decode(self, format: str, blocks: Tensor, matrix: PackedMatrix, out: Tensor) -> None:

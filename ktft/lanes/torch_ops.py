@@ -145,7 +145,7 @@ def swiglu_backward(
     grad_weights: Tensor,
 ) -> None:
     """See `ops.Operations`."""
-    routes, width = piece.row_route, h.shape[1]
+    routes = piece.row_route
     gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
     clamped = gate.clamp(max=swiglu.limit)
     active = clamped * sigmoid * shifted

@@ -1,0 +1,84 @@
+"""The Triton kernels against the torch operations: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import numpy as np
+import triton.language as tl
+from lanes import Lane, decoded
+from test_dropout import oracle as dropout_oracle
+from test_kernels import assert_contract, compare, inputs_for, make_layer, make_lora
+from test_swiglu import GPT_OSS, make, small_lora
+from test_swiglu import oracle as swiglu_oracle
+from triton.runtime import interpreter
+
+from ktft import native
+from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.lanes import torch_ops, triton_ops
+from ktft.lora import ExpertLora
+
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"  # see conftest.py
+DEVICE = "cuda" if ON_GPU else "cpu"
+ROWS = (5, 33, 18, 0, 2)
+LANE = Lane(DEVICE, triton_ops, chunk=3, piece_rows=30)
+
+
+@pytest.fixture(autouse=True)
+def bf16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps bf16 as uint16, cuts floats off instead of rounding them, and multiplies the integers."""
+    if ON_GPU:
+        return
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    cast, dot, patch = builder.cast_impl, builder.create_dot, interpreter._patch_lang_tensor
+
+    def to_float(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def cast_rounding(self, src, dst_type):
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast(self, src, dst_type)
+        rounded = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.uint16)
+        return handle(rounded.numpy(), tl.bfloat16)
+
+    def patch_index(tensor, scope):
+        patch(tensor, scope)  # numpy 2.4 refuses int() of an array with one element
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(builder, "cast_impl", cast_rounding)
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, to_float(a), to_float(b), *rest))
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index)
+
+
+@pytest.mark.parametrize("fmt", EXPERT_FORMATS)
+def test_decode(fmt: str) -> None:
+    layer = make_layer(160, 288, fmt, native.default_isa(), nodes=2)
+    ours, expected = (decoded(layer, [3, 0], None, torch.device(DEVICE), ops) for ops in (triton_ops, torch_ops))
+    assert torch.equal(ours.gate_up, expected.gate_up)
+    assert torch.equal(ours.down, expected.down)
+
+
+def test_contract() -> None:
+    layer = make_layer(160, 96, "k4", native.default_isa())
+    ranks = dict(zip(PROJECTIONS, (80, 1, 20), strict=True))
+    pairs = {name: make_lora(160, 96, rank, torch.float32).pairs[name] for name, rank in ranks.items()}
+    assert_contract(compare(layer, ExpertLora(pairs), *inputs_for(ROWS, 160), forward=LANE))
+
+
+def test_dropout() -> None:
+    layer = make_layer(32, 160, "int8", native.default_isa())
+    lora = make_lora(32, 160, 8, torch.float32, dropout=0.2, seed=2**63 + 5)
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 32), oracle=dropout_oracle, forward=LANE))
+
+
+def test_biases_and_clamped_activation() -> None:
+    layer = make(64, 160, "mxfp4", native.default_isa(), swiglu=GPT_OSS)
+    lora = small_lora(64, 160, 8, torch.float32)
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=swiglu_oracle(layer), forward=LANE))
