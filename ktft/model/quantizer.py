@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
@@ -25,6 +26,7 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
 from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, unknown_key, world_size
+from ktft.lanes.placement import usable_placement
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
@@ -51,6 +53,8 @@ class KtftConfig(QuantizationConfigMixin):
         expert_checkpoint: str | None = Settings.expert_checkpoint,
         verify_checksums: bool = Settings.verify_checksums,
         isa: str | None = Settings.isa,
+        placement: str = Settings.placement,
+        gpu_expert_memory: int | str = Settings.gpu_expert_memory,
         reserve_bytes: int = 0,
         quant_method: str = "ktft",
         **unknown: Any,
@@ -65,6 +69,8 @@ class KtftConfig(QuantizationConfigMixin):
         self.expert_checkpoint = expert_checkpoint
         self.verify_checksums = verify_checksums
         self.isa = isa
+        self.placement = placement
+        self.gpu_expert_memory = gpu_expert_memory
         self.reserve_bytes = reserve_bytes
         _ = self.settings  # checks the values
 
@@ -134,6 +140,7 @@ class KtftHfQuantizer(HfQuantizer):
             raise ValueError(f"ktft does not run under {method} in this release; remove it from the configuration")
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map puts modules on disk, which ktft cannot do; give a device_map without 'disk'")
+        usable_placement(self.quantization_config.settings, cuda=torch.cuda.is_available())
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Drop the experts' entries: the module returns whole outputs, which the plan would reduce once more."""
