@@ -80,6 +80,7 @@ class Residents:
                 f"gpu_expert_memory: {budget} bytes hold no expert, one takes {self._block_bytes}; give more, or 0"
             )
         self._arena = torch.empty(count, self._block_bytes, dtype=torch.uint8, device=lane.device)
+        self._transfer.keep([self._arena], self._transfer.into)
         self._free = list(range(count - 1, -1, -1))
         self.arrived = self._transfer.event()
         self.arrived.record(self._transfer.compute())  # what the arena's memory was before may be in use still

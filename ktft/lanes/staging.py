@@ -114,6 +114,7 @@ class Ring:
             buffer.memory, buffer.mirror = buffer.memory.new_empty(0), None
         for buffer in self._buffers:
             buffer.memory = torch.empty(size, dtype=torch.uint8, device=self._transfer.device)
+            self._transfer.keep([buffer.memory], self._transfer.into)
             # Its memory may have been another's, whose products run still: copies wait for them
             buffer.free.record(self._transfer.compute())
         return True

@@ -80,10 +80,10 @@ class Transfer:
         else:
             cuda.copy_on_host(rows, matrices, gather=True, threads=1)
 
-    def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Their memory is not given to others before what was begun on `out` has passed."""
+    def keep(self, tensors: Sequence[Tensor], stream: Any) -> None:
+        """When they die, their memory is not given to others before `stream` has passed that point."""
         for tensor in tensors if self.driver else ():
-            tensor.record_stream(self.out)
+            tensor.record_stream(stream)
 
     def synchronize(self) -> None:
         """Wait for all copies that were begun here, and for nothing else."""

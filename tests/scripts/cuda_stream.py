@@ -158,8 +158,8 @@ def copies(lane: GpuLane, layer: ExpertLayer, busy: ExpertLayer) -> float:
     stop.set()
     thread.join()
     print(
-        f"copies beside {busy.runtime.threads} native threads: {beside:.1f} GB/s; the layer's forward at 512 tokens took "
-        f"{min(compute_alone) * 1e3:.2f} ms alone, {statistics.median(calls) * 1e3:.2f} ms beside the copies"
+        f"copies beside {busy.runtime.threads} native threads: {beside:.1f} GB/s; a layer's forward at 512 tokens "
+        f"took {min(compute_alone) * 1e3:.2f} ms alone, {statistics.median(calls) * 1e3:.2f} ms beside the copies"
     )
     return alone
 
@@ -204,8 +204,8 @@ def layer_times(lane: GpuLane, layer: ExpertLayer, batch: Batch, rate: float, la
         peak = torch.cuda.max_memory_allocated() - base
         reached = moved / seconds / GB
         print(
-            f"T={tokens:6d} {label:24s} {name:8s} {seconds * 1e3:8.2f} ms  {moved / GB:6.3f} GB in at {reached:5.1f} GB/s "
-            f"= {reached / rate:4.0%} of copies alone  host {host * 1e3:6.2f} ms  products' memory {peak / 2**20:6.0f} MiB"
+            f"T={tokens:6d} {label:21s} {name:8s} {seconds * 1e3:8.2f} ms  {moved / GB:.3f} GB at {reached:5.1f} GB/s "
+            f"= {reached / rate:4.0%} of copies alone  host {host * 1e3:6.2f} ms  products take {peak / 2**20:5.0f} MiB"
         )
 
 
@@ -280,9 +280,7 @@ def measure(fmt: str, tokens: list[int], threads: int) -> None:
                 against_native(lane, layer, lora)
             lane.hold(None)
             del residents, batch
-            print(
-                f"VRAM of the lane's buffers: {lane.bytes / 2**20:.0f} MiB of {lane.bytes / 2**30:.2f} GiB at most 1 GiB"
-            )
+            print(f"VRAM of the lane's buffers: {lane.bytes / 2**20:.0f} MiB")
     with part(f"{fmt}: what residents could have"):
         print(f"{free_for_residents(lane) / GB:.1f} GB")
 
