@@ -98,19 +98,24 @@ def memory_limit() -> int | None:
         raise ValueError(f"KTFT_MEMORY_LIMIT: {error}") from None
 
 
+TRACE_STEPS = 20
+"""Steps that a trace has."""
+
+
+def trace_file() -> Path | None:
+    """Where `KTFT_TRACE` has a trace of the first `TRACE_STEPS` steps written; None where it is unset."""
+    text = os.environ.get("KTFT_TRACE", "")
+    return Path(text) if text else None
+
+
 def skip_memory_check() -> bool:
     """Whether `KTFT_SKIP_MEMORY_CHECK` lets a model be loaded that does not seem to fit."""
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
 
 
-def trace_file() -> str | None:
-    """The file that `KTFT_TRACE` wants a Chrome trace in; None where it is unset."""
-    return os.environ.get("KTFT_TRACE") or None
-
-
-def triton_allowed() -> bool:
-    """Whether Triton kernels may be used where Triton is installed: unless `KTFT_TRITON=0`."""
-    return os.environ.get("KTFT_TRITON", "1") not in ("", "0")
+def use_triton() -> bool:
+    """Whether a GPU's work may be done by Triton kernels; `KTFT_TRITON=0` takes torch operations instead."""
+    return os.environ.get("KTFT_TRITON", "1") != "0"
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,8 @@ class Placer:
 
         Args:
             seconds: by `LANES`, for those that were measured: `cpu` from hidden states' leaving the GPU until the sum
-                is back; `copy` and `gpu` the time that copies to the GPU, and kernels for experts, were running.
+                is back; `copy` from the first copy's start until the last expert that was copied is multiplied too, so
+                that the pipeline's end counts; `gpu` the time that kernels for experts, residents' too, were running.
         """
         off = self._off[work]
         for lane, expected in placement.expected.items():
