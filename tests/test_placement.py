@@ -85,8 +85,8 @@ def test_decisions_beside_brute_force(work: str) -> None:
         taken, best = max(placed.seconds.values()), brute_force(cost, kind, counts, resident)
         # sets that are not "the first n" may fit together better, by less than what one expert takes
         one = max(max(cost.cpu_expert, counts[e] * cost.cpu_row) for e in used)
-        assert best * (1 - 1e-9) <= taken <= best + one
-        exact += taken <= best * 1.02
+        assert best * (1 - 1e-9) <= taken <= best * 1.02 + one
+        exact += taken <= best * 1.03
         moved += bool(resident & set(placed.cpu))
     assert exact >= 45
     assert moved >= 3  # residents went to the CPU in some
@@ -99,7 +99,8 @@ def test_without_residents_no_other_cut_is_better(work: str) -> None:
         cost, placed = costs(kind, rates, work), Placer(kind, rates).decide(counts, (), work)
         used = sorted((e for e, rows in enumerate(counts) if rows), key=lambda e: (-counts[e], e))
         cuts = [max(lanes(cost, kind, counts, (used[n:], used[:n], [])).values()) for n in range(len(used) + 1)]
-        assert max(placed.seconds.values()) == pytest.approx(min(cuts))
+        near = [n for n in (len(used), 0) if cuts[n] <= 1.02 * min(cuts)]
+        assert len(placed.stream) == (near[0] if near else cuts.index(min(cuts)))
         assert placed.stream == used[: len(placed.stream)]
 
 
@@ -137,6 +138,10 @@ def test_a_placement_again_for_other_work() -> None:
     assert of(backward) == of(forward)
     assert backward.seconds == pytest.approx(lanes(costs(KIND, RATES, "backward"), KIND, counts, of(forward)))
     assert placer.again(backward, counts, "forward") == forward
+    both = placer.decide(counts, {1, 2}, "both")
+    assert both == placer.again(both, counts, "forward")
+    alone = [len(placer.decide(counts, {1, 2}, work).cpu) for work in WORKS]
+    assert min(alone) <= len(both.cpu) <= max(alone)
     placer.observe("backward", backward, {"cpu": 2 * backward.seconds["cpu"]})
     later = placer.again(forward, counts, "backward")
     assert later.seconds["cpu"] > backward.seconds["cpu"]

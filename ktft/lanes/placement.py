@@ -20,6 +20,8 @@ Ints = NDArray[np.int64]
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
 _FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
 
+_WORTH = 0.02  # what a lane more must gain, for rates are not known better
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -88,7 +90,11 @@ class Placer:
         self.kind, self.rates, self.mode = kind, rates, mode
         self._base = {work: costs(kind, rates, work) for work in WORKS}
         self._off = {work: dict.fromkeys(LANES, 0.0) for work in WORKS}  # logarithms of measured / predicted
-        self._costs = dict(self._base)
+        self._correct()
+
+    def _correct(self) -> None:
+        self._costs = {work: self._base[work].corrected(**self.corrections(work)) for work in WORKS}
+        self._costs["both"] = Costs(*map(sum, zip(*self._costs.values(), strict=True)))
 
     def decide(self, counts: Sequence[int], resident: Collection[int], work: str) -> Placement:
         """Where the experts run that `counts` (rows an expert) gives rows.
@@ -96,9 +102,11 @@ class Placer:
         Args:
             resident: experts whose weights are on the GPU. They run there, unless that makes the GPU the slowest lane:
                 then those with fewest rows go to the CPU.
-            work: `forward` or `backward`.
+            work: `forward` or `backward`; or `both`, for a forward whose backward needs what each lane retained: the
+                seconds are then forward's, and `again` gives backward's.
 
-        Equal counts give equal decisions: ties go by expert number.
+        A lane is left out where it would gain less than 2%. Equal counts give equal decisions: ties go by expert
+        number.
         """
         rows, cost = np.array(counts, dtype=np.float64), self._costs[work]
         order = np.argsort(-rows, kind="stable")[: np.count_nonzero(rows)]
@@ -110,12 +118,13 @@ class Placer:
         groups = _Group(streamed, rows, cost), _Group(stay, rows, cost)
         n, j, seconds = self._cuts(*groups, float(rows.sum()) / self.kind.top_k, cost)
         on_gpu, stays = streamed.tolist(), stay.tolist()
-        return self._placement(work, on_gpu[n:] + stays[j:], on_gpu[:n], stays[:j], seconds)
+        lists = on_gpu[n:] + stays[j:], on_gpu[:n], stays[:j]
+        if work == "both":
+            return self.again(Placement(*lists, {}, {}), counts, "forward")
+        return self._placement(work, *lists, seconds)
 
     def again(self, placement: Placement, counts: Sequence[int], work: str) -> Placement:
-        """The same experts in the same lanes, with the seconds of other work: for a backward that needs what each lane
-        retained in forward.
-        """
+        """The same experts in the same lanes, with the seconds of other work."""
         rows, n, j = np.array(counts, dtype=np.float64), len(placement.stream), len(placement.resident)
         streamed = _Group(np.array(placement.stream + placement.cpu, dtype=np.int64), rows, self._costs[work])
         stay = _Group(np.array(placement.resident, dtype=np.int64), rows, self._costs[work])
@@ -152,7 +161,8 @@ class Placer:
 
         Args:
             seconds: by `LANES`, for those that were measured: `cpu` from hidden states' leaving the GPU until the sum
-                is back; `copy` and `gpu` the time that copies to the GPU, and kernels for experts, were running.
+                is back; `copy` from the first copy's start until the last expert that was copied is multiplied too, so
+                that the pipeline's end counts; `gpu` the time that kernels for experts, residents' too, were running.
         """
         off = self._off[work]
         for lane, expected in placement.expected.items():
@@ -163,7 +173,7 @@ class Placer:
                 off[lane] = min(max(off[lane], -_LIMIT), _LIMIT)
             else:
                 off[lane] *= 1 - _FADE
-        self._costs[work] = self._base[work].corrected(**self.corrections(work))
+        self._correct()
 
     def corrections(self, work: str) -> dict[str, float]:
         """By how much each lane's seconds are more than the rates say."""
@@ -171,8 +181,14 @@ class Placer:
 
 
 def _soonest(times: tuple[Floats, ...]) -> tuple[int, list[float]]:
-    """The first place where the slowest lane is done soonest, and the lanes' seconds there."""
-    best = int(np.maximum(np.maximum(times[0], times[1]), times[2]).argmin())
+    """The first place where the slowest lane is done soonest, or the last or first if it is nearly as good; and the
+    lanes' seconds there.
+    """
+    slowest = np.maximum(np.maximum(times[0], times[1]), times[2])
+    best = int(slowest.argmin())
+    enough = slowest.flat[best] * (1 + _WORTH)
+    if slowest.ndim == 1:
+        best = len(slowest) - 1 if slowest[-1] <= enough else 0 if slowest[0] <= enough else best
     return best, [float(time.flat[best]) for time in times]
 
 

@@ -41,11 +41,13 @@ class Hardware:
     gpu_flops: float
     gpu_bandwidth: float
 
-    def rates(self, kind: LayerKind) -> Rates:
-        """The lanes' rates."""
+    def rates(self, kind: LayerKind, *, retained: bool = False) -> Rates:
+        """The lanes' rates; `retained`: the CPU's backward finds gate and up, and need not read them once more."""
         cpu = {
             "forward": Rate(self.cpu_forward, self.cpu_bandwidth, _CPU_CALL),
-            "backward": Rate(self.cpu_backward, self.cpu_bandwidth / _READS["backward"], _CPU_CALL),
+            "backward": Rate(
+                self.cpu_backward, self.cpu_bandwidth / (1 if retained else _READS["backward"]), _CPU_CALL
+            ),
         }
         return Rates(cpu, {work: self._gpu(kind, work) for work in cpu}, self.pcie, self.pcie, _COPY_CALL)
 
@@ -143,7 +145,7 @@ def simulate(
     draws = min(layers, _DRAWS)
     for draw in range(draws):
         counts = draw_counts(kind, tokens, routing, seed=draw)
-        forward = placer.decide(counts, resident, "forward")
+        forward = placer.decide(counts, resident, "both" if retained else "forward")
         for work in seconds:
             placed = forward
             if work == "backward":

@@ -82,7 +82,7 @@ def simulated_lanes(
     return joined(
         simulate(
             kind,
-            hardware.rates(kind),
+            hardware.rates(kind, retained=retained),
             work.tokens,
             layers=layers,
             mode=work.placement,
