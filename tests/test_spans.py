@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import ktft
 from ktft import spans
 from ktft.spans import Interval, Recorder
+from ktft.system import available_memory
 from ktft.train import trace
 from ktft.train.attention import AttentionSpans, attention_modules
-from ktft.train.run_times import Since, times_of
+from ktft.train.run_times import Since, memory_now, times_of
 from ktft.train.trace import ROWS, Trace
 
 Checkpoint = Callable[[str], Path]
@@ -263,6 +264,18 @@ def test_what_a_span_costs(recorder: Recorder, capsys: pytest.CaptureFixture[str
 
 def test_log_says_nothing_before_a_step() -> None:
     assert Since().take() == {}
+
+
+@pytest.mark.parametrize(("fraction", "left"), [(1.0, 50), (0.5, 10), (0.2, 0)])
+def test_room_on_a_gpu_is_that_at_its_peak(monkeypatch: pytest.MonkeyPatch, fraction: float, left: int) -> None:
+    """Of 100 bytes others hold 10; this process reserved 70, used up to 40, and may be capped."""
+    facts = {"is_available": True, "is_initialized": True, "max_memory_allocated": 40, "memory_reserved": 70}
+    facts |= {"mem_get_info": (20, 100), "get_per_process_memory_fraction": fraction}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    now = memory_now()
+    assert (now["gpu_bytes"], now["gpu_free_bytes"]) == (40, left)
+    assert now["ram_free_bytes"] == pytest.approx(available_memory(), rel=0.1)
 
 
 # --- trace ------------------------------------------------------------------------------------------------------------
