@@ -82,12 +82,19 @@ class Interval(NamedTuple):
 
 
 class Span:
-    """A span to be begun and ended, by hand or as a context. `bytes` and `flops` may be set until it ends."""
+    """A span to be begun and ended, by hand or as a context.
 
-    __slots__ = ("bytes", "flops", "layer", "name", "profiled", "recorder")
+    Attributes:
+        bytes, flops: may be set until it ends.
+        done: likewise; called with its seconds once they are known, for a GPU's at a step's end, in whatever thread. It
+            must not call the recorder.
+    """
+
+    __slots__ = ("bytes", "done", "flops", "layer", "name", "profiled", "recorder")
 
     def __init__(self, recorder: Recorder, name: str, layer: int | None, bytes: float, flops: float) -> None:
         self.recorder, self.name, self.layer, self.bytes, self.flops = recorder, name, layer, bytes, flops
+        self.done: Callable[[float], None] | None = None
         self.profiled: Any = None
 
     def begin(self) -> Span:
@@ -141,7 +148,7 @@ class _HostSpan(Span):
             stack[-1].inside += seconds
         in_line = self.thread == self.recorder.thread or torch._C._current_graph_task_id() >= 0
         waited = seconds - self.inside if in_line else 0.0
-        self.recorder.put((self.name, self.layer, self.began, ended, waited, self.bytes, self.flops))
+        self.recorder.put((self.name, self.layer, self.began, ended, waited, self.bytes, self.flops, self.done))
         if self.profiled is not None:
             self._end_profile()
 
@@ -157,7 +164,7 @@ class _AsideSpan(Span):
 
     def end(self) -> None:
         ended = time.perf_counter()
-        self.recorder.put((self.name, self.layer, self.began, ended, 0.0, self.bytes, self.flops))
+        self.recorder.put((self.name, self.layer, self.began, ended, 0.0, self.bytes, self.flops, self.done))
 
 
 class _DeviceSpan(Span):
@@ -177,7 +184,7 @@ class _DeviceSpan(Span):
     def end(self) -> None:
         last = self.recorder.event()
         last.record(self.stream)
-        self.recorder.put_device((self.name, self.layer, self.first, last, self.bytes, self.flops))
+        self.recorder.put_device((self.name, self.layer, self.first, last, self.bytes, self.flops, self.done))
         if self.profiled is not None:
             self._end_profile()
 
@@ -232,10 +239,10 @@ class Recorder:
     def device(
         self, name: str, layer: int | None = None, stream: Any = None, *, bytes: float = 0, flops: float = 0
     ) -> Span:
-        """Work enqueued in a CUDA stream within the block; `span` where it is None, as without CUDA."""
+        """Work enqueued in a CUDA stream within the block; `span` where it is None or the CPU's."""
         if not self.on:
             return self._nothing
-        if stream is None:
+        if stream is None or isinstance(stream, torch.cpu.Stream):
             return _HostSpan(self, name, layer, bytes, flops)
         span = _DeviceSpan(self, name, layer, bytes, flops)
         span.stream = stream
@@ -254,7 +261,7 @@ class Recorder:
     ) -> None:
         """A span that was measured elsewhere, by `time.perf_counter`; `waited`: training did nothing else meanwhile."""
         if self.on:
-            self.put((name, layer, begin, end, end - begin if waited else 0.0, bytes, flops))
+            self.put((name, layer, begin, end, end - begin if waited else 0.0, bytes, flops, None))
 
     def expect(self, layer: int | None, seconds: Mapping[str, float]) -> None:
         """Note what a prediction by name says, beside what will be measured."""
@@ -287,7 +294,7 @@ class Recorder:
         """End the run: what was still to be taken, with `wait` also what a GPU has to end first."""
         self.on = False
         if wait:
-            for _, _, _, last, _, _ in self._pending:
+            for _, _, _, last, *_ in self._pending:
                 last.synchronize()
         else:
             self._pending.clear()
@@ -298,14 +305,14 @@ class Recorder:
     # --- by spans -----------------------------------------------------------------------------------------------------
 
     def put(self, done: tuple[Any, ...]) -> None:
-        """(name, layer, begin, end, waited, bytes, flops) of a span that is over."""
+        """(name, layer, begin, end, waited, bytes, flops, done) of a span that is over."""
         self._done.append(done)  # atomic: no lock on the way of those who work
         if len(self._done) > _FOLDED:
             with self._lock:
                 self._fold()
 
     def put_device(self, pending: tuple[Any, ...]) -> None:
-        """(name, layer, first event, last event, bytes, flops) of a span that may go on."""
+        """(name, layer, first event, last event, bytes, flops, done) of a span that may go on."""
         self._pending.append(pending)
         if len(self._pending) % _FOLDED == 0:
             with self._lock:
@@ -339,7 +346,7 @@ class Recorder:
     def _fold(self) -> None:
         """Add up what is over."""
         for _ in range(len(self._pending)):
-            name, layer, first, last, size, flops = pending = self._pending.popleft()
+            name, layer, first, last, size, flops, done = pending = self._pending.popleft()
             if not last.query():
                 self._pending.append(pending)
                 continue
@@ -347,19 +354,21 @@ class Recorder:
             begin = self._anchor[1] + self._anchor[0].elapsed_time(first) * 1e-3
             end = begin + first.elapsed_time(last) * 1e-3
             self._events += first, last
-            self._count(Interval(name, layer, NAMES.get(name, ""), begin, end, size, flops), 0.0)
+            self._count(Interval(name, layer, NAMES.get(name, ""), begin, end, size, flops), 0.0, done)
         for _ in range(len(self._done)):
-            name, layer, begin, end, waited, size, flops = self._done.popleft()
+            name, layer, begin, end, waited, size, flops, done = self._done.popleft()
             row = ON_HOST if NAMES.get(name) == "GPU" else NAMES.get(name, "")
-            self._count(Interval(name, layer, row, begin, end, size, flops), waited)
+            self._count(Interval(name, layer, row, begin, end, size, flops), waited, done)
 
-    def _count(self, over: Interval, waited: float) -> None:
+    def _count(self, over: Interval, waited: float, done: Callable[[float], None] | None) -> None:
         found = self._sum(over.name, over.layer)
         found.seconds += over.end - over.begin
         found.waited += waited
         found.bytes += over.bytes
         found.flops += over.flops
         found.count += 1
+        if done is not None:
+            done(over.end - over.begin)
         if self._listener is not None:
             self._listener(over)
 

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import ktft
 from ktft import spans
 from ktft.spans import Interval, Recorder
+from ktft.system import available_memory
 from ktft.train import trace
 from ktft.train.attention import AttentionSpans, attention_modules
-from ktft.train.run_times import Since, times_of
+from ktft.train.run_times import Since, memory_now, times_of
 from ktft.train.trace import ROWS, Trace
 
 Checkpoint = Callable[[str], Path]
@@ -188,19 +189,21 @@ def test_many_threads_and_many_spans_lose_nothing(recorder: Recorder) -> None:
 
 
 def test_device_spans_are_read_when_they_are_over() -> None:
-    clock, seen, stream = Clock(), list[Interval](), object()
+    clock, seen, told, stream = Clock(), list[Interval](), list[float](), object()
     recorder = Recorder(clock.event)
     recorder.start(seen.append)
     recorder.on = True
     first = recorder.device("stream", 2, stream, bytes=100, flops=50)
+    first.done = told.append
     anchored = time.perf_counter()
     with first:
         clock.now += 4.0
     with recorder.device("copy_in", 2, stream):
         clock.now += 2.0
     clock.now -= 1.0  # the second is still under way
+    assert told == []
     sums = recorder.take()
-    assert set(sums) == {("stream", 2)}
+    assert set(sums) == {("stream", 2)} and told == [pytest.approx(4e-3)]
     one = sums["stream", 2]
     assert (one.count, one.bytes, one.flops, one.waited) == (1, 100, 50, 0.0)
     assert one.seconds == pytest.approx(4e-3)
@@ -221,6 +224,16 @@ def test_device_spans_are_read_when_they_are_over() -> None:
     clock.now -= 3.0
     assert set(recorder.take()) == {("resident", 0)}
     assert recorder.stop(wait=True)["stream", 5].seconds == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize("stream", [None, torch.cpu.Stream()])
+def test_device_spans_without_a_gpu_are_the_hosts(recorder: Recorder, stream: Any) -> None:
+    told: list[float] = []
+    with recorder.device("copy_in", 1, stream, bytes=8) as span:
+        span.done = told.append
+        time.sleep(0.001)
+    found = recorder.take()["copy_in", 1]
+    assert found.waited == found.seconds == told[0] >= 0.001 and found.bytes == 8
 
 
 def test_end_of_a_failed_run_asks_no_gpu() -> None:
@@ -263,6 +276,18 @@ def test_what_a_span_costs(recorder: Recorder, capsys: pytest.CaptureFixture[str
 
 def test_log_says_nothing_before_a_step() -> None:
     assert Since().take() == {}
+
+
+@pytest.mark.parametrize(("fraction", "left"), [(1.0, 50), (0.5, 10), (0.2, 0)])
+def test_room_on_a_gpu_is_that_at_its_peak(monkeypatch: pytest.MonkeyPatch, fraction: float, left: int) -> None:
+    """Of 100 bytes others hold 10; this process reserved 70, used up to 40, and may be capped."""
+    facts = {"is_available": True, "is_initialized": True, "max_memory_allocated": 40, "memory_reserved": 70}
+    facts |= {"mem_get_info": (20, 100), "get_per_process_memory_fraction": fraction}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    now = memory_now()
+    assert (now["gpu_bytes"], now["gpu_free_bytes"]) == (40, left)
+    assert now["ram_free_bytes"] == pytest.approx(available_memory(), rel=0.1)
 
 
 # --- trace ------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class _Moe(torch.autograd.Function):
             hidden, index, weights = (t.detach().to("cpu") for t in (hidden_states, top_k_index, top_k_weights))
         with spans.span("cpu", number) as span:
             out, saved = layer.forward(hidden, index, weights, lora, activation if needs_backward else "none")
-            _note_work(span, layer, index, len(PROJECTIONS))
+            note_work(span, layer, index, len(PROJECTIONS))
         ctx.layer, ctx.lora, ctx.record, ctx.saved = layer, lora, record, saved
         ctx.products = len(PROJECTIONS) + (2 if activation == "recompute" else 0)
         # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
@@ -50,7 +50,7 @@ class _Moe(torch.autograd.Function):
             grad, hidden, index, weights = (tensor.detach().to("cpu") for tensor in tensors)
         with spans.span("cpu", number) as span:
             grads = ctx.layer.backward(ctx.saved, grad, hidden, index, weights, ctx.lora)
-            _note_work(span, ctx.layer, index, ctx.products)
+            note_work(span, ctx.layer, index, ctx.products)
         if record is not None:
             record.count(index)
             if record.watching:
@@ -67,7 +67,7 @@ class _Moe(torch.autograd.Function):
         )
 
 
-def _note_work(span: spans.Span, layer: ExpertLayer, top_k_index: Tensor, products: int) -> None:
+def note_work(span: spans.Span, layer: ExpertLayer, top_k_index: Tensor, products: int) -> None:
     """What so many products with the chosen experts' matrices read and compute, LoRA not counted."""
     if spans.RECORDER.on:
         share = products / len(PROJECTIONS)

@@ -54,7 +54,7 @@ _TIME_STYLES = {
     "resident": ("experts: resident", "#c9a227"),
     "copy_in": ("copies to the GPU", "#3aa6a6"),
     "copy_out": ("copies from the GPU", "#a0704a"),
-    "wait": ("waiting for the GPU", _COLOURS[5]),
+    "wait": ("waiting", _COLOURS[5]),
     "optimizer": ("optimizer", _COLOURS[2]),
     "data": ("data loading", "#d583b0"),
     "other": ("other modules", _COLOURS[4]),

@@ -35,14 +35,14 @@ def times_of(seconds: float, sums: Sums) -> Row:
 def memory_now() -> Row:
     """Peaks so far (resident bytes of this process, bytes of its GPU) and what is left; None without a GPU.
 
-    On the GPU it is what was left at the peak.
+    On the GPU it is what was left at the peak, of what others leave to this process and its cap allows.
     """
     gpu = free = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         gpu = torch.cuda.max_memory_allocated()
         available, total = torch.cuda.mem_get_info()
         cap = int(torch.cuda.get_per_process_memory_fraction() * total)
-        free = min(available + torch.cuda.memory_reserved(), cap) - gpu
+        free = max(min(available + torch.cuda.memory_reserved(), cap) - gpu, 0)
     return {
         "rss_bytes": system.peak_rss(),
         "gpu_bytes": gpu,
