@@ -193,7 +193,9 @@ def _check_expert_checkpoint(value: Any) -> Any:
         return None
     path = Path(value)
     if not path.is_dir():
-        raise ValueError(f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files")
+        raise ValueError(
+            f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files"
+        )
     if not any(path.glob("*.safetensors")):
         raise ValueError(
             f"expert_checkpoint {str(path)!r} holds no .safetensors file: ktft packs a Hugging Face "
@@ -301,7 +303,9 @@ class KtKey:
 
 _ELSEWHERE = "set {} at the top level of the YAML, where LLaMA-Factory reads it"
 _ONE_PACKING = "one packed copy serves forward and backward"
-_BY_MEMORY = "experts that stay on the GPU are chosen by memory: set gpu_expert_memory to a size, for instance 8G, or auto"
+_BY_MEMORY = (
+    "experts that stay on the GPU are chosen by memory: set gpu_expert_memory to a size, for instance 8G, or auto"
+)
 _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts themselves"
 
 KT_KEYS: dict[str, KtKey] = {
