@@ -1,4 +1,4 @@
-"""Train a model of Qwen3-30B-A3B's shape under a VRAM cap: `python tests/scripts/train_large.py --directory /dev/shm/l`.
+r"""Train a model of Qwen3-30B-A3B's shape under a VRAM cap: `python tests/scripts/train_large.py --directory DIR`.
 
 Writes a converted checkpoint with random weights (every layer has its own file, of the same few experts), a byte-level
 tokenizer and a data set whose rows fill `--cutoff`. Then `llamafactory-cli train` runs with `use_kt`, LoRA on all, in a
@@ -6,7 +6,7 @@ process whose torch may take `--vram` of GPU memory and no more. Prints what eac
 time split of `ktft_report.json`. Where there is no GPU it trains on the CPU. Exits 1 if training fails, a loss is not
 finite, or more VRAM than the cap was taken. With a directory that has a checkpoint, that one is trained again.
 
-    python tests/scripts/train_large.py --directory /tmp/l --layers 2 --hidden-size 64 --intermediate-size 64 \\
+    python tests/scripts/train_large.py --directory /tmp/l --layers 2 --hidden-size 64 --intermediate-size 64 \
         --experts 8 --top-k 2 --vocabulary 320 --cutoff 64 --steps 3
 """
 

@@ -60,15 +60,16 @@ def make_config(shape: Shape, layers: int, vocabulary: int = VOCABULARY) -> Any:
             topk_method="greedy",
         )
     heads = max(1, shape.hidden_size // 64)
-    return Qwen3MoeConfig(
+    config: Any = Qwen3MoeConfig(
         **common,
-        **{"head_dim": 128 if heads > 1 else 64},  # the model reads it, the class does not list it
         intermediate_size=3 * shape.hidden_size,
         num_experts=shape.num_experts,
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 8),
         norm_topk_prob=True,
     )
+    config.head_dim = 128 if heads > 1 else 64
+    return config
 
 
 def empty_model(shape: Shape, layers: int, vocabulary: int = VOCABULARY) -> Any:
