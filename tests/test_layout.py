@@ -36,7 +36,18 @@ PYTHON_RANKS = {
     "bench": 11,
     "cli": 12,
 }
-CPP_RANKS = {"base": 0, "cuda": 1, "isa": 1, "quant": 2, "numa": 3, "kernels": 3, "moe": 4, "optim": 5, "bench": 5, "bind": 6}
+CPP_RANKS = {
+    "base": 0,
+    "cuda": 1,
+    "isa": 1,
+    "quant": 2,
+    "numa": 3,
+    "kernels": 3,
+    "moe": 4,
+    "optim": 5,
+    "bench": 5,
+    "bind": 6,
+}
 # The one file that may import a module which the rest must reach through it.
 GATEWAYS = {"ktft._C": "ktft/native/extension.py", "llamafactory": "ktft/train/llamafactory.py"}
 

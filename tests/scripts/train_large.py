@@ -47,6 +47,7 @@ from ktft.checkpoint.cache import (
     layer_tensors,
     sha256,
 )
+from ktft.checkpoint.convert import check_space
 from ktft.checkpoint.files import to_json, write_safetensors, write_whole
 from ktft.checkpoint.identity import identify
 from ktft.model.experts import expert_modules
@@ -101,7 +102,9 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
         metadata = layer_metadata(manifest, number, "0" * 64)
         write_safetensors(path / layer_file(number), list(tensors), metadata, content)
 
-    with part(f"packed experts, {args.layers * sum(tensor.nbytes for tensor in tensors) / 1e9:.1f} GB"):
+    size = args.layers * sum(tensor.nbytes for tensor in tensors)
+    check_space(path, size)
+    with part(f"packed experts, {size / 1e9:.1f} GB"):
         with ThreadPoolExecutor(layer.runtime.threads) as pool:
             list(pool.map(write, range(args.layers)))
         files = {name: describe_file(path / name) for name in (SHARD, *map(layer_file, range(args.layers)))}

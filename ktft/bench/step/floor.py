@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 
 from ktft import native
-from ktft.bench import machine
 from ktft.bench.step.cases import Job, Rates
 from ktft.bench.step.runners import clock, device_here
 
@@ -31,12 +30,12 @@ def _best(run_once: Callable[[], object], device: torch.device) -> float:
 
 
 @functools.cache
-def _memory(threads: int | None) -> native.StreamedMemory:
-    return native.StreamedMemory(native.runtime(threads), machine.read_bytes())
+def _memory(threads: int | None, nbytes: int) -> native.StreamedMemory:
+    return native.StreamedMemory(native.runtime(threads), nbytes)
 
 
-def measure_rates(threads: int | None) -> Rates:
-    """What the machine can do now; some tens of milliseconds after the first time."""
+def measure_rates(threads: int | None, read_bytes: int) -> Rates:
+    """What the machine can do now. Takes some tenths of a second, and `read_bytes` of memory to read from then on."""
     device = device_here()
     nbytes, size = (COPY_BYTES, PRODUCT) if device.type == "cuda" else ON_CPU
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
@@ -46,7 +45,7 @@ def measure_rates(threads: int | None) -> Rates:
     gpu = 2 * size**3 / _best(lambda: a @ a, device)
     time.sleep(0.05)  # torch's threads spin
     registers, _ = native.compute_ceilings(native.runtime(threads))
-    return Rates(registers, gpu, _memory(threads).read(), pcie)
+    return Rates(registers, gpu, _memory(threads, read_bytes).read(), pcie)
 
 
 def expert_bytes(job: Job) -> int:

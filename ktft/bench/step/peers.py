@@ -136,7 +136,8 @@ class Fsdp2Offload:
         base = empty_model(job.shape, job.layers)
         fill(base)
         self.model = attention_lora(base, job)
-        self.model.to(torch.bfloat16)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
         set_checkpointing(self.model, job, use_reentrant=False)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device)

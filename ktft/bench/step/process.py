@@ -12,6 +12,7 @@ import sys
 import tempfile
 from typing import Any
 
+from ktft.bench import machine
 from ktft.bench.step.cases import Job, Rates, Times
 
 ANSWER_SECONDS = 240.0
@@ -76,7 +77,7 @@ class Worker:
         Raises:
             WorkerError: it failed.
         """
-        return Rates(**self._ask({"rates": True, "threads": threads}))
+        return Rates(**self._ask({"rates": {"threads": threads, "read_bytes": machine.read_bytes()}}))
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if not self._ready:

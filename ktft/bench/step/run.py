@@ -19,6 +19,7 @@ from ktft.bench.step.process import Worker, WorkerError
 
 # Threads of the process that ran before may still spin: kt-kernel's do for 50 ms.
 SETTLE_SECONDS = 0.15
+WARM_RUNS = 2  # that do not count: buffers grow, lanes learn their rates
 AROUND = 2  # runs of ktft before and after a peer's, which its ratio is taken from
 
 
@@ -83,9 +84,9 @@ class Group:
                 self._try(worker, worker.make)
             self._workers = workers
             for tokens in self.plan.tokens:
-                self._round(tokens, 1, f"{self.title}, {tokens} tokens: warming up ...")
+                self._round(tokens, WARM_RUNS, f"{self.title}, {tokens} tokens, warming up:")
                 self._forget(tokens)
-                self._round(tokens, self.plan.runs, f"{self.title}, {tokens} tokens ...")
+                self._round(tokens, self.plan.runs, f"{self.title}, {tokens} tokens:")
             for name in self.plan.peers:
                 self._time_peer(name)
             self.facts = {worker.job.name: worker.facts for worker in workers}
@@ -144,9 +145,9 @@ class Group:
                     self.say(f"{self.title}, {tokens} tokens: {name} ...")
                     before = {key: list(found[-AROUND:]) for key, found in self.times.items() if key[0] == tokens}
                     time.sleep(SETTLE_SECONDS)
-                    steps = [worker.step(tokens) for _ in range(self.plan.runs + 1)]
+                    steps = [worker.step(tokens) for _ in range(WARM_RUNS + self.plan.runs)]
                     self._round(tokens, AROUND, f"{self.title}, {tokens} tokens, after {name}:")
-                    peer.times[tokens] = steps[1:]
+                    peer.times[tokens] = steps[WARM_RUNS:]
                     for key, first in before.items():
                         peer.around[key] = first + self.times[key][-AROUND:]
         except WorkerError as error:

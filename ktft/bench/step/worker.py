@@ -1,7 +1,7 @@
 """A process of its own for each runner: `python -m ktft.bench.step.worker`, a JSON line in, a JSON line out.
 
 So every runner has clean memory, may change what it likes, and may crash. Requests: `{"job": ...}` makes the runner,
-`{"tokens": T}` times one step, `{"rates": true}` measures the machine; the end of the input ends the process.
+`{"tokens": T}` times one step, `{"rates": ...}` measures the machine; the end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             runner = RUNNERS[job.runner](job)
             return dict(runner.facts())
         if "rates" in request:
-            return asdict(floor.measure_rates(request["threads"]))
+            return asdict(floor.measure_rates(**request["rates"]))
         return asdict(runner.step(request["tokens"]))
 
     print(json.dumps({}), file=answers, flush=True)  # all is imported
