@@ -68,8 +68,9 @@ def test_forced_lanes_and_residents(lane_recipe: Callable[..., Path]) -> None:
     assert some["step_seconds"] < without["step_seconds"]
     assert some["lanes"]["row_shares"]["resident"] > 24 * GIB / sum(some["packed_bytes"])
     every = lanes_of(recipe=lane_recipe(expert_format="k4", gpu_expert_memory="auto", placement="resident"))
-    free = every["machine"]["gpu"]["memory_bytes"] - (every["vram_bytes"] - every["vram"]["resident experts"])
-    assert every["vram"]["resident experts"] == pytest.approx(0.9 * free, rel=0.001)
+    others = every["vram_bytes"] - every["vram"]["resident experts"]
+    assert every["vram"]["resident experts"] > 5 * GIB
+    assert every["machine"]["gpu"]["memory_bytes"] - every["vram_bytes"] == pytest.approx(others / 4, abs=2)
     assert every["fits"] and not every["tight"]
 
 

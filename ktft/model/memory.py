@@ -24,7 +24,7 @@ CUDA_CONTEXT = 600 << 20  # of VRAM: driver, kernels, cuBLAS
 CUDA_HOST = 1200 << 20  # of RAM: the driver and pinned buffers
 VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used, one block of fp32 logits apart
 
-RESIDENT_SHARE = 0.9  # of the free VRAM that `gpu_expert_memory: auto` takes: what is left covers an estimate's error
+SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25  # that `gpu_expert_memory: auto` leaves free: at least, and of what is in use
 
 # csrc/quant/format.h, csrc/kernels/kernels.h
 _TILE_ROWS, _STRIP_PAD, _ROW_PAD, _RANK_BLOCK, _DOT_COLS = 16, 64, 32, 16, 64
@@ -319,16 +319,18 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
     outputs = len(shape.moe) * work.tokens * shape.hidden_size * BF16
     sizes = (
         0 if work.placement == "cpu" else config.LANE_BYTES,
-        resident_bytes(work.gpu_expert_memory, packed_bytes, free=0),
+        resident_bytes(work.gpu_expert_memory, packed_bytes, free=0, used=0),
         outputs if work.checkpointing else 0,
     )
     return dict(zip(LANE_PARTS, sizes, strict=True))
 
 
-def resident_bytes(wished: int | str, packed_bytes: int, free: int) -> int:
-    """VRAM for resident experts: what `gpu_expert_memory` says, or `auto`'s share of what training leaves free."""
-    size = int(max(free, 0) * RESIDENT_SHARE) if isinstance(wished, str) else wished
-    return min(size, packed_bytes)
+def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -> int:
+    """VRAM for resident experts: what `gpu_expert_memory` says; with `auto`, what is free beside all else that is used,
+    less what longer batches may need.
+    """
+    size = free - max(SPARE_VRAM, int(used * SPARE_SHARE)) if isinstance(wished, str) else wished
+    return min(max(size, 0), packed_bytes)
 
 
 # --- the check before loading -----------------------------------------------------------------------------------------

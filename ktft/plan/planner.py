@@ -161,7 +161,7 @@ class Planner:
         if machine.gpu is not None:
             room.append((need.vram_bytes, machine.gpu.memory_bytes))
             free = machine.gpu.memory_bytes - need.vram_bytes
-            resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free)
+            resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free, need.vram_bytes)
             need = need.with_residents(resident)
             lanes = simulated_lanes(shape, work, machine, rate, name, resident, self.routing)
         as_timed = machine.gpu == self.machine.gpu and work == self.work
