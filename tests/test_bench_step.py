@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from typer.testing import CliRunner
 
 from ktft import native
 from ktft.bench import machine
-from ktft.bench.step import floor, models, run
+from ktft.bench.peer import Job as KernelJob
+from ktft.bench.step import floor, models, peers, run
 from ktft.bench.step.cases import Job, Rates, StepRecord, Times, parse_step_shape
 from ktft.bench.step.peers import PEERS, RUNNERS, Fsdp2Offload, KtKernelLayer, Zero3Offload
 from ktft.bench.step.process import Worker, WorkerError
 from ktft.bench.step.runners import HfResident, Ktft, token_ids
+from ktft.bench.step.worker import serve
 from ktft.cli.main import app
 
 TINY = "8,2,64,64"
@@ -32,7 +35,7 @@ def bench(*arguments: str) -> Any:
 
 
 def job(**changes: Any) -> Job:
-    tiny = Job("ktft", parse_step_shape(TINY), 2, (24,), "uniform", 4, True, "int8", "auto", threads=2)
+    tiny = Job("ktft", parse_step_shape(TINY), 2, (24,), "uniform", 4, True, "int8", "auto", threads=1)
     return replace(tiny, **changes)
 
 
@@ -82,7 +85,7 @@ def test_command(tmp_path: Path) -> None:
     """As a user types it: a process a model, one for the peer."""
     output, plot = tmp_path / "steps.jsonl", tmp_path / "steps.png"
     done = bench("--shape", TINY, "--layers", "1", "--tokens", "32", "--format", "int8", "--placement", "cpu", "--runs",
-                 "1", "--threads", "2", "--peer", "hf-resident", "--peer", "zero3-offload", "--output", str(output),
+                 "1", "--threads", "1", "--peer", "hf-resident", "--peer", "zero3-offload", "--output", str(output),
                  "--plot", str(plot))  # fmt: skip
     assert done.exit_code == 0, done.output
     (record,) = map(json.loads, output.read_text().splitlines())
@@ -94,7 +97,7 @@ def test_command(tmp_path: Path) -> None:
     assert record["ms_per_layer"] == record["step_ms"]
     assert record["floor_ms"] > record["without_experts_ms"] > 0
     assert record["rss_bytes"] > 1e8
-    assert record["threads"] == 2 and record["marginal_ms_per_layer"] is None
+    assert record["threads"] == 1 and record["marginal_ms_per_layer"] is None
     peer = record["peers"]["hf-resident"]
     assert peer["ratio"] > 0 and peer["rss_bytes"] > 1e8
     assert set(record["peers"]) | set(record["absent_peers"]) == {each.name for each in PEERS}
@@ -109,7 +112,7 @@ def test_command(tmp_path: Path) -> None:
 def test_marginal_of_two_layer_counts(tmp_path: Path) -> None:
     output = tmp_path / "steps.jsonl"
     done = bench("--shape", TINY, "--layers", "3", "--layers", "1", "--tokens", "24", "--format", "k4", "--runs", "2",
-                 "--routing", "zipf", "--no-checkpointing", "--peer", "hf-resident",
+                 "--threads", "1", "--routing", "zipf", "--no-checkpointing", "--peer", "hf-resident",
                  "--output", str(output))  # fmt: skip
     assert done.exit_code == 0, done.output
     one, three = map(json.loads, output.read_text().splitlines())
@@ -131,15 +134,25 @@ def test_a_model_that_cannot_run_does_not_end_the_others(tmp_path: Path) -> None
     assert [json.loads(line)["format"] for line in output.read_text().splitlines()] == ["k4"]
 
 
-def test_worker_says_why_it_failed() -> None:
-    with Worker(job(format="nonsense")) as worker:
-        with pytest.raises(WorkerError, match="ktft nonsense auto: ValueError: expert_format is 'nonsense'"):
-            worker.make()
-        with pytest.raises(WorkerError, match="AttributeError"):
-            worker.step(24)
+def test_worker_answers_every_request() -> None:
+    requests = [{"tokens": 24}, {"job": job(format="nonsense").to_dict()}, {"job": job(threads=1).to_dict()}]
+    requests += [{"tokens": 24}, {"rates": {"threads": 1, "read_bytes": 16 << 20}}]
+    answers = io.StringIO()
+    serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers)
+    ready, early, wrong, made, step, rates = map(json.loads, answers.getvalue().splitlines())
+    assert ready == {}
+    assert early["error"].startswith("AttributeError")
+    assert wrong["error"].startswith("ValueError: expert_format is 'nonsense'")
+    assert made == {"device": made["device"], "isa": native.default_isa(), "threads": 1}
+    assert Times(**step).step > 0
+    assert all(value > 0 for value in asdict(Rates(**rates)).values())
+
+
+def test_worker_that_dies() -> None:
+    with Worker(job()) as worker:
         worker._process.kill()
-        with pytest.raises(WorkerError, match="ended with -9"):
-            worker.step(24)
+        with pytest.raises(WorkerError, match="ktft int8 auto: its process ended with -9"):
+            worker.make()
 
 
 @pytest.mark.parametrize(
@@ -243,6 +256,34 @@ def test_fsdp_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.step(24).backward > 0
     torch.distributed.destroy_process_group()
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+class OneLayer:
+    """Stands for kt-kernel: ktft's own layer."""
+
+    def absent(self) -> str:
+        return ""
+
+    def make(self, job: KernelJob) -> Any:
+        assert job.case.format == "int8" and job.case.tokens == len(job.batch.x)
+        return job.ktft
+
+
+@pytest.mark.usefixtures("in_process")
+def test_kernels_of_one_layer_beside_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its figure is of one layer, and is not divided by the layers of the model."""
+    monkeypatch.setattr(peers, "KtKernel", OneLayer)
+    monkeypatch.setattr(KtKernelLayer, "absent", staticmethod(lambda: ""))
+    monkeypatch.setattr(machine, "MAX_COPIES", 2)
+    output, plot = tmp_path / "steps.jsonl", tmp_path / "steps.png"
+    done = bench("--shape", TINY, "--layers", "2", "--tokens", "16", "--tokens", "64", "--format", "k4", "--runs", "1",
+                 "--threads", "1", "--peer", "kt-kernel", "--output", str(output), "--plot", str(plot))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for record in map(json.loads, output.read_text().splitlines()):
+        peer = record["peers"]["kt-kernel"]
+        assert peer["ms_per_layer"] == pytest.approx(peer["forward_ms"] + peer["backward_ms"], rel=1e-3)
+        assert peer["marginal_ms_per_layer"] is None and peer["optimizer_ms"] == 0
+    assert plot.is_file()
 
 
 def test_peers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
