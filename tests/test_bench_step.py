@@ -66,7 +66,10 @@ class LocalWorker:
     def make(self) -> None:
         if self.job.format == "bf16":
             raise WorkerError(f"{self.job.name}: no bf16 today")
-        self._runner = RUNNERS[self.job.runner](self.job)
+        try:
+            self._runner = RUNNERS[self.job.runner](self.job)
+        except ValueError as error:
+            raise WorkerError(f"{self.job.name}: {error}") from None
         self.facts = self._runner.facts()
 
     def step(self, tokens: int) -> Times:
@@ -143,7 +146,7 @@ def test_worker_answers_every_request() -> None:
     assert ready == {}
     assert early["error"].startswith("AttributeError")
     assert wrong["error"].startswith("ValueError: expert_format is 'nonsense'")
-    assert made == {"device": made["device"], "isa": native.default_isa(), "threads": 1}
+    assert made == {"device": "cpu", "isa": native.default_isa(), "threads": 1, "lanes": "cpu"}
     assert Times(**step).step > 0
     assert all(value > 0 for value in asdict(Rates(**rates)).values())
 
@@ -244,6 +247,40 @@ def test_training_moves_attention_and_experts() -> None:
     assert any(".experts.lora_B" in name for name in moved) and any("q_proj.lora_B" in name for name in moved)
 
 
+@pytest.mark.usefixtures("in_process")
+def test_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every placement, with the CPU's torch for a GPU: the floor knows the lanes, and residents are made."""
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+    output = tmp_path / "steps.jsonl"
+    placements = ("auto", "cpu", "stream", "resident")
+    done = bench("--shape", TINY, "--layers", "2", "--tokens", "24", "--format", "int8", "--runs", "1",
+                 "--threads", "1", *(word for name in placements for word in ("--placement", name)),
+                 "--gpu-expert-memory", "1G", "--peer", "none", "--output", str(output))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    records = {record["placement"]: record for record in map(json.loads, output.read_text().splitlines())}
+    assert set(records) == set(placements)
+    floors = {name: records[name]["floor_ms"] for name in placements}
+    assert floors["resident"] == floors["auto"] < min(floors["cpu"], floors["stream"])
+    assert {name: records[name]["gpu_expert_memory"] for name in placements} == {
+        "auto": 1 << 30, "cpu": 0, "stream": 0, "resident": 1 << 30
+    }  # fmt: skip
+    runner = Ktft(job(placement="resident", gpu_expert_memory=1 << 30))
+    runner.step(24)
+    assert runner.lanes is not None and runner.lanes.residents is not None
+    layers = [module.layer for module in runner.model.modules() if type(module).__name__ == "KtftExperts"]
+    assert all(len(runner.lanes.residents.slots(layer)) == 8 for layer in layers)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = bench("--shape", TINY, "--layers", "1", "--tokens", "8", "--format", "int8", "--placement", "stream",
+                 "--runs", "1", "--peer", "none")  # fmt: skip
+    assert done.exit_code == 1
+    assert "ktft int8 stream" in done.stderr and "torch sees no GPU" in done.stderr
+
+
 def test_fsdp_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # so that what the peer sets is taken back
@@ -326,14 +363,13 @@ def test_floor_is_the_best_of_all_splits() -> None:
 
 
 def test_floor_of_a_model() -> None:
-    """Bytes are those of the packed format; without a GPU `auto` has the CPU alone; residents need no copies."""
+    """Bytes are those of the packed format; residents need no copies."""
     rates = Rates(1e30, 1e30, 1e9, 1e9)
     counts = [[1] * 8, [0] * 7 + [24]]
     packed = sum(native.packed_bytes(8, 64, 64, "int8", 1)) / 8
-    cpu = floor.experts_floor(job(placement="cpu"), counts, rates, True)
+    cpu = floor.experts_floor(job(placement="cpu"), counts, rates)
     assert cpu == pytest.approx(2 * (8 + 1) * packed / 1e9)
-    assert floor.experts_floor(job(placement="auto"), counts, rates, False) == cpu
-    assert floor.experts_floor(job(placement="auto"), counts, rates, True) == pytest.approx(2 * (4 + 1) * packed / 1e9)
-    assert floor.experts_floor(job(placement="resident"), counts, rates, True) < cpu / 1e6
+    assert floor.experts_floor(job(placement="auto"), counts, rates) == pytest.approx(2 * (4 + 1) * packed / 1e9)
+    assert floor.experts_floor(job(placement="resident"), counts, rates) < cpu / 1e6
     some = job(gpu_expert_memory=int(2 * 4 * packed))
-    assert floor.experts_floor(some, counts, rates, True) == pytest.approx(2 * 2 * packed / 1e9)
+    assert floor.experts_floor(some, counts, rates) == pytest.approx(2 * 2 * packed / 1e9)

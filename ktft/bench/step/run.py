@@ -196,7 +196,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
         *(statistics.median(getattr(each, name) for each in group.rates[tokens]) for name in Rates.__annotations__)
     )
     counts = [models.counts(job, layer, tokens) for layer in range(job.layers)]
-    least = around + floor.experts_floor(job, counts, rates, facts["device"] != "cpu")
+    least = around + floor.experts_floor(replace(job, placement=facts["lanes"]), counts, rates)
     marginal = None
     if smaller is not None and (tokens, job.name) in smaller.times:
         more = step - median(smaller.times[tokens, job.name], "step")
