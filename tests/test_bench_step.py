@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from typer.testing import CliRunner
 
 from ktft import native
 from ktft.bench import machine
-from ktft.bench.step import floor, models, run
+from ktft.bench.peer import Job as KernelJob
+from ktft.bench.step import floor, models, peers, run
 from ktft.bench.step.cases import Job, Rates, StepRecord, Times, parse_step_shape
 from ktft.bench.step.peers import PEERS, RUNNERS, Fsdp2Offload, KtKernelLayer, Zero3Offload
 from ktft.bench.step.process import Worker, WorkerError
 from ktft.bench.step.runners import HfResident, Ktft, token_ids
+from ktft.bench.step.worker import serve
 from ktft.cli.main import app
 
 TINY = "8,2,64,64"
@@ -32,7 +35,7 @@ def bench(*arguments: str) -> Any:
 
 
 def job(**changes: Any) -> Job:
-    tiny = Job("ktft", parse_step_shape(TINY), 2, (24,), "uniform", 4, True, "int8", "auto", threads=2)
+    tiny = Job("ktft", parse_step_shape(TINY), 2, (24,), "uniform", 4, True, "int8", "auto", threads=1)
     return replace(tiny, **changes)
 
 
@@ -63,7 +66,10 @@ class LocalWorker:
     def make(self) -> None:
         if self.job.format == "bf16":
             raise WorkerError(f"{self.job.name}: no bf16 today")
-        self._runner = RUNNERS[self.job.runner](self.job)
+        try:
+            self._runner = RUNNERS[self.job.runner](self.job)
+        except ValueError as error:
+            raise WorkerError(f"{self.job.name}: {error}") from None
         self.facts = self._runner.facts()
 
     def step(self, tokens: int) -> Times:
@@ -82,7 +88,7 @@ def test_command(tmp_path: Path) -> None:
     """As a user types it: a process a model, one for the peer."""
     output, plot = tmp_path / "steps.jsonl", tmp_path / "steps.png"
     done = bench("--shape", TINY, "--layers", "1", "--tokens", "32", "--format", "int8", "--placement", "cpu", "--runs",
-                 "1", "--threads", "2", "--peer", "hf-resident", "--peer", "zero3-offload", "--output", str(output),
+                 "1", "--threads", "1", "--peer", "hf-resident", "--peer", "zero3-offload", "--output", str(output),
                  "--plot", str(plot))  # fmt: skip
     assert done.exit_code == 0, done.output
     (record,) = map(json.loads, output.read_text().splitlines())
@@ -94,7 +100,7 @@ def test_command(tmp_path: Path) -> None:
     assert record["ms_per_layer"] == record["step_ms"]
     assert record["floor_ms"] > record["without_experts_ms"] > 0
     assert record["rss_bytes"] > 1e8
-    assert record["threads"] == 2 and record["marginal_ms_per_layer"] is None
+    assert record["threads"] == 1 and record["marginal_ms_per_layer"] is None
     peer = record["peers"]["hf-resident"]
     assert peer["ratio"] > 0 and peer["rss_bytes"] > 1e8
     assert set(record["peers"]) | set(record["absent_peers"]) == {each.name for each in PEERS}
@@ -109,7 +115,7 @@ def test_command(tmp_path: Path) -> None:
 def test_marginal_of_two_layer_counts(tmp_path: Path) -> None:
     output = tmp_path / "steps.jsonl"
     done = bench("--shape", TINY, "--layers", "3", "--layers", "1", "--tokens", "24", "--format", "k4", "--runs", "2",
-                 "--routing", "zipf", "--no-checkpointing", "--peer", "hf-resident",
+                 "--threads", "1", "--routing", "zipf", "--no-checkpointing", "--peer", "hf-resident",
                  "--output", str(output))  # fmt: skip
     assert done.exit_code == 0, done.output
     one, three = map(json.loads, output.read_text().splitlines())
@@ -131,15 +137,25 @@ def test_a_model_that_cannot_run_does_not_end_the_others(tmp_path: Path) -> None
     assert [json.loads(line)["format"] for line in output.read_text().splitlines()] == ["k4"]
 
 
-def test_worker_says_why_it_failed() -> None:
-    with Worker(job(format="nonsense")) as worker:
-        with pytest.raises(WorkerError, match="ktft nonsense auto: ValueError: expert_format is 'nonsense'"):
-            worker.make()
-        with pytest.raises(WorkerError, match="AttributeError"):
-            worker.step(24)
+def test_worker_answers_every_request() -> None:
+    requests = [{"tokens": 24}, {"job": job(format="nonsense").to_dict()}, {"job": job(threads=1).to_dict()}]
+    requests += [{"tokens": 24}, {"rates": {"threads": 1, "read_bytes": 16 << 20}}]
+    answers = io.StringIO()
+    serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers)
+    ready, early, wrong, made, step, rates = map(json.loads, answers.getvalue().splitlines())
+    assert ready == {}
+    assert early["error"].startswith("AttributeError")
+    assert wrong["error"].startswith("ValueError: expert_format is 'nonsense'")
+    assert made == {"device": "cpu", "isa": native.default_isa(), "threads": 1, "lanes": "cpu"}
+    assert Times(**step).step > 0
+    assert all(value > 0 for value in asdict(Rates(**rates)).values())
+
+
+def test_worker_that_dies() -> None:
+    with Worker(job()) as worker:
         worker._process.kill()
-        with pytest.raises(WorkerError, match="ended with -9"):
-            worker.step(24)
+        with pytest.raises(WorkerError, match="ktft int8 auto: its process ended with -9"):
+            worker.make()
 
 
 @pytest.mark.parametrize(
@@ -231,6 +247,40 @@ def test_training_moves_attention_and_experts() -> None:
     assert any(".experts.lora_B" in name for name in moved) and any("q_proj.lora_B" in name for name in moved)
 
 
+@pytest.mark.usefixtures("in_process")
+def test_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every placement, with the CPU's torch for a GPU: the floor knows the lanes, and residents are made."""
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+    output = tmp_path / "steps.jsonl"
+    placements = ("auto", "cpu", "stream", "resident")
+    done = bench("--shape", TINY, "--layers", "2", "--tokens", "24", "--format", "int8", "--runs", "1",
+                 "--threads", "1", *(word for name in placements for word in ("--placement", name)),
+                 "--gpu-expert-memory", "1G", "--peer", "none", "--output", str(output))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    records = {record["placement"]: record for record in map(json.loads, output.read_text().splitlines())}
+    assert set(records) == set(placements)
+    floors = {name: records[name]["floor_ms"] for name in placements}
+    assert floors["resident"] == floors["auto"] < min(floors["cpu"], floors["stream"])
+    assert {name: records[name]["gpu_expert_memory"] for name in placements} == {
+        "auto": 1 << 30, "cpu": 0, "stream": 0, "resident": 1 << 30
+    }  # fmt: skip
+    runner = Ktft(job(placement="resident", gpu_expert_memory=1 << 30))
+    runner.step(24)
+    assert runner.lanes is not None and runner.lanes.residents is not None
+    layers = [module.layer for module in runner.model.modules() if type(module).__name__ == "KtftExperts"]
+    assert all(len(runner.lanes.residents.slots(layer)) == 8 for layer in layers)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = bench("--shape", TINY, "--layers", "1", "--tokens", "8", "--format", "int8", "--placement", "stream",
+                 "--runs", "1", "--peer", "none")  # fmt: skip
+    assert done.exit_code == 1
+    assert "ktft int8 stream" in done.stderr and "torch sees no GPU" in done.stderr
+
+
 def test_fsdp_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # so that what the peer sets is taken back
@@ -243,6 +293,34 @@ def test_fsdp_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.step(24).backward > 0
     torch.distributed.destroy_process_group()
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+class OneLayer:
+    """Stands for kt-kernel: ktft's own layer."""
+
+    def absent(self) -> str:
+        return ""
+
+    def make(self, job: KernelJob) -> Any:
+        assert job.case.format == "int8" and job.case.tokens == len(job.batch.x)
+        return job.ktft
+
+
+@pytest.mark.usefixtures("in_process")
+def test_kernels_of_one_layer_beside_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its figure is of one layer, and is not divided by the layers of the model."""
+    monkeypatch.setattr(peers, "KtKernel", OneLayer)
+    monkeypatch.setattr(KtKernelLayer, "absent", staticmethod(lambda: ""))
+    monkeypatch.setattr(machine, "MAX_COPIES", 2)
+    output, plot = tmp_path / "steps.jsonl", tmp_path / "steps.png"
+    done = bench("--shape", TINY, "--layers", "2", "--tokens", "16", "--tokens", "64", "--format", "k4", "--runs", "1",
+                 "--threads", "1", "--peer", "kt-kernel", "--output", str(output), "--plot", str(plot))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for record in map(json.loads, output.read_text().splitlines()):
+        peer = record["peers"]["kt-kernel"]
+        assert peer["ms_per_layer"] == pytest.approx(peer["forward_ms"] + peer["backward_ms"], rel=1e-3)
+        assert peer["marginal_ms_per_layer"] is None and peer["optimizer_ms"] == 0
+    assert plot.is_file()
 
 
 def test_peers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +363,13 @@ def test_floor_is_the_best_of_all_splits() -> None:
 
 
 def test_floor_of_a_model() -> None:
-    """Bytes are those of the packed format; without a GPU `auto` has the CPU alone; residents need no copies."""
+    """Bytes are those of the packed format; residents need no copies."""
     rates = Rates(1e30, 1e30, 1e9, 1e9)
     counts = [[1] * 8, [0] * 7 + [24]]
     packed = sum(native.packed_bytes(8, 64, 64, "int8", 1)) / 8
-    cpu = floor.experts_floor(job(placement="cpu"), counts, rates, True)
+    cpu = floor.experts_floor(job(placement="cpu"), counts, rates)
     assert cpu == pytest.approx(2 * (8 + 1) * packed / 1e9)
-    assert floor.experts_floor(job(placement="auto"), counts, rates, False) == cpu
-    assert floor.experts_floor(job(placement="auto"), counts, rates, True) == pytest.approx(2 * (4 + 1) * packed / 1e9)
-    assert floor.experts_floor(job(placement="resident"), counts, rates, True) < cpu / 1e6
+    assert floor.experts_floor(job(placement="auto"), counts, rates) == pytest.approx(2 * (4 + 1) * packed / 1e9)
+    assert floor.experts_floor(job(placement="resident"), counts, rates) < cpu / 1e6
     some = job(gpu_expert_memory=int(2 * 4 * packed))
-    assert floor.experts_floor(some, counts, rates, True) == pytest.approx(2 * 2 * packed / 1e9)
+    assert floor.experts_floor(some, counts, rates) == pytest.approx(2 * 2 * packed / 1e9)

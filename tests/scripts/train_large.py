@@ -171,7 +171,6 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "bf16": on_gpu,
-        "use_cpu": not on_gpu,
     }
 
 

@@ -82,11 +82,10 @@ def pass_floor(
     return best
 
 
-def experts_floor(job: Job, counts: list[list[int]], rates: Rates, has_gpu: bool) -> float:
+def experts_floor(job: Job, counts: list[list[int]], rates: Rates) -> float:
     """Seconds of all layers' experts, forward and backward once each. `counts`: tokens an expert, layer by layer."""
     size, shape = expert_bytes(job), job.shape
-    placement = "cpu" if job.placement == "auto" and not has_gpu else job.placement
-    memory = 0 if placement == "cpu" else job.settings().gpu_expert_memory
+    memory = job.settings().gpu_expert_memory
     each = shape.num_experts if memory == "auto" else int(memory) // (size * job.layers)
     flops = 6.0 * shape.hidden_size * shape.intermediate_size
-    return sum(PASSES * pass_floor(layer, size, flops, rates, placement, each) for layer in counts)
+    return sum(PASSES * pass_floor(layer, size, flops, rates, job.placement, each) for layer in counts)

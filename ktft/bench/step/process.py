@@ -35,7 +35,12 @@ class Worker:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         command = [sys.executable, "-P", "-m", "ktft.bench.step.worker"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the same ktft
         )
         self._ready = False
 

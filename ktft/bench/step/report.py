@@ -14,6 +14,7 @@ from ktft.bench.report import NOT_ASKED, short
 from ktft.bench.step.cases import StepRecord
 
 PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "kt", "hf-resident": "hf"}
+FLOOR = ", floor"
 
 
 def make_table(records: Sequence[StepRecord]) -> Table:
@@ -67,8 +68,12 @@ def plot(records: Iterable[StepRecord], path: Path) -> None:
     figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
     for panel, axes in zip(panels.items(), figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         (shape, routing, layers), found = panel
-        for label, (tokens, ms, style) in sorted(_lines(found).items()):
-            axes.plot(tokens, ms, style, label=label)
+        lines = _lines(found)
+        colors = {
+            name: f"C{number}" for number, name in enumerate(sorted({name.removesuffix(FLOOR) for name in lines}))
+        }
+        for label, (tokens, ms, style) in sorted(lines.items()):
+            axes.plot(tokens, ms, style, label=label, color=colors[label.removesuffix(FLOOR)])
         axes.set(title=f"{shape}, {layers} layers, {routing}", xlabel="tokens", ylabel="ms a layer")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -84,8 +89,8 @@ def _lines(records: Sequence[StepRecord]) -> dict[str, tuple[list[int], list[flo
         name = f"{r.format} {r.placement}"
         points.setdefault(name, {})[r.tokens] = r.ms_per_layer
         styles[name] = "-o"
-        points.setdefault(f"{name}, floor", {})[r.tokens] = r.floor_ms / r.layers
-        styles[f"{name}, floor"] = ":"
+        points.setdefault(name + FLOOR, {})[r.tokens] = r.floor_ms / r.layers
+        styles[name + FLOOR] = ":"
         for peer, figure in r.peers.items():
             points.setdefault(peer, {})[r.tokens] = figure.ms_per_layer
             styles[peer] = "--s"

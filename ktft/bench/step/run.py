@@ -71,7 +71,7 @@ class Group:
         self.absent: dict[str, str] = {name: NOT_ASKED for name in (p.name for p in PEERS) if name not in plan.peers}
         self.times: dict[tuple[int, str], list[Times]] = {}
         self.skipped: dict[int, list[Times]] = {}
-        self.rates: list[Rates] = []
+        self.rates: dict[int, list[Rates]] = {}
         self.peers: dict[str, Peer] = {}
 
     def run(self) -> None:
@@ -114,7 +114,7 @@ class Group:
         for run in range(runs):
             self.say(f"{title} {run + 1}/{runs}")
             time.sleep(SETTLE_SECONDS)
-            self.rates.append(self._without.rates(self.plan.threads))
+            self.rates.setdefault(tokens, []).append(self._without.rates(self.plan.threads))
             time.sleep(SETTLE_SECONDS)
             self.skipped.setdefault(tokens, []).append(self._without.step(tokens))
             for worker in self._workers:
@@ -125,8 +125,7 @@ class Group:
 
     def _forget(self, tokens: int) -> None:
         """What warmed up does not count."""
-        self.skipped.pop(tokens, None)
-        self.rates.clear()
+        del self.skipped[tokens], self.rates[tokens]
         for key in [key for key in self.times if key[0] == tokens]:
             del self.times[key]
 
@@ -193,9 +192,11 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
     """One of ktft's models at one batch size; `smaller` is the group of fewer layers, if one was timed."""
     times, facts, shape = group.times[tokens, job.name], group.facts[job.name], job.shape
     step, around = median(times, "step"), median(group.skipped[tokens], "passes")
-    rates = Rates(*(statistics.median(getattr(each, name) for each in group.rates) for name in Rates.__annotations__))
+    rates = Rates(
+        *(statistics.median(getattr(each, name) for each in group.rates[tokens]) for name in Rates.__annotations__)
+    )
     counts = [models.counts(job, layer, tokens) for layer in range(job.layers)]
-    least = around + floor.experts_floor(job, counts, rates, facts["device"] != "cpu")
+    least = around + floor.experts_floor(replace(job, placement=facts["lanes"]), counts, rates)
     marginal = None
     if smaller is not None and (tokens, job.name) in smaller.times:
         more = step - median(smaller.times[tokens, job.name], "step")
@@ -253,7 +254,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Iterator[StepRecord | str]:
     for shape in plan.shapes:
         for routing in plan.routings:
             smaller: Group | None = None
-            for layers in sorted(plan.layers):
+            for layers in sorted(set(plan.layers)):
                 group = Group(plan, shape, layers, routing, say)
                 group.run()
                 yield from (f"{group.title}: {reason}" for reason in group.failed.values())

@@ -10,9 +10,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ktft import native, system
+from ktft import system
 from ktft.bench.step.cases import VOCABULARY, Job, Times
 from ktft.bench.step.models import fix_routing, ktft_model, set_checkpointing, skipped_model, stock_model
+from ktft.config import emulate_gpu
+from ktft.lanes.placement import usable_placement
+from ktft.model.experts import find_experts
 from ktft.train.optimizer import AdamW
 
 LEARNING_RATE = 1e-4
@@ -35,7 +38,7 @@ class Runner(Protocol):
         """One training step of one sequence."""
 
     def facts(self) -> dict[str, Any]:
-        """`device`, and of ktft `isa` and `threads`."""
+        """`device`, and of ktft `isa`, `threads` and `lanes`."""
 
 
 def device_here() -> torch.device:
@@ -114,7 +117,16 @@ class ModelRunner:
         set_checkpointing(self.model, job)
         fix_routing(self.model, job, self.device)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = AdamW(trained, lr=LEARNING_RATE)
+        self.optimizer = self.make_optimizer(trained)
+
+    def make_optimizer(self, trained: list[Tensor]) -> AdamW:
+        """Of the parameters that are trained."""
+        return AdamW(trained, lr=LEARNING_RATE)
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def step(self, tokens: int) -> Times:
         """See `Runner`."""
@@ -125,11 +137,7 @@ class ModelRunner:
                 loss: Tensor = self.model(input_ids=ids, labels=ids).loss
             return loss
 
-        def update() -> None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-        return timed(self.device, forward, lambda loss: loss.backward(), update)
+        return timed(self.device, forward, lambda loss: loss.backward(), self.update)
 
     def facts(self) -> dict[str, Any]:
         """See `Runner`."""
@@ -143,13 +151,25 @@ class Ktft(ModelRunner):
     make = staticmethod(ktft_model)
 
     def __init__(self, job: Job) -> None:
-        settings = job.settings()
-        self.runtime = native.runtime(settings.threads, settings.numa_nodes, settings.isa)
+        self.placement = usable_placement(job.settings(), cuda=torch.cuda.is_available() or emulate_gpu())
         super().__init__(job)
 
+    def make_optimizer(self, trained: list[Tensor]) -> AdamW:
+        """As ktft's Trainer does."""
+        experts = list(find_experts(self.model).values())
+        self.runtime = experts[0].layer.runtime
+        self.lanes = next((module.laned.lanes for module in experts if module.laned is not None), None)
+        return AdamW(trained, lr=LEARNING_RATE, runtime=self.runtime)
+
+    def update(self) -> None:
+        """The optimizer's step, and what ktft does between steps."""
+        super().update()
+        if self.lanes is not None:
+            self.lanes.end_step()
+
     def facts(self) -> dict[str, Any]:
-        """See `Runner`."""
-        return super().facts() | {"isa": self.runtime.isa, "threads": self.runtime.threads}
+        """See `Runner`; `lanes` is the placement that this machine can do."""
+        return super().facts() | {"isa": self.runtime.isa, "threads": self.runtime.threads, "lanes": self.placement}
 
 
 class Skipped(ModelRunner):
