@@ -1,4 +1,4 @@
-"""Routed experts in lanes, the CPU's torch standing in for a GPU: every mix against the reference, and checkpointing."""
+"""Routed experts in lanes, the CPU's torch standing in for a GPU: every mix against the reference; checkpointing."""
 
 from __future__ import annotations
 

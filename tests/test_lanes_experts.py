@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from lanes import Lane, decoded, exact
@@ -13,10 +16,10 @@ from torch import Tensor
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
-from ktft.lanes import products, torch_ops
+from ktft.lanes import ops, products, torch_ops
 from ktft.lanes.dropout import Dropout, stays
 from ktft.lanes.ops import operations
-from ktft.lanes.routes import lay_out, route
+from ktft.lanes.routes import PIECE_ROWS, lay_out, piece_rows, route
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 
@@ -161,7 +164,18 @@ def test_products_are_laid_out_as_torch_groups_them(monkeypatch: pytest.MonkeyPa
     assert_contract(compare(layer, lora, *inputs, oracle=swiglu_oracle(layer), forward=Lane(chunk=5, piece_rows=9)))
 
 
+def test_pieces_are_smaller_where_rows_are_wide() -> None:
+    assert piece_rows(2048, 768) == PIECE_ROWS
+    assert piece_rows(7168, 2048) == (384 << 20) // (2 * (3 * 7168 + 4 * 2048)) < PIECE_ROWS
+
+
 def test_torch_operations_where_triton_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
     assert operations(torch.device("cpu")) is torch_ops
+    monkeypatch.setattr(ops, "has_triton", lambda: False)
+    assert operations(cuda) is torch_ops
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    monkeypatch.setitem(sys.modules, "ktft.lanes.triton_ops", chosen := ModuleType("triton_ops"))
+    assert operations(cuda) is chosen
     monkeypatch.setenv("KTFT_TRITON", "0")
-    assert operations(torch.device("cuda")) is torch_ops
+    assert operations(cuda) is torch_ops

@@ -31,7 +31,8 @@ class Crossing:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.out, self.into = (torch.cuda.Stream(device) for _ in range(2)) if device.type == "cuda" else (None, None)
+        self.out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.into: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that copies to and from the device run beside everything else."""

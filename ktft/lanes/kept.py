@@ -46,8 +46,9 @@ class KeptOutputs:
         """The output of this routing and these adapters, which is forgotten here; None if there is none."""
         state = _state(lora)
         for kept in reversed(self._kept):
+            unchanged = kept.state == state and kept.out._version == kept.version
             same = zip(kept.inputs, (top_k_index, top_k_weights), strict=True)
-            if kept.state == state and kept.out._version == kept.version and all(torch.equal(old, new) for old, new in same):
+            if unchanged and all(torch.equal(old, new) for old, new in same):
                 self._kept.remove(kept)
                 return kept.out.detach()
         return None

@@ -103,9 +103,7 @@ class Lanes:
         """Begin work on the CPU's own thread, which waits without holding up Python."""
         return self._cpu.submit(work, *args, **kwargs)
 
-    def begin(
-        self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: str
-    ) -> Pass:
+    def begin(self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: str) -> Pass:
         """Decide where the experts of a pass run, by rows an expert.
 
         Experts that `ahead` began to copy count as resident: what remains of their copies costs no one anything.

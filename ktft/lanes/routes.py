@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 PIECE_ROWS = 16384
-"""Rows of one chunk that are computed at once: what bounds the memory of their activations."""
+"""Rows of one chunk that are computed at once, at most: so many keep a GPU busy."""
+PIECE_BYTES = 384 << 20
+"""Of the activations of these rows."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ def route(top_k_index: Tensor, counts: Sequence[int]) -> Routes:
     keys = torch.where(flat < 0, len(counts), flat).to(torch.int16)  # few bits: a short radix sort
     order = torch.sort(keys, stable=True).indices.to(torch.int32)
     return Routes(order, [0, *itertools.accumulate(counts)], top_k_index.shape[1])
+
+
+def piece_rows(hidden: int, intermediate: int) -> int:
+    """Rows whose activations fit in `PIECE_BYTES`: in backward x, dy and dx; gate and up, h and dh; all bf16."""
+    return max(1, min(PIECE_ROWS, PIECE_BYTES // (2 * (3 * hidden + 4 * intermediate))))
 
 
 def lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int = PIECE_ROWS) -> list[ChunkRows]:

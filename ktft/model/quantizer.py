@@ -31,8 +31,8 @@ from ktft.lanes.placement import usable_placement
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
-from ktft.model.shared import shared_ahead
 from ktft.model.memory import require_memory
+from ktft.model.shared import shared_ahead
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 
@@ -30,14 +28,16 @@ class Ahead:
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """The module's own forward, or what `compute` has of the same hidden states, whatever their shape."""
         held, self._held = self._held, None
-        if held is not None:
-            before, version, out = held  # it holds the memory, so no other tensor can lie there
-            if before.data_ptr() == hidden_states.data_ptr() and before.numel() == hidden_states.numel():
-                if hidden_states.is_contiguous() and before._version == version:
-                    return out.view(*hidden_states.shape[:-1], out.shape[-1])
+        if held is not None and _same(held[0], hidden_states) and held[0]._version == held[1]:
+            return held[2].view(*hidden_states.shape[:-1], held[2].shape[-1])
         self._asked = True
         found: Tensor = self._forward(hidden_states)
         return found
+
+
+def _same(before: Tensor, now: Tensor) -> bool:
+    """Whether it is the same memory; nothing else can lie there while it is held."""
+    return before.data_ptr() == now.data_ptr() and before.numel() == now.numel() and now.is_contiguous()
 
 
 def shared_ahead(block: nn.Module, names: tuple[str, ...]) -> Ahead | None:
