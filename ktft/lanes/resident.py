@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ktft.lanes.lane import GpuLane
-from ktft.lanes.staging import ALIGNMENT, Source
+from ktft.lanes.staging import ALIGNMENT, Source, row_bytes
 from ktft.native import ExpertLayer
 from ktft.native.cuda import Rows
 
@@ -161,16 +161,17 @@ class Residents:
 
     def _bring(self, coming: Sequence[tuple[ExpertLayer, int, int]]) -> int:
         """Copy experts to their blocks, once the products are done with what lies there."""
-        before = self._transfer.copied_bytes
+        moved = 0
         self._lane.used.wait(self._transfer.into)
         for layer, expert, slot in coming:
             part = self._layers[layer]
             self._transfer.copy_in([expert], self._blocks(part, slot))
+            moved += row_bytes(part.sources)
             part.slots[expert] = slot
         if coming:
             self.arrived.record(self._transfer.into)
         self.moved += len(coming)
-        return self._transfer.copied_bytes - before
+        return moved
 
     def _blocks(self, part: _Layer, slot: int) -> list[Rows]:
         """From where in host memory to where in a block the slices go."""

@@ -1,0 +1,152 @@
+"""The GPU lane's events: with streams whose copies happen as late as these allow, results are the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_kernels import EXPERTS, TAILS, inputs_for, make_layer, make_lora
+from test_lane_stream import _run
+from torch import Tensor
+
+from ktft import native
+from ktft.lanes import lane as lane_module
+from ktft.lanes import resident as resident_module
+from ktft.lanes.lane import GpuLane
+from ktft.lanes.resident import Residents
+from ktft.lanes.staging import Place
+from ktft.lanes.transfer import Locks, Transfer
+
+ISA = native.default_isa()
+
+
+class LateStream:
+    """Does nothing before someone waits for it."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.begun = self.done = 0
+
+    def add(self, work: Callable[[], object]) -> int:
+        self.queue.append(work)
+        self.begun += 1
+        return self.begun
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            self.done += 1
+            self.queue.pop(0)()
+
+
+class LateEvent:
+    """Recorded on a late stream, it makes that one work when it is waited for."""
+
+    def __init__(self) -> None:
+        self._of: tuple[LateStream, int] | None = None
+
+    def record(self, stream: Any) -> None:
+        self._of = (stream, stream.begun) if isinstance(stream, LateStream) else None
+
+    def wait(self, stream: Any) -> None:
+        if self._of is not None and isinstance(stream, LateStream):
+            (source, until) = self._of
+            stream.add(lambda: source.run(until))
+        else:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        if self._of is not None:
+            self._of[0].run(self._of[1])
+
+
+class LateTransfer(Transfer):
+    """The CPU's copies on such streams. Products are done at once, as if the device were fast."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.into, self.out, self.kept = LateStream(), LateStream(), []
+        self.copies = 0
+
+    def event(self) -> LateEvent:
+        return LateEvent()
+
+    def copy_in(self, rows: Any, matrices: Any) -> None:
+        self.copies += 1
+        copy = super().copy_in
+        self.into.add(lambda rows=list(rows), matrices=list(matrices): copy(rows, matrices))
+
+    def copy_out(self, rows: Any, matrices: Any) -> None:
+        self.copies += 1
+        copy = super().copy_out
+        self.out.add(lambda rows=list(rows), matrices=list(matrices): copy(rows, matrices))
+
+    def keep(self, tensors: Any, stream: Any) -> None:
+        self.kept.extend(tensors)
+
+    def synchronize(self) -> None:
+        for stream in (self.into, self.out):
+            stream.run(stream.begun)
+
+
+def outcome(lane: GpuLane, fmt: str, resident: bool, ahead: bool) -> list[Tensor]:
+    """Output and gradients of three calls of two layers in turns."""
+    layers = [make_layer(64, 288, fmt, ISA, nodes=2), make_layer(64, 160, fmt, ISA)]
+    loras = [make_lora(64, layer.intermediate_size, 4, torch.float32) for layer in layers]
+    inputs, found = inputs_for(TAILS[1], 64), []
+    if resident:
+        residents = Residents(lane, 5 * layers[0].packed_bytes // EXPERTS, layers)
+        residents.start({layer: [0, 3, 1, 0, 2] for layer in layers})
+    for step in range(3):
+        for layer, lora in zip(layers, loras, strict=True):
+            if ahead:
+                lane.prefetch(layer, [0, 1, 2, 3], lora)
+            found += _run(lane, layer, lora, *inputs)
+            for parameter in lora.parameters():  # the optimizer's step: what was copied before must not be used
+                parameter.data.mul_(0.5)
+        if resident and step == 0:
+            for layer in layers:
+                residents.observe(layer, [90, 0, 1, 90, 0])
+            assert residents.adapt()
+    return found
+
+
+@pytest.mark.parametrize("mirrors", [False, True], ids=["locked", "mirrors"])
+@pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_events_alone_order_the_streams(
+    ahead: bool, resident: bool, mirrors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mirrors:
+        monkeypatch.setattr(Locks, "layer", lambda self, layer: False)
+    monkeypatch.setattr(resident_module, "DECAY", 0.0)  # residents change at once
+    expected = outcome(GpuLane("cpu", chunk_bytes=60_000), "k4", resident, ahead)
+    late = LateTransfer(torch.device("cpu"))
+    monkeypatch.setattr(lane_module, "transfer", lambda device: late)
+    found = outcome(GpuLane("cpu", chunk_bytes=60_000), "k4", resident, ahead)
+    assert late.copies > 50 and late.into.done > 50
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are not there before `finish`, and products that do not wait take what was in the buffers before."""
+    late = LateTransfer(torch.device("cpu"))
+    monkeypatch.setattr(lane_module, "transfer", lambda device: late)
+    layer, lora, inputs = (
+        make_layer(64, 160, "int8", ISA),
+        make_lora(64, 160, 4, torch.float32),
+        inputs_for(TAILS[1], 64),
+    )
+    lane = GpuLane("cpu", chunk_bytes=60_000)
+    expected = _run(lane, layer, lora, *inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "finish", lambda: None)
+        found = _run(lane, layer, lora, *inputs)
+        assert not all(torch.equal(a, b) for a, b in zip(found[3:], expected[3:], strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(Place, "wait", lambda self, stream: self.views)
+        found = _run(lane, layer, lora, *inputs)
+    assert not torch.equal(found[0], expected[0])
+    late.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(_run(lane, layer, lora, *inputs), expected, strict=True))
