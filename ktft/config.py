@@ -15,6 +15,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_FORMATS = ("bf16", "int8", "fp8", "k4", "int4", "mxfp4")
 DEFAULT_EXPERT_FORMAT = "int8"
 ACTIVATIONS = ("retain", "recompute")
+PLACEMENTS = ("auto", "cpu", "stream", "resident")
+LANE_BYTES = 1 << 30
+"""Of GPU memory: staging and decoded weights of streamed experts, whatever the model."""
 
 TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "torch": ("2.11", "2.14"),
@@ -67,6 +70,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def cuda_library() -> str:
+    """CUDA's driver library, as the dynamic linker finds it; `KTFT_LIBCUDA` names another."""
+    return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"
+
+
 _UNITS = ("", "K", "M", "G", "T")
 
 
@@ -95,9 +103,24 @@ def memory_limit() -> int | None:
         raise ValueError(f"KTFT_MEMORY_LIMIT: {error}") from None
 
 
+TRACE_STEPS = 20
+"""Steps that a trace has."""
+
+
+def trace_file() -> Path | None:
+    """Where `KTFT_TRACE` has a trace of the first `TRACE_STEPS` steps written; None where it is unset."""
+    text = os.environ.get("KTFT_TRACE", "")
+    return Path(text) if text else None
+
+
 def skip_memory_check() -> bool:
     """Whether `KTFT_SKIP_MEMORY_CHECK` lets a model be loaded that does not seem to fit."""
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
+
+
+def emulate_gpu() -> bool:
+    """Whether `KTFT_EMULATE_GPU` has the CPU's torch do what a GPU would do for routed experts: to test that."""
+    return os.environ.get("KTFT_EMULATE_GPU", "0") not in ("", "0")
 
 
 def use_triton() -> bool:
@@ -119,9 +142,13 @@ class Settings:
             None takes the model's own.
         verify_checksums: compare the checksums of a converted checkpoint's experts while they load.
         isa: instruction set of the kernels; None takes KTFT_ISA's, or else the best this CPU has.
+        placement: where experts run: `auto` decides for each layer and batch; `cpu`; `stream`, all on the GPU; or
+            `resident`, those that stay on the GPU there and all others on the CPU. Without a GPU `auto` is `cpu`.
+        gpu_expert_memory: bytes of GPU memory for experts that stay there, also given as `8G`; or `auto`, what training
+            leaves.
 
     Raises:
-        ValueError: a value is not among those accepted.
+        ValueError: a value is not among those accepted, or two of them contradict each other.
     """
 
     expert_format: str | None = None
@@ -131,32 +158,106 @@ class Settings:
     expert_checkpoint: str | None = None
     verify_checksums: bool = True
     isa: str | None = None
+    placement: str = "auto"
+    gpu_expert_memory: int | str = 0
+
+    @property
+    def needs_gpu(self) -> str:
+        """Words for the setting that no machine without a GPU can follow, empty if there is none."""
+        if self.placement in ("stream", "resident"):
+            return f"placement is {self.placement!r}"
+        if isinstance(self.gpu_expert_memory, int) and self.gpu_expert_memory:
+            return f"gpu_expert_memory is {self.gpu_expert_memory} bytes"
+        return ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.verify_checksums, bool):
-            raise ValueError(f"verify_checksums is {self.verify_checksums!r}; give true or false")
-        for name, accepted in (("expert_format", (None, *EXPERT_FORMATS)), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in accepted:
-                supported = ", ".join(value for value in accepted if value)
-                raise ValueError(f"{name} is {getattr(self, name)!r}; supported: {supported}")
-        for name in ("threads", "numa_nodes"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} is {value!r}; give a whole number of at least 1, or leave it out")
-        if self.expert_checkpoint is not None:
-            path = Path(self.expert_checkpoint)
-            if not path.is_dir():
-                raise ValueError(
-                    f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files"
-                )
-            if not any(path.glob("*.safetensors")):
-                raise ValueError(
-                    f"expert_checkpoint {str(path)!r} holds no .safetensors file: ktft packs a Hugging Face "
-                    "checkpoint itself and cannot read converted .kt weights; give the original checkpoint"
-                )
+        for name in SETTINGS:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
+        if self.placement == "cpu" and self.gpu_expert_memory != 0:
+            raise ValueError(
+                f"placement is 'cpu', but gpu_expert_memory is {self.gpu_expert_memory!r}: no expert would use it; set "
+                "placement: auto, or gpu_expert_memory: 0"
+            )
+        if self.placement == "resident" and self.gpu_expert_memory == 0:
+            raise ValueError(
+                "placement is 'resident', but gpu_expert_memory is 0: no expert would be on the GPU; set "
+                "gpu_expert_memory to a size, for instance 8G, or auto"
+            )
 
 
 SETTINGS = tuple(field.name for field in fields(Settings))
+
+
+def _one_of(name: str, accepted: tuple[str | None, ...]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value not in accepted:
+            raise ValueError(f"{name} is {value!r}; supported: {', '.join(each for each in accepted if each)}")
+        return value
+
+    return check
+
+
+def _count(name: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1, or leave it out")
+        return value
+
+    return check
+
+
+def _check_verify_checksums(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"verify_checksums is {value!r}; give true or false")
+    return value
+
+
+def _check_expert_checkpoint(value: Any) -> Any:
+    if value is None:
+        return None
+    path = Path(value)
+    if not path.is_dir():
+        raise ValueError(
+            f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"expert_checkpoint {str(path)!r} holds no .safetensors file: ktft packs a Hugging Face "
+            "checkpoint itself and cannot read converted .kt weights; give the original checkpoint"
+        )
+    return value
+
+
+def _check_gpu_expert_memory(value: Any) -> int | str:
+    if value == "auto":
+        return "auto"
+    try:
+        if isinstance(value, bool):
+            raise ValueError(f"{value!r} is not a size")
+        return parse_size(value)
+    except ValueError:
+        raise ValueError(f"gpu_expert_memory is {value!r}; give a size, for instance 8G, or auto, or 0") from None
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "expert_format": _one_of("expert_format", (None, *EXPERT_FORMATS)),
+    "threads": _count("threads"),
+    "numa_nodes": _count("numa_nodes"),
+    "activation": _one_of("activation", ACTIVATIONS),
+    "expert_checkpoint": _check_expert_checkpoint,
+    "verify_checksums": _check_verify_checksums,
+    "placement": _one_of("placement", PLACEMENTS),
+    "gpu_expert_memory": _check_gpu_expert_memory,
+}
+
+
+def checked(setting: str, value: Any) -> Any:
+    """One setting's value as `Settings` keeps it.
+
+    Raises:
+        ValueError: it is not among those accepted.
+    """
+    return _CHECKS[setting](value) if setting in _CHECKS else value
 
 
 def unknown_key(key: str, known: Mapping[str, Any] | tuple[str, ...], shown: str = "") -> ValueError:
@@ -226,6 +327,9 @@ class KtKey:
 
 _ELSEWHERE = "set {} at the top level of the YAML, where LLaMA-Factory reads it"
 _ONE_PACKING = "one packed copy serves forward and backward"
+_BY_MEMORY = (
+    "experts that stay on the GPU are chosen by memory: set gpu_expert_memory to a size, for instance 8G, or auto"
+)
 _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts themselves"
 
 KT_KEYS: dict[str, KtKey] = {
@@ -244,7 +348,7 @@ KT_KEYS: dict[str, KtKey] = {
     # keys of which one value is what ktft does anyway
     "enabled": KtKey(None, _only(True, "to train without ktft set use_kt: false")),
     "kt_skip_expert_loading": KtKey(None, _only(True, "ktft always loads the experts itself; remove the key")),
-    "kt_num_gpu_experts": KtKey(None, _only(0, "all routed experts run on the CPU; set it to 0")),
+    "kt_num_gpu_experts": KtKey(None, _only(0, _BY_MEMORY)),
     "kt_train_mode": KtKey(None, _only("lora", "ktft trains LoRA; set it to lora")),
     "kt_full_weight_grad": KtKey(None, _only(False, "ktft keeps expert weights frozen; set it to false")),
     "kt_use_lora_experts": KtKey(None, _only(False, f"{_DENSE_LORA}; set it to false and use lora_target: all")),
@@ -314,7 +418,7 @@ def parse_kt_config(
         try:
             converted = row.convert(value)
             if row.setting is not None and converted is not None:
-                Settings(**{row.setting: converted})
+                converted = checked(row.setting, converted)
         except ValueError as error:
             raise ValueError(f"{shown}: {error}") from None
         if row.note:

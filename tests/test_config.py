@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from conftest import RunCli
 
-from ktft.config import KT_KEYS, TESTED_VERSIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config
+from ktft.config import (
+    KT_KEYS,
+    TESTED_VERSIONS,
+    TOP_LEVEL_KEYS,
+    Settings,
+    parse_kt_config,
+    trace_file,
+    use_triton,
+)
 
 
 def test_defaults() -> None:
@@ -34,6 +42,13 @@ def test_defaults() -> None:
         ({"kt_activation_policy": "recompute"}, Settings(activation="recompute")),
         ({"kt_cpu_activation": "retain", "cpu_infer": 8}, Settings(threads=8)),
         ({"threads": None, "kt_weight_path": None}, Settings()),
+        ({"placement": "stream"}, Settings(placement="stream")),
+        ({"gpu_expert_memory": "8G"}, Settings(gpu_expert_memory=8 << 30)),
+        ({"gpu_expert_memory": 0, "placement": "cpu"}, Settings(placement="cpu")),
+        (
+            {"placement": "resident", "gpu_expert_memory": "auto"},
+            Settings(placement="resident", gpu_expert_memory="auto"),
+        ),
     ],
 )
 def test_keys_that_set_something(given: dict[str, Any], expected: Settings) -> None:
@@ -69,7 +84,20 @@ def test_amxint4_is_noted_as_another_format() -> None:
         ({"kt_num_threads": "many"}, "kt_config.kt_num_threads: threads is 'many'"),
         ({"numa_nodes": True}, "numa_nodes is True; give a whole number"),
         ({"activation": "drop"}, "activation is 'drop'; supported: retain, recompute"),
-        ({"kt_num_gpu_experts": 8}, "kt_config.kt_num_gpu_experts: 8 is not supported"),
+        (
+            {"kt_num_gpu_experts": 8},
+            "kt_config.kt_num_gpu_experts: 8 is not supported; experts that stay on the GPU are chosen by memory: set "
+            "gpu_expert_memory to a size",
+        ),
+        ({"placement": "gpu"}, "kt_config.placement: placement is 'gpu'; supported: auto, cpu, stream, resident"),
+        ({"gpu_expert_memory": "lots"}, "kt_config.gpu_expert_memory: gpu_expert_memory is 'lots'; give a size"),
+        ({"gpu_expert_memory": True}, "gpu_expert_memory is True; give a size, for instance 8G, or auto, or 0"),
+        ({"gpu_expert_memory": -1}, "gpu_expert_memory is -1; give a size"),
+        ({"placement": "cpu", "gpu_expert_memory": "4G"}, "placement is 'cpu', but gpu_expert_memory is 4294967296"),
+        (
+            {"placement": "resident"},
+            "placement is 'resident', but gpu_expert_memory is 0: no expert would be on the GPU",
+        ),
         ({"kt_lora_rank": 8}, "kt_config.kt_lora_rank: set lora_rank at the top level"),
         ({"enabled": False}, "set use_kt: false"),
         ({"kt_tp_enabled": "no"}, "kt_config.kt_tp_enabled: 'no' is neither true nor false"),
@@ -84,6 +112,21 @@ def test_bad_keys(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_kt_config(given)
     assert message in str(error.value)
+
+
+def test_sizes_of_gpu_memory_are_the_same_however_they_are_written() -> None:
+    assert Settings(gpu_expert_memory="1.5G") == Settings(gpu_expert_memory=3 << 29)
+    assert Settings(placement="stream").needs_gpu and Settings(gpu_expert_memory="1G").needs_gpu
+    assert not Settings(gpu_expert_memory="auto").needs_gpu
+
+
+def test_variables_of_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KTFT_TRACE", "KTFT_TRITON"):
+        monkeypatch.delenv(name, raising=False)
+    assert (trace_file(), use_triton()) == (None, True)
+    monkeypatch.setenv("KTFT_TRACE", "step.json")
+    monkeypatch.setenv("KTFT_TRITON", "0")
+    assert (trace_file(), use_triton()) == (Path("step.json"), False)
 
 
 def test_top_level_keys(tmp_path: Path) -> None:

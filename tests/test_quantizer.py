@@ -54,6 +54,23 @@ def rewrite(source: Path, target: Path, change: Callable[[dict[str, Tensor]], An
     return target
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"placement": "stream"}, "placement is 'stream', but torch sees no GPU"),
+        ({"gpu_expert_memory": "2G"}, "gpu_expert_memory is 2147483648 bytes, but torch sees no GPU"),
+    ],
+)
+def test_lanes_that_need_a_gpu(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=words):
+        AutoModelForCausalLM.from_pretrained(
+            tiny_checkpoint("qwen3moe"), quantization_config=KtftConfig(threads=1, **settings)
+        )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_expert_weight_is_a_tensor_of_the_model(tiny_checkpoint: Checkpoint, family: str) -> None:
     model = load(tiny_checkpoint(family), "int8")

@@ -23,8 +23,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 import ktft
 from ktft.model.experts import find_experts
 from ktft.model.record import Record
+from ktft.spans import LANES, Sum
 from ktft.train import run_report
-from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, TIMES, RunReport, Series
+from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, RunReport, Series
+from ktft.train.run_times import BUSY, TIMES
 
 Checkpoint = Callable[[str], Path]
 DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
@@ -99,7 +101,7 @@ def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list
     run, counts = whole
     output = Path(str(run.args.output_dir))
     report = read(output)
-    assert (report["layout"], report["ended"], report["resumed"]) == (1, "finished", [])
+    assert (report["layout"], report["ended"], report["resumed"]) == (2, "finished", [])
     assert report["expert_tokens"] == {"layers": [1, 2], "tokens": [count.tolist() for count in counts]}
 
     history = [entry for entry in run.state.log_history if "loss" in entry]
@@ -115,11 +117,15 @@ def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list
     assert steps["step"] == [1, 2, 3, 4, 5, 6]
     assert steps["tokens"] == [32] * 6  # 2 batches of 1 x 16
     for row in range(6):
-        parts = [steps[name][row] for name in TIMES]
-        assert all(part > 0 for part in parts), parts
-        assert steps["seconds"][row] == pytest.approx(sum(parts), abs=1e-5)
+        parts = {name: steps[name][row] for name in TIMES}
+        ran = {name for name, part in parts.items() if part > 0}
+        assert ran == {"attention", "cpu", "wait", "optimizer", "data", "other"}, parts
+        assert steps["seconds"][row] == pytest.approx(sum(parts.values()), abs=2e-5)
+        assert [steps[name][row] for name in BUSY] == [parts[name] for name in LANES]  # nothing runs beside on a CPU
+        assert 1e6 < steps["ram_free_bytes"][row] < report["machine"]["memory_bytes"]
         assert 1e8 < steps["rss_bytes"][row] < 1e11
-    assert steps["gpu_bytes"] == [None] * 6
+    assert steps["gpu_bytes"] == steps["gpu_free_bytes"] == [None] * 6
+    check_spans(report, tokens=6 * 32)
 
     file = (output / "adapter_model.safetensors").read_bytes()
     assert report["adapter"]["file"] == {
@@ -151,6 +157,62 @@ def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list
     assert (guards["steps_checked"], guards["closed_step"], guards["failure"]) == (6, 6, None)
 
 
+def check_spans(report: dict[str, Any], tokens: int) -> None:
+    """Of a run without a GPU, on dsv3, whose layer 0 has no experts."""
+    found, steps = report["spans"], report["steps"]
+    assert {name: columns["layers"] for name, columns in found.items()} == {
+        "attention": [0, 1, 2],
+        "cpu": [1, 2],
+        "wait": [1, 2],
+        "optimizer": [None],
+        "data": [None],
+    }
+    for name, columns in found.items():
+        assert sum(columns["waited"]) == pytest.approx(sum(steps[name]), abs=1e-4), name
+        assert all(seconds > 0 for seconds in columns["seconds"])
+        assert columns["expected"] == [0] * len(columns["layers"])
+    passes = 6 * 2 * 2  # steps, batches, forward and backward
+    assert found["attention"]["count"] == [passes] * 3 and found["cpu"]["count"] == [passes] * 2
+    experts = report["experts"]
+    assert found["cpu"]["flops"] == [2 * tokens * 2 * 3 * 2 * 64 * 32] * 2  # passes, top_k, products of rows
+    whole = experts["packed_bytes"] // 2
+    for moved in found["cpu"]["bytes"]:  # at least one expert, at most all, in each pass
+        assert whole / 8 <= moved / passes <= whole and moved % (whole // 8) == 0
+    rates, busy = report["rates"], sum(found["cpu"]["seconds"])
+    assert set(rates) == {"attention", "cpu"}
+    assert rates["cpu"]["seconds"] == pytest.approx(busy, abs=1e-5)
+    assert rates["cpu"]["share"] == pytest.approx(busy / sum(steps["seconds"]), abs=1e-4)
+    assert rates["cpu"]["gb_per_s"] == pytest.approx(sum(found["cpu"]["bytes"]) / busy / 1e9, rel=0.02)
+    assert rates["cpu"]["tflops"] == pytest.approx(sum(found["cpu"]["flops"]) / busy / 1e12, rel=0.1)
+    assert rates["attention"]["tflops"] is None
+
+
+class Logged(TrainerCallback):
+    """What other callbacks are given."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_log_has_times_and_memory(base: Path, tmp_path: Path) -> None:
+    callback = Logged()
+    run = trainer(base, tmp_path, callbacks=[callback], max_steps=4, logging_steps=2, save_strategy="no")
+    run.train()
+    steps = read(tmp_path)["steps"]
+    for row, logs in enumerate(callback.logs[:2]):
+        ours = {key.removeprefix("ktft/"): value for key, value in logs.items() if key.startswith("ktft/")}
+        assert ours.keys() >= {"step_s", "cpu_s", "attention_s", "tokens_per_s", "ram_free_gib"} and len(ours) < 8
+        both = slice(2 * row, 2 * row + 2)
+        assert ours["step_s"] == pytest.approx(sum(steps["seconds"][both]) / 2, rel=1e-3)
+        assert ours["cpu_s"] == pytest.approx(sum(steps["busy_cpu"][both]) / 2, rel=1e-3, abs=1e-6)
+        assert ours["tokens_per_s"] == pytest.approx(64 / sum(steps["seconds"][both]), rel=1e-3)
+    assert not any(key.startswith("ktft/") for key in callback.logs[2])  # the run's summary
+    assert not any(key.startswith("ktft/") for entry in run.state.log_history for key in entry)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_and_evaluation_are_not_counted(
     base: Path, whole: tuple[transformers.Trainer, list[Tensor]], tmp_path: Path, reentrant: bool
@@ -162,6 +224,9 @@ def test_recomputation_and_evaluation_are_not_counted(
     tokens = torch.tensor(read(tmp_path)["expert_tokens"]["tokens"])
     assert (tokens.sum(1) == 2 * 2 * 16 * 2).all()  # steps, batches, tokens, top_k
     assert torch.equal(2 * tokens, torch.stack(counts))  # by hand, forward and its recomputation
+    passes = read(tmp_path)["spans"]
+    assert passes["cpu"]["count"] == [2 * 2 * 3] * 2  # steps, batches, forward twice and backward
+    assert passes["attention"]["count"] == [2 * 2 * 3] * 3
 
 
 def test_layers_beneath_what_trains_are_counted(base: Path, tmp_path: Path) -> None:
@@ -182,9 +247,9 @@ def test_passes_without_gradients_are_not_counted(base: Path, tmp_path: Path) ->
     with torch.no_grad():
         model(**batch)
     records = [module.record for module in modules]
-    assert all(record.rows == 0 and not record.tokens.any() and record.forward_seconds > 0 for record in records)
+    assert all(record.rows == 0 and not record.tokens.any() for record in records)
     model(**batch).loss.backward()
-    assert all(record.rows == 16 and record.tokens.sum() == 32 and record.backward_seconds > 0 for record in records)
+    assert all(record.rows == 16 and record.tokens.sum() == 32 for record in records)
 
 
 def test_resumed_run_reports_all_steps(
@@ -197,6 +262,8 @@ def test_resumed_run_reports_all_steps(
     report = read(tmp_path)
     assert report["logged"] == straight["logged"]
     assert report["expert_tokens"] == straight["expert_tokens"]
+    for key in ("count", "bytes", "flops"):
+        assert report["spans"]["cpu"][key] == straight["spans"]["cpu"][key]
     assert report["steps"]["step"] == straight["steps"]["step"]
     assert report["steps"]["seconds"][:3] == straight["steps"]["seconds"][:3]
     origin = {"step": 3, "checkpoint": str(tmp_path / "checkpoint-3")}
@@ -282,9 +349,11 @@ def test_stock_models_get_no_report(base: Path, tmp_path: Path) -> None:
 
 
 def test_long_series_stay_short_and_true() -> None:
-    series, steps = Series(frozenset({"seconds"}), frozenset({"peak"})), 5 * MAX_ROWS + 3
+    series, steps = Series(frozenset({"seconds"}), frozenset({"peak"}), frozenset({"free"})), 5 * MAX_ROWS + 3
     for step in range(1, steps + 1):
-        series.add({"step": step, "seconds": 0.5, "loss": float(step), "peak": step % 100, "rare": None})
+        series.add(
+            {"step": step, "seconds": 0.5, "loss": float(step), "peak": step % 100, "free": 7 + step % 4, "rare": None}
+        )
         assert len(series.rows) <= MAX_ROWS
     columns = series.columns()
     assert columns["step"][-1] == steps
@@ -292,12 +361,12 @@ def test_long_series_stay_short_and_true() -> None:
     assert sum(columns["merged"]) == steps
     assert columns["merged"][:-1] == [series.stride] * (len(series.rows) - 1)
     assert columns["loss"][0] == (1 + series.stride) / 2
-    assert set(columns["rare"]) == {None} and max(columns["peak"]) == 99
+    assert set(columns["rare"]) == {None} and max(columns["peak"]) == 99 and set(columns["free"][:-1]) == {7}
 
-    resumed = Series(series.sums, series.peaks)
+    resumed = Series(series.sums, series.peaks, series.lows)
     resumed.load(json.loads(json.dumps(columns)))
     for one in (series, resumed):
-        one.add({"step": steps + 1, "seconds": 0.5, "loss": 1.0, "peak": 1, "rare": 2.0})
+        one.add({"step": steps + 1, "seconds": 0.5, "loss": 1.0, "peak": 1, "free": 9, "rare": 2.0})
     assert resumed.rows == series.rows
 
 
@@ -309,10 +378,15 @@ def large_report(report: dict[str, Any]) -> RunReport:
     large = RunReport(facts, list(range(3, 61)), tokens, ended="GuardError: <b>\n", guards=report["guards"])
     for step in range(1, MAX_ROWS + 1):
         times = {name: 1 / (3 + i) for i, name in enumerate(TIMES)}
-        row = {"step": step, "seconds": sum(times.values()), **times, "tokens": 8192}
-        large.steps.add({**row, "rss_bytes": 7 * 10**11, "gpu_bytes": 2 * 10**10})
+        busy = {name: 1 / (5 + i) for i, name in enumerate(BUSY)}
+        row = {"step": step, "seconds": sum(times.values()), **times, **busy, "tokens": 8192}
+        row = {name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()}
+        large.steps.add({**row, "rss_bytes": 7 * 10**11, "gpu_bytes": 2 * 10**10, "gpu_free_bytes": 4 * 10**9})
         loss = math.nan if 5 < step < 900 else 1 / step
         large.log(step, {"loss": loss, "learning_rate": 1e-4, "grad_norm": 0.1234567891234}, {"other": 1e-3})
+    for layer in range(3, 61):
+        for name in LANES:
+            large.spans.add({(name, layer): Sum(1.2345678, 0.5, 1.0, 5 * 10**12, 7 * 10**15, MAX_ROWS)})
     return large
 
 
@@ -355,7 +429,8 @@ def test_page_is_whole_and_self_contained(
     assert len(page) < 1_000_000
     tags = Tags()
     tags.feed(page)
-    assert tags.seen.count("svg") == (0 if size == "empty" else 5)
+    assert tags.seen.count("svg") == (0 if size == "empty" else 6)
+    assert ("<h2>Lanes</h2>" in page) == (size != "empty")
     assert set(tags.open) <= {"html"}
     assert not {"script", "link", "iframe"} & set(tags.seen)
     outside = re.findall(r"""(?:href|src)=["']?(?!#|data:image/png)([^"' >]+)|url\((?!#)([^)]+)""", page)

@@ -9,5 +9,6 @@ void bind_system(pybind11::module_& m);
 void bind_moe(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_bench(pybind11::module_& m);
+void bind_cuda(pybind11::module_& m);
 
 }  // namespace ktft

@@ -64,17 +64,23 @@ def make_lora(shape: Shape, rank: int) -> ExpertLora | None:
     return ExpertLora(pairs)
 
 
-def make_batch(case: Case) -> Batch:
-    """Random tokens; expert i is chosen with weight 1 (uniform) or 1 / its rank in a random order (zipf)."""
-    shape = case.shape
-    popularity = torch.zeros(shape.num_experts)
+def make_index(case: Case) -> Tensor:
+    """Experts of random tokens, `[T, k]`: number i is chosen with weight 1 (uniform) or 1 / its rank in a random order
+    (zipf).
+    """
+    popularity = torch.zeros(case.shape.num_experts)
     if case.routing == "zipf":
-        popularity = -torch.log1p(torch.randperm(shape.num_experts).float())
+        popularity = -torch.log1p(torch.randperm(case.shape.num_experts).float())
     # The k largest of log-weight + Gumbel noise are k draws without replacement.
-    noise = -torch.log(torch.empty(case.tokens, shape.num_experts).exponential_())
-    index = (popularity + noise).topk(shape.top_k).indices
+    noise = -torch.log(torch.empty(case.tokens, case.shape.num_experts).exponential_())
+    return (popularity + noise).topk(case.shape.top_k).indices
+
+
+def make_batch(case: Case) -> Batch:
+    """Random tokens, routed by `make_index`."""
+    index = make_index(case)
     weights = torch.rand(index.shape) + 0.5
-    x, grad = (torch.randn(case.tokens, shape.hidden_size, dtype=torch.bfloat16) for _ in range(2))
+    x, grad = (torch.randn(case.tokens, case.shape.hidden_size, dtype=torch.bfloat16) for _ in range(2))
     return Batch(x, index, weights / weights.sum(-1, keepdim=True), grad)
 
 

@@ -14,12 +14,15 @@ import typer
 from rich.console import Console
 
 from ktft.bench.cases import ROUTINGS, SHAPES, parse_shape
-from ktft.config import parse_size
+from ktft.bench.step.cases import SHAPES as STEP_SHAPES
+from ktft.bench.step.cases import parse_step_shape
+from ktft.config import EXPERT_FORMATS, PLACEMENTS, Settings, parse_size
 
 app = typer.Typer(no_args_is_help=True, help="Time ktft on this machine.")
 
 LARGEST_RANK = 256
 TABLE_WIDTH = 120
+STEP_TABLE_WIDTH = 160
 
 
 def _chosen(option: str, given: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> list[str]:
@@ -140,3 +143,67 @@ def optimizer(
     console.print(bench.explain(records[0]), highlight=False)
     for line in absent:
         console.print(f"without {line}", highlight=False, markup=False)
+
+
+@app.command()
+def step(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STEP_SHAPES)}, or E,k,H,I; repeatable.")] = None,
+    layers: Annotated[list[int] | None, typer.Option(min=1, help="Layers of the model; repeatable. [2]")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=2, help="Tokens in the batch; repeatable.")] = None,
+    fmt: Annotated[list[str] | None, typer.Option("--format", help="Expert format; repeatable. [k4, int8]")] = None,
+    placement: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(PLACEMENTS)}: where experts run; repeatable. [auto]")
+    ] = None,
+    gpu_expert_memory: Annotated[str, typer.Option(help="For experts that stay on the GPU: a size, or auto.")] = "0",
+    routing: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(ROUTINGS)}; repeatable.")] = None,
+    rank: Annotated[int, typer.Option(min=1, max=LARGEST_RANK, help="LoRA rank.")] = 8,
+    checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing, as LLaMA-Factory does.")] = True,
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps a case; medians are reported.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [those that run]")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of ms a layer over tokens; needs matplotlib.")] = None,
+) -> None:
+    """Time training steps of a few layers beside the machine's limits and other ways to train them."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else STEP_TABLE_WIDTH)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+    formats = _chosen("--format", fmt, EXPERT_FORMATS, ("k4", "int8"))
+    placements = _chosen("--placement", placement, PLACEMENTS, ("auto",))
+    routings = _chosen("--routing", routing, ROUTINGS, ROUTINGS[:1])
+    try:
+        shapes = [parse_step_shape(text) for text in shape or STEP_SHAPES[:1]]
+        memory = Settings(gpu_expert_memory=gpu_expert_memory).gpu_expert_memory
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+    from ktft.bench import report as common
+    from ktft.bench.step import report
+    from ktft.bench.step.peers import PEERS
+    from ktft.bench.step.process import WorkerError
+    from ktft.bench.step.run import Plan, run
+
+    names = tuple(each.name for each in PEERS)
+    peers = [] if peer == ["none"] else _chosen("--peer", peer, names, names)
+    plan = Plan(shapes, layers or [2], tokens or [512, 4096], routings, formats, placements, memory, rank,
+                checkpointing, runs, threads, peers)  # fmt: skip
+    records, failed = [], []
+    with _lines(output) as file, console.status("starting ...") as status:
+        try:
+            for found in run(plan, status.update):
+                if isinstance(found, str):
+                    failed.append(found)
+                else:
+                    records.append(found)
+                    print(common.json_line(found), file=file, flush=True)
+        except (ValueError, WorkerError) as error:
+            raise typer.BadParameter(str(error)) from None
+    for line in failed:
+        console.print(f"failed: {line}", style="red", highlight=False, markup=False)
+    if records:
+        console.print(report.make_table(records))
+        report.explain(records, console)
+    if records and plot is not None:
+        report.plot(records, plot)
+    if failed:
+        raise typer.Exit(1)

@@ -26,11 +26,17 @@ def plan(
     ram: Annotated[str | None, typer.Option(help="Memory of the machine, as 512G. [this machine]")] = None,
     gpu: Annotated[str | None, typer.Option(help="Memory of its GPU, as 24G, or none.")] = None,
     gpu_tflops: Annotated[float | None, typer.Option(min=0.1, help="Dense bf16 TFLOPS of the GPU.")] = None,
+    pcie: Annotated[
+        str | None, typer.Option(help="PCIe generation of the GPU, 3 to 5, or bytes a second, as 25G.")
+    ] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Physical cores, all sockets together.")] = None,
     sockets: Annotated[int | None, typer.Option(min=1, max=64, help="NUMA nodes.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Bytes a second all cores read from memory, as 400G.")] = None,
     isa: Annotated[str | None, typer.Option(help="amx_bf16, avx512_bf16, avx512 or avx2.")] = None,
     disk_rate: Annotated[str | None, typer.Option(help="Bytes a second the disk is read at, as 3G.")] = None,
+    routing: Annotated[
+        str, typer.Option(help="How tokens choose experts: uniform, or zipf (few get most).")
+    ] = "uniform",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say whether a model can be trained on this machine, or a described one: memory, time, and what to change.
@@ -43,10 +49,10 @@ def plan(
     from ktft.plan.machine import Description
 
     console = Console(stderr=True)
-    description = Description(ram, gpu, gpu_tflops, cores, sockets, bandwidth, isa, disk_rate)
+    description = Description(ram, gpu, gpu_tflops, pcie, cores, sockets, bandwidth, isa, disk_rate)
     try:
         with console.status("planning ..."):
-            result = _make(model, recipe, description)
+            result = _make(model, recipe, description, routing)
     except (ValueError, OSError) as error:
         console.print(Text(str(error), style="red"), soft_wrap=True)
         raise typer.Exit(2) from None
@@ -59,7 +65,7 @@ def plan(
     raise typer.Exit(int(not result.fits))
 
 
-def _make(model: Path, recipe_file: Path | None, description: object) -> Plan:
+def _make(model: Path, recipe_file: Path | None, description: object, routing: str) -> Plan:
     from ktft.plan.machine import Description, this_machine
     from ktft.plan.planner import Planner
     from ktft.plan.source import disk_rate, read_source
@@ -75,7 +81,7 @@ def _make(model: Path, recipe_file: Path | None, description: object) -> Plan:
         rate = given or (disk_rate(source.shard) if source.shard else None)
         settings = recipe.settings
         machine = this_machine(settings.threads, settings.numa_nodes, gpu=not recipe.use_cpu, disk_rate=rate)
-    return Planner(source, machine, recipe).plan(tuple(notes))
+    return Planner(source, machine, recipe, routing).plan(tuple(notes))
 
 
 def show(plan: Plan, console: Console) -> None:

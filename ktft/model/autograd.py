@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktft import spans
+from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
 from ktft.model.record import Record
 from ktft.native import ExpertLayer
@@ -27,12 +28,14 @@ class _Moe(torch.autograd.Function):
         *ab: Tensor,
     ) -> Tensor:
         needs_backward = any(ctx.needs_input_grad)
-        hidden, index, weights = (t.detach().to("cpu") for t in (hidden_states, top_k_index, top_k_weights))
-        began = time.perf_counter()
-        out, saved = layer.forward(hidden, index, weights, lora, activation if needs_backward else "none")
-        if record is not None:
-            record.forward_seconds += time.perf_counter() - began
+        number = None if record is None else record.layer
+        with spans.span("wait", number):
+            hidden, index, weights = (t.detach().to("cpu") for t in (hidden_states, top_k_index, top_k_weights))
+        with spans.span("cpu", number) as span:
+            out, saved = layer.forward(hidden, index, weights, lora, activation if needs_backward else "none")
+            note_work(span, layer, index, len(PROJECTIONS))
         ctx.layer, ctx.lora, ctx.record, ctx.saved = layer, lora, record, saved
+        ctx.products = len(PROJECTIONS) + (2 if activation == "recompute" else 0)
         # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
         ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
         return out.to(hidden_states.device)
@@ -41,11 +44,14 @@ class _Moe(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
         tensors = (grad_outputs[0], hidden_states, top_k_index, top_k_weights)
-        grad, hidden, index, weights = (tensor.detach().to("cpu") for tensor in tensors)
-        began = time.perf_counter()
-        grads = ctx.layer.backward(ctx.saved, grad, hidden, index, weights, ctx.lora)
-        if (record := ctx.record) is not None:
-            record.backward_seconds += time.perf_counter() - began
+        record = ctx.record
+        number = None if record is None else record.layer
+        with spans.span("wait", number):
+            grad, hidden, index, weights = (tensor.detach().to("cpu") for tensor in tensors)
+        with spans.span("cpu", number) as span:
+            grads = ctx.layer.backward(ctx.saved, grad, hidden, index, weights, ctx.lora)
+            note_work(span, ctx.layer, index, ctx.products)
+        if record is not None:
             record.count(index)
             if record.watching:
                 record.count_reached(index, weights, grad)
@@ -59,6 +65,15 @@ class _Moe(torch.autograd.Function):
             grads.top_k_weights.to(top_k_weights.device, top_k_weights.dtype),
             *grads.lora,
         )
+
+
+def note_work(span: spans.Span, layer: ExpertLayer, top_k_index: Tensor, products: int) -> None:
+    """What so many products with the chosen experts' matrices read and compute, LoRA not counted."""
+    if spans.RECORDER.on:
+        share = products / len(PROJECTIONS)
+        counts = torch.bincount(top_k_index[top_k_index >= 0], minlength=layer.num_experts)
+        span.bytes = share * layer.packed_bytes * int(counts.count_nonzero()) / layer.num_experts
+        span.flops = products * 2 * int(counts.sum()) * layer.hidden_size * layer.intermediate_size
 
 
 def routed_experts(
@@ -78,7 +93,7 @@ def routed_experts(
         top_k_index: `[T, k]` integer; top_k_weights: `[T, k]` float.
         lora: adapters to apply; their tensors receive fp32-accumulated gradients in their own dtype.
         activation: `retain` keeps gate/up outputs for backward, `recompute` computes them again.
-        record: takes counts and seconds.
+        record: takes counts, and knows the layer's number for `ktft.spans`.
 
     Returns:
         `[T, H]`, dtype and device of `hidden_states`.

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import LayerShape
+from ktft.lanes.lanes import Lanes
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
+from ktft.model.laned import LanedExperts
 from ktft.model.record import Record
+from ktft.model.shared import Ahead
 from ktft.native import ExpertLayer
 
 
@@ -29,10 +32,14 @@ class KtftExperts(nn.Module):
         activation: what backward finds saved, `retain` or `recompute`.
 
     Attributes:
-        record: takes counts and seconds in training mode; None, as it is made, to count nothing.
+        laned: runs the experts of hidden states that are on a GPU; None where the model has no lanes.
+        shared: the block's shared experts; None if it has none.
+        record: takes counts in training mode; None, as it is made, to count nothing.
     """
 
     layer: ExpertLayer
+    laned: LanedExperts | None
+    shared: Ahead | None
     record: Record | None
 
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
@@ -40,7 +47,7 @@ class KtftExperts(nn.Module):
         self.layer = cast(ExpertLayer, layer)
         self.family = family
         self.activation = activation
-        self.record = None
+        self.laned = self.shared = self.record = None
         self.num_experts = layer.num_experts
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
@@ -53,7 +60,21 @@ class KtftExperts(nn.Module):
     ) -> Tensor:
         """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`; see `routed_experts`."""
         record = self.record if self.training else None
+        if self.laned is not None and self.laned.lanes.take(hidden_states.device):
+            ahead = self.shared.compute if self.shared is not None else None
+            return self.laned(hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
+
+    def run_in(self, lanes: Lanes, number: int, shared: Ahead | None = None) -> None:
+        """Run hidden states that are on a GPU in these lanes.
+
+        Args:
+            lanes: of the model; layers are added to them in order.
+            number: of this layer.
+            shared: the block's shared experts.
+        """
+        lanes.layers.append(self.layer)
+        self.laned, self.shared = LanedExperts(lanes, self.layer, number, self.activation), shared
 
     def extra_repr(self) -> str:
         """Shown in the model's printout."""

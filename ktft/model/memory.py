@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,8 @@ CUDA_LIBRARIES = 220 << 20  # what a CUDA build of torch adds to it, whether or 
 CUDA_CONTEXT = 600 << 20  # of VRAM: driver, kernels, cuBLAS
 CUDA_HOST = 1200 << 20  # of RAM: the driver and pinned buffers
 VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used, one block of fp32 logits apart
+
+RESIDENT_SHARE = 0.9  # of the free VRAM that `gpu_expert_memory: auto` takes: what is left covers an estimate's error
 
 # csrc/quant/format.h, csrc/kernels/kernels.h
 _TILE_ROWS, _STRIP_PAD, _ROW_PAD, _RANK_BLOCK, _DOT_COLS = 16, 64, 32, 16, 64
@@ -68,6 +70,7 @@ class Workload:
         accumulation: forward passes of one optimizer step.
         checkpointing: gradient checkpointing of decoder layers.
         activation: what native layers keep for backward, `retain` or `recompute`.
+        placement, gpu_expert_memory: as in `ktft.config.Settings`; of no effect without a GPU.
         states: moments of the optimizer.
         weight_bytes: bytes of a weight outside of the experts.
         mixed: autocast to 16 bits.
@@ -80,6 +83,8 @@ class Workload:
     accumulation: int = 1
     checkpointing: bool = True
     activation: str = "retain"
+    placement: str = "auto"
+    gpu_expert_memory: int | str = 0
     states: float = ADAM_STATES
     weight_bytes: int = BF16
     mixed: bool = False
@@ -88,6 +93,10 @@ class Workload:
     def tokens(self) -> int:
         """Of one forward pass."""
         return self.batch * self.sequence
+
+    def expert_activation(self, *, gpu: bool) -> str:
+        """What backward finds: beside a GPU checkpointing keeps experts' outputs instead, so gate and up come anew."""
+        return "recompute" if gpu and self.checkpointing else self.activation
 
     def on_experts(self, layer: int | None = None) -> list[Adapter]:
         """LoRA on routed experts, of one layer or of all."""
@@ -119,6 +128,10 @@ class Footprint:
     def vram_bytes(self) -> int:
         """All VRAM."""
         return sum(self.vram.values())
+
+    def with_residents(self, resident: int) -> Footprint:
+        """The same with so many bytes of experts that stay on the GPU."""
+        return replace(self, vram=self.vram | {"resident experts": resident})
 
     @property
     def node_bytes(self) -> tuple[int, ...]:
@@ -269,8 +282,8 @@ def footprint(
     ram["expert LoRA"] = sum(a.parameters for a in work.on_experts()) * FP32
     ram["its gradients and moments"] = work.training_bytes(work.on_experts()) - ram["expert LoRA"]
     place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
-    retained = 0
-    if work.activation == "retain":
+    retained, activation = 0, work.expert_activation(gpu=gpu)
+    if activation == "retain":
         saved = [saved_activations(moe, work.tokens, work.on_experts(n)) for n, moe in shape.moe.items()]
         retained = max(saved) if work.checkpointing else sum(saved)
     largest = max(
@@ -280,7 +293,7 @@ def footprint(
             work.on_experts(number),
             threads=threads,
             nodes=nodes,
-            activation=work.activation,
+            activation=activation,
         )
         for number, moe in shape.moe.items()
     )
@@ -292,7 +305,30 @@ def footprint(
     if gpu:
         held = sum(vram.values()) - CUDA_CONTEXT
         vram["fragments"] = int(held * (VRAM_FRAGMENTS - 1)) + work.tokens * shape.vocab_size * FP32
+        vram |= lane_bytes(shape, work, sum(packed))
     return Footprint(packed, ram, vram)
+
+
+LANE_PARTS = ("expert lanes", "resident experts", "expert outputs")
+
+
+def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str, int]:
+    """VRAM that the experts take: buffers of those streamed, those that stay there (`auto`: none yet), and under
+    checkpointing every layer's output, so that recomputing a layer does not run its experts again.
+    """
+    outputs = len(shape.moe) * work.tokens * shape.hidden_size * BF16
+    sizes = (
+        0 if work.placement == "cpu" else config.LANE_BYTES,
+        resident_bytes(work.gpu_expert_memory, packed_bytes, free=0),
+        outputs if work.checkpointing else 0,
+    )
+    return dict(zip(LANE_PARTS, sizes, strict=True))
+
+
+def resident_bytes(wished: int | str, packed_bytes: int, free: int) -> int:
+    """VRAM for resident experts: what `gpu_expert_memory` says, or `auto`'s share of what training leaves free."""
+    size = int(max(free, 0) * RESIDENT_SHARE) if isinstance(wished, str) else wished
+    return min(size, packed_bytes)
 
 
 # --- the check before loading -----------------------------------------------------------------------------------------

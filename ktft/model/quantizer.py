@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
@@ -24,10 +25,13 @@ from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
-from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, unknown_key, world_size
+from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key, world_size
+from ktft.lanes.lanes import Lanes
+from ktft.lanes.placement import usable_placement
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
+from ktft.model.shared import shared_ahead
 from ktft.model.memory import require_memory
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,8 @@ class KtftConfig(QuantizationConfigMixin):
         expert_checkpoint: str | None = Settings.expert_checkpoint,
         verify_checksums: bool = Settings.verify_checksums,
         isa: str | None = Settings.isa,
+        placement: str = Settings.placement,
+        gpu_expert_memory: int | str = Settings.gpu_expert_memory,
         reserve_bytes: int = 0,
         quant_method: str = "ktft",
         **unknown: Any,
@@ -65,6 +71,8 @@ class KtftConfig(QuantizationConfigMixin):
         self.expert_checkpoint = expert_checkpoint
         self.verify_checksums = verify_checksums
         self.isa = isa
+        self.placement = placement
+        self.gpu_expert_memory = gpu_expert_memory
         self.reserve_bytes = reserve_bytes
         _ = self.settings  # checks the values
 
@@ -134,6 +142,7 @@ class KtftHfQuantizer(HfQuantizer):
             raise ValueError(f"ktft does not run under {method} in this release; remove it from the configuration")
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map puts modules on disk, which ktft cannot do; give a device_map without 'disk'")
+        usable_placement(self.quantization_config.settings, cuda=_has_gpu())
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Drop the experts' entries: the module returns whole outputs, which the plan would reduce once more."""
@@ -227,7 +236,11 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
     """
     config: Any = model.config
     swiglu = family.activation(config.get_text_config())
-    runtime = native.runtime(settings.threads, settings.numa_nodes, settings.isa)
+    lanes = Lanes(settings, on_cpu=emulate_gpu()) if _has_gpu() else None
+    threads = settings.threads
+    if threads is None and lanes is not None:
+        threads = max(native.topology()["cores"] - 1, 1)  # one is left to give the GPU its work
+    runtime = native.runtime(threads, settings.numa_nodes, settings.isa)
     experts: dict[int, KtftExperts] = {}
     for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
         layer = native.ExpertLayer(
@@ -241,8 +254,15 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             biases=family.biases,
         )
         experts[number] = KtftExperts(layer, family, settings.activation)
+        if lanes is not None:
+            block = model.get_submodule(name.rpartition(".")[0])
+            experts[number].run_in(lanes, number, shared_ahead(block, family.shared_experts))
         model.set_submodule(name, experts[number])
     return experts
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available() or emulate_gpu()
 
 
 def _prediction_layers(config: PreTrainedConfig) -> list[str]:

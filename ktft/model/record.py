@@ -1,4 +1,4 @@
-"""What one layer's experts met while training: tokens by expert, and seconds in native code."""
+"""What one layer's experts met while training: tokens by expert."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ class Record:
     """Counts of one layer's trained tokens. `KtftExperts.record` takes one; without it nothing is counted.
 
     A micro-batch counts once, in its backward, however often checkpointing computes its forward. Passes without
-    gradients, such as those of DPO's reference, are not counted, but their seconds are.
+    gradients, such as those of DPO's reference, are not counted.
+
+    Args:
+        num_experts: of the layer.
+        layer: its number in the model.
 
     Attributes:
         tokens: `[num_experts]` int64, (token, expert) pairs by expert.
         rows: tokens, padding included.
-        forward_seconds, backward_seconds: in the native layer, recomputation included.
         watching: also find which experts the loss depends on; costs one pass over the output's gradient.
         reached: `[num_experts]` int64, pairs whose token had a gradient that is not zero, while `watching`.
     """
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, layer: int | None = None) -> None:
+        self.layer = layer
         self.tokens = torch.zeros(num_experts, dtype=torch.int64)
         self.reached = torch.zeros(num_experts, dtype=torch.int64)
         self.rows = 0
-        self.forward_seconds = self.backward_seconds = 0.0
         self.watching = False
 
     def count(self, top_k_index: Tensor) -> None:

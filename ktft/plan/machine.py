@@ -10,6 +10,8 @@ import torch
 
 from ktft import native, system
 from ktft.config import memory_limit, parse_size
+from ktft.lanes.calibrate import copy_seconds
+from ktft.lanes.simulate import PCIE_RATES
 
 # FLOP/s of products on registers, a core: measured P over cores, docs/benchmarks.md (amx_bf16: 43 TFLOPS on 16;
 # avx512_bf16: 0.43 on 2). Without bf16 products: two fp32 multiply-adds of a vector a cycle at 2.5 GHz, published.
@@ -25,7 +27,6 @@ SOCKET_BANDWIDTH = {
 }
 CORES_A_SOCKET = 32
 DISK_RATE = 2e9
-PCIE_RATE = 10e9  # of pageable memory, which is what torch copies from and to
 OPERATING_SYSTEM = 0.02  # of the memory
 _STREAMED, _STREAMED_A_THREAD = 1 << 30, 128 << 20  # bytes that are read to see how fast memory is: more than caches
 
@@ -38,21 +39,23 @@ class Gpu:
     memory_bytes: int
     flops: float
     bandwidth: float
+    pcie_rate: float
 
 
-# Published dense bf16 TFLOPS and GB/s of memory, by GiB of memory: the card meant when only its memory is given.
+# Published dense bf16 TFLOPS, GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as 16 of the 3rd),
+# by GiB of memory: the card meant when only its memory is given.
 GPUS = {
-    8: ("RTX 4060", 60, 272),
-    12: ("RTX 4070", 117, 504),
-    16: ("RTX 4080", 195, 717),
-    24: ("RTX 4090", 165, 1008),
-    32: ("RTX 5090", 209, 1792),
-    40: ("A100 40GB", 312, 1555),
-    48: ("L40S", 362, 864),
-    80: ("H100", 989, 3350),
-    96: ("RTX PRO 6000", 503, 1792),
-    141: ("H200", 989, 4800),
-    192: ("B200", 2250, 8000),
+    8: ("RTX 4060", 60, 272, 3),
+    12: ("RTX 4070", 117, 504, 4),
+    16: ("RTX 4080", 195, 717, 4),
+    24: ("RTX 4090", 165, 1008, 4),
+    32: ("RTX 5090", 209, 1792, 5),
+    40: ("A100 40GB", 312, 1555, 4),
+    48: ("L40S", 362, 864, 4),
+    80: ("H100", 989, 3350, 5),
+    96: ("RTX PRO 6000", 503, 1792, 5),
+    141: ("H200", 989, 4800, 5),
+    192: ("B200", 2250, 8000, 5),
 }
 GPU_USABLE = 0.985  # the rest is the driver's
 
@@ -64,7 +67,7 @@ class Machine:
     Attributes:
         node_bytes: memory that may be used, a NUMA node; ram_bytes: of all of them, limits included.
         threads: CPU threads of the kernels.
-        flops: of products on registers, all threads; bandwidth, disk_rate, pcie_rate: bytes/s.
+        flops: of products on registers, all threads; bandwidth, disk_rate: bytes/s.
         measured: rates were measured here, and the kernels can be timed.
         assumptions: what was not given; warnings: what this machine lacks.
     """
@@ -76,7 +79,6 @@ class Machine:
     flops: float
     bandwidth: float
     disk_rate: float
-    pcie_rate: float
     gpu: Gpu | None
     measured: bool
     assumptions: tuple[str, ...] = ()
@@ -93,11 +95,17 @@ class Machine:
         return replace(self, ram_bytes=usable, node_bytes=(usable // self.nodes,) * self.nodes)
 
 
-def gpu_of_size(memory_bytes: int, tflops: float | None = None) -> Gpu:
+def gpu_of_size(memory_bytes: int, tflops: float | None = None, pcie_rate: float | None = None) -> Gpu:
     """A GPU of so much memory: the fastest published one that has no more."""
     gib = round(memory_bytes / system.GIB)
-    name, own_tflops, gbs = GPUS[max((size for size in GPUS if size <= gib), default=min(GPUS))]
-    return Gpu(f"{gib} GiB ({name} assumed)", int(memory_bytes * GPU_USABLE), (tflops or own_tflops) * 1e12, gbs * 1e9)
+    name, own_tflops, gbs, generation = GPUS[max((size for size in GPUS if size <= gib), default=min(GPUS))]
+    return Gpu(
+        f"{gib} GiB ({name} assumed)",
+        int(memory_bytes * GPU_USABLE),
+        (tflops or own_tflops) * 1e12,
+        gbs * 1e9,
+        pcie_rate or PCIE_RATES[generation],
+    )
 
 
 @dataclass(frozen=True)
@@ -105,12 +113,13 @@ class Description:
     """A machine as options give it; None where they do not.
 
     Raises:
-        ValueError: a size that is none, an ISA that nobody knows, more than one GPU.
+        ValueError: a size that is none, an ISA or a PCIe generation that nobody knows.
     """
 
     ram: str | None = None
     gpu: str | None = None
     gpu_tflops: float | None = None
+    pcie: str | None = None
     cores: int | None = None
     sockets: int | None = None
     bandwidth: str | None = None
@@ -120,7 +129,7 @@ class Description:
     @property
     def given(self) -> bool:
         """Whether another machine than this one is meant."""
-        others = (self.ram, self.gpu, self.gpu_tflops, self.cores, self.sockets, self.bandwidth, self.isa)
+        others = (self.ram, self.gpu, self.gpu_tflops, self.pcie, self.cores, self.sockets, self.bandwidth, self.isa)
         return any(option is not None for option in others)
 
     def size(self, option: str, unit: int = 1024) -> int | None:
@@ -136,9 +145,23 @@ class Description:
             raise ValueError(f"--{option.replace('_', '-')} is {text!r}; it must be more than 0")
         return size
 
-    def gpu_memory(self) -> int | None:
-        """Memory of the GPU; None without one."""
-        return None if self.gpu in (None, "none", "0") else self.size("gpu")
+    def the_gpu(self) -> Gpu | None:
+        """The GPU; None without one."""
+        if self.gpu in (None, "none", "0"):
+            return None
+        memory = self.size("gpu")
+        assert memory is not None
+        return gpu_of_size(memory, self.gpu_tflops, self.pcie_rate())
+
+    def pcie_rate(self) -> float | None:
+        """Bytes/s of copies to the GPU and from it; None if they are the GPU's own."""
+        if self.pcie is None or not self.pcie.strip().isdecimal():
+            return self.size("pcie", 1000)
+        generation = int(self.pcie)
+        if generation not in PCIE_RATES:
+            known = ", ".join(map(str, PCIE_RATES))
+            raise ValueError(f"--pcie is {self.pcie!r}; give a generation ({known}) or bytes a second, as 25G")
+        return PCIE_RATES[generation]
 
     def machine(self) -> Machine:
         """The machine described; what is left out is assumed, and told."""
@@ -152,7 +175,7 @@ class Description:
 
         if self.ram is None:
             raise ValueError("a described machine needs --ram, for instance --ram 512G")
-        ram, gpu = self.size("ram"), self.gpu_memory()
+        ram, gpu = self.size("ram"), self.the_gpu()
         assert ram is not None
         sockets = default("sockets", 1, "1")
         cores = default("cores", CORES_A_SOCKET * sockets, f"{CORES_A_SOCKET * sockets}")
@@ -164,8 +187,9 @@ class Description:
         default("disk_rate", DISK_RATE, f"{DISK_RATE / 1e9:.0f}G")
         if self.gpu is None:
             assumptions.append("no --gpu: everything runs on the CPU")
-        elif gpu is not None and self.gpu_tflops is None:
-            assumptions.append(f"--gpu-tflops {gpu_of_size(gpu).flops / 1e12:.0f}, of {gpu_of_size(gpu).name}")
+        elif gpu is not None:
+            default("gpu_tflops", None, f"{gpu.flops / 1e12:.0f}, of {gpu.name}")
+            default("pcie", None, f"{gpu.pcie_rate / 1e9:.3g}G, pinned, of {gpu.name}")
         assumptions.append(f"{OPERATING_SYSTEM:.0%} of the memory is the operating system's")
         machine = Machine(
             node_bytes=(0,) * sockets,
@@ -175,8 +199,7 @@ class Description:
             flops=CORE_FLOPS[isa] * cores,
             bandwidth=self.size("bandwidth", 1000) or published,
             disk_rate=self.size("disk_rate", 1000) or DISK_RATE,
-            pcie_rate=PCIE_RATE,
-            gpu=gpu_of_size(gpu, self.gpu_tflops) if gpu else None,
+            gpu=gpu,
             measured=False,
             assumptions=tuple(assumptions),
         )
@@ -204,7 +227,6 @@ def this_machine(threads: int | None, numa_nodes: int | None, *, gpu: bool, disk
         flops=flops,
         bandwidth=bandwidth,
         disk_rate=disk_rate or DISK_RATE,
-        pcie_rate=PCIE_RATE,
         gpu=_this_gpu() if gpu else None,
         measured=True,
         assumptions=() if disk_rate else (f"--disk-rate {DISK_RATE / 1e9:.0f}G: no shard here to measure it on",),
@@ -242,7 +264,9 @@ def _this_gpu() -> Gpu | None:
     other.copy_(buffer)
     end.record()
     torch.cuda.synchronize()
-    return Gpu(name, free, flops, 2 * buffer.numel() / (start.elapsed_time(end) / 1e3))
+    bandwidth = 2 * buffer.numel() / (start.elapsed_time(end) / 1e3)
+    copy = copy_seconds(torch.device("cuda"))
+    return Gpu(name, free, flops, bandwidth, buffer.numel() / min(copy(True, buffer.numel()) for _ in range(3)))
 
 
 def _warnings(available: int) -> list[str]:

@@ -11,13 +11,14 @@ import torch
 from ktft import native
 from ktft.adapters.reach import linear_names
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS
-from ktft.model.memory import FP32, Adapter, Footprint, Workload, footprint, shortage
+from ktft.lanes.simulate import Simulated
+from ktft.model.memory import FP32, LANE_PARTS, Adapter, Footprint, Workload, footprint, resident_bytes, shortage
 from ktft.model.shape import MoeShape
 from ktft.plan import rates
 from ktft.plan.backbone import Untimed, timed_layers
 from ktft.plan.machine import GPUS, Machine, gpu_of_size
 from ktft.plan.source import ModelSource
-from ktft.plan.steptime import StepTime, load_seconds, step_time
+from ktft.plan.steptime import StepTime, load_seconds, simulated_lanes, step_time
 from ktft.system import GIB, readable
 from ktft.train.recipe import Recipe, weight_bytes_of
 
@@ -28,14 +29,15 @@ _LEAST_CUTOFF = 512
 
 @dataclass(frozen=True)
 class FormatPlan:
-    """One expert format on one machine. `lacking` is empty when it fits, else the words for what there is too little
-    of.
+    """One expert format on one machine. `lanes` are the experts of one pass, None without a GPU; `lacking` is empty
+    when it fits, else the words for what there is too little of.
     """
 
     format: str
     footprint: Footprint
     load_seconds: float
     step: StepTime
+    lanes: Simulated | None
     tokens_per_second: float
     lacking: tuple[str, ...]
     tight: bool
@@ -95,10 +97,14 @@ def _best(plans: tuple[FormatPlan, ...], wished: str) -> FormatPlan | None:
 class Planner:
     """Plans one model; rates are timed or looked up once, for the recipe it was made with."""
 
-    def __init__(self, source: ModelSource, machine: Machine, recipe: Recipe) -> None:
-        self.source, self.machine, self.recipe = source, machine, recipe
+    def __init__(self, source: ModelSource, machine: Machine, recipe: Recipe, routing: str = "uniform") -> None:
+        self.source, self.machine, self.recipe, self.routing = source, machine, recipe, routing
+        if machine.gpu is None and recipe.settings.needs_gpu:
+            cure = "set placement: auto" if machine.measured else "describe one with --gpu, for instance --gpu 24G"
+            raise ValueError(f"{recipe.settings.needs_gpu}, but the machine has no GPU; {cure}")
         self._adapters: dict[tuple[str, int], tuple[Adapter, ...]] = {}
         self.work = self._workload(recipe)
+        self._on_gpu = machine.gpu is not None and not recipe.use_cpu
         self.formats = (source.expert_format,) if source.expert_format else EXPERT_FORMATS
         self._moe = max(source.shape.moe.values(), key=lambda moe: moe.parameters)
         lora = self.work.on_experts(min(source.shape.moe))
@@ -131,7 +137,7 @@ class Planner:
         settings = self.recipe.settings
         runtime = native.runtime(settings.threads, settings.numa_nodes)
         return rates.timed_expert_rate(
-            runtime, self.machine, moe, name, self.work.tokens, lora, self.recipe.settings.activation
+            runtime, self.machine, moe, name, self.work.tokens, lora, self.work.expert_activation(gpu=self._on_gpu)
         )
 
     def plan(self, notes: tuple[str, ...] = ()) -> Plan:
@@ -139,7 +145,8 @@ class Planner:
         formats = self._formats(self.machine, self.recipe)
         fits = any(each.fits for each in formats)
         changes = () if fits else tuple(self._changes())
-        return Plan(self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes))
+        told = Plan(self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes))
+        return replace(told, notes=(*told.notes, *lane_notes(told)))
 
     def _formats(self, machine: Machine, recipe: Recipe) -> tuple[FormatPlan, ...]:
         if recipe.use_cpu:
@@ -148,31 +155,33 @@ class Planner:
         return tuple(self._format(name, machine, work) for name in self.formats)
 
     def _format(self, name: str, machine: Machine, work: Workload) -> FormatPlan:
-        shape = self.source.shape
+        shape, rate, lanes = self.source.shape, self._experts[name], None
         need = footprint(shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None)
-        rate = self._experts[name]
+        room = [(need.ram_bytes, machine.ram_bytes)]
+        if machine.gpu is not None:
+            room.append((need.vram_bytes, machine.gpu.memory_bytes))
+            free = machine.gpu.memory_bytes - need.vram_bytes
+            resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free)
+            need = need.with_residents(resident)
+            lanes = simulated_lanes(shape, work, machine, rate, name, resident, self.routing)
         as_timed = machine.gpu == self.machine.gpu and work == self.work
         others = self._others if as_timed else replace(self._others, layers=None)
-        step = step_time(shape, work, machine, rate, others, sum(need.packed))
+        step = step_time(shape, work, machine, rate, others, sum(need.packed), lanes)
         loading = load_seconds(self.source, machine, rate)
-        room = [(need.ram_bytes, machine.ram_bytes)]
         lacking = []
         if need.ram_bytes > machine.ram_bytes:
             lacking.append(shortage(f"training with {name} experts", need.ram_bytes, machine.ram_bytes))
         for node, (packed, size) in enumerate(zip(need.packed, machine.node_bytes, strict=True)):
             if packed > size and not lacking:
                 lacking.append(shortage(f"NUMA node {node}'s slice of {name} experts", packed, size))
-        if machine.gpu is not None:
-            room.append((need.vram_bytes, machine.gpu.memory_bytes))
-            if need.vram_bytes > machine.gpu.memory_bytes:
-                lacking.append(
-                    shortage("what runs on the GPU", need.vram_bytes, machine.gpu.memory_bytes, of="GPU memory")
-                )
+        if machine.gpu is not None and need.vram_bytes > machine.gpu.memory_bytes:
+            lacking.append(shortage("what runs on the GPU", need.vram_bytes, machine.gpu.memory_bytes, of="GPU memory"))
         return FormatPlan(
             format=name,
             footprint=need,
             load_seconds=loading,
             step=step,
+            lanes=lanes,
             tokens_per_second=work.accumulation * work.tokens / step.total,
             lacking=tuple(lacking),
             tight=any(needed > TIGHT * there for needed, there in room),
@@ -214,9 +223,12 @@ class Planner:
         batch, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
         if recipe.disable_gradient_checkpointing:
             yield "disable_gradient_checkpointing: false", replace(recipe, disable_gradient_checkpointing=False)
-        if recipe.settings.activation == "retain":
+        if self.work.expert_activation(gpu=self._on_gpu) == "retain":
             settings = replace(recipe.settings, activation="recompute")
             yield "kt_config.activation: recompute", replace(recipe, settings=settings)
+        if recipe.settings.gpu_expert_memory:
+            settings = replace(recipe.settings, placement="auto", gpu_expert_memory=0)
+            yield "kt_config.gpu_expert_memory: 0 with placement: auto", replace(recipe, settings=settings)
         if batch > 1:
             small = replace(recipe, per_device_train_batch_size=1, gradient_accumulation_steps=batch * accumulation)
             yield f"per_device_train_batch_size: 1 with gradient_accumulation_steps: {batch * accumulation}", small
@@ -230,7 +242,8 @@ class Planner:
         if any(a.projection for a in self.work.adapters) and dense:
             yield f"lora_target: {','.join(dense)} (no LoRA on experts)", replace(recipe, lora_target=",".join(dense))
         if self.machine.gpu is not None and not recipe.use_cpu:
-            yield "use_cpu: true", replace(recipe, use_cpu=True)
+            settings = replace(recipe.settings, placement="auto", gpu_expert_memory=0)
+            yield "use_cpu: true", replace(recipe, use_cpu=True, settings=settings)
 
     def _frugal(self) -> tuple[str, Recipe]:
         """The same training with the least memory for activations."""
@@ -295,6 +308,26 @@ def _sentence(text: str) -> str:
 
 def _cost(plan: FormatPlan) -> str:
     return f"{plan.step.total:,.1f} s a step ({plan.tokens_per_second:,.0f} tokens/s)"
+
+
+_LANE_NAMES = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
+
+
+def lane_notes(plan: Plan) -> list[str]:
+    """Where the experts of the best format run, what limits them, and what that takes of the GPU's memory."""
+    best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
+    if (lanes := best.lanes) is None:
+        return []
+    shares = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
+    busy = ", ".join(f"{_LANE_NAMES[lane]} {seconds / lanes.total:.0%}" for lane, seconds in lanes.busy.items())
+    vram = best.footprint.vram
+    own = ", ".join(f"{part} {readable(vram[part])}" for part in LANE_PARTS if vram.get(part))
+    return [
+        f"{best.format} experts: of their rows {shares['cpu']} run on the CPU, {shares['stream']} are streamed to the "
+        f"GPU, {shares['resident']} meet residents there; {_LANE_NAMES[lanes.slowest]} is what most time is waited for "
+        f"(busy: {busy})",
+        f"of the GPU's memory the experts take: {own or 'nothing'}",
+    ]
 
 
 def advice(plan: Plan) -> list[str]:
@@ -368,4 +401,15 @@ def _format_json(plan: FormatPlan) -> dict[str, Any]:
         "step_seconds": plan.step.total,
         "step": asdict(plan.step),
         "tokens_per_second": plan.tokens_per_second,
+        "lanes": _lanes_json(plan.lanes) if plan.lanes else None,
+    }
+
+
+def _lanes_json(lanes: Simulated) -> dict[str, Any]:
+    return {
+        "row_shares": lanes.shares,
+        "forward_seconds": lanes.forward,
+        "backward_seconds": lanes.backward,
+        "busy_seconds": lanes.busy,
+        "limited_by": lanes.slowest,
     }

@@ -1,9 +1,13 @@
-"""Seconds of a training step and of loading, from rates. Estimates: lanes follow each other, as the code runs them."""
+"""Seconds of a training step and of loading, from rates. Estimates."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from ktft import native
+from ktft.lanes.rates import LayerKind
+from ktft.lanes.simulate import Hardware, Simulated, joined, simulate
 from ktft.model.memory import FP32, Workload, active_experts
 from ktft.model.shape import ModelShape
 from ktft.plan.machine import Machine
@@ -28,31 +32,65 @@ class StepTime:
 
     experts: float
     other: float
-    transfers: float
     optimizer: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.experts + self.other + self.transfers + self.optimizer
+        return self.experts + self.other + self.optimizer
 
 
 def step_time(
-    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, others: OtherRates, packed_bytes: int
-) -> StepTime:
-    """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer."""
+    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, others: OtherRates, packed_bytes: int,
+    lanes: Simulated | None,
+) -> StepTime:  # fmt: skip
+    """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer. `lanes`: the experts of
+    one pass beside a GPU.
+    """
     passes = work.accumulation
-    transfers = 0.0
-    if machine.gpu is not None:
-        # forward: hidden states and back; again when recomputed; backward: gradient and hidden states, and back
-        crossings = (4 if work.checkpointing else 2) + 3
-        transfers = crossings * len(shape.moe) * work.tokens * shape.hidden_size * 2 / machine.pcie_rate
     return StepTime(
-        experts=passes * _experts(shape, work, machine, rate, packed_bytes),
+        experts=passes * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
         other=passes * _other(shape, work, machine, others) + STEP_SECONDS,
-        transfers=passes * transfers,
         optimizer=sum(a.parameters for a in work.on_experts()) * OPTIMIZER_BYTES / machine.bandwidth
         + (0 if machine.gpu else sum(a.parameters for a in work.elsewhere()) * OPTIMIZER_BYTES / machine.bandwidth),
+    )
+
+
+def simulated_lanes(
+    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, expert_format: str, resident: int,
+    routing: str,
+) -> Simulated:  # fmt: skip
+    """The experts of one pass of a batch, on a machine with a GPU that has so many bytes of them resident."""
+    gpu, kinds = machine.gpu, Counter[LayerKind]()
+    assert gpu is not None
+    for number, moe in shape.moe.items():
+        dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
+        expert_bytes = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases)) // moe.num_experts
+        lora = sum(a.parameters for a in work.on_experts(number)) // moe.num_experts
+        kinds[LayerKind(moe.num_experts, moe.top_k, *dims[1:], expert_bytes, lora)] += 1
+    retained = work.expert_activation(gpu=True) == "retain"
+    again = 0.0 if retained or machine.measured else 2 / 3
+    hardware = Hardware(
+        cpu_forward=rate.forward,
+        cpu_backward=1 / (1 / rate.backward + again / rate.forward),
+        cpu_bandwidth=machine.bandwidth,
+        pcie=gpu.pcie_rate,
+        gpu_flops=gpu.flops,
+        gpu_bandwidth=gpu.bandwidth,
+    )
+    every = sum(kind.expert_bytes * layers for kind, layers in kinds.items())  # of one expert a layer
+    return joined(
+        simulate(
+            kind,
+            hardware.rates(kind, retained=retained),
+            work.tokens,
+            layers=layers,
+            mode=work.placement,
+            residents=resident // every,
+            routing=routing,
+            retained=retained,
+        )
+        for kind, layers in kinds.items()
     )
 
 

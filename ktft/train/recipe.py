@@ -69,6 +69,8 @@ class Recipe:
             raise ValueError(f"stage is {self.stage!r}; ktft trains {', '.join(SEQUENCES)}")
         if self.finetuning_type != "lora":
             raise ValueError(f"finetuning_type is {self.finetuning_type!r}; ktft trains lora")
+        if self.use_cpu and self.settings.needs_gpu:
+            raise ValueError(f"use_cpu is true, but {self.settings.needs_gpu}, which needs a GPU; remove one of them")
 
     def workload(self, adapters: tuple[Adapter, ...], weight_bytes: int) -> Workload:
         """What a step of this recipe does with these adapters on weights of so many bytes outside of the experts."""
@@ -79,6 +81,8 @@ class Recipe:
             accumulation=self.gradient_accumulation_steps,
             checkpointing=not self.disable_gradient_checkpointing,
             activation=self.settings.activation,
+            placement=self.settings.placement,
+            gpu_expert_memory=self.settings.gpu_expert_memory,
             states=next(n for name, n in OPTIMIZER_STATES.items() if self.optim.startswith(name)),
             weight_bytes=weight_bytes,
             mixed=(self.bf16 or self.fp16) and not self.pure_bf16,

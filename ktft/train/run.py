@@ -1,4 +1,4 @@
-"""Around each optimizer step of every Trainer on a model with ktft's experts: the guards, and the training report."""
+"""Around each optimizer step of every Trainer on a model with ktft's experts: guards, spans, the training report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
+from ktft import spans
+from ktft.config import trace_file
+from ktft.lanes.lanes import Lanes
 from ktft.model.experts import find_experts, layer_number
 from ktft.model.record import Record
+from ktft.train.attention import AttentionSpans
 from ktft.train.guards import GradientWatch, Guards, Step, group_norms, rates_of, trained_parameters
 from ktft.train.report import examine, logger
-from ktft.train.run_report import JSON_NAME, RunReport, facts_of, memory_now
+from ktft.train.run_report import JSON_NAME, RunReport, facts_of
+from ktft.train.run_times import Since, memory_now, times_of
+from ktft.train.trace import Trace
 
+FINISHED = "finished"
 UNLOGGED_INTERVAL = 10
 """Steps between two looks at gradients where `logging_strategy` is not `steps`."""
 
@@ -30,21 +37,29 @@ class Run:
 
     Attributes:
         records: name of routed experts, LoRA included -> what they count.
+        attention: hooks that time it.
+        trace: that is being written.
+        lanes: that the experts run in.
         norms: of gradients by group, at the step `norms_step`.
-        mark: when what is not training (logging, saving, evaluating) or the step before ended; `began`: the step.
-        data, optimizer: seconds of the step at hand.
+        since: what is logged next.
+        mark: when what is not training (logging, saving, evaluating) or the step before ended.
+        began: when the step at hand did, reading its data included.
+        optimizer: the step's span.
     """
 
     records: dict[str, Record]
     guards: Guards
     watch: GradientWatch
     report: RunReport
+    attention: AttentionSpans
+    trace: Trace | None
+    lanes: Lanes | None = None
     norms: dict[str, float] = field(default_factory=dict)
     norms_step: int = 0
+    since: Since = field(default_factory=Since)
     mark: float = field(default_factory=time.perf_counter)
     began: float = 0.0
-    data: float = 0.0
-    optimizer: float = 0.0
+    optimizer: spans.Span | None = None
 
     @classmethod
     def of(cls, model: nn.Module, args: TrainingArguments, optimizer: Any) -> Run | None:
@@ -52,10 +67,13 @@ class Run:
         facts = examine(model)
         if facts is None:
             return None
+        path = trace_file()
+        trace = None if path is None else Trace(path)
         experts = find_experts(model)
-        for module in experts.values():
-            module.record = Record(module.num_experts)
+        for name, module in experts.items():
+            module.record = Record(module.num_experts, layer_number(name))
         parameters = trained_parameters(model)
+        spans.RECORDER.start(trace)
         return cls(
             records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
             guards=Guards(parameters),
@@ -65,17 +83,20 @@ class Run:
                 [layer_number(name) for name in experts],
                 torch.zeros(len(experts), facts.num_experts, dtype=torch.int64),
             ),
+            attention=AttentionSpans(model),
+            trace=trace,
+            lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
         )
 
     def begin_step(self, look: bool) -> None:
         """A step begins, at which gradients are looked at or not."""
-        self.began = time.perf_counter()
-        self.data = self.began - self.mark
+        self.began = self.mark
+        spans.RECORDER.on = True
+        spans.add("data", None, self.began, time.perf_counter(), waited=True)
         self.watch.on = look
         for record in self.records.values():
             record.watching = look
             record.reached.zero_()
-            record.forward_seconds = record.backward_seconds = 0.0
 
     def before_optimizer(self, number: int, optimizer: Any) -> None:
         """Gradients of a step are complete."""
@@ -87,27 +108,31 @@ class Run:
             reached = {name: record.reached for name, record in self.records.items()}
             step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None)
             self.guards.before_step(step)
-        self.optimizer = time.perf_counter()
+        self.optimizer = spans.span("optimizer").begin()
 
     def after_optimizer(self) -> None:
         """The optimizer has made its step."""
-        self.optimizer = time.perf_counter() - self.optimizer
+        if self.optimizer is not None:
+            self.optimizer.end()
+            self.optimizer = None
 
     def end_step(self, number: int, skipped: bool) -> None:
         """A step is over."""
+        if self.lanes is not None:
+            self.lanes.end_step()
         self.guards.after_step(number, skipped)
-        seconds = self.data + time.perf_counter() - self.began
-        times = {
-            "native_forward": sum(record.forward_seconds for record in self.records.values()),
-            "native_backward": sum(record.backward_seconds for record in self.records.values()),
-            "optimizer": self.optimizer,
-            "data": self.data,
-        }
-        times["other"] = seconds - sum(times.values())
+        ended = time.perf_counter()
+        spans.RECORDER.on = False
+        sums = spans.RECORDER.take()
+        if self.trace is not None:
+            self.trace.step(number, self.began, ended)
+        seconds = ended - self.began
         counts = torch.stack([record.tokens for record in self.records.values()])
         tokens = max(record.rows for record in self.records.values())
-        row = {"step": number, "seconds": seconds, **times, "tokens": tokens, **memory_now()}
+        row = {"step": number, "seconds": seconds, **times_of(seconds, sums), "tokens": tokens, **memory_now()}
         self.report.steps.add({name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()})
+        self.report.spans.add(sums)
+        self.since.add(row)
         self.report.expert_tokens += counts
         for record in self.records.values():
             record.tokens.zero_()
@@ -115,6 +140,10 @@ class Run:
 
     def end(self, model: nn.Module | None, how: str) -> None:
         """Count and look no more."""
+        self.report.spans.add(spans.RECORDER.stop(wait=how == FINISHED))
+        if self.trace is not None:
+            self.trace.close()
+        self.attention.close()
         self.watch.close()
         for module in find_experts(model).values() if model is not None else ():
             module.record = None
@@ -201,10 +230,14 @@ class RunCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take over what is logged."""
+        """Take over what is logged, and add times and memory for the console and other callbacks.
+
+        The Trainer's history has no part in these: it is the same whenever a run is repeated.
+        """
         if self.run is not None and logs is not None and "loss" in logs:
             norms = self.run.norms if self.run.norms_step == state.global_step else {}
             self.run.report.log(state.global_step, logs, norms)
+            logs |= self.run.since.take()
         if self.run is not None:
             self.run.mark = time.perf_counter()
 
@@ -225,7 +258,7 @@ class RunCallback(TrainerCallback):
         if self.run is not None:
             self.run.guards.close(state.global_step)
             self.run.guards.check_finite(state.global_step)
-            self._finish(kwargs["model"], args, state, "finished")
+            self._finish(kwargs["model"], args, state, FINISHED)
 
     def failed(self, model: nn.Module, args: TrainingArguments, state: TrainerState, error: BaseException) -> None:
         """Write the report of a run that an exception ends."""

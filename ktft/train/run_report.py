@@ -25,13 +25,12 @@ from ktft.config import TESTED_VERSIONS
 from ktft.model.experts import experts_family
 from ktft.train.guards import WINDOW, Guards
 from ktft.train.report import Report, logger
+from ktft.train.run_times import BUSY, ROOM, TIMES, Row, RunSums, lane_rates
 
 JSON_NAME, PAGE_NAME = "ktft_report.json", "ktft_report.html"
-LAYOUT = 1
+LAYOUT = 2
 MAX_ROWS = 4096
 """Rows of a series before two neighbours are merged into one, again and again: a file of at most about 2 MB."""
-
-Row = dict[str, float | None]
 
 
 @dataclass
@@ -39,13 +38,15 @@ class Series:
     """Rows over steps, of bounded number: from `MAX_ROWS` on, a row stands for 2, 4, 8, ... of those that were added.
 
     Attributes:
-        sums, peaks: names of values that a merged row adds up, or takes the largest of; of others it has the mean.
+        sums, peaks, lows: names of values that a merged row adds up, or takes the largest or smallest of; of others it
+            has the mean.
         rows: each with the number of its last `step`, and how many rows it stands for, `merged`.
         stride: how many rows the next one is going to stand for.
     """
 
     sums: frozenset[str] = frozenset()
     peaks: frozenset[str] = frozenset()
+    lows: frozenset[str] = frozenset()
     rows: list[Row] = field(default_factory=list)
     stride: int = 1
 
@@ -70,6 +71,8 @@ class Series:
             return a if b is None else b
         if name in self.peaks:
             return max(a, b)
+        if name in self.lows:
+            return min(a, b)
         if name in self.sums or name == "merged":
             return a + b
         weights = one["merged"] or 1, two["merged"] or 1
@@ -91,8 +94,10 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-TIMES = ("native_forward", "native_backward", "optimizer", "data", "other")
-"""Parts of a step, in seconds. They add up to `seconds`."""
+def _steps() -> Series:
+    return Series(
+        frozenset({"seconds", "tokens", *TIMES, *BUSY}), frozenset({"rss_bytes", "gpu_bytes"}), frozenset(ROOM)
+    )
 
 
 @dataclass
@@ -101,7 +106,8 @@ class RunReport:
 
     Attributes:
         facts: that do not change: machine, versions, model, experts, adapter, training.
-        steps: a row an optimizer step: seconds, by `TIMES`, tokens, peak memory.
+        steps: a row an optimizer step: seconds, by `TIMES` and `BUSY`, tokens, memory.
+        spans: of all steps, by layer.
         logged: a row each time the Trainer logs: its loss, learning rate and gradient norm, and this one by group.
         layers: numbers of the layers with experts, one for each row of `expert_tokens`.
         expert_tokens: `[layers, experts]` int64, (token, expert) pairs.
@@ -112,9 +118,8 @@ class RunReport:
     facts: dict[str, Any]
     layers: list[int]
     expert_tokens: Tensor
-    steps: Series = field(
-        default_factory=lambda: Series(frozenset({"seconds", "tokens", *TIMES}), frozenset({"rss_bytes", "gpu_bytes"}))
-    )
+    steps: Series = field(default_factory=_steps)
+    spans: RunSums = field(default_factory=RunSums)
     logged: Series = field(default_factory=Series)
     resumed: list[dict[str, Any]] = field(default_factory=list)
     guards: dict[str, Any] = field(default_factory=dict)
@@ -122,13 +127,16 @@ class RunReport:
 
     def content(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
+        spans, steps = self.spans.content(), self.steps.columns()
         return {
             "layout": LAYOUT,
             "ended": self.ended,
             **self.facts,
             "guards": self.guards,
             "resumed": self.resumed,
-            "steps": self.steps.columns(),
+            "steps": steps,
+            "spans": spans,
+            "rates": lane_rates(spans, sum(value or 0.0 for value in steps.get("seconds", []))),
             "logged": self.logged.columns(),
             "expert_tokens": {"layers": self.layers, "tokens": self.expert_tokens.tolist()},
         }
@@ -139,6 +147,7 @@ class RunReport:
         earlier = _earlier(checkpoint / JSON_NAME, self)
         if earlier is not None:
             self.steps.load(earlier["steps"])
+            self.spans.load(earlier["spans"])
             self.logged.load(earlier["logged"])
             self.expert_tokens += torch.tensor(earlier["expert_tokens"]["tokens"], dtype=torch.int64)
             self.resumed = [*earlier["resumed"], {**origin, "from": JSON_NAME}]
@@ -231,7 +240,7 @@ def _lines(content: Mapping[str, Any]) -> bytes:
     """JSON with a line for each entry of the outer mappings: to be read by people, and small."""
 
     def entry(key: str, value: Any) -> str:
-        if key in ("steps", "logged") and value:
+        if key in ("steps", "spans", "rates", "logged") and value:
             inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in value.items())
             return f" {json.dumps(key)}: {{\n{inner}\n }}"
         return f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
@@ -300,9 +309,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def memory_now() -> Row:
-    """Peaks so far: resident bytes of this process, and bytes of its GPU, None without one."""
-    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"rss_bytes": system.peak_rss(), "gpu_bytes": gpu}

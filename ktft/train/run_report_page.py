@@ -19,8 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ktft.spans import LANES
 from ktft.system import readable
-from ktft.train.run_report import TIMES
+from ktft.train.run_times import ROOM, TIMES
 
 _INK = "#123457"  # becomes the page's text colour
 _COLOURS = ("#4c8dd6", "#e08a3c", "#4fa870", "#b36bc4", "#8a94a0", "#d65f5f")  # legible on white and on near-black
@@ -46,13 +47,19 @@ _STYLE: Any = {
 }
 _MANY = 60  # rows from which on markers and bars give way to lines and areas
 _MOST = 300  # rows drawn; more are averaged
-_TIME_NAMES = {
-    "native_forward": "experts forward",
-    "native_backward": "experts backward",
-    "optimizer": "optimizer",
-    "data": "data loading",
-    "other": "other modules",
+_TIME_STYLES = {
+    "attention": ("attention", _COLOURS[3]),
+    "cpu": ("experts: CPU", _COLOURS[0]),
+    "stream": ("experts: streamed", _COLOURS[1]),
+    "resident": ("experts: resident", "#c9a227"),
+    "copy_in": ("copies to the GPU", "#3aa6a6"),
+    "copy_out": ("copies from the GPU", "#a0704a"),
+    "wait": ("waiting", _COLOURS[5]),
+    "optimizer": ("optimizer", _COLOURS[2]),
+    "data": ("data loading", "#d583b0"),
+    "other": ("other modules", _COLOURS[4]),
 }
+"""Name of spans -> what the page calls them, and their colour."""
 _MISSING = "-"
 
 Columns = Mapping[str, list[float | None]]
@@ -66,7 +73,12 @@ def page_of(content: Mapping[str, Any]) -> str:
         plots = [
             ("Loss", "mean over the steps since the one logged before", _loss(logged)),
             ("Throughput", "padding included", _throughput(steps)),
-            ("Where the time goes", "evaluating and saving left out", _times(steps)),
+            ("Where the time goes", "as training waits for it; evaluating and saving left out", _times(steps)),
+            (
+                "Time by layer",
+                "how long each lane was busy; lanes may overlap",
+                _layers(content["spans"], sum(content["steps"].get("merged", []))),
+            ),
             ("Gradient norms", "before clipping, at logged steps", _norms(logged)),
         ]
         load = _load(content["expert_tokens"])
@@ -78,7 +90,7 @@ def page_of(content: Mapping[str, Any]) -> str:
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>{title}</title><style>{_CSS}</style><h1>{title}</h1>{failure}"
-        f"{_summary(content)}<h2>What trained</h2>{_groups(content)}"
+        f"{_summary(content)}<h2>What trained</h2>{_groups(content)}{_rates(content['rates'])}"
         f"<div class=plots>{cards}</div><div class=wide>{wide}</div>{_footer(content)}</html>\n"
     )
 
@@ -142,21 +154,53 @@ def _times(steps: Drawn) -> Figure | None:
     if not steps:
         return None
     numbers = steps["step"]
-    parts = [np.maximum(steps[name] / steps["merged"], 0) for name in TIMES]
-    scale, unit = (1e3, "ms") if np.nanmax(sum(parts)) < 1 else (1.0, "s")
+    least = np.nansum(steps["seconds"]) / 1000
+    drawn = {n: np.maximum(steps[n] / steps["merged"], 0) for n in TIMES if np.nansum(steps[n]) > least}
+    scale, unit = _unit(sum(drawn.values(), np.zeros(len(numbers))))
     figure, axes = _axes(f"{unit} a step")
-    names = [_TIME_NAMES[name] for name in TIMES]
+    parts = {name: part * scale for name, part in drawn.items()}
     if len(numbers) > _MANY:
-        axes.stackplot(numbers, [part * scale for part in parts], labels=names, colors=_COLOURS, linewidth=0)
+        labels, colours = zip(*(_TIME_STYLES[name] for name in parts), strict=True)
+        axes.stackplot(numbers, list(parts.values()), labels=labels, colors=colours, linewidth=0)
     else:
-        below = np.zeros(len(numbers))
-        for name, part, colour in zip(names, parts, _COLOURS, strict=False):
-            axes.bar(numbers, part * scale, 0.8, bottom=below, label=name, color=colour)
-            below += part * scale
+        _stack(axes, numbers, parts)
+    return _with_legend(figure, axes)
+
+
+def _unit(seconds: np.ndarray) -> tuple[float, str]:
+    return (1e3, "ms") if np.nanmax(seconds, initial=0.0) < 1 else (1.0, "s")
+
+
+def _stack(axes: Axes, places: np.ndarray, parts: Drawn) -> None:
+    below = np.zeros(len(places))
+    for name, part in parts.items():
+        label, colour = _TIME_STYLES[name]
+        axes.bar(places, part, 0.8, bottom=below, label=label, color=colour)
+        below += np.nan_to_num(part)
+
+
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
     axes.grid(axis="x", visible=False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
+
+
+def _layers(spans: Mapping[str, Any], count: float) -> Figure | None:
+    """Each layer's seconds a step by lane, one on the other."""
+    layers = sorted({layer for name in LANES for layer in spans.get(name, {}).get("layers", []) if layer is not None})
+    if not layers or not count:
+        return None
+    parts = {}
+    for name in LANES:
+        by_layer = dict(zip(*(spans.get(name, {}).get(key, []) for key in ("layers", "seconds")), strict=True))
+        if any(by_layer.values()):
+            parts[name] = np.array([by_layer.get(layer, 0.0) for layer in layers]) / count
+    scale, unit = _unit(sum(parts.values(), np.zeros(len(layers))))
+    figure, axes = _axes(f"{unit} a step")
+    axes.set(xlabel="layer")
+    _stack(axes, np.array(layers), {name: part * scale for name, part in parts.items()})
+    return _with_legend(figure, axes)
 
 
 def _norms(logged: Drawn) -> Figure | None:
@@ -224,6 +268,7 @@ def _summary(content: Mapping[str, Any]) -> str:
     number = int(max([*steps.get("step", []), *logged.get("step", []), 0]))
     count = sum(steps.get("merged", []))
     rss, gpu = (max((v for v in steps.get(key, []) if v), default=None) for key in ("rss_bytes", "gpu_bytes"))
+    left = [min((v for v in steps.get(key, []) if v is not None), default=None) for key in ROOM]
     file = content["adapter"]["file"]
     trainable = sum(group["trainable"] for group in content["adapter"]["groups"])
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ", no GPU"
@@ -233,6 +278,10 @@ def _summary(content: Mapping[str, Any]) -> str:
         "Tokens": f"{tokens:,.0f}, {tokens / seconds:,.0f} tokens/s" if seconds else _MISSING,
         "A step": f"{_duration(seconds / count)}, {_duration(seconds)} in all" if count else _MISSING,
         "Peak memory": f"{readable(rss)} RAM" + (f", {readable(gpu)} GPU" if gpu else "") if rss else _MISSING,
+        "Memory left": ", ".join(
+            f"{readable(v)} {of}" for v, of in zip(left, ("RAM", "GPU"), strict=True) if v is not None
+        )
+        or _MISSING,
         "Trained": f"{trainable:,} parameters",
         "Model": f"{content['model']['family']}, {content['model']['name']}",
         "Experts": f"{experts['layers']} layers x {experts['experts']}, {experts['format']}, "
@@ -281,6 +330,26 @@ def _groups(content: Mapping[str, Any]) -> str:
         f"of {total} experts were updated; an expert without tokens is not."
     )
     return _table(rows, "groups") + f"<p class=note>{note}</p>"
+
+
+def _rates(rates: Mapping[str, Mapping[str, float | None]]) -> str:
+    """A row for each lane that ran; nothing if none did."""
+    if not rates:
+        return ""
+    names = ("Lane", "Busy", "Expected", "Of all steps", "GB/s", "TFLOPS")
+    rows = [[f"<th>{name}</th>" for name in names]]
+    for name, rate in rates.items():
+        expected, share = rate["expected_seconds"], rate["share"]
+        cells = [_duration(rate["seconds"] or 0.0), _MISSING if expected is None else _duration(expected)]
+        cells.append(_MISSING if share is None else f"{share:.1%}")
+        cells += [_rate(rate[key]) for key in ("gb_per_s", "tflops")]
+        rows.append([f"<th>{_TIME_STYLES[name][0]}</th>", *(f"<td>{cell}</td>" for cell in cells)])
+    note = "Lanes run at once, so that shares may add up to more than all. Rates are of the time that a lane was busy."
+    return f"<h2>Lanes</h2>{_table(rows, 'groups')}<p class=note>{note}</p>"
+
+
+def _rate(value: float | None) -> str:
+    return _MISSING if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(rows: Iterable[Iterable[str]], name: str) -> str:

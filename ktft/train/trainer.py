@@ -13,11 +13,13 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
+from ktft import config
 from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.model.experts import find_experts
 from ktft.train import checkpoints, run
 from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
+from ktft.train.trace import require_writable
 
 __all__ = ["KtftCallback", "Trainer", "check_arguments", "check_launch", "get_peft_model", "load_adapter"]
 
@@ -41,8 +43,10 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int 
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """`check_launch` on what transformers, accelerate and torchrun were told, and `check_optimizer`."""
+    """`check_launch` on what transformers, accelerate and torchrun were told, `check_optimizer`, and `KTFT_TRACE`."""
     check_optimizer(args)
+    if (path := config.trace_file()) is not None:
+        require_writable(path)
     check_launch(
         fsdp=bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
         deepspeed=args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),

@@ -1,0 +1,46 @@
+#include "cuda/rows.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+namespace ktft {
+
+std::vector<Piece> pieces(const std::vector<int>& rows, const std::vector<RowCopy>& matrices) {
+  std::vector<Piece> found;
+  for (const RowCopy& m : matrices) {
+    const bool dense = m.bytes == m.all_stride && m.bytes == m.chosen_stride;
+    for (size_t i = 0; i < rows.size(); i++) {
+      if (i > 0 && dense && rows[i] == rows[i - 1] + 1) {
+        found.back().bytes += m.bytes;
+        continue;
+      }
+      found.push_back({m.all + size_t(rows[i]) * m.all_stride, m.chosen + i * m.chosen_stride, m.bytes});
+    }
+  }
+  return found;
+}
+
+void copy_on_host(const std::vector<int>& rows, const std::vector<RowCopy>& matrices, bool gather, int threads) {
+  constexpr size_t kBlock = size_t(4) << 20;  // a thread's share at least
+  std::vector<Piece> blocks;
+  for (const Piece& p : pieces(rows, matrices))
+    for (size_t at = 0; at < p.bytes; at += kBlock)
+      blocks.push_back({p.all + at, p.chosen + at, std::min(kBlock, p.bytes - at)});
+  size_t total = 0;
+  for (const Piece& b : blocks) total += b.bytes;
+  const size_t count = std::clamp<size_t>(total / kBlock, 1, size_t(std::max(threads, 1)));
+  const auto work = [&](size_t thread) {
+    for (size_t i = thread; i < blocks.size(); i += count) {
+      const Piece& b = blocks[i];
+      std::memcpy(reinterpret_cast<void*>(gather ? b.chosen : b.all),
+                  reinterpret_cast<const void*>(gather ? b.all : b.chosen), b.bytes);
+    }
+  };
+  std::vector<std::thread> others;
+  for (size_t t = 1; t < count; t++) others.emplace_back(work, t);
+  work(0);
+  for (std::thread& t : others) t.join();
+}
+
+}  // namespace ktft

@@ -1,0 +1,170 @@
+"""What is timed: whole training steps of small models of a large model's layers. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ktft.bench.cases import Shape, parse_shape
+from ktft.config import Settings
+
+VOCABULARY = 1024
+"""Small, so that logits take no part: 16,384 tokens of a real one fill 10 GB."""
+SHAPES = ("qwen3-30b-a3b", "deepseek-v2-lite")
+LORA_ATTENTION = {
+    "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "deepseek_v2": ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+}
+"""model_type -> attention's projections."""
+
+
+def parse_step_shape(text: str) -> Shape:
+    """One of `SHAPES`, or `E,k,H,I`: then with Qwen3-MoE's layers. Raises ValueError."""
+    if text not in SHAPES and "," not in text:
+        raise ValueError(f"unknown shape {text!r}: one of {', '.join(SHAPES)}, or E,k,H,I")
+    return parse_shape(text)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model and who trains it; what a worker process gets.
+
+    Attributes:
+        runner: a row of `ktft.bench.step.runners.RUNNERS`.
+        shape, layers: the model; every layer has experts.
+        tokens: the batches it will be asked for, one sequence each.
+        routing: `uniform` or `zipf`.
+        rank, checkpointing: LoRA's rank; whether activations are computed again in backward.
+        format, placement, gpu_expert_memory, threads: ktft's settings, of runners that have any.
+    """
+
+    runner: str
+    shape: Shape
+    layers: int
+    tokens: tuple[int, ...]
+    routing: str
+    rank: int
+    checkpointing: bool
+    format: str = ""
+    placement: str = ""
+    gpu_expert_memory: int | str = 0
+    threads: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return " ".join(part for part in (self.runner, self.format, self.placement) if part)
+
+    def settings(self) -> Settings:
+        """ktft's settings. Experts stay on the GPU only where that is asked for: all that fit, if `resident`.
+
+        Raises:
+            ValueError: a value is not accepted.
+        """
+        memory: int | str = self.gpu_expert_memory if self.placement in ("auto", "resident") else 0
+        if self.placement == "resident" and memory == 0:
+            memory = "auto"
+        return Settings(
+            expert_format=self.format, threads=self.threads, placement=self.placement, gpu_expert_memory=memory
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Job:
+        """What `to_dict` gave."""
+        return cls(**values | {"shape": Shape(**values["shape"]), "tokens": tuple(values["tokens"])})
+
+
+@dataclass(frozen=True)
+class Times:
+    """One step: seconds of its parts, and memory of the process at its end (`vram`: the most during the step)."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    vram: int
+    rss: int
+
+    @property
+    def passes(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def step(self) -> float:
+        """All of it."""
+        return self.passes + self.optimizer
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine can do: FLOP/s of the CPU's registers (P) and of the GPU's bf16 products, bytes/s read from
+    memory by all threads and copied to the GPU from pinned memory.
+    """
+
+    registers: float
+    gpu: float
+    read: float
+    pcie: float
+
+
+@dataclass(frozen=True)
+class PeerFigure:
+    """A peer's medians, and its step over ktft's, timed before and after it: above 1, ktft is faster."""
+
+    ms_per_layer: float
+    marginal_ms_per_layer: float | None
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    ratio: float
+    vram_bytes: int
+    rss_bytes: int
+    note: str
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Medians of one case, as printed; docs/benchmarks.md, "A training step", says what each is."""
+
+    shape: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    tokens: int
+    routing: str
+    rank: int
+    checkpointing: bool
+    format: str
+    placement: str
+    gpu_expert_memory: int | str
+    device: str
+    cpu: str
+    isa: str
+    threads: int
+    runs: int
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    step_ms: float
+    spread: float
+    ms_per_layer: float
+    marginal_ms_per_layer: float | None
+    tokens_per_second: float
+    without_experts_ms: float
+    floor_ms: float
+    over_floor: float
+    vram_bytes: int
+    vram_experts_bytes: int
+    rss_bytes: int
+    pcie_gbs: float
+    read_gbs: float
+    registers_tflops: float
+    gpu_tflops: float
+    peers: dict[str, PeerFigure] = field(default_factory=dict)
+    absent_peers: dict[str, str] = field(default_factory=dict)

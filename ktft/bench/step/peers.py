@@ -1,0 +1,223 @@
+"""Other ways to train what does not fit a GPU, each at its best, and the table of all that can be timed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import time
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ktft import native
+from ktft.bench import layers
+from ktft.bench.cases import Case
+from ktft.bench.peer import Job as KernelJob
+from ktft.bench.peer_kt import KtKernel
+from ktft.bench.step.cases import Job, Times
+from ktft.bench.step.models import attention_lora, empty_model, fill, fix_routing, set_checkpointing
+from ktft.bench.step.runners import (
+    LEARNING_RATE,
+    HfResident,
+    Ktft,
+    Runner,
+    Skipped,
+    device_here,
+    device_name,
+    missing_for_gpu,
+    rss,
+    timed,
+    token_ids,
+)
+
+
+def one_process() -> None:
+    """What a launcher would set, for one process on a port that is free."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+class Zero3Offload:
+    """DeepSpeed ZeRO-3 with parameters and optimizer in pinned CPU memory.
+
+    A MoE block is a leaf module, fetched whole and at once; buckets and limits let it hold one layer and fetch another.
+    """
+
+    name: ClassVar[str] = "zero3-offload"
+    note: ClassVar[str] = "bf16 weights, LoRA on attention alone"
+
+    @staticmethod
+    def absent() -> str:
+        """See `Runner`."""
+        return missing_for_gpu("deepspeed")
+
+    def __init__(self, job: Job) -> None:
+        one_process()
+        os.environ.setdefault("DS_BUILD_OPS", "0")
+        import deepspeed
+        from deepspeed.utils import set_z3_leaf_modules
+
+        torch.manual_seed(0)
+        self.device = device_here()
+        base = empty_model(job.shape, job.layers)
+        fill(base)
+        model = attention_lora(base, job)
+        set_checkpointing(model, job, use_reentrant=False)
+        blocks = {type(module) for name, module in model.named_modules() if name.endswith(".mlp")}
+        set_z3_leaf_modules(model, list(blocks))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=self.config(job))
+        fix_routing(self.engine.module, job, self.device)
+
+    @staticmethod
+    def config(job: Job) -> dict[str, Any]:
+        """DeepSpeed's."""
+        layer = 4 * job.shape.num_experts * job.shape.hidden_size * job.shape.intermediate_size
+        offload = {"device": "cpu", "pin_memory": True}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": offload,
+                "offload_optimizer": offload,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "stage3_prefetch_bucket_size": 2 * layer,
+                "stage3_max_live_parameters": 3 * layer,
+                "stage3_max_reuse_distance": 1_000_000,
+                "stage3_param_persistence_threshold": 100_000,
+            },
+        }
+
+    def step(self, tokens: int) -> Times:
+        """See `Runner`."""
+        ids = token_ids(tokens, self.device)
+
+        def forward() -> Tensor:
+            loss: Tensor = self.engine(input_ids=ids, labels=ids).loss
+            return loss
+
+        return timed(self.device, forward, self.engine.backward, self.engine.step)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Runner`."""
+        return {"device": device_name(self.device)}
+
+
+class Fsdp2Offload:
+    """torch's FSDP2 with parameters in pinned CPU memory, the next layer's copied while one computes."""
+
+    name: ClassVar[str] = "fsdp2-offload"
+    note: ClassVar[str] = "bf16 weights, LoRA on attention alone"
+
+    @staticmethod
+    def absent() -> str:
+        """See `Runner`."""
+        return missing_for_gpu()
+
+    def __init__(self, job: Job) -> None:
+        one_process()
+        import torch.distributed as dist
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        torch.manual_seed(0)
+        self.device = device_here()
+        on_gpu = self.device.type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=0, world_size=1)
+        mesh = dist.init_device_mesh(self.device.type, (1,))
+        base = empty_model(job.shape, job.layers)
+        fill(base)
+        self.model = attention_lora(base, job)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        set_checkpointing(self.model, job, use_reentrant=False)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.device)
+        offload = CPUOffloadPolicy(pin_memory=True) if on_gpu else OffloadPolicy()
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        decoder = [module for name, module in self.model.named_modules() if name.endswith(".mlp")]
+        decoder = [parent_of(self.model, module) for module in decoder]
+        for module in (*decoder, self.model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        for earlier, later in pairwise(decoder):
+            earlier.set_modules_to_forward_prefetch([later])
+            later.set_modules_to_backward_prefetch([earlier])
+        fix_routing(self.model, job, self.device)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+
+    def step(self, tokens: int) -> Times:
+        """See `Runner`."""
+        ids = token_ids(tokens, self.device)
+
+        def update() -> None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        def forward() -> Tensor:
+            loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+            return loss
+
+        return timed(self.device, forward, lambda loss: loss.backward(), update)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Runner`."""
+        return {"device": device_name(self.device)}
+
+
+def parent_of(model: Any, module: Any) -> Any:
+    """The module that holds `module`."""
+    name = next(name for name, each in model.named_modules() if each is module)
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+class KtKernelLayer:
+    """kt-kernel's fine-tuning experts, one layer's forward and backward on the CPU at its best thread count."""
+
+    name: ClassVar[str] = "kt-kernel"
+    note: ClassVar[str] = "the experts' kernels of one layer alone, its INT8 with LoRA; no attention, no optimizer"
+
+    @staticmethod
+    def absent() -> str:
+        """See `Runner`."""
+        return "" if importlib.util.find_spec("kt_kernel") else "kt_kernel is not installed"
+
+    def __init__(self, job: Job) -> None:
+        if reason := KtKernel().absent():
+            raise ValueError(reason)
+        torch.manual_seed(0)
+        runtime = native.runtime(job.threads)
+        torch.set_num_threads(runtime.threads)
+        cases = {tokens: Case(job.shape, tokens, job.routing, "int8", job.rank) for tokens in job.tokens}
+        self.batches = {tokens: layers.make_batch(case) for tokens, case in cases.items()}
+        largest = max(job.tokens)
+        weights, lora = layers.make_weights(job.shape), layers.make_lora(job.shape, job.rank)
+        ktft = layers.Ktft(job.shape, "int8", runtime, weights, lora)
+        self.layer = KtKernel().make(KernelJob(cases[largest], weights, lora, self.batches[largest], ktft))
+
+    def step(self, tokens: int) -> Times:
+        """See `Runner`; of one layer."""
+        began = time.perf_counter()
+        backward = self.layer.train(self.batches[tokens])
+        middle = time.perf_counter()
+        backward()
+        return Times(middle - began, time.perf_counter() - middle, 0.0, 0, rss())
+
+    def facts(self) -> dict[str, Any]:
+        """See `Runner`."""
+        return {"device": "cpu"}
+
+
+PEERS: tuple[type[Runner], ...] = (Zero3Offload, Fsdp2Offload, KtKernelLayer, HfResident)
+_ALL: tuple[type[Runner], ...] = (Ktft, Skipped, *PEERS)
+RUNNERS = {runner.name: runner for runner in _ALL}
+ONE_LAYER = KtKernelLayer.name
+"""Its step is of one layer, whatever the job says."""

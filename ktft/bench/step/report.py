@@ -1,0 +1,94 @@
+"""Shows steps: a table for 120 columns, a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ktft.bench.report import NOT_ASKED, short
+from ktft.bench.step.cases import StepRecord
+
+PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "kt", "hf-resident": "hf"}
+
+
+def make_table(records: Sequence[StepRecord]) -> Table:
+    """A row a record; the last columns are the peers' times over ktft's."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold")
+    table.add_column("shape", overflow="ellipsis", no_wrap=True, max_width=16)
+    for heading in ("L", "T", "routing", "format", "lanes"):
+        table.add_column(heading, no_wrap=True)
+    peers = [name for name in PEER_NAMES if any(name in record.peers for record in records)]
+    numbers = ("fwd ms", "bwd", "opt", "ms/layer", "margin", "tok/s", "x floor", "VRAM", "experts'", "RSS")
+    for heading in (*numbers, *(f"{PEER_NAMES[name]} x" for name in peers)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for r in records:
+        marginal = "-" if r.marginal_ms_per_layer is None else short(r.marginal_ms_per_layer)
+        times = (short(value) for value in (r.forward_ms, r.backward_ms, r.optimizer_ms, r.ms_per_layer))
+        memory = (f"{value / 1e9:.2f}" for value in (r.vram_bytes, r.vram_experts_bytes, r.rss_bytes))
+        ratios = (f"{r.peers[name].ratio:.2f}" if name in r.peers else "-" for name in peers)
+        cells = (*times, marginal, f"{r.tokens_per_second:.0f}", f"{r.over_floor:.2f}", *memory, *ratios)
+        table.add_row(r.shape, str(r.layers), str(r.tokens), r.routing, r.format, r.placement, *cells)
+    return table
+
+
+def explain(records: Sequence[StepRecord], console: Console) -> None:
+    """The machine, what it could do, and the peers, below the table."""
+    first = records[0]
+    pcie, read, cpu, gpu = (
+        statistics.median(getattr(record, name) for record in records)
+        for name in ("pcie_gbs", "read_gbs", "registers_tflops", "gpu_tflops")
+    )
+    console.print(
+        f"{first.cpu}, {first.isa}, {first.threads} threads, GPU: {first.device}; rank {first.rank}, gradient "
+        f"checkpointing {'on' if first.checkpointing else 'off'}; to the GPU {pcie:.3g} GB/s, read {read:.3g} GB/s, "
+        f"P {cpu:.3g} TFLOPS, GPU {gpu:.3g} TFLOPS; memory in GB",
+        highlight=False,
+    )
+    notes = {name: figure.note for record in records for name, figure in record.peers.items()}
+    for name, note in notes.items():
+        console.print(f"{name}: {note}", highlight=False, markup=False)
+    absent = {f"{name}: {reason}" for record in records for name, reason in record.absent_peers.items()}
+    for line in sorted(line for line in absent if not line.endswith(NOT_ASKED)):
+        console.print(f"without {line}", highlight=False, markup=False)
+
+
+def plot(records: Iterable[StepRecord], path: Path) -> None:
+    """Milliseconds a layer over tokens, a panel a shape, routing and number of layers. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[str, str, int], list[StepRecord]] = {}
+    for record in records:
+        panels.setdefault((record.shape, record.routing, record.layers), []).append(record)
+    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
+    for panel, axes in zip(panels.items(), figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        (shape, routing, layers), found = panel
+        for label, (tokens, ms, style) in sorted(_lines(found).items()):
+            axes.plot(tokens, ms, style, label=label)
+        axes.set(title=f"{shape}, {layers} layers, {routing}", xlabel="tokens", ylabel="ms a layer")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _lines(records: Sequence[StepRecord]) -> dict[str, tuple[list[int], list[float], Any]]:
+    """Label -> tokens, milliseconds a layer, style: ktft's models, their floors, the peers."""
+    points: dict[str, dict[int, float]] = {}
+    styles: dict[str, str] = {}
+    for r in records:
+        name = f"{r.format} {r.placement}"
+        points.setdefault(name, {})[r.tokens] = r.ms_per_layer
+        styles[name] = "-o"
+        points.setdefault(f"{name}, floor", {})[r.tokens] = r.floor_ms / r.layers
+        styles[f"{name}, floor"] = ":"
+        for peer, figure in r.peers.items():
+            points.setdefault(peer, {})[r.tokens] = figure.ms_per_layer
+            styles[peer] = "--s"
+    return {
+        name: (sorted(line), [line[tokens] for tokens in sorted(line)], styles[name]) for name, line in points.items()
+    }

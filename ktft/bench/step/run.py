@@ -1,0 +1,264 @@
+"""Times training steps beside peers and the machine's limits: `ktft bench step`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ktft import system
+from ktft.bench.cases import Shape
+from ktft.bench.report import NOT_ASKED
+from ktft.bench.step import floor, models
+from ktft.bench.step.cases import Job, PeerFigure, Rates, StepRecord, Times
+from ktft.bench.step.peers import ONE_LAYER, PEERS, RUNNERS, Skipped
+from ktft.bench.step.process import Worker, WorkerError
+
+# Threads of the process that ran before may still spin: kt-kernel's do for 50 ms.
+SETTLE_SECONDS = 0.15
+WARM_RUNS = 2  # that do not count: buffers grow, lanes learn their rates
+AROUND = 2  # runs of ktft before and after a peer's, which its ratio is taken from
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one command times: all combinations, `runs` steps each. `threads` None: one per physical core."""
+
+    shapes: list[Shape]
+    layers: list[int]
+    tokens: list[int]
+    routings: list[str]
+    formats: list[str]
+    placements: list[str]
+    gpu_expert_memory: int | str
+    rank: int
+    checkpointing: bool
+    runs: int
+    threads: int | None
+    peers: list[str]
+
+
+@dataclass
+class Peer:
+    """What was timed of a peer: by tokens, its steps and those of ktft's models around them, by name."""
+
+    times: dict[int, list[Times]]
+    around: dict[tuple[int, str], list[Times]]
+
+
+class Group:
+    """The models of one shape, number of layers and routing: they take turns, step by step.
+
+    Args:
+        plan, shape, layers, routing: what to time.
+        say: hears what is being done.
+    """
+
+    def __init__(self, plan: Plan, shape: Shape, layers: int, routing: str, say: Callable[[str], None]) -> None:
+        self.plan, self.say = plan, say
+        self.base = Job(
+            "ktft", shape, layers, tuple(plan.tokens), routing, plan.rank, plan.checkpointing, threads=plan.threads
+        )
+        self.jobs = [
+            replace(self.base, format=fmt, placement=placement, gpu_expert_memory=plan.gpu_expert_memory)
+            for fmt in plan.formats
+            for placement in plan.placements
+        ]
+        self.failed: dict[str, str] = {}
+        self.absent: dict[str, str] = {name: NOT_ASKED for name in (p.name for p in PEERS) if name not in plan.peers}
+        self.times: dict[tuple[int, str], list[Times]] = {}
+        self.skipped: dict[int, list[Times]] = {}
+        self.rates: list[Rates] = []
+        self.peers: dict[str, Peer] = {}
+
+    def run(self) -> None:
+        """Time everything; what cannot run is in `failed` or `absent` then, with the reason."""
+        with ExitStack() as stack:
+            workers = [stack.enter_context(Worker(job)) for job in self.jobs]
+            self._without = stack.enter_context(Worker(replace(self.base, runner=Skipped.name)))
+            for worker in (self._without, *workers):
+                self.say(f"{self.title}: {worker.job.name} ...")
+                self._try(worker, worker.make)
+            self._workers = workers
+            for tokens in self.plan.tokens:
+                self._round(tokens, WARM_RUNS, f"{self.title}, {tokens} tokens, warming up:")
+                self._forget(tokens)
+                self._round(tokens, self.plan.runs, f"{self.title}, {tokens} tokens:")
+            for name in self.plan.peers:
+                self._time_peer(name)
+            self.facts = {worker.job.name: worker.facts for worker in workers}
+
+    @property
+    def title(self) -> str:
+        """For a person."""
+        return f"{self.base.shape.name}, {self.base.layers} layers, {self.base.routing}"
+
+    def _try(self, worker: Worker, act: Callable[[], object]) -> object:
+        """What it returns; None of one that has failed, now or before."""
+        if worker.job.name in self.failed:
+            return None
+        try:
+            return act()
+        except WorkerError as error:
+            if worker is self._without:
+                raise
+            self.failed[worker.job.name] = str(error)
+            worker.close()
+            return None
+
+    def _round(self, tokens: int, runs: int, title: str) -> None:
+        """Everybody's turn, `runs` times."""
+        for run in range(runs):
+            self.say(f"{title} {run + 1}/{runs}")
+            time.sleep(SETTLE_SECONDS)
+            self.rates.append(self._without.rates(self.plan.threads))
+            time.sleep(SETTLE_SECONDS)
+            self.skipped.setdefault(tokens, []).append(self._without.step(tokens))
+            for worker in self._workers:
+                time.sleep(SETTLE_SECONDS)
+                times = self._try(worker, partial(worker.step, tokens))
+                if isinstance(times, Times):
+                    self.times.setdefault((tokens, worker.job.name), []).append(times)
+
+    def _forget(self, tokens: int) -> None:
+        """What warmed up does not count."""
+        self.skipped.pop(tokens, None)
+        self.rates.clear()
+        for key in [key for key in self.times if key[0] == tokens]:
+            del self.times[key]
+
+    def _time_peer(self, name: str) -> None:
+        """Its steps, between steps of ktft's models; then its process ends."""
+        if reason := RUNNERS[name].absent():
+            self.absent[name] = reason
+            return
+        job = replace(self.base, runner=name)
+        peer = Peer({}, {})
+        try:
+            with Worker(job) as worker:
+                self.say(f"{self.title}: {name} ...")
+                worker.make()
+                for tokens in self.plan.tokens:
+                    self.say(f"{self.title}, {tokens} tokens: {name} ...")
+                    before = {key: list(found[-AROUND:]) for key, found in self.times.items() if key[0] == tokens}
+                    time.sleep(SETTLE_SECONDS)
+                    steps = [worker.step(tokens) for _ in range(WARM_RUNS + self.plan.runs)]
+                    self._round(tokens, AROUND, f"{self.title}, {tokens} tokens, after {name}:")
+                    peer.times[tokens] = steps[WARM_RUNS:]
+                    for key, first in before.items():
+                        peer.around[key] = first + self.times[key][-AROUND:]
+        except WorkerError as error:
+            self.absent[name] = str(error).removeprefix(f"{name}: ")
+        if peer.times:
+            self.peers[name] = peer
+
+
+def median(values: list[Times], part: str) -> float:
+    """Of one part's seconds or bytes."""
+    return statistics.median(getattr(each, part) for each in values)
+
+
+def figures(group: Group, name: str, tokens: int, smaller: Group | None) -> Iterator[tuple[str, PeerFigure]]:
+    """What the peers took, beside one of ktft's models."""
+    for peer, timed in group.peers.items():
+        if tokens not in timed.times or (tokens, name) not in timed.around:
+            continue
+        times, layers = timed.times[tokens], 1 if peer == ONE_LAYER else group.base.layers
+        each = median(times, "step") / layers
+        ours = median(timed.around[tokens, name], "step") / group.base.layers
+        marginal = None
+        if smaller is not None and peer != ONE_LAYER and tokens in getattr(smaller.peers.get(peer), "times", {}):
+            more = median(times, "step") - median(smaller.peers[peer].times[tokens], "step")
+            marginal = 1e3 * more / (group.base.layers - smaller.base.layers)
+        yield (
+            peer,
+            PeerFigure(
+                ms_per_layer=1e3 * each,
+                marginal_ms_per_layer=marginal,
+                forward_ms=1e3 * median(times, "forward"),
+                backward_ms=1e3 * median(times, "backward"),
+                optimizer_ms=1e3 * median(times, "optimizer"),
+                ratio=each / ours,
+                vram_bytes=int(median(times, "vram")),
+                rss_bytes=int(median(times, "rss")),
+                note=RUNNERS[peer].note,
+            ),
+        )
+
+
+def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRecord:
+    """One of ktft's models at one batch size; `smaller` is the group of fewer layers, if one was timed."""
+    times, facts, shape = group.times[tokens, job.name], group.facts[job.name], job.shape
+    step, around = median(times, "step"), median(group.skipped[tokens], "passes")
+    rates = Rates(*(statistics.median(getattr(each, name) for each in group.rates) for name in Rates.__annotations__))
+    counts = [models.counts(job, layer, tokens) for layer in range(job.layers)]
+    least = around + floor.experts_floor(job, counts, rates, facts["device"] != "cpu")
+    marginal = None
+    if smaller is not None and (tokens, job.name) in smaller.times:
+        more = step - median(smaller.times[tokens, job.name], "step")
+        marginal = 1e3 * more / (job.layers - smaller.base.layers)
+    vram = median(times, "vram")
+    return StepRecord(
+        shape=shape.name,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        layers=job.layers,
+        tokens=tokens,
+        routing=job.routing,
+        rank=job.rank,
+        checkpointing=job.checkpointing,
+        format=job.format,
+        placement=job.placement,
+        gpu_expert_memory=job.settings().gpu_expert_memory,
+        device=facts["device"],
+        cpu=system.cpu_name(),
+        isa=facts["isa"],
+        threads=facts["threads"],
+        runs=len(times),
+        forward_ms=1e3 * median(times, "forward"),
+        backward_ms=1e3 * median(times, "backward"),
+        optimizer_ms=1e3 * median(times, "optimizer"),
+        step_ms=1e3 * step,
+        spread=(max(each.step for each in times) - min(each.step for each in times)) / step,
+        ms_per_layer=1e3 * step / job.layers,
+        marginal_ms_per_layer=marginal,
+        tokens_per_second=tokens / step,
+        without_experts_ms=1e3 * around,
+        floor_ms=1e3 * least,
+        over_floor=median(times, "passes") / least,
+        vram_bytes=int(vram),
+        vram_experts_bytes=int(vram - median(group.skipped[tokens], "vram")),
+        rss_bytes=int(median(times, "rss")),
+        pcie_gbs=rates.pcie / 1e9,
+        read_gbs=rates.read / 1e9,
+        registers_tflops=rates.registers / 1e12,
+        gpu_tflops=rates.gpu / 1e12,
+        peers=dict(figures(group, job.name, tokens, smaller)),
+        absent_peers=group.absent,
+    )
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Iterator[StepRecord | str]:
+    """Records as they are measured, and a line for each of ktft's models that could not run.
+
+    Raises:
+        WorkerError: not even the model without experts could run.
+        ValueError: settings that ktft does not accept.
+    """
+    for shape in plan.shapes:
+        for routing in plan.routings:
+            smaller: Group | None = None
+            for layers in sorted(plan.layers):
+                group = Group(plan, shape, layers, routing, say)
+                group.run()
+                yield from (f"{group.title}: {reason}" for reason in group.failed.values())
+                for tokens in plan.tokens:
+                    for job in group.jobs:
+                        if (tokens, job.name) in group.times:
+                            yield record(group, job, tokens, smaller)
+                smaller = group

@@ -1,0 +1,175 @@
+"""Who trains a model: each makes it from a `Job`, in a worker process of its own, and times steps of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ktft import native, system
+from ktft.bench.step.cases import VOCABULARY, Job, Times
+from ktft.bench.step.models import fix_routing, ktft_model, set_checkpointing, skipped_model, stock_model
+from ktft.train.optimizer import AdamW
+
+LEARNING_RATE = 1e-4
+
+
+class Runner(Protocol):
+    """One row of `RUNNERS`. `note` says what its figure holds that the others' do not, or lacks."""
+
+    name: ClassVar[str]
+    note: ClassVar[str]
+
+    @staticmethod
+    def absent() -> str:
+        """Why it cannot run here; empty if it can."""
+
+    def __init__(self, job: Job) -> None:
+        """Ready to step. Raises ValueError with the reason when it cannot run this job."""
+
+    def step(self, tokens: int) -> Times:
+        """One training step of one sequence."""
+
+    def facts(self) -> dict[str, Any]:
+        """`device`, and of ktft `isa` and `threads`."""
+
+
+def device_here() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """For a person."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once all that was asked of the GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def timed(
+    device: torch.device, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], update: Callable[[], Any]
+) -> Times:
+    """Times one step's parts.
+
+    Raises:
+        RuntimeError: the loss is not finite.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = clock(device)
+    loss = forward()
+    middle = clock(device)
+    backward(loss)
+    late = clock(device)
+    update()
+    end = clock(device)
+    if not bool(torch.isfinite(loss)):
+        raise RuntimeError(f"the loss is {float(loss)}")
+    vram = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return Times(middle - began, late - middle, end - late, vram, rss())
+
+
+def rss() -> int:
+    """Bytes of memory that this process holds now."""
+    lines = (system.read(system.ROOT / "proc/self/status") or "").splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), 0)
+
+
+def token_ids(tokens: int, device: torch.device) -> Tensor:
+    """One sequence, `[1, T]`."""
+    return torch.randint(VOCABULARY, (1, tokens), device=device)
+
+
+class ModelRunner:
+    """Trains a model whose parameters torch knows, as transformers' Trainer does with bf16: autocast, AdamW."""
+
+    name: ClassVar[str]
+    note: ClassVar[str] = ""
+
+    @staticmethod
+    def absent() -> str:
+        """Never absent."""
+        return ""
+
+    @staticmethod
+    def make(job: Job, device: torch.device) -> Any:
+        """The model."""
+        raise NotImplementedError
+
+    def __init__(self, job: Job) -> None:
+        torch.manual_seed(0)
+        self.device = device_here()
+        if job.threads:
+            torch.set_num_threads(job.threads)
+        self.model = self.make(job, self.device)
+        set_checkpointing(self.model, job)
+        fix_routing(self.model, job, self.device)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = AdamW(trained, lr=LEARNING_RATE)
+
+    def step(self, tokens: int) -> Times:
+        """See `Runner`."""
+        ids = token_ids(tokens, self.device)
+
+        def forward() -> Tensor:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+            return loss
+
+        def update() -> None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        return timed(self.device, forward, lambda loss: loss.backward(), update)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Runner`."""
+        return {"device": device_name(self.device)}
+
+
+class Ktft(ModelRunner):
+    """ktft, LoRA on attention and every expert."""
+
+    name: ClassVar[str] = "ktft"
+    make = staticmethod(ktft_model)
+
+    def __init__(self, job: Job) -> None:
+        settings = job.settings()
+        self.runtime = native.runtime(settings.threads, settings.numa_nodes, settings.isa)
+        super().__init__(job)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Runner`."""
+        return super().facts() | {"isa": self.runtime.isa, "threads": self.runtime.threads}
+
+
+class Skipped(ModelRunner):
+    """The model without experts: what a step costs around them."""
+
+    name: ClassVar[str] = "without-experts"
+    make = staticmethod(skipped_model)
+
+
+class HfResident(ModelRunner):
+    """transformers alone, everything on the GPU: the ceiling."""
+
+    name: ClassVar[str] = "hf-resident"
+    note: ClassVar[str] = "bf16 weights all on the GPU, grouped products, LoRA on attention"
+    make = staticmethod(stock_model)
+
+
+def missing_for_gpu(*packages: str) -> str:
+    """Why a peer that needs a GPU and packages cannot run; empty if it can."""
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(absent)}" if absent else ""

@@ -1,0 +1,166 @@
+"""The lane's memory on the device, sized once for all layers, and where each layer's chunks lie in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft.lanes.decode import ChunkWeights
+from ktft.lanes.staging import Place, Ring, Source, aligned, row_bytes
+from ktft.lanes.transfer import Transfer
+from ktft.lora import ExpertLora
+from ktft.native import ExpertLayer
+from ktft.native.packed import PackedSlice
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What does not change from call to call of a layer.
+
+    Attributes:
+        slices: the layer's.
+        capacity: experts of a chunk.
+        packed, adapters: places of the blocks and of the LoRA tensors, one for each buffer.
+        gathered: the place of resident experts' blocks.
+        weights: the decoded chunk.
+    """
+
+    slices: list[PackedSlice]
+    capacity: int
+    packed: list[Place]
+    adapters: list[Place]
+    gathered: list[Place]
+    weights: ChunkWeights
+
+    def decoded(self, experts: int) -> ChunkWeights:
+        """Memory for so many experts' weights."""
+        first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
+        return replace(self.weights, **first)
+
+
+def tensors(weights: ChunkWeights) -> dict[str, Tensor]:
+    """Those of them that there are, by attribute."""
+    found = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def decoded_bytes(weights: ChunkWeights) -> int:
+    """Bytes of a buffer that `laid_over` takes."""
+    return sum(aligned(tensor.nbytes) for tensor in tensors(weights).values())
+
+
+def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
+    """Weights of these shapes in a buffer, uint8 `[decoded_bytes]` or more."""
+    placed: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors(weights).items():
+        placed[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        at += aligned(tensor.nbytes)
+    return replace(weights, **placed)
+
+
+class Buffers:
+    """Two for packed bytes, two for LoRA tensors, one for residents' packed bytes, one for decoded weights.
+
+    Args:
+        transfer: the device.
+        chunk_bytes: packed bytes of a chunk; it holds one expert at least.
+        limit: bytes of all buffers, as far as one expert a chunk allows.
+
+    Attributes:
+        packed, adapters, gathered: the rings.
+    """
+
+    def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
+        self._transfer, self.chunk_bytes, self.limit = transfer, chunk_bytes, limit
+        self.packed, self.adapters, self.gathered = Ring(transfer), Ring(transfer), Ring(transfer, 1)
+        self._decoded = torch.empty(0, dtype=torch.uint8, device=transfer.device)
+        self._plans: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, Plan]] = weakref.WeakKeyDictionary()
+
+    @property
+    def bytes(self) -> int:
+        """On the device."""
+        return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
+
+    def forget(self) -> None:
+        """Make all plans anew: the residents' memory is another."""
+        self._plans.clear()
+
+    def plan(
+        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
+    ) -> Plan:
+        """The layer's, made at its first call, and again when the adapters' tensors are other ones.
+
+        Args:
+            layer: the packed experts.
+            lora: adapters, CPU tensors.
+            residents: tells where the residents of a layer lie.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+            ValueError: a LoRA tensor that is not a contiguous CPU tensor of the layer's experts.
+        """
+        parameters = lora.parameters() if lora is not None else []
+        signature = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
+        found = self._plans.get(layer)
+        if found is None or found[0] != signature:
+            found = signature, self._make(layer, lora, parameters, residents)
+            self._plans[layer] = found
+        return found[1]
+
+    def _make(
+        self,
+        layer: ExpertLayer,
+        lora: ExpertLora | None,
+        parameters: Sequence[Tensor],
+        residents: Callable[[ExpertLayer], list[Source]] | None,
+    ) -> Plan:
+        for tensor in parameters:
+            if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.shape[0] != layer.num_experts:
+                raise ValueError(
+                    f"{layer.name}: LoRA's tensors must be contiguous CPU tensors of {layer.num_experts} experts, got "
+                    f"{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+                )
+        slices, locks = layer.slices(), self._transfer.locks
+        locked = locks.layer(layer)
+        blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
+        adapters = [Source.of(tensor, locks.tensor(tensor)) for tensor in parameters]
+
+        def shapes(experts: int) -> ChunkWeights:
+            sizes = experts, layer.hidden_size, layer.intermediate_size
+            return ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, META)
+
+        one = 3 * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
+        capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, layer.num_experts))
+        weights = shapes(capacity)
+        held = residents(layer) if residents is not None else []
+        if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
+            self._plans.clear()
+        return Plan(
+            slices,
+            capacity,
+            self.packed.places(blocks, capacity),
+            self.adapters.places(adapters, capacity) if adapters else [],
+            self.gathered.places(held, capacity) if held else [],
+            laid_over(weights, self._decoded),
+        )
+
+    def _reserve(self, packed: int, adapters: int, gather: bool, weights: ChunkWeights) -> bool:
+        """Make all buffers large enough; returns whether any is another than before."""
+        moved = [
+            self.packed.reserve(packed),
+            self.adapters.reserve(adapters),
+            self.gathered.reserve(packed if gather else 0),
+        ]
+        if (size := decoded_bytes(weights)) > self._decoded.nbytes:
+            self._decoded = self._decoded.new_empty(0)
+            self._decoded = self._decoded.new_empty(size)
+            moved.append(True)
+        return any(moved)

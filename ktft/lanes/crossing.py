@@ -1,0 +1,65 @@
+"""Tensors on their way between a device and host memory, beside what the device computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Host tensors that a device is writing."""
+
+    tensors: list[Tensor]
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, once they are there. Only the calling thread waits, for their copies alone."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensors
+
+
+class Crossing:
+    """One device's side streams for hidden states, routing and gradients.
+
+    Host tensors are page-locked, from torch's pool of such memory: it grows to what a step needs and is reused, and it
+    gives a block away again only when copies of it are done. On the device "cpu" nothing is copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out, self.into = (torch.cuda.Stream(device) for _ in range(2)) if device.type == "cuda" else (None, None)
+
+    def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory that copies to and from the device run beside everything else."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.out is not None)
+
+    def to_host(self, *tensors: Tensor) -> Arriving:
+        """Copies of device tensors, after what was queued on the current stream."""
+        if self.out is None:
+            return Arriving([tensor.detach() for tensor in tensors])
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        found = []
+        with torch.cuda.stream(self.out):
+            for tensor in tensors:
+                source = tensor.detach().contiguous()
+                found.append(self.pinned(source.shape, source.dtype).copy_(source, non_blocking=True))
+                source.record_stream(self.out)
+            event = torch.cuda.Event()
+            event.record(self.out)
+        return Arriving(found, event)
+
+    def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        """Copies of host tensors, made at once; what the current stream is given next waits for them."""
+        if self.into is None:
+            return list(tensors)
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.into):
+            found = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        current.wait_stream(self.into)
+        for tensor in found:
+            tensor.record_stream(current)
+        return found

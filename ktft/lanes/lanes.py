@@ -1,0 +1,226 @@
+"""What the layers of a model share to run their experts in several lanes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ktft.config import Settings
+from ktft.lanes.crossing import Crossing
+from ktft.lanes.lane import GpuLane
+from ktft.lanes.measure import measured_rates
+from ktft.lanes.placement import Placement, Placer
+from ktft.lanes.rates import LayerKind
+from ktft.lanes.resident import Residents, free_for_residents
+from ktft.lora import ExpertLora
+from ktft.native import ELSEWHERE, ExpertLayer
+from ktft.system import readable
+
+logger = logging.getLogger("ktft")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class Pass:
+    """One layer's experts going forward or backward in lanes, and what that took.
+
+    Attributes:
+        events: on the stream of copies, then on that of products: begin and end of each, where there is a GPU.
+    """
+
+    layer: ExpertLayer
+    work: str
+    placement: Placement
+    placer: Placer
+    lora: ExpertLora | None
+    began: float = field(default_factory=time.perf_counter)
+    cpu_seconds: float = 0.0
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> list[int]:
+        """Experts that run on the GPU."""
+        return self.placement.resident + self.placement.stream
+
+
+class Lanes:
+    """The lanes of one model, made when hidden states first come from a GPU.
+
+    Args:
+        settings: `placement` and `gpu_expert_memory`.
+        on_cpu: run hidden states in CPU memory in lanes too, with the CPU's torch for a GPU: for tests.
+
+    Attributes:
+        layers: of the model, in the order of its layers.
+        crossing: hidden states' way to host memory and back.
+        gpu: the lanes on the GPU.
+        residents: experts that stay there; None where none do.
+    """
+
+    crossing: Crossing
+    gpu: GpuLane
+
+    def __init__(self, settings: Settings, on_cpu: bool = False) -> None:
+        self.layers: list[ExpertLayer] = []
+        self.residents: Residents | None = None
+        self._settings, self._on_cpu = settings, on_cpu
+        self._device: torch.device | None = None
+        self._placers: dict[LayerKind, Placer] = {}
+        self._last: dict[tuple[ExpertLayer, str], Pass] = {}
+        self._unread: deque[Pass] = deque()
+        self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
+        self._cpu = ThreadPoolExecutor(1, "ktft-cpu-lane")
+
+    def take(self, device: torch.device) -> bool:
+        """Whether experts of hidden states on this device run in lanes; makes these on first use.
+
+        Raises:
+            ValueError: lanes of another device exist.
+        """
+        if device.type != "cuda" and not self._on_cpu:
+            return False
+        if self._device is None:
+            self._device, self.crossing, self.gpu = device, Crossing(device), GpuLane(device)
+        if device != self._device:
+            raise ValueError(
+                f"routed experts got hidden states on {device}, after others on {self._device}; load the model on one "
+                'GPU, with a device_map such as {"": 0}'
+            )
+        return True
+
+    def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Begin work on the CPU's own thread, which waits without holding up Python."""
+        return self._cpu.submit(work, *args, **kwargs)
+
+    def begin(
+        self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: str
+    ) -> Pass:
+        """Decide where the experts of a pass run, by rows an expert.
+
+        Experts that `ahead` began to copy count as resident: what remains of their copies costs no one anything.
+        """
+        self._learn()
+        placer = self._placer(layer, top_k, lora)
+        resident = set(self.residents.slots(layer)) if self.residents is not None else set()
+        placement = placer.decide(counts, resident.union(self.gpu.coming(layer, lora)), work)
+        return Pass(layer, work, placement, placer, lora)
+
+    def again(self, before: Pass, counts: Sequence[int]) -> Pass:
+        """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
+        placement = before.placer.again(before.placement, counts, "backward")
+        return Pass(before.layer, "backward", placement, before.placer, before.lora)
+
+    @contextlib.contextmanager
+    def timed(self, run: Pass) -> Iterator[None]:
+        """Around what the GPU is given for a pass."""
+        streams = [self.gpu.transfer.into, self.gpu.transfer.compute()] if self._device_is_cuda() else []
+        for stream in streams:
+            run.events.append(_event(stream))
+        yield
+        for stream in streams:
+            run.events.append(_event(stream))
+
+    def end(self, run: Pass, following: int) -> None:
+        """A pass has been given to its lanes, and the CPU's is over.
+
+        Begins to copy experts that the next pass probably streams: that of the layer `following` places after this one.
+        """
+        run.cpu_seconds = time.perf_counter() - run.began if run.placement.cpu else 0.0
+        self._last[run.layer, run.work] = run
+        if run.events:
+            self._unread.append(run)
+        at = self.layers.index(run.layer) + following if run.layer in self.layers else -1
+        if 0 <= at < len(self.layers):
+            self._ahead(self.layers[at], "backward" if following < 0 else run.work)
+        elif at == len(self.layers):
+            self._ahead(run.layer, "backward")
+
+    def _ahead(self, layer: ExpertLayer, work: str) -> None:
+        before = self._last.get((layer, work))
+        if before is not None and before.placement.stream:
+            self.gpu.prefetch(layer, before.placement.stream, before.lora)
+
+    def _learn(self) -> None:
+        """Correct rates by passes that are over."""
+        while self._unread and all(event.query() for event in self._unread[0].events):
+            run = self._unread.popleft()
+            copying, computing, copied, computed = run.events
+            seconds = {"cpu": run.cpu_seconds}
+            expected = run.placement.expected
+            # The slower of the two holds up the other, whose time then says nothing
+            if expected["copy"] >= expected["gpu"]:
+                seconds["copy"] = copying.elapsed_time(copied) / 1e3
+            else:
+                seconds["gpu"] = computing.elapsed_time(computed) / 1e3
+            run.placer.observe(run.work, run.placement, seconds)
+
+    def _placer(self, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> Placer:
+        kind = LayerKind.of(layer, top_k, lora)
+        if kind not in self._placers:
+            began = time.perf_counter()
+            rates = measured_rates(self.gpu, layer, kind, lora)
+            logger.info("experts' lanes, measured in %.1f s: %s", time.perf_counter() - began, rates)
+            self._placers[kind] = Placer(kind, rates, self._settings.placement)
+        return self._placers[kind]
+
+    def _device_is_cuda(self) -> bool:
+        return self._device is not None and self._device.type == "cuda"
+
+    def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
+        """Count a trained micro-batch's rows by expert: residents are chosen by them."""
+        if self._settings.gpu_expert_memory != 0:
+            self._counted.append((layer, counts))
+
+    def end_step(self) -> None:
+        """Between two steps: residents are made, or follow the routing."""
+        memory = self._settings.gpu_expert_memory
+        if self._device is None or memory == 0:
+            return
+        if self.residents is None:
+            budget = free_for_residents(self.gpu) if memory == "auto" else int(memory)
+            self.residents = Residents(self.gpu, budget, self.layers)
+            logger.info("%s of GPU memory hold resident experts", readable(self.residents.bytes))
+        while self._counted:
+            self.residents.observe(*self._counted.pop())
+        self.residents.adapt()
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
+    """How often each expert is in `[T, k]`.
+
+    Raises:
+        ValueError: an expert number out of range.
+    """
+    flat = top_k_index.flatten()
+    wrong = (flat < 0) | (flat >= layer.num_experts)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{layer.name}: a token is routed to expert {int(flat[wrong][0])}, but the layer's experts are 0 to "
+            f"{layer.num_experts - 1}"
+        )
+    counts: list[int] = torch.bincount(flat, minlength=layer.num_experts).tolist()
+    return counts
+
+
+def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tensor:
+    """`[T, k]` with `ELSEWHERE` for all but these experts."""
+    here = torch.zeros(num_experts, dtype=torch.bool)
+    here[list(experts)] = True
+    return top_k_index.masked_fill(~here[top_k_index], ELSEWHERE)

@@ -1,0 +1,300 @@
+"""One layer's routed experts in several lanes at once: on the CPU, streamed to the GPU, and resident there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft import spans
+from ktft.config import PROJECTIONS
+from ktft.lanes.crossing import Arriving
+from ktft.lanes.kept import KeptOutputs
+from ktft.lanes.lanes import Lanes, Pass, only, rows_of
+from ktft.lanes.routes import route
+from ktft.lora import ExpertLora
+from ktft.model.record import Record
+from ktft.native import ExpertLayer, Gradients
+
+
+@dataclass
+class LanedExperts:
+    """One layer's experts, and the lanes that they run in.
+
+    Attributes:
+        lanes: of the model.
+        layer: the packed experts.
+        number: of the decoder layer.
+        activation: of the CPU lane, `retain` or `recompute`. The GPU lanes always compute gate and up again.
+        kept: outputs for checkpointing's second forward.
+    """
+
+    lanes: Lanes
+    layer: ExpertLayer
+    number: int
+    activation: str
+    kept: KeptOutputs = field(default_factory=KeptOutputs)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None = None,
+        record: Record | None = None,
+        training: bool = False,
+        meanwhile: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """As `ktft.model.autograd.routed_experts`.
+
+        Args:
+            hidden_states, top_k_index, top_k_weights, lora, record: as there.
+            training: keep the output of a forward without gradients: checkpointing will ask for it again.
+            meanwhile: gives the GPU independent work on the hidden states, once the CPU has its own.
+
+        Raises:
+            ValueError: as there. torch.OutOfMemoryError: of the GPU's lanes.
+        """
+        inputs = [hidden_states, top_k_weights, *(lora.parameters() if lora is not None else ())]
+        gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        run = _Run(self, lora, record, gradients, keep=training and not gradients)
+        run.start(hidden_states.detach(), top_k_index, top_k_weights.detach())
+        if meanwhile is not None:
+            with run.settled():
+                meanwhile(hidden_states)
+        out = _Laned.apply(run, hidden_states, top_k_index, top_k_weights, *inputs[2:])
+        assert isinstance(out, Tensor)
+        if record is not None and torch.is_grad_enabled() and not out.requires_grad:
+            record.count(run.index)
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LanedExperts:
+        return LanedExperts(self.lanes, self.layer, self.number, self.activation)
+
+
+class _Run:
+    """One forward of a layer, in two parts, and its backward."""
+
+    index: Tensor  # [T, k] int64, in host memory
+    weights: Tensor  # [T, k] fp32, likewise
+    counts: list[int]
+
+    def __init__(
+        self, owner: LanedExperts, lora: ExpertLora | None, record: Record | None, gradients: bool, keep: bool
+    ) -> None:
+        self.owner, self.lora, self.record, self.gradients, self.keep = owner, lora, record, gradients, keep
+        self._forward: Pass | None = None
+        self._out: Tensor | None = None
+        self._saved: Any = None  # the CPU lane's, under `retain`
+        self._cpu: Future[Any] | None = None
+
+    def start(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+        """Send host memory what it needs, decide, and set the CPU to work."""
+        owner, lanes = self.owner, self.owner.lanes
+        routing = lanes.crossing.to_host(index.to(torch.int64), weights.float(), torch.isfinite(hidden).all())
+        arriving = self._to_host(hidden)
+        with spans.span("wait", owner.number):
+            self.index, self.weights, finite = routing.wait()
+        if not finite:
+            raise ValueError(_not_finite(owner.layer.name, hidden))
+        self.counts = rows_of(owner.layer, self.index)
+        if self.gradients:
+            self._out = owner.kept.take(self.index, self.weights, self.lora)
+        if self._out is not None:
+            return
+        self._forward = lanes.begin(owner.layer, self.counts, index.shape[1], self.lora, "forward")
+        self._expect(self._forward)
+        if self._forward.placement.cpu:
+            self._cpu = lanes.submit(self._cpu_forward, arriving, self._forward.placement.cpu)
+
+    def _cpu_forward(self, arriving: Arriving, experts: list[int]) -> Tensor:
+        owner = self.owner
+        here = only(self.index, experts, owner.layer.num_experts)
+        (hidden,) = arriving.wait()
+        out = owner.lanes.crossing.pinned(hidden.shape, hidden.dtype)
+        activation = owner.activation if self.gradients else "none"
+        with self._span("cpu", experts, len(PROJECTIONS)):
+            _, saved = owner.layer.forward(hidden, here, self.weights, self.lora, activation, out=out)
+        self._saved = saved if activation == "retain" else None
+        return out
+
+    def settled(self) -> _Settled:
+        """A context that an error leaves only when the CPU works no more: buffers and layers may go then."""
+        return _Settled(self)
+
+    def wait(self) -> None:
+        """Until the CPU works no more, whatever became of it."""
+        if self._cpu is not None:
+            self._cpu.exception()
+
+    def finish(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The GPU's experts, then the sum."""
+        if self._out is not None:
+            return self._out
+        lanes, run = self.owner.lanes, self._forward
+        assert run is not None
+        total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        with self.settled(), lanes.timed(run):
+            if run.on_gpu:
+                with self._gpu_span(run, len(PROJECTIONS)):
+                    routes = route(index, self.counts)
+                    lanes.gpu.forward(
+                        run.layer, run.on_gpu, routes, hidden.contiguous(), _routing(weights), self.lora, total
+                    )
+        if self._cpu is not None:
+            total += self._to_device(self._cpu_result())[0]
+        lanes.end(run, 1)
+        out = total.to(hidden.dtype)
+        if self.keep:
+            self.owner.kept.keep(self.index, self.weights, self.lora, out)
+        return out
+
+    def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> Gradients:
+        """Gradients of everything, on the devices of what they belong to."""
+        lanes, layer = self.owner.lanes, self.owner.layer
+        if self._saved is not None and self._forward is not None:
+            run = lanes.again(self._forward, self.counts)
+        else:
+            run = lanes.begin(layer, self.counts, index.shape[1], self.lora, "backward")
+        self._expect(run)
+        grad_output = grad_output.to(hidden.dtype).contiguous()
+        parameters = self.lora.parameters() if self.lora is not None else []
+        lora_grads = [lanes.crossing.pinned(tensor.shape, torch.float32) for tensor in parameters]
+        if run.placement.cpu:
+            self._cpu = lanes.submit(self._cpu_backward, self._to_host(grad_output, hidden), run, lora_grads)
+        else:
+            _zero_idle(lora_grads, self.counts)
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
+        with self.settled(), lanes.timed(run):
+            if run.on_gpu:
+                with self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
+                    given = route(index, self.counts), hidden.contiguous(), grad_output, _routing(weights)
+                    lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
+        if self._cpu is not None:
+            found = self._cpu_result()
+            parts = self._to_device(found.hidden_states, found.top_k_weights)
+            grad_hidden += parts[0]
+            grad_weights += parts[1]
+        lanes.end(run, -1)
+        with spans.span("wait", self.owner.number):
+            lanes.gpu.finish()
+        lanes.observe(layer, self.counts)
+        if self.record is not None:
+            self.record.count(self.index)
+            if self.record.watching:
+                self.record.count_reached(index, weights, grad_output)
+        lora = [grad.to(tensor.dtype) for grad, tensor in zip(lora_grads, parameters, strict=True)]
+        return Gradients(grad_hidden.to(hidden.dtype), grad_weights.to(weights.dtype), lora)
+
+    def _cpu_backward(self, arriving: Arriving, run: Pass, lora_grads: list[Tensor]) -> Gradients:
+        layer, lanes, experts = self.owner.layer, self.owner.lanes, run.placement.cpu
+        here = only(self.index, experts, layer.num_experts)
+        elsewhere = torch.zeros(layer.num_experts, dtype=torch.bool)
+        elsewhere[run.on_gpu] = True
+        again = self._saved is None
+        saved = layer.prepare(here) if again else self._saved
+        grad_output, hidden = arriving.wait()
+        with self._span("cpu", experts, len(PROJECTIONS) + (2 if again else 0)):
+            return layer.backward(
+                saved,
+                grad_output,
+                hidden,
+                here,
+                self.weights,
+                self.lora,
+                elsewhere=elsewhere,
+                lora_grads=lora_grads,
+                grad_hidden=lanes.crossing.pinned(hidden.shape, hidden.dtype),
+            )
+
+    def _cpu_result(self) -> Any:
+        assert self._cpu is not None
+        with spans.span("wait", self.owner.number):
+            result = self._cpu.result()
+        self._cpu = None
+        return result
+
+    def _to_host(self, *tensors: Tensor) -> Arriving:
+        crossing = self.owner.lanes.crossing
+        with spans.device("copy_out", self.owner.number, crossing.out, bytes=sum(t.nbytes for t in tensors)):
+            return crossing.to_host(*tensors)
+
+    def _to_device(self, *tensors: Tensor) -> list[Tensor]:
+        crossing = self.owner.lanes.crossing
+        with spans.device("copy_in", self.owner.number, crossing.into, bytes=sum(t.nbytes for t in tensors)):
+            return crossing.to_device(*tensors)
+
+    def _gpu_span(self, run: Pass, products: int) -> spans.Span:
+        transfer = self.owner.lanes.gpu.transfer
+        stream = transfer.compute() if transfer.driver else None
+        return self._span("stream" if run.placement.stream else "resident", run.on_gpu, products, stream)
+
+    def _span(self, name: str, experts: list[int], products: int, stream: Any = None) -> spans.Span:
+        """Of so many products with these experts' matrices."""
+        layer = self.owner.layer
+        rows = sum(self.counts[expert] for expert in experts)
+        return spans.device(
+            name,
+            self.owner.number,
+            stream,
+            bytes=layer.packed_bytes * len(experts) / layer.num_experts,
+            flops=2 * products * rows * layer.hidden_size * layer.intermediate_size,
+        )
+
+    def _expect(self, run: Pass) -> None:
+        seconds = run.placement.seconds
+        gpu = "stream" if run.placement.stream else "resident"
+        spans.expect(self.owner.number, {"cpu": seconds["cpu"], gpu: max(seconds["copy"], seconds["gpu"])})
+
+
+class _Settled:
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._run.wait()
+
+
+class _Laned(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Run, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *ab: Tensor
+    ) -> Tensor:
+        ctx.run = run
+        # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
+        ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
+        return run.finish(hidden_states, top_k_index, top_k_weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
+        grads = ctx.run.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights)
+        return None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
+
+
+def _routing(weights: Tensor) -> Tensor:
+    return weights.detach().float().contiguous()
+
+
+def _zero_idle(lora_grads: list[Tensor], counts: list[int]) -> None:
+    """What the CPU lane does besides its own experts."""
+    idle = torch.tensor([expert for expert, rows in enumerate(counts) if rows == 0], dtype=torch.int64)
+    for grad in lora_grads if len(idle) else ():
+        grad.index_fill_(0, idle, 0)
+
+
+def _not_finite(name: str, hidden: Tensor) -> str:
+    token = int((~torch.isfinite(hidden).all(1)).nonzero()[0])
+    return (
+        f"{name}: hidden states hold NaN or Inf (token {token} of {len(hidden)}). The layers before this one produced "
+        "it: look for a too high learning rate, fp16 overflow (use bf16: true) or damaged weights"
+    )

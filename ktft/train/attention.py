@@ -1,0 +1,102 @@
+"""Spans of attention: hooks on the attention modules of a model's decoder layers, forward and backward."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktft import spans
+from ktft.model.experts import experts_family, find_experts
+
+
+def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
+    """Layer number and attention of every decoder layer, those without experts included, however the model is wrapped.
+
+    Decoder layers are those that stand in a list with one that has experts.
+    """
+    found = (re.match(r"(.*?\blayers\.)\d+\.", name) for name in find_experts(model))
+    lists = {re.escape(match[1]) for match in found if match is not None}
+    if not lists:
+        return []
+    names = "|".join(experts_family(model).attention)
+    pattern = re.compile(rf"(?:{'|'.join(lists)})(\d+)\.(?:{names})")
+    matches = ((pattern.fullmatch(name), module) for name, module in model.named_modules())
+    return [(int(match[1]), module) for match, module in matches if match is not None]
+
+
+def _span(layer: int, device: torch.device) -> spans.Span:
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return spans.device("attention", layer, stream)
+
+
+class AttentionSpans:
+    """Records attention in each decoder layer of a model from now on, until `close`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handles: list[Any] = []
+        for layer, module in attention_modules(model):
+            watch = _Watch(layer)
+            self._handles += [
+                module.register_forward_pre_hook(watch.before, with_kwargs=True),
+                module.register_forward_hook(watch.after, with_kwargs=True, always_call=True),
+            ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Watch:
+    """Hooks of one module. Forward may be entered again before its backward, and be left by an exception."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.span: spans.Span | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = _hidden(args, kwargs)
+        if hidden is not None:
+            self.span = _span(self.layer, hidden.device).begin()
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        span, self.span = self.span, None
+        if span is None:
+            return
+        span.end()
+        hidden, out = _hidden(args, kwargs), output[0] if isinstance(output, tuple) else output
+        if hidden is not None and isinstance(out, Tensor) and out.requires_grad:
+            backward = _Backward(self.layer, hidden)
+            out.register_hook(backward.begin)
+            if hidden.requires_grad:
+                hidden.register_hook(backward.end)
+
+
+class _Backward:
+    """One backward pass: from when the output's gradient is there until the input's is.
+
+    Full backward hooks of modules do not see inputs given by keyword, as transformers gives them.
+    """
+
+    def __init__(self, layer: int, hidden: Tensor) -> None:
+        self.layer, self.device, self.has_end = layer, hidden.device, hidden.requires_grad
+        self.span: spans.Span | None = None
+
+    def begin(self, grad: Tensor) -> None:
+        self.span = _span(self.layer, self.device).begin()
+        if not self.has_end:  # nothing beneath it gets a gradient: it is the last of backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def end(self, *_: Tensor) -> None:
+        span, self.span = self.span, None
+        if span is not None:
+            span.end()
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    found = args[0] if args else kwargs.get("hidden_states")
+    return found if isinstance(found, Tensor) else None

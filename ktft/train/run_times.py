@@ -1,0 +1,141 @@
+"""Times of a run as the training report and the log have them: of each step, and of each layer by lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ktft import system
+from ktft.spans import LANES, NAMES, Sum, Sums
+
+Row = dict[str, float | None]
+
+TIMES = (*NAMES, "other")
+"""Parts of a step, in seconds: where the line of training spent it. They add up to `seconds`."""
+BUSY = tuple(f"busy_{name}" for name in LANES)
+"""Seconds of a step that each lane was busy, with others or alone."""
+ROOM = ("ram_free_bytes", "gpu_free_bytes")
+"""Of memory, at the least."""
+
+
+def times_of(seconds: float, sums: Sums) -> Row:
+    """`TIMES` and `BUSY` of a step."""
+    times, busy = dict.fromkeys(NAMES, 0.0), dict.fromkeys(LANES, 0.0)
+    for (name, _), found in sums.items():
+        times[name] += found.waited
+        if name in busy:
+            busy[name] += found.seconds
+    other = seconds - sum(times.values())
+    return {**times, "other": other, **{f"busy_{name}": value for name, value in busy.items()}}
+
+
+def memory_now() -> Row:
+    """Peaks so far (resident bytes of this process, bytes of its GPU) and what is left; None without a GPU.
+
+    On the GPU it is what was left at the peak, of what others leave to this process and its cap allows.
+    """
+    gpu = free = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gpu = torch.cuda.max_memory_allocated()
+        available, total = torch.cuda.mem_get_info()
+        cap = int(torch.cuda.get_per_process_memory_fraction() * total)
+        free = max(min(available + torch.cuda.memory_reserved(), cap) - gpu, 0)
+    return {
+        "rss_bytes": system.peak_rss(),
+        "gpu_bytes": gpu,
+        "ram_free_bytes": system.available_memory(),
+        "gpu_free_bytes": free,
+    }
+
+
+@dataclass
+class Since:
+    """Steps since the Trainer logged last."""
+
+    steps: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        """A step's row."""
+        self.steps += 1
+        for name in ("seconds", "tokens", "wait", *BUSY):
+            self.totals[name] = self.totals.get(name, 0.0) + (row[name] or 0.0)
+        self.totals |= {name: row[name] or 0.0 for name in ROOM if row[name] is not None}
+
+    def take(self) -> dict[str, float]:
+        """Few numbers for the log, seconds being means of a step; empty if there was no step. Begins anew."""
+        steps, totals = self.steps, self.totals
+        self.steps, self.totals = 0, {}
+        if not steps or not totals["seconds"]:
+            return {}
+        seconds = {"step": totals["seconds"], "wait": totals["wait"]}
+        seconds |= {name: totals[f"busy_{name}"] for name in LANES}
+        logs = {f"ktft/{name}_s": value / steps for name, value in seconds.items() if value > totals["seconds"] / 1000}
+        logs["ktft/tokens_per_s"] = totals["tokens"] / totals["seconds"]
+        for name, key in zip(ROOM, ("ktft/ram_free_gib", "ktft/vram_free_gib"), strict=True):
+            if name in totals:
+                logs[key] = totals[name] / system.GIB
+        return {key: float(f"{value:.4g}") for key, value in logs.items()}
+
+
+@dataclass
+class RunSums:
+    """Sums of all steps, by name and layer."""
+
+    sums: Sums = field(default_factory=dict)
+
+    def add(self, sums: Sums) -> None:
+        """A step's."""
+        for key, more in sums.items():
+            self.sums.setdefault(key, Sum()).add(more)
+
+    def content(self) -> dict[str, Any]:
+        """Name -> columns with a value a layer (null: of none)."""
+        content: dict[str, Any] = {}
+        for name in NAMES:
+            rows = sorted(((layer, s) for (n, layer), s in self.sums.items() if n == name), key=_by_layer)
+            if rows:
+                content[name] = {
+                    "layers": [layer for layer, _ in rows],
+                    "count": [s.count for _, s in rows],
+                    **{key: [round(getattr(s, key), 6) for _, s in rows] for key in ("seconds", "waited", "expected")},
+                    **{key: [int(getattr(s, key)) for _, s in rows] for key in ("bytes", "flops")},
+                }
+        return content
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        """Begin with what `content` gave."""
+        for name, columns in content.items():
+            keys = [key for key in columns if key != "layers"]
+            for layer, *values in zip(columns["layers"], *(columns[key] for key in keys), strict=True):
+                self.add({(name, layer): Sum(**dict(zip(keys, values, strict=True)))})
+
+
+def _by_layer(row: tuple[int | None, Sum]) -> int:
+    return -1 if row[0] is None else row[0]
+
+
+def lane_rates(spans: Mapping[str, Any], seconds: float) -> dict[str, dict[str, float | None]]:
+    """By lane that ran: seconds busy, their share of the run's steps, GB/s and TFLOPS while busy, and seconds expected.
+
+    Args:
+        spans: what `RunSums.content` gives.
+        seconds: of all steps.
+    """
+    rates: dict[str, dict[str, float | None]] = {}
+    for name in LANES:
+        if name not in spans:
+            continue
+        total = {key: sum(spans[name][key]) for key in ("seconds", "expected", "bytes", "flops")}
+        busy = total["seconds"]
+        rates[name] = {
+            "seconds": round(busy, 6),
+            "share": round(busy / seconds, 4) if seconds else None,
+            "gb_per_s": round(total["bytes"] / busy / 1e9, 3) if busy and total["bytes"] else None,
+            "tflops": round(total["flops"] / busy / 1e12, 4) if busy and total["flops"] else None,
+            "expected_seconds": round(total["expected"], 6) if total["expected"] else None,
+        }
+    return rates

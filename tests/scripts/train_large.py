@@ -1,0 +1,249 @@
+r"""Train a model of Qwen3-30B-A3B's shape under a VRAM cap: `python tests/scripts/train_large.py --directory DIR`.
+
+Writes a converted checkpoint with random weights (every layer has its own file, of the same few experts), a byte-level
+tokenizer and a data set whose rows fill `--cutoff`. Then `llamafactory-cli train` runs with `use_kt`, LoRA on all, in a
+process whose torch may take `--vram` of GPU memory and no more. Prints what each part took, tokens/s, memory and the
+time split of `ktft_report.json`. Where there is no GPU it trains on the CPU. Exits 1 if training fails, a loss is not
+finite, or more VRAM than the cap was taken. With a directory that has a checkpoint, that one is trained again.
+
+    python tests/scripts/train_large.py --directory /tmp/l --layers 2 --hidden-size 64 --intermediate-size 64 \
+        --experts 8 --top-k 2 --vocabulary 320 --cutoff 64 --steps 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from tiny import tokenizer
+
+from ktft import native
+from ktft.bench.cases import Shape
+from ktft.bench.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
+from ktft.checkpoint.cache import (
+    MANIFEST,
+    ExpertShape,
+    Manifest,
+    describe_file,
+    layer_file,
+    layer_metadata,
+    layer_tensors,
+    sha256,
+)
+from ktft.checkpoint.convert import check_space
+from ktft.checkpoint.files import to_json, write_safetensors, write_whole
+from ktft.checkpoint.identity import identify
+from ktft.model.experts import expert_modules
+from ktft.model.generic import family_of
+
+SHARD = "model-00001-of-00001.safetensors"
+CAPPED = """
+import sys, torch
+if torch.cuda.is_available():
+    torch.cuda.set_per_process_memory_fraction(min(1.0, float(sys.argv.pop(1)) / torch.cuda.mem_get_info()[1]))
+else:
+    sys.argv.pop(1)
+from llamafactory.cli import main
+main()
+"""
+"""`llamafactory-cli` with a cap on what torch takes of the GPU's memory."""
+TOKENIZER_SIZE = 320
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """Print the seconds."""
+    began = time.perf_counter()
+    yield
+    print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
+    """The converted checkpoint."""
+    shape = Shape("large", args.experts, args.top_k, args.hidden_size, args.intermediate_size)
+    path.mkdir(parents=True)
+    (path / "experts").mkdir()
+    with part("weights around the experts"):
+        write_backbone(args, shape, path)
+    layer = native.ExpertLayer(
+        native.runtime(args.threads),
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        format=args.format,
+    )
+    with part(f"packing {DISTINCT} experts"):
+        packed = {place: tensor.numpy().data for place, tensor in pack_some(layer).items()}
+    model_type = json.loads((path / "config.json").read_text())["model_type"]
+    shapes = {number: ExpertShape.of(layer) for number in range(args.layers)}
+    source = identify([path / SHARD])
+    manifest = Manifest(args.format, model_type, source, shapes, {}, sha256(path / "config.json"))
+    tensors = layer_tensors(layer)
+
+    def write(number: int) -> None:
+        content = ([packed[expert % DISTINCT, name]] for expert, name in tensors.values())
+        metadata = layer_metadata(manifest, number, "0" * 64)
+        write_safetensors(path / layer_file(number), list(tensors), metadata, content)
+
+    size = args.layers * sum(tensor.nbytes for tensor in tensors)
+    check_space(path, size)
+    with part(f"packed experts, {size / 1e9:.1f} GB"):
+        with ThreadPoolExecutor(layer.runtime.threads) as pool:
+            list(pool.map(write, range(args.layers)))
+        files = {name: describe_file(path / name) for name in (SHARD, *map(layer_file, range(args.layers)))}
+        write_whole(path / MANIFEST, to_json(replace(manifest, files=files).to_dict()))
+
+
+def write_backbone(args: argparse.Namespace, shape: Shape, path: Path) -> None:
+    """All but the experts, and the tokenizer."""
+    torch.manual_seed(0)
+    model = empty_model(shape, args.layers, args.vocabulary)
+    for _, name, _ in expert_modules(model, family_of(model)):
+        model.set_submodule(name, SkippedExperts())
+    fill(model)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, path / SHARD, metadata={"format": "pt"})
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(tensors, SHARD)}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    tokens = tokenizer()
+    tokens.model_max_length = args.cutoff
+    tokens.save_pretrained(path)
+    config = model.config
+    config.eos_token_id, config.pad_token_id = tokens.eos_token_id, tokens.pad_token_id
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
+    config.save_pretrained(path)
+
+
+def write_data(args: argparse.Namespace, path: Path) -> None:
+    """Rows longer than the cutoff."""
+    path.mkdir(parents=True, exist_ok=True)
+    rows = args.steps * args.batch
+    answers = ["".join(f"{row * step % 9973} " for step in range(args.cutoff)) for row in range(rows)]
+    samples = [{"instruction": f"count {row}", "input": "", "output": text} for row, text in enumerate(answers)]
+    (path / "sft.json").write_text(json.dumps(samples))
+    (path / "dataset_info.json").write_text(json.dumps({"sft": {"file_name": "sft.json"}}))
+
+
+def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
+    """LLaMA-Factory's YAML."""
+    on_gpu = torch.cuda.is_available()
+    kt_config = {"threads": args.threads, "verify_checksums": args.verify}
+    kt_config |= {"placement": args.placement, "gpu_expert_memory": args.gpu_expert_memory}
+    return {
+        "model_name_or_path": str(root / "model"),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "lora_target": "all",
+        "lora_rank": args.rank,
+        "lora_alpha": 2 * args.rank,
+        "use_kt": True,
+        "kt_config": kt_config,
+        "dataset_dir": str(root / "data"),
+        "dataset": "sft",
+        "template": "default",
+        "cutoff_len": args.cutoff,
+        "output_dir": str(root / "out"),
+        "overwrite_output_dir": True,
+        "per_device_train_batch_size": args.batch,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "max_steps": args.steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+    }
+
+
+def train(args: argparse.Namespace, root: Path) -> bool:
+    """Run `llamafactory-cli train`. Returns whether it ended well."""
+    path = root / "train.yaml"
+    path.write_text(yaml.safe_dump(settings(args, root)))
+    command = [sys.executable, "-c", CAPPED, str(args.vram * 1e9), "train", str(path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(root / "cache")}
+    with part("llamafactory-cli train, loading and saving included"):
+        return subprocess.run(command, env=environment).returncode == 0
+
+
+def show(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Print what the report says; returns what is wrong with it."""
+    steps, losses = report["steps"], report["logged"]["loss"]
+    first = min(2, args.steps - 1)  # the first steps grow buffers
+    seconds, tokens = statistics.median(steps["seconds"][first:]), statistics.median(steps["tokens"][first:])
+    print(f"steps {len(steps['seconds'])}, all of them {sum(steps['seconds']):.1f} s; then medians without {first}:")
+    print(f"  {tokens:.0f} tokens a step, {seconds:.3f} s, {tokens / seconds:.0f} tokens/s")
+    for name, values in steps.items():
+        known = [value for value in values[first:] if value is not None]
+        if known and name not in ("step", "merged", "seconds", "tokens"):
+            middle = statistics.median(known)
+            share = f", {100 * middle / seconds:.1f}% of the step" if not name.endswith("bytes") else ""
+            print(f"  {name}: {middle / 1e9:.2f} GB" if not share else f"  {name}: {middle:.3f} s{share}")
+    rss, vram = max(steps["rss_bytes"]), max(value or 0 for value in steps.get("gpu_bytes") or [0])
+    print(f"  peak RSS {rss / 1e9:.1f} GB, peak VRAM {vram / 1e9:.2f} GB of {args.vram:g}")
+    print(f"  loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
+    problems = [f"{len(losses)} steps logged of {args.steps}"] if len(losses) != args.steps else []
+    problems += ["a loss is not finite"] if not all(x is not None and math.isfinite(x) for x in losses) else []
+    return problems + ([f"VRAM {vram / 1e9:.2f} GB is over the cap"] if vram > args.vram * 1e9 else [])
+
+
+def arguments() -> argparse.Namespace:
+    """The command line's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True, help="for checkpoint, data and adapter: 20 GB for k4")
+    for name, value in (("layers", 48), ("experts", 128), ("top-k", 8), ("hidden-size", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("intermediate-size", 768), ("vocabulary", 151936), ("cutoff", 2048), ("batch", 1)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--format", default="k4")
+    parser.add_argument("--placement", default="auto")
+    parser.add_argument("--gpu-expert-memory", default="0")
+    parser.add_argument("--vram", type=float, default=24.0, help="GB that torch may take")
+    parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="checksums on loading")
+    args = parser.parse_args()
+    if args.vocabulary < TOKENIZER_SIZE:
+        parser.error(f"--vocabulary must be at least {TOKENIZER_SIZE}")
+    return args
+
+
+def main() -> int:
+    """Returns the exit status."""
+    args = arguments()
+    root = args.directory
+    if not (root / "model" / MANIFEST).is_file():
+        write_checkpoint(args, root / "model")
+    write_data(args, root / "data")
+    report = root / "out" / "ktft_report.json"
+    report.unlink(missing_ok=True)
+    if not train(args, root):
+        print("FAILED: llamafactory-cli")
+        return 1
+    problems = show(args, json.loads(report.read_text()))
+    print(f"FAILED: {'; '.join(problems)}" if problems else "OK")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

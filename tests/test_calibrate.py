@@ -1,0 +1,117 @@
+"""Calibration: rates found again from passes that take what known rates say, and from a native layer's own passes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ktft import native
+from ktft.lanes import calibrate as module
+from ktft.lanes.calibrate import Probes, calibrate, copy_seconds, cpu_pass, gpu_pass
+from ktft.lanes.placement import Placer
+from ktft.lanes.rates import WORKS, LayerKind, Rate, Rates
+from ktft.lora import ExpertLora, LoraPair
+
+KIND = LayerKind(256, 8, 7168, 2048, 44_000_000, 3 * 8 * 9216)
+TRUE = Rates(
+    cpu={"forward": Rate(12e12, 75e9, 2e-4), "backward": Rate(7e12, 45e9, 3e-4)},
+    gpu={"forward": Rate(400e12, 500e9, 3e-4), "backward": Rate(200e12, 400e9, 6e-4)},
+    copy_in=54e9,
+    copy_out=50e9,
+    copy_call=5e-5,
+)
+
+
+class Machine:
+    """Passes that take no time and tell what they would take."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+    def told(self, seconds: float) -> float:
+        self.seconds, self.calls = self.seconds + seconds, self.calls + 1
+        return seconds
+
+    def cpu(self, work: str, experts: int, rows: int) -> float:
+        rate = TRUE.cpu[work]
+        row, expert = KIND.row_flops / rate.flops, KIND.expert_bytes / rate.reading
+        return self.told(rate.call + experts * max(expert, rows * row))
+
+    def gpu(self, work: str, experts: int, rows: int) -> float:
+        rate = TRUE.gpu[work]
+        row, expert = KIND.row_flops / rate.flops, KIND.expert_bytes / rate.reading
+        return self.told(rate.call + experts * (expert + rows * row))
+
+    def copy(self, into: bool, nbytes: int) -> float:
+        return self.told(TRUE.copy_call + nbytes / (TRUE.copy_in if into else TRUE.copy_out))
+
+
+def test_rates_are_found_again() -> None:
+    machine = Machine()
+    found = calibrate(KIND, Probes(machine.cpu, machine.gpu, machine.copy))
+    for true, own in ((TRUE.cpu, found.cpu), (TRUE.gpu, found.gpu)):
+        for work in WORKS:
+            assert own[work].flops == pytest.approx(true[work].flops, rel=0.03)
+            assert own[work].reading == pytest.approx(true[work].reading, rel=0.03)
+            assert own[work].call == pytest.approx(true[work].call, rel=0.05)
+    assert (found.copy_in, found.copy_out) == pytest.approx((54e9, 50e9))
+    assert found.copy_call == pytest.approx(5e-5)
+    assert machine.seconds < 5  # at DeepSeek-V3's size
+    line = str(found)
+    assert "\n" not in line
+    for words in ("CPU 12 and 7 TFLOPS", "75 GB/s; PCIe 54 GB/s; GPU 400 and 200 TFLOPS"):
+        assert words in line
+
+
+def test_noise_cannot_make_a_rate_free_or_negative() -> None:
+    calls = iter(range(10**6))
+    found = calibrate(KIND, Probes(*[lambda *_: 0.03 if next(calls) % 7 else 0.001] * 2, lambda *_: 1e-3))
+    for rate in (*found.cpu.values(), *found.gpu.values()):
+        assert rate.flops > 0 and rate.reading > 0 and rate.call >= 0
+    assert Placer(KIND, found).decide([8] * 256, (), "forward").seconds["cpu"] >= 0
+
+
+def test_after_half_of_the_budget_nothing_is_measured_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, slow = Machine(), Machine()
+    calibrate(KIND, Probes(quick.cpu, quick.gpu, quick.copy))
+    clock = iter(range(10**6))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
+    calibrate(KIND, Probes(slow.cpu, slow.gpu, slow.copy), budget=2.0)
+    assert slow.calls < 0.75 * quick.calls
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_s_own_passes(recompute: bool) -> None:
+    experts, hidden, inner = 5, 64, 32
+    layer = native.ExpertLayer(
+        native.runtime(1), num_experts=experts, hidden_size=hidden, intermediate_size=inner, format="int8"
+    )
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for expert in range(experts):
+            layer.load(expert, name, torch.randn((hidden, inner) if name == "down_proj" else (inner, hidden)))
+    lora = ExpertLora({"up_proj": LoraPair(torch.randn(experts, 4, hidden), torch.randn(experts, inner, 4), 2.0)})
+    before = [tensor.clone() for pair in lora.pairs.values() for tensor in (pair.a, pair.b)]
+    run = cpu_pass(layer, lora, recompute=recompute)
+    kind = LayerKind.of(layer, 2, lora)
+    assert kind == LayerKind(experts, 2, hidden, inner, layer.packed_bytes // experts, 4 * (hidden + inner))
+    began = time.perf_counter()
+    device = torch.device("cpu")
+    ran: list[tuple[str, int, int]] = []
+    on_device = gpu_pass(device, lambda *what: ran.append(what))
+    rates = calibrate(kind, Probes(run, on_device, copy_seconds(device)), budget=0.5)
+    assert {work for work, *_ in ran} == set(WORKS)
+    assert {experts for _, experts, _ in ran} == {5, 1}
+    assert time.perf_counter() - began < 5
+    assert all(rate.flops > 0 for rate in rates.cpu.values())
+    assert all(
+        torch.equal(old, new)
+        for old, new in zip(before, (t for p in lora.pairs.values() for t in (p.a, p.b)), strict=True)
+    )
+    assert sum(map(len, _where(Placer(kind, rates), [3] * experts))) == experts
+
+
+def _where(placer: Placer, counts: list[int]) -> tuple[list[int], ...]:
+    placed = placer.decide(counts, (), "backward")
+    return placed.cpu, placed.stream, placed.resident

@@ -1,0 +1,186 @@
+"""CUDA's driver as ktft calls it, against a library of the test's own that notes every call; no GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktft import config
+from ktft.native import cuda
+from ktft.native.cuda import CudaError, Driver, Rows
+
+FAKE = r"""
+#include <stdio.h>
+#include <string.h>
+static char calls[1 << 16]; static int devices = 2, fail_after = -1, failure; static __thread void* current;
+#define NOTE(...) { size_t used = strlen(calls); snprintf(calls + used, sizeof calls - used, __VA_ARGS__); \
+                    if (fail_after >= 0 && fail_after-- == 0) return failure; }
+typedef unsigned long long dptr;
+const char* fake_calls(void) { return calls; }
+void fake_reset(int count, int after, int code) { calls[0] = 0; devices = count; fail_after = after; failure = code; }
+int cuInit(unsigned flags) { return flags ? 1 : 0; }
+int cuDeviceGetCount(int* n) { *n = devices; return 0; }
+int cuDeviceGet(int* handle, int i) { *handle = 40 + i; return 0; }
+int cuGetErrorName(int e, const char** s) { *s = e == 712 ? "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" : 0; return 0; }
+int cuGetErrorString(int e, const char** s) { *s = e == 712 ? "part or all of it is mapped" : 0; return 0; }
+int cuDevicePrimaryCtxRetain(void** c, int handle) {
+  NOTE("retain %d\n", handle); *c = (char*)0 + 1000 + handle; return 0; }
+int cuCtxGetCurrent(void** c) { *c = current; return 0; }
+int cuCtxSetCurrent(void* c) { NOTE("current %d\n", (int)((char*)c - (char*)0)); current = c; return 0; }
+int cuMemHostRegister_v2(void* p, size_t n, unsigned flags) { NOTE("register %p %zu %u\n", p, n, flags); return 0; }
+int cuMemHostUnregister(void* p) { NOTE("unregister %p\n", p); return 0; }
+int cuMemcpyHtoDAsync_v2(dptr to, const void* from, size_t n, void* s) {
+  NOTE("in %zu stream %d\n", n, (int)((char*)s - (char*)0)); memcpy((void*)to, from, n); return 0; }
+int cuMemcpyDtoHAsync_v2(void* to, dptr from, size_t n, void* s) {
+  NOTE("out %zu stream %d\n", n, (int)((char*)s - (char*)0)); memcpy(to, (void*)from, n); return 0; }
+int cuMemcpyDtoDAsync_v2(dptr to, dptr from, size_t n, void* s) {
+  NOTE("within %zu stream %d\n", n, (int)((char*)s - (char*)0)); memcpy((void*)to, (void*)from, n); return 0; }
+"""
+
+
+class Fake:
+    """The library: where it is, what was called, and what is to fail."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.library = str(path), ctypes.CDLL(str(path))
+        self.library.fake_calls.restype = ctypes.c_char_p
+        self.reset()
+
+    def reset(self, devices: int = 2, fail_after: int = -1, failure: int = 0) -> None:
+        self.library.fake_reset(devices, fail_after, failure)
+
+    @property
+    def calls(self) -> list[str]:
+        return self.library.fake_calls().decode().splitlines()
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("cuda")
+    (folder / "fake.c").write_text(FAKE)
+    command = [compiler, "-shared", "-fPIC", "-w", "-o", str(folder / "libfake.so"), str(folder / "fake.c")]
+    subprocess.run(command, check=True)
+    return Fake(folder / "libfake.so")
+
+
+def in_thread(work: object) -> None:
+    """A thread that has no context yet."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_registration_makes_the_primary_context_current_and_restores_the_threads_own(fake: Fake) -> None:
+    driver = Driver(fake.path)
+    assert driver.devices == 2
+    fake.reset()
+
+    def work() -> None:
+        driver.register(0, 4096, 1 << 20)
+        driver.register(0, 8 << 20, 512)
+        driver.unregister(0, 4096)
+        driver.register(1, 16 << 20, 512)
+        driver.unregister(0, 8 << 20)
+
+    in_thread(work)
+    assert fake.calls == [
+        "retain 40",
+        "current 1040",
+        "register 0x1000 1048576 1",
+        "register 0x800000 512 1",
+        "unregister 0x1000",
+        "retain 41",
+        "current 1041",
+        "register 0x1000000 512 1",
+        "current 1040",  # the thread's context, which was the first device's
+        "unregister 0x800000",
+    ]
+
+
+def test_batches_copy_the_rows_and_merge_neighbours(fake: Fake) -> None:
+    driver, rows = Driver(fake.path), [2, 3, 4, 7, 0, 1]
+    weights, adapter = torch.randint(0, 99, (9, 64), dtype=torch.uint8), torch.randn(9, 5, 3)
+    on_device = torch.zeros(6, 64, dtype=torch.uint8), torch.zeros(6, 5, 3)
+    matrices = [
+        Rows(weights.data_ptr(), on_device[0].data_ptr(), 64),
+        Rows(adapter.data_ptr(), on_device[1].data_ptr(), 60),
+    ]
+    fake.reset()
+    assert driver.copy_to_device(0, rows, matrices, 77) == 6
+    copies = [call for call in fake.calls if "stream" in call]
+    assert copies == [f"in {n * size} stream 77" for size in (64, 60) for n in (3, 1, 2)]
+    assert torch.equal(on_device[0], weights[rows]) and torch.equal(on_device[1], adapter[rows])
+
+    back = torch.zeros_like(adapter)
+    fake.reset()
+    assert driver.copy_to_host(0, rows, [Rows(back.data_ptr(), on_device[1].data_ptr(), 60)], 5) == 3
+    assert torch.equal(back[rows], adapter[rows]) and not back[[5, 6, 8]].any()
+    assert [call for call in fake.calls if "stream" in call] == [f"out {n * 60} stream 5" for n in (3, 1, 2)]
+
+    fake.reset()
+    wide = torch.zeros(6, 100, dtype=torch.uint8)  # blocks with something between them cannot merge
+    assert driver.copy_on_device(0, rows, [Rows(weights.data_ptr(), wide.data_ptr(), 50, 64, 100)], 0) == 6
+    assert torch.equal(wide[:, :50], weights[rows, :50]) and not wide[:, 50:].any()
+
+
+def test_errors_name_the_call_the_sizes_and_what_the_driver_says(fake: Fake) -> None:
+    driver = Driver(fake.path)
+    driver.register(0, 4096, 1)  # the context is there
+    fake.reset(fail_after=0, failure=712)
+    with pytest.raises(
+        CudaError, match="cuMemHostRegister of 12345 bytes at 0x1000 failed: CUDA_ERROR_HOST_MEMORY_ALR"
+    ):
+        driver.register(0, 4096, 12345)
+    source, target = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.uint8)
+    fake.reset(fail_after=1, failure=999)
+    with pytest.raises(
+        CudaError, match=r"cuMemcpyHtoDAsync of 8 bytes from 0x\w+ to 0x\w+ \(copy 2 of 2\) failed: error 999"
+    ):
+        driver.copy_to_device(0, [0, 2], [Rows(source.data_ptr(), target.data_ptr(), 8)], 0)
+    fake.reset()
+    with pytest.raises(CudaError, match="there is no CUDA device 2, the driver has 2"):
+        driver.register(2, 4096, 1)
+
+
+def test_without_a_driver_the_reason_is_text(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KTFT_LIBCUDA", str(tmp_path / "libnone.so"))
+    assert "libnone.so: cannot open shared object file" in cuda.unavailable(config.cuda_library())
+    with pytest.raises(CudaError, match="CUDA's driver cannot be opened"):
+        cuda.driver(config.cuda_library())
+    monkeypatch.setenv("KTFT_LIBCUDA", fake.path)
+    assert cuda.unavailable(config.cuda_library()) == ""
+    fake.reset(devices=0)
+    with pytest.raises(CudaError, match="CUDA's driver finds no device"):
+        Driver(fake.path)
+    monkeypatch.delenv("KTFT_LIBCUDA")
+    assert config.cuda_library() == "libcuda.so.1"
+
+
+def test_a_library_that_is_not_cudas_is_named() -> None:
+    with pytest.raises(CudaError, match=r"libm.so.6 has no function cuInit: the driver is too old, or this is not"):
+        Driver("libm.so.6")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_on_the_host(threads: int) -> None:
+    rows, source = [3, 4, 9, 0], torch.randn(10, 1 << 20)
+    batch, back = torch.zeros(4, 1 << 20), torch.zeros_like(source)
+    cuda.copy_on_host(rows, [Rows(source.data_ptr(), batch.data_ptr(), 4 << 20)], gather=True, threads=threads)
+    assert torch.equal(batch, source[rows])
+    cuda.copy_on_host(rows, [Rows(back.data_ptr(), batch.data_ptr(), 4 << 20)], gather=False, threads=threads)
+    assert torch.equal(back[rows], source[rows]) and not back[[1, 2, 5, 6, 7, 8]].any()
+
+
+def test_importing_ktft_opens_no_driver() -> None:
+    code = "import ktft.native.cuda; print('libcuda' in open('/proc/self/maps').read())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["False"]

@@ -1,0 +1,194 @@
+"""Routed experts in lanes, the CPU's torch standing in for a GPU: every mix against the reference, and checkpointing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_kernels import EXPERTS, GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, inputs_for, make_layer, make_lora, relative
+from torch.utils.checkpoint import checkpoint
+
+from ktft import native, reference
+from ktft.checkpoint.families import FAMILIES
+from ktft.config import PROJECTIONS, Settings
+from ktft.lanes.lanes import Lanes
+from ktft.lanes.placement import Placement, Placer
+from ktft.model.experts import KtftExperts
+
+HIDDEN, INTERMEDIATE, RANK = 64, 288, 8
+ROWS = (17, 3, 0, 64, 9)
+MIXES = {
+    "cpu": ([0, 1, 3, 4], []),
+    "stream": ([], [0, 1, 3, 4]),
+    "both": ([0, 4], [3, 1]),
+    "one streamed": ([0, 1, 3], [4]),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timings have no say in these tests."""
+    from ktft.lanes import lanes
+    from ktft.lanes.rates import Rate, Rates
+
+    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
+    monkeypatch.setattr(lanes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+
+
+def make_experts(fmt: str = "int8", nodes: int = 1, activation: str = "retain", **settings) -> KtftExperts:
+    layer = make_layer(HIDDEN, INTERMEDIATE, fmt, native.default_isa(), threads=2, nodes=nodes)
+    experts = KtftExperts(layer, FAMILIES["qwen3_moe"], activation)
+    experts.run_in(Lanes(Settings(**settings), on_cpu=True), 0)
+    return experts
+
+
+def force(monkeypatch: pytest.MonkeyPatch, cpu: list[int], stream: list[int]) -> None:
+    def decide(self, counts, resident, work):
+        zeros = dict.fromkeys(("cpu", "copy", "gpu"), 0.0)
+        return Placement([e for e in cpu if counts[e]], [e for e in stream if counts[e]], [], zeros, zeros)
+
+    monkeypatch.setattr(Placer, "decide", decide)
+
+
+def gradients(out, x, weights, lora):
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    leaves = [x, weights, *lora.parameters()]
+    for leaf in leaves:
+        leaf.grad = None
+    (out.float() * direction).sum().backward()  # reentrant checkpointing takes no list of inputs
+    return [leaf.grad for leaf in leaves]
+
+
+def compare(experts: KtftExperts, call=None, dtype=torch.bfloat16) -> None:
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    x, index, weights = inputs_for(ROWS, HIDDEN, dtype)
+    out = (call or experts)(x, index, weights, lora)
+    found = gradients(out, x, weights, lora)
+    matrices = [torch.stack([experts.layer.dequantize(e, n) for e in range(EXPERTS)]) for n in PROJECTIONS]
+    oracle = reference.moe(x, index, weights, *matrices, lora)
+    assert relative(out, oracle) < OUTPUT_TOLERANCE
+    for actual, expected in zip(found, gradients(oracle, x, weights, lora), strict=True):
+        assert actual.dtype == expected.dtype and relative(actual, expected) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("activation", ["retain", "recompute"])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("fmt", ["int8", "k4"])
+def test_every_mix(monkeypatch, fmt, mix, activation):
+    force(monkeypatch, *MIXES[mix])
+    compare(make_experts(fmt, nodes=2, activation=activation))
+
+
+@pytest.mark.parametrize("fmt", native.FORMATS)
+def test_every_format_in_both(monkeypatch, fmt):
+    force(monkeypatch, *MIXES["both"])
+    compare(make_experts(fmt))
+
+
+def test_placed_by_itself():
+    compare(make_experts(placement="auto"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_computes_the_output_once(monkeypatch, mix, use_reentrant):
+    force(monkeypatch, *MIXES[mix])
+    experts = make_experts()
+    experts.train()
+    calls = []
+    forward = native.ExpertLayer.forward
+    monkeypatch.setattr(native.ExpertLayer, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    compare(experts, lambda *args: checkpoint(experts, *args, use_reentrant=use_reentrant))
+    if use_reentrant:
+        assert len(calls) == (1 if MIXES[mix][0] else 0)
+
+
+def test_a_kept_output_needs_the_same_adapters(monkeypatch):
+    experts = make_experts()
+    experts.train()
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    x, index, weights = inputs_for(ROWS, HIDDEN)
+    with torch.no_grad():
+        experts(x, index, weights, lora)
+        lora.pairs["up_proj"].b.mul_(2)
+    later = experts(x, index, weights, lora)
+    experts.eval()
+    with torch.no_grad():
+        assert torch.equal(later, experts(x, index, weights, lora))
+
+
+def test_gradient_accumulation(monkeypatch):
+    force(monkeypatch, *MIXES["both"])
+    experts = make_experts()
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    for _ in range(2):
+        x, index, weights = inputs_for(ROWS, HIDDEN)
+        experts(x, index, weights, lora).float().sum().backward()
+    twice = [parameter.grad.clone() for parameter in lora.parameters()]
+    for parameter in lora.parameters():
+        parameter.grad = None
+    experts(x, index, weights, lora).float().sum().backward()
+    for parameter, both in zip(lora.parameters(), twice, strict=True):
+        assert relative(both, 2 * parameter.grad) < 1e-5
+
+
+def test_residents_take_part():
+    experts = make_experts(placement="resident", gpu_expert_memory="1M")
+    lanes = experts.laned.lanes
+    compare(experts)
+    lanes.end_step()
+    assert lanes.residents.slots(experts.layer)
+    compare(experts)
+
+
+def test_bad_routing_and_bad_values_are_named():
+    experts = make_experts()
+    x, index, weights = (t.detach().clone() for t in inputs_for(ROWS, HIDDEN))
+    index[1, 1] = EXPERTS
+    with pytest.raises(ValueError, match=f"expert {EXPERTS}, but the layer's experts are 0 to {EXPERTS - 1}"):
+        experts(x, index, weights)
+    index[1, 1] = 0
+    x[2, 7] = float("inf")
+    with pytest.raises(ValueError, match="NaN or Inf .token 2 of"):
+        experts(x, index, weights)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, where):
+    force(monkeypatch, *MIXES["both"])
+    experts = make_experts()
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    x, index, weights = inputs_for(ROWS, HIDDEN)
+    lanes = experts.laned.lanes
+    assert lanes.take(x.device)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes.gpu, where, fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            experts(x, index, weights, lora).float().sum().backward()
+    assert lanes.submit(lambda: 1).result(timeout=5) == 1
+    compare(experts)
+
+
+def test_a_kernel_error_reaches_the_caller(monkeypatch):
+    force(monkeypatch, *MIXES["both"])
+    experts = make_experts()
+    x, index, weights = inputs_for(ROWS, HIDDEN)
+
+    def fail(*_, **__):
+        raise RuntimeError("the kernel failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native.ExpertLayer, "forward", fail)
+        with pytest.raises(RuntimeError, match="the kernel failed"):
+            experts(x, index, weights)
+    compare(experts)
+
+
+def test_copies_of_a_model_share_its_lanes():
+    experts = make_experts()
+    assert copy.deepcopy(experts).laned.lanes is experts.laned.lanes

@@ -1,0 +1,120 @@
+"""Which experts stay on the device: chosen by tokens, exchanged a few at a time, held as the layer holds them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_kernels import EXPERTS, make_layer
+
+from ktft import native
+from ktft.lanes.lane import GpuLane
+from ktft.lanes.resident import Residents, free_for_residents
+from ktft.native import ExpertLayer
+from ktft.native.cuda import Rows, copy_on_host
+
+ISA = native.default_isa()
+
+
+def layers(*formats: str, nodes: int = 1) -> list[ExpertLayer]:
+    return [make_layer(64, 288, fmt, ISA, nodes=nodes) for fmt in formats]
+
+
+def block(layer: ExpertLayer) -> int:
+    return -(-layer.packed_bytes // EXPERTS // 256) * 256
+
+
+def held(residents: Residents, among: list[ExpertLayer]) -> list[set[int]]:
+    return [set(residents.slots(layer)) for layer in among]
+
+
+def assert_blocks_are_the_layers(residents: Residents, among: list[ExpertLayer]) -> None:
+    """Every resident's block, slice by slice, has the bytes of the packed expert; no two share a block."""
+    taken = [slot for layer in among for slot in residents.slots(layer).values()]
+    assert len(set(taken)) == len(taken)
+    for layer in among:
+        for expert, slot in residents.slots(layer).items():
+            for part, source in zip(layer.slices(), residents.sources(layer), strict=True):
+                mine, theirs = (torch.zeros(part.expert_bytes, dtype=torch.uint8) for _ in range(2))
+                here = Rows(source.address, mine.data_ptr(), source.bytes, source.stride)
+                there = Rows(part.address, theirs.data_ptr(), part.expert_bytes)
+                copy_on_host([slot], [here], gather=True)
+                copy_on_host([expert], [there], gather=True)
+                assert theirs.any() and torch.equal(mine, theirs)
+
+
+def streamed(lane: GpuLane, layer: ExpertLayer, experts: int) -> None:
+    """As if a step had copied so many experts to the device."""
+    lane.transfer.copied_bytes += experts * block(layer)
+
+
+def test_the_first_step_fills_the_arena_with_the_experts_of_most_tokens() -> None:
+    both = layers("k4", "k4", nodes=2)
+    residents = Residents(GpuLane("cpu"), 4 * block(both[0]) + 77, both)
+    assert residents.bytes == 4 * block(both[0])
+    assert residents.adapt() == 0 and held(residents, both) == [set(), set()]
+    for _ in range(2):  # two micro-batches
+        residents.observe(both[0], [10, 0, 30, 0, 60])
+        residents.observe(both[1], [20, 21, 19, 21, 19])
+    assert residents.adapt() == 4 * both[0].packed_bytes // EXPERTS
+    assert held(residents, both) == [{4, 2}, {1, 3}]
+    assert_blocks_are_the_layers(residents, both)
+
+
+def test_experts_without_tokens_take_no_place() -> None:
+    both = layers("int8", "int8")
+    residents = Residents(GpuLane("cpu"), 10 * block(both[0]), both)
+    residents.start({both[0]: [0, 5, 0, 0, 1]})
+    assert held(residents, both) == [{1, 4}, set()]
+    assert_blocks_are_the_layers(residents, both)
+
+
+def test_changes_are_few_and_not_back_and_forth() -> None:
+    both, lane = layers("k4", "k4"), GpuLane("cpu")
+    residents = Residents(lane, 3 * block(both[0]), both)
+    residents.start({both[0]: [1, 1, 1, 0, 0], both[1]: [0, 0, 0, 0, 0]})
+    assert held(residents, both) == [{0, 1, 2}, set()]
+
+    counts = {both[0]: [0, 0, 20, 40, 40], both[1]: [20, 20, 20, 20, 20]}
+    seen = []
+    for _ in range(60):
+        for layer in both:
+            residents.observe(layer, counts[layer])
+        streamed(lane, both[0], 20)  # 3% of which is less than one expert: one at a time
+        seen.append(residents.adapt() // (both[0].packed_bytes // EXPERTS))
+    assert max(seen) == 1 and sum(seen) == residents.moved - 3
+    # 3 and 4 came for 0 and 1, one a step. Expert 2 has a fifth of its layer's tokens, and stays: so have all experts
+    # of the other layer.
+    assert held(residents, both) == [{2, 3, 4}, set()] and sum(seen) == 2
+    assert_blocks_are_the_layers(residents, both)
+
+    for layer in both:
+        residents.observe(layer, [0, 100, 0, 0, 0])
+    assert residents.adapt() == 0  # nothing was streamed: nothing may change
+    streamed(lane, both[0], 100)
+    for _ in range(30):
+        for layer in both:
+            residents.observe(layer, [0, 100, 0, 0, 0])
+        streamed(lane, both[0], 70)
+        assert residents.adapt() <= 2 * both[0].packed_bytes // EXPERTS
+    assert held(residents, both) == [{1} | held(residents, both)[0], {1}]
+    assert_blocks_are_the_layers(residents, both)
+
+
+def test_layers_of_several_formats_share_the_arena() -> None:
+    mixed = layers("bf16", "k4", "int8", nodes=3)
+    residents = Residents(GpuLane("cpu"), 6 * block(mixed[0]), mixed)
+    residents.start({layer: [5, 4, 1, 1, 1] for layer in mixed})
+    assert held(residents, mixed) == [{0, 1}, {0, 1}, {0, 1}]
+    assert_blocks_are_the_layers(residents, mixed)
+
+
+def test_bad_input() -> None:
+    (layer,), lane = layers("k4"), GpuLane("cpu")
+    with pytest.raises(ValueError, match="gpu_expert_memory: 100 bytes hold no expert, one takes"):
+        Residents(lane, 100, [layer])
+    assert lane.residents is None
+    residents = Residents(lane, 1 << 20, [layer])
+    assert lane.residents is residents
+    with pytest.raises(ValueError, match="has 5 experts, the earlier run's counts are of 3"):
+        residents.start({layer: [1, 2, 3]})
+    assert free_for_residents(lane) == 0 and residents.slots(layers("k4")[0]) == {}
