@@ -20,7 +20,7 @@ from ktft.config import PROJECTIONS
 from ktft.lanes.buffers import Buffers, Plan
 from ktft.lanes.decode import ChunkWeights, decode
 from ktft.lanes.experts import chunk_backward, chunk_forward
-from ktft.lanes.routes import ChunkRows, Routes, lay_out
+from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows
 from ktft.lanes.staging import Place
 from ktft.lanes.transfer import transfer
 from ktft.lora import ExpertLora, LoraPair
@@ -213,7 +213,8 @@ class GpuLane:
         """The experts in chunks. The caller has queued a chunk's products when it asks for the next one."""
         plan, compute = self._plan(layer, lora), self.transfer.compute()
         ahead, parts = self._parts(layer, plan, experts)
-        rows = lay_out(routes, [part.experts for part in parts])
+        limit = piece_rows(layer.hidden_size, layer.intermediate_size)
+        rows = lay_out(routes, [part.experts for part in parts], limit)
         waiting = self._begin(plan, ahead, parts)
         self.used.wait(compute)
         coming = next(waiting, None)
