@@ -1,8 +1,5 @@
 """Packed tiles to bf16, in Triton: a program reads some tiles of one strip and writes 16 rows x COLS columns."""
 
-# What Triton compiles is not Python: its arguments have no types to write down
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import torch

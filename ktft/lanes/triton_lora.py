@@ -1,8 +1,5 @@
 """Low-rank products of rows grouped by expert, with dropout's masks, in Triton."""
 
-# What Triton compiles is not Python: its arguments have no types to write down
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import triton

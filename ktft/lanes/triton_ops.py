@@ -1,8 +1,5 @@
 """`ops.Operations` in Triton: rows here, weights and LoRA in their own files."""
 
-# What Triton compiles is not Python: its arguments have no types to write down
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import triton
