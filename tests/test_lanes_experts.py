@@ -96,8 +96,8 @@ def test_masks_are_the_native_ones(projection: str) -> None:
 def test_masks_drop_what_they_should() -> None:
     lora = make_lora(32, 32, 4, torch.float32, dropout=0.25, seed=2**64 - 1)
     first, second = (stays(Dropout.of(lora, name), torch.arange(4096), 256) for name in PROJECTIONS[:2])
-    for route in (0, 4095):
-        assert (first[route].numpy() == native_mask(lora, PROJECTIONS[0], route, 256)).all()
+    for row in (0, 4095):
+        assert (first[row].numpy() == native_mask(lora, PROJECTIONS[0], row, 256)).all()
     for mask in (first, second):
         assert mask.float().mean().item() == pytest.approx(0.75, abs=0.002)
     assert (first == second).float().mean().item() == pytest.approx(0.75**2 + 0.25**2, abs=0.002)
