@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ktft.config import PROJECTIONS
+from ktft.config import LANE_BYTES, PROJECTIONS
 from ktft.lanes.buffers import Buffers, Plan
 from ktft.lanes.decode import ChunkWeights, decode
 from ktft.lanes.experts import chunk_backward, chunk_forward
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 64 << 20
 """Packed bytes of a chunk: at 50 GB/s over a millisecond, against which the host's work for it is little."""
-LANE_BYTES = 1 << 30
-"""Of all the lane's buffers together, where one expert's decoded weights leave room for more than one."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -36,6 +36,7 @@ class Pass:
     """One layer's experts going forward or backward in lanes, and what that took.
 
     Attributes:
+        cpu_seconds: from the decision until the CPU is done.
         events: on the stream of copies, then on that of products: begin and end of each, where there is a GPU.
     """
 
@@ -112,7 +113,7 @@ class Lanes:
         placer = self._placer(layer, top_k, lora)
         resident = set(self.residents.slots(layer)) if self.residents is not None else set()
         placement = placer.decide(counts, resident.union(self.gpu.coming(layer, lora)), work)
-        return Pass(layer, work, placement, placer, lora)
+        return Pass(layer, "forward" if work == "both" else work, placement, placer, lora)
 
     def again(self, before: Pass, counts: Sequence[int]) -> Pass:
         """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
@@ -134,7 +135,6 @@ class Lanes:
 
         Begins to copy experts that the next pass probably streams: that of the layer `following` places after this one.
         """
-        run.cpu_seconds = time.perf_counter() - run.began if run.placement.cpu else 0.0
         self._last[run.layer, run.work] = run
         if run.events:
             self._unread.append(run)
@@ -172,6 +172,9 @@ class Lanes:
             self._placers[kind] = Placer(kind, rates, self._settings.placement)
         return self._placers[kind]
 
+    def _without_residents(self) -> str:
+        return "cpu" if self._settings.placement == "resident" else self._settings.placement
+
     def _device_is_cuda(self) -> bool:
         return self._device is not None and self._device.type == "cuda"
 
@@ -187,6 +190,10 @@ class Lanes:
             return
         if self.residents is None:
             budget = free_for_residents(self.gpu) if memory == "auto" else int(memory)
+            if memory == "auto" and budget < max(layer.packed_bytes // layer.num_experts for layer in self.layers):
+                logger.info("gpu_expert_memory: auto found no room for resident experts beside what training needs")
+                self._settings = replace(self._settings, gpu_expert_memory=0, placement=self._without_residents())
+                return
             self.residents = Residents(self.gpu, budget, self.layers)
             logger.info("%s of GPU memory hold resident experts", readable(self.residents.bytes))
         while self._counted:

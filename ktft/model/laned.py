@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -106,13 +107,15 @@ class _Run:
             self._out = owner.kept.take(self.index, self.weights, self.lora)
         if self._out is not None:
             return
-        self._forward = lanes.begin(owner.layer, self.counts, index.shape[1], self.lora, "forward")
+        retains = self.gradients and owner.activation == "retain"
+        work = "both" if retains else "forward"
+        self._forward = lanes.begin(owner.layer, self.counts, index.shape[1], self.lora, work)
         self._expect(self._forward)
         if self._forward.placement.cpu:
-            self._cpu = lanes.submit(self._cpu_forward, arriving, self._forward.placement.cpu)
+            self._cpu = lanes.submit(self._cpu_forward, arriving, self._forward)
 
-    def _cpu_forward(self, arriving: Arriving, experts: list[int]) -> Tensor:
-        owner = self.owner
+    def _cpu_forward(self, arriving: Arriving, run: Pass) -> Tensor:
+        owner, experts = self.owner, run.placement.cpu
         here = only(self.index, experts, owner.layer.num_experts)
         (hidden,) = arriving.wait()
         out = owner.lanes.crossing.pinned(hidden.shape, hidden.dtype)
@@ -120,6 +123,7 @@ class _Run:
         with self._span("cpu", experts, len(PROJECTIONS)):
             _, saved = owner.layer.forward(hidden, here, self.weights, self.lora, activation, out=out)
         self._saved = saved if activation == "retain" else None
+        run.cpu_seconds = time.perf_counter() - run.began
         return out
 
     def settled(self) -> _Settled:
@@ -200,7 +204,7 @@ class _Run:
         saved = layer.prepare(here) if again else self._saved
         grad_output, hidden = arriving.wait()
         with self._span("cpu", experts, len(PROJECTIONS) + (2 if again else 0)):
-            return layer.backward(
+            found = layer.backward(
                 saved,
                 grad_output,
                 hidden,
@@ -211,6 +215,8 @@ class _Run:
                 lora_grads=lora_grads,
                 grad_hidden=lanes.crossing.pinned(hidden.shape, hidden.dtype),
             )
+        run.cpu_seconds = time.perf_counter() - run.began
+        return found
 
     def _cpu_result(self) -> Any:
         assert self._cpu is not None
