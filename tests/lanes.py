@@ -12,7 +12,7 @@ from ktft.config import PROJECTIONS
 from ktft.lanes.decode import ChunkWeights, decode
 from ktft.lanes.experts import chunk_backward, chunk_forward
 from ktft.lanes.ops import Operations
-from ktft.lanes.routes import PIECE_ROWS, lay_out, route
+from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
 
@@ -107,7 +107,7 @@ class _Experts(torch.autograd.Function):
         counts = torch.bincount(index[index >= 0], minlength=layer.num_experts).tolist()
         experts = lane.experts or list(range(layer.num_experts))
         ctx.chunks = [experts[i : i + lane.chunk] for i in range(0, len(experts), lane.chunk)]
-        ctx.rows = lay_out(route(index.to(lane.device), counts), ctx.chunks, lane.piece_rows)
+        ctx.rows = lay_out(Routes(index.to(lane.device), counts), ctx.chunks, lane.piece_rows)
         ctx.inputs = x.detach().to(lane.device), weights.detach().float().to(lane.device)
         ctx.lane, ctx.layer, ctx.lora = lane, layer, lora
         out = torch.zeros(x.shape, device=lane.device)

@@ -16,7 +16,7 @@ from ktft.config import EXPERT_FORMATS
 from ktft.lanes import lane as lane_module
 from ktft.lanes.lane import GpuLane
 from ktft.lanes.resident import Residents
-from ktft.lanes.routes import route
+from ktft.lanes.routes import Routes
 from ktft.lanes.transfer import Locks, Transfer
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
@@ -48,7 +48,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         counts = torch.bincount(index.flatten(), minlength=layer.num_experts).tolist()
         experts = list(range(layer.num_experts)) if caller.experts is None else caller.experts
-        inputs = route(index, counts), x.detach(), weights.detach().float()
+        inputs = Routes(index, counts), x.detach(), weights.detach().float()
         ctx.caller, ctx.layer, ctx.lora, ctx.inputs, ctx.experts = caller.lane, layer, lora, inputs, experts
         out = torch.zeros(x.shape)
         caller.lane.forward(layer, experts, *inputs, lora, out)
@@ -130,7 +130,7 @@ def test_only_the_experts_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         both = sum(Lane(lane, half)(layer, x, index, weights, lora).float() for half in halves)
         whole = Lane(lane)(layer, x, index, weights, lora)
     torch.testing.assert_close(both, whole.float(), rtol=1e-2, atol=1e-2)
-    routes = route(index, torch.bincount(index.flatten(), minlength=EXPERTS).tolist())
+    routes = Routes(index, torch.bincount(index.flatten(), minlength=EXPERTS).tolist())
     grads = [torch.full(p.shape, 7.0) for p in lora.parameters()]
     sums = torch.zeros(x.shape), torch.zeros(weights.shape)
     watched = Watched(lane, monkeypatch)
@@ -276,7 +276,7 @@ def test_bad_tensors_are_named() -> None:
     crooked = type(pair)(pair.a.detach().mT.contiguous().mT, pair.b, pair.scaling)
     with pytest.raises(ValueError, match=r"must be contiguous CPU tensors of 5 experts, got \[5, 4, 64\] with strides"):
         Lane(lane)(layer, x, index, weights, ExpertLora({"up_proj": crooked}))
-    routes = route(index, torch.bincount(index.flatten(), minlength=EXPERTS).tolist())
+    routes = Routes(index, torch.bincount(index.flatten(), minlength=EXPERTS).tolist())
     sums = torch.zeros(x.shape), torch.zeros(weights.shape)
     rest = routes, x, torch.ones_like(x), weights.float(), lora, *sums
     with pytest.raises(ValueError, match=r"gradients have the shapes \[\], its tensors \[\[5, 4, 64\]"):

@@ -20,7 +20,7 @@ from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.lanes import ops, products, torch_ops
 from ktft.lanes.dropout import Dropout, stays
 from ktft.lanes.ops import operations
-from ktft.lanes.routes import PIECE_ROWS, lay_out, piece_rows, route
+from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out, piece_rows
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 
@@ -147,15 +147,15 @@ def test_experts_without_rows() -> None:
 def test_rows_are_sorted_by_expert() -> None:
     index = torch.tensor([[2, 0], [-1, 2], [0, 1], [2, -1]])
     counts = [2, 1, 3, 0]
-    routes = route(index, counts)
-    assert routes.begin == [0, 2, 3, 6, 6]
-    assert routes.row_route[:6].tolist() == [1, 4, 5, 0, 3, 6]
+    routes = Routes(index, counts)
     (first, second), empty = lay_out(routes, [[2, 1], [3]], piece_rows=3)
     assert empty == []
     assert first.row_route.tolist() == [0, 3, 6] and second.row_route.tolist() == [5]
     assert (first.counts, first.ends.tolist()) == ([3, 0], [3, 3])
     assert (second.counts, second.ends.tolist(), second.begin) == ([0, 1], [0, 1], 3)
-    assert first.route_row.tolist() == [0, -1, -1, 1, -1, 3, 2, -1]
+    here = first.route_row < 4
+    assert here.tolist() == [True, False, False, True, False, True, True, False]
+    assert first.route_row[here].tolist() == [0, 1, 3, 2]
 
 
 def test_products_are_laid_out_as_torch_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from ktft.native import ExpertLayer
 from ktft.native.packed import PackedSlice
 
 META = torch.device("meta")
+LEAST_CHUNKS = 2
+"""That a layer's experts make: nothing goes on beside the first one's copy and the last one's products."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ class Buffers:
             return ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, META)
 
         one = 3 * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
-        capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, layer.num_experts))
+        most = -(-layer.num_experts // LEAST_CHUNKS)
+        capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
         weights = shapes(capacity)
         held = residents(layer) if residents is not None else []
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):

@@ -12,12 +12,12 @@ from ktft.lanes.decode import ChunkWeights, decode
 from ktft.lanes.experts import chunk_backward, chunk_forward
 from ktft.lanes.lane import GpuLane
 from ktft.lanes.rates import LayerKind, Rates
-from ktft.lanes.routes import lay_out, route
+from ktft.lanes.routes import Routes, lay_out
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
 
-_CHUNK = 8
-"""Experts that are decoded and multiplied at once."""
+_CHUNK = 32
+"""Experts that are decoded and multiplied at once, about as many as the lane takes."""
 
 
 def measured_rates(lane: GpuLane, layer: ExpertLayer, kind: LayerKind, lora: ExpertLora | None) -> Rates:
@@ -60,7 +60,7 @@ class _Chunks:
         chunk = list(range(self._experts))
         sizes = layer.hidden_size, layer.intermediate_size
         decoded = ChunkWeights.empty(layer.format, self._experts, *sizes, self._lora, layer.biases, device)
-        (pieces,) = lay_out(route(index, [rows] * self._experts), [chunk])
+        (pieces,) = lay_out(Routes(index, [rows] * self._experts), [chunk])
         for _ in range(-(-experts // self._experts)):
             decode(layer.format, self._slices, self._blocks, decoded)
             common = decoded, self._lora, pieces, hidden, weights, layer.swiglu

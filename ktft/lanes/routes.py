@@ -20,15 +20,12 @@ class Routes:
     """The rows of one call of a layer: T tokens with k slots each, route = token * k + slot.
 
     Attributes:
-        row_route: `[T * k]` int32 on the device: the routes in the order of their experts, within one in their own
-            order. Those of no expert (index -1) come last.
-        begin: `[E + 1]`: expert e has rows begin[e] to begin[e + 1].
-        top_k: k.
+        top_k_index: `[T, k]` integer on the device: each route's expert, -1 where it is computed elsewhere.
+        counts: `[E]`: how often each expert is in it.
     """
 
-    row_route: Tensor
-    begin: list[int]
-    top_k: int
+    top_k_index: Tensor
+    counts: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Piece:
         counts: rows of each expert.
         ends: `[G]` int32 on the device: where each expert's rows end, counted from `begin`.
         row_route: `[rows]` int32: their routes.
-        route_row: `[T * k]` int32: each route's number among the rows of all chunks, -1 where it has none.
+        route_row: `[T * k]` int32: each route's number among the rows of all chunks; past their end where it has none.
         top_k: k.
     """
 
@@ -72,19 +69,6 @@ def to_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def route(top_k_index: Tensor, counts: Sequence[int]) -> Routes:
-    """Sort the routes by expert, on their device and without waiting for it.
-
-    Args:
-        top_k_index: `[T, k]` integer expert numbers; -1 where a route is computed elsewhere.
-        counts: `[E]`: how often each expert is in it.
-    """
-    flat = top_k_index.reshape(-1)
-    keys = torch.where(flat < 0, len(counts), flat).to(torch.int16)  # few bits: a short radix sort
-    order = torch.sort(keys, stable=True).indices.to(torch.int32)
-    return Routes(order, [0, *itertools.accumulate(counts)], top_k_index.shape[1])
-
-
 def piece_rows(hidden: int, intermediate: int) -> int:
     """Rows whose activations fit in `PIECE_BYTES`: in backward x, dy and dx; gate and up, h and dh; all bf16."""
     return max(1, min(PIECE_ROWS, PIECE_BYTES // (2 * (3 * hidden + 4 * intermediate))))
@@ -95,28 +79,33 @@ def lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int = P
 
     Experts of all chunks together are different ones. A chunk whose experts have no rows has no piece.
     """
-    begin, device = routes.begin, routes.row_route.device
-    parts = [routes.row_route[begin[e] : begin[e + 1]] for chunk in chunks for e in chunk if begin[e] < begin[e + 1]]
-    row_route = torch.cat(parts) if parts else routes.row_route[:0]
-    total = row_route.shape[0]
-    route_row = torch.full((routes.row_route.shape[0],), -1, dtype=torch.int32, device=device)
-    route_row[row_route.long()] = torch.arange(total, dtype=torch.int32, device=device)
-
+    counts, device = routes.counts, routes.top_k_index.device
     cuts: list[list[tuple[int, list[int]]]] = []  # of each chunk: a piece's first row, the experts' ends in it
-    first, widest = 0, max((len(chunk) for chunk in chunks), default=0)
+    order, total = [len(counts)] * (len(counts) + 1), 0  # an expert's place among all; the last is what -1 means
+    places = itertools.count()
     for chunk in chunks:
-        ends = list(itertools.accumulate(begin[e + 1] - begin[e] for e in chunk))
+        for expert in chunk:
+            order[expert] = next(places)
+        ends = list(itertools.accumulate(counts[expert] for expert in chunk))
         rows = ends[-1] if ends else 0
         starts = range(0, rows, piece_rows)
-        cuts.append([(first + s, [min(max(end - s, 0), piece_rows) for end in ends]) for s in starts])
-        first += rows
-    table = to_device([[*ends, *[0] * (widest - len(ends))] for pieces in cuts for _, ends in pieces] or [[]], device)
+        cuts.append([(total + s, [min(max(end - s, 0), piece_rows) for end in ends]) for s in starts])
+        total += rows
+    widest = max(len(order), 1)
+    table = to_device([order, *([*ends, *[0] * (widest - len(ends))] for pieces in cuts for _, ends in pieces)], device)
+    # Few bits make a short radix sort
+    keys = table[0].to(torch.int16)[routes.top_k_index.reshape(-1)]
+    by_row = torch.sort(keys, stable=True).indices
+    numbered = torch.arange(len(by_row), dtype=torch.int32, device=device)
+    route_row = torch.empty_like(numbered).scatter_(0, by_row, numbered)
+    row_route = by_row.to(torch.int32)
 
-    numbers = itertools.count()
+    numbers = itertools.count(1)
 
     def piece(at: int, ends: list[int]) -> Piece:
         counts = [end - start for start, end in itertools.pairwise([0, *ends])]
         on_device = table[next(numbers), : len(ends)]
-        return Piece(at, counts, on_device, row_route[at : at + ends[-1]], route_row, routes.top_k)
+        top_k = routes.top_k_index.shape[1]
+        return Piece(at, counts, on_device, row_route[at : at + ends[-1]], route_row, top_k)
 
     return [[piece(at, ends) for at, ends in pieces] for pieces in cuts]

@@ -16,7 +16,7 @@ from ktft.config import PROJECTIONS
 from ktft.lanes.crossing import Arriving
 from ktft.lanes.kept import KeptOutputs
 from ktft.lanes.lanes import Lanes, Pass, only, rows_of
-from ktft.lanes.routes import route
+from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora
 from ktft.model.record import Record
 from ktft.native import ExpertLayer, Gradients
@@ -145,7 +145,7 @@ class _Run:
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
                 with self._gpu_span(run, len(PROJECTIONS)):
-                    routes = route(index, self.counts)
+                    routes = Routes(index, self.counts)
                     lanes.gpu.forward(
                         run.layer, run.on_gpu, routes, hidden.contiguous(), _routing(weights), self.lora, total
                     )
@@ -177,7 +177,7 @@ class _Run:
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
                 with self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
-                    given = route(index, self.counts), hidden.contiguous(), grad_output, _routing(weights)
+                    given = Routes(index, self.counts), hidden.contiguous(), grad_output, _routing(weights)
                     lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
         if self._cpu is not None:
             found = self._cpu_result()

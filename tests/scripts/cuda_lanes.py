@@ -33,7 +33,7 @@ from ktft.lanes import torch_ops
 from ktft.lanes.decode import ChunkWeights, decode
 from ktft.lanes.experts import chunk_backward, chunk_forward
 from ktft.lanes.ops import Operations, has_triton
-from ktft.lanes.routes import lay_out, route
+from ktft.lanes.routes import Routes, lay_out
 
 ISA = native.default_isa()
 ROWS = (300, 17, 0, 65, 128)
@@ -142,7 +142,7 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
         print(f"{fmt:6} {kind:7} decode             {ms:8.3f} ms  host {host:6.3f} ms  {moved / ms / 1e6:7.0f} GB/s")
         for rows in args.rows:
             index = torch.arange(rows * len(experts)).view(-1, 1) % len(experts)
-            laid = lay_out(route(index.to(device), [rows] * len(experts)), [experts])[0]
+            laid = lay_out(Routes(index.to(device), [rows] * len(experts)), [experts])[0]
             x = torch.randn(len(index), hidden, dtype=torch.bfloat16, device=device)
             routing = torch.rand(index.shape, device=device)
             out, grad_weights = torch.zeros(x.shape, device=device), torch.zeros_like(routing)

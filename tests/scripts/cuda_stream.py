@@ -28,7 +28,7 @@ from ktft.config import PROJECTIONS
 from ktft.lanes.lane import GpuLane
 from ktft.lanes.ops import operations
 from ktft.lanes.resident import Residents, free_for_residents
-from ktft.lanes.routes import Routes, route
+from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer, cuda
 from ktft.native.cuda import Rows
@@ -85,7 +85,7 @@ class Batch:
         self.weights, self.lora = torch.rand(tokens, TOP_K), lora
         counts = torch.bincount(self.index.flatten(), minlength=EXPERTS).tolist()
         self.counts, self.there = counts, [t.to(device) for t in (self.hidden, self.grad, self.weights)]
-        self.routes: Routes = route(self.index.to(device), counts)
+        self.routes: Routes = Routes(self.index.to(device), counts)
         self.out = torch.zeros(tokens, HIDDEN, device=device)
         self.grads = torch.zeros_like(self.out), torch.zeros(tokens, TOP_K, device=device)
         self.lora_grads = [torch.zeros(p.shape, pin_memory=True) for p in lora.parameters()]

@@ -49,8 +49,14 @@ class Peer:
     around: dict[tuple[int, str], list[Times]]
 
 
+def _turn(worker: Worker, tokens: int) -> Times:
+    """A step, right after another one: in training nothing is idle or out of the caches when a step begins."""
+    worker.step(tokens)
+    return worker.step(tokens)
+
+
 class Group:
-    """The models of one shape, number of layers and routing: they take turns, step by step.
+    """The models of one shape, number of layers and routing: they take turns of two steps, of which the second counts.
 
     Args:
         plan, shape, layers, routing: what to time.
@@ -116,10 +122,10 @@ class Group:
             time.sleep(SETTLE_SECONDS)
             self.rates.setdefault(tokens, []).append(self._without.rates(self.plan.threads))
             time.sleep(SETTLE_SECONDS)
-            self.skipped.setdefault(tokens, []).append(self._without.step(tokens))
+            self.skipped.setdefault(tokens, []).append(_turn(self._without, tokens))
             for worker in self._workers:
                 time.sleep(SETTLE_SECONDS)
-                times = self._try(worker, partial(worker.step, tokens))
+                times = self._try(worker, partial(_turn, worker, tokens))
                 if isinstance(times, Times):
                     self.times.setdefault((tokens, worker.job.name), []).append(times)
 
