@@ -1,0 +1,105 @@
+"""Training in lanes through LLaMA-Factory, the CPU's torch standing in for a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktft.lanes.lane import GpuLane
+from ktft.lanes.placement import Placement, Placer
+from ktft.native import ExpertLayer
+
+STEPS = 4
+USED = {"cpu": {"cpu"}, "stream": {"stream"}, "resident": {"resident", "cpu"}, "both": {"cpu", "stream"}}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+
+
+def settings(train_yaml, tmp_path: Path, name: str, **kt_config):
+    return train_yaml(
+        "dsv3",
+        max_steps=STEPS,
+        output_dir=str(tmp_path / name),
+        lora_dropout=0.1,
+        save_steps=2,
+        kt_config={"expert_format": "int8", "threads": 1, **kt_config},
+    )
+
+
+def losses(directory: Path) -> list[float]:
+    state = json.loads((directory / "trainer_state.json").read_text())
+    return [row["loss"] for row in state["log_history"] if "loss" in row]
+
+
+def half(self, counts, resident, work):
+    """Every other expert is streamed."""
+    used = [expert for expert, rows in enumerate(counts) if rows]
+    zeros = dict.fromkeys(("cpu", "copy", "gpu"), 0.0)
+    return Placement(used[::2], used[1::2], [], zeros, zeros)
+
+
+def test_the_same_losses_in_every_lane(train_yaml, run_exp, tmp_path, monkeypatch):
+    found = {}
+    for name, kt_config in {
+        "cpu": {"placement": "cpu"},
+        "stream": {"placement": "stream"},
+        "resident": {"placement": "resident", "gpu_expert_memory": "64M"},
+        "both": {},
+    }.items():
+        with monkeypatch.context() as patch:
+            if name == "both":
+                patch.setattr(Placer, "decide", half)
+            run_exp(settings(train_yaml, tmp_path, name, **kt_config))
+        found[name] = losses(tmp_path / name)
+        assert len(found[name]) == STEPS
+        report = json.loads((tmp_path / name / "ktft_report.json").read_text())
+        lanes = {lane for lane in ("cpu", "stream", "resident") if sum(report["spans"].get(lane, {}).get("count", [])) > 0}
+        assert USED[name] <= lanes
+    for name, values in found.items():
+        assert values == pytest.approx(found["cpu"], rel=5e-3), name
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [
+        (GpuLane, "backward", torch.OutOfMemoryError("CUDA out of memory")),
+        (ExpertLayer, "backward", RuntimeError("the kernel failed")),
+        (GpuLane, "forward", KeyboardInterrupt()),
+    ],
+    ids=["out of memory", "kernel error", "cancelled"],
+)
+def test_a_failure_ends_the_run_and_leaves_the_checkpoint(
+    train_yaml, run_exp, tmp_path, monkeypatch, owner, method, error
+):
+    monkeypatch.setattr(Placer, "decide", half)
+    config = settings(train_yaml, tmp_path, "run")
+    whole, calls = getattr(owner, method), []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if (tmp_path / "run" / "checkpoint-2").exists():
+            raise error
+        return whole(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, fail)
+        with pytest.raises(type(error)):
+            run_exp(config)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert calls and checkpoint.exists() and not (tmp_path / "run" / "checkpoint-4").exists()
+    run_exp({**config, "resume_from_checkpoint": str(checkpoint)})
+    assert len(losses(tmp_path / "run")) == STEPS
+
+
+def test_a_gpu_is_needed_to_stream(train_yaml, run_exp, tmp_path, monkeypatch):
+    monkeypatch.delenv("KTFT_EMULATE_GPU")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="placement is 'stream', which needs a GPU"):
+        run_exp(settings(train_yaml, tmp_path, "run", placement="stream"))
