@@ -29,44 +29,49 @@ const float* read(const VectorKernels& vec, const LoraMatrix& m, int expert, siz
 void pack_a(const Call& call, const LoraPair& pair, bool sliced, int expert, int block, bf16* out, Scratch& scratch) {
   const VectorKernels& vec = call.vec();
   const int cols = pair.a.cols, rows = std::min(kRankBlock, pair.rank() - block);
-  bf16* const high = scratch.take<bf16>(size_t(kRankBlock) * cols);
-  bf16* const low = scratch.take<bf16>(size_t(kRankBlock) * cols);
-  float* const spare = scratch.take<float>(size_t(cols));
+  float* const spare = scratch.take<float>(size_t(kRankBlock) * cols);
+  const float* from[kRankBlock];
   for (int j = 0; j < rows; j++)
-    vec.split(cols, read(vec, pair.a, expert, size_t(block + j) * cols, cols, spare), call.lora->keep_scale(),
-              high + size_t(j) * cols, low + size_t(j) * cols);
+    from[j] = read(vec, pair.a, expert, size_t(block + j) * cols, cols, spare + size_t(j) * cols);
   const int strips = split_rank(pair.rank()) / kTileRows, nodes = sliced ? call.weights.nodes() : 1;
   for (int n = 0; n < nodes; n++) {
     const int begin = sliced ? call.weights.begin(n) : 0, width = sliced ? call.weights.width(n) : cols;
-    bf16* const slice = out + size_t(strips) * kTileRows * begin;
-    for (int part = 0; part < 2; part++) {
-      const bf16* at[kTileRows] = {};
-      for (int j = 0; j < rows; j++) at[j] = (part ? low : high) + size_t(j) * cols + begin;
-      vec.pack_rows(at, width, slice + size_t(block / kRankBlock * 2 + part) * kTileRows * width);
+    const size_t strip = size_t(kTileRows) * width;
+    bf16* high = out + size_t(strips) * kTileRows * begin + block / kRankBlock * 2 * strip;
+    for (int col = begin; col < begin + width; col += 32, high += kPieceElements) {
+      for (int j = 0; j < rows; j++)
+        vec.split(32, from[j] + col, call.lora->keep_scale(), high + j * 32, high + strip + j * 32);
+      for (bf16* piece : {high, high + strip})
+        std::memset(piece + rows * 32, 0, size_t(kTileRows - rows) * 32 * sizeof(bf16));
     }
   }
 }
 
-// B's rows [row, row + 16) -> one strip.
+// B's rows [row, row + 16) -> one strip. `wide` and `parts` hold 16 * rank and twice as many elements.
 void pack_b(const Call& call, const LoraPair& pair, const float* row_scale, int expert, int row, bf16* out, float* wide,
             bf16* parts) {
   const VectorKernels& vec = call.vec();
-  const int rank = pair.rank(), blocks = ceil_div(rank, kRankBlock), places = split_rank(rank);
-  bf16 *const high = parts + size_t(kTileRows) * places, *const low = high + places;
-  const bf16* at[kTileRows];
-  for (int r = 0; r < kTileRows; r++) {
-    bf16* const values = parts + size_t(r) * places;
-    const float* const from = read(vec, pair.b, expert, size_t(row + r) * rank, rank, wide);
-    if (from != wide) std::memcpy(wide, from, size_t(rank) * 4);
-    std::fill(wide + rank, wide + blocks * kRankBlock, 0.f);
-    vec.split(blocks * kRankBlock, wide, pair.scaling / (row_scale ? row_scale[row + r] : 1.f), high, low);
-    for (int b = 0; b < blocks; b++) {
-      std::memcpy(values + b * 32, high + b * kRankBlock, kRankBlock * sizeof(bf16));
-      std::memcpy(values + b * 32 + 16, low + b * kRankBlock, kRankBlock * sizeof(bf16));
+  const int rank = pair.rank(), count = kTileRows * rank;
+  bf16 *const high = parts, *const low = parts + count;
+  const float* const from = read(vec, pair.b, expert, size_t(row) * rank, count, wide);
+  if (row_scale)
+    for (int r = 0; r < kTileRows; r++) {
+      const float factor = pair.scaling / row_scale[row + r];
+      for (int i = r * rank; i < (r + 1) * rank; i++) wide[i] = from[i] * factor;
     }
-    at[r] = values;
-  }
-  vec.pack_rows(at, places, out);
+  vec.split(count, row_scale ? wide : from, row_scale ? 1.f : pair.scaling, high, low);
+  std::memset(out, 0, size_t(kTileRows) * split_rank(rank) * sizeof(bf16));
+  const auto copy = [](const bf16* from, int n, bf16* to) {
+    constexpr int kAtOnce = 8;
+    for (; n >= kAtOnce; n -= kAtOnce, from += kAtOnce, to += kAtOnce) std::memcpy(to, from, kAtOnce * sizeof(bf16));
+    for (int i = 0; i < n; i++) to[i] = from[i];
+  };
+  for (int block = 0; block < rank; block += kRankBlock, out += kPieceElements)
+    for (int r = 0; r < kTileRows; r++) {
+      const int n = std::min(kRankBlock, rank - block), at = r * rank + block;
+      copy(high + at, n, out + r * 32);
+      copy(low + at, n, out + r * 32 + kRankBlock);
+    }
 }
 
 // LoRA matrices need no padding: their rows or columns are few.
@@ -144,8 +149,8 @@ PackedLora pack_lora(const Call& call) {
     scratch.reset();
     if (!job.is_b) return pack_a(call, pair, down, expert, job.first, part.a + slot * part.a_stride, scratch);
     const int places = split_rank(pair.rank());
-    float* const wide = scratch.take<float>(size_t(places));
-    bf16* const parts = scratch.take<bf16>(size_t(kTileRows + 2) * places);
+    float* const wide = scratch.take<float>(size_t(kTileRows) * pair.rank());
+    bf16* const parts = scratch.take<bf16>(size_t(kTileRows) * pair.rank() * 2);
     for (int row = job.first; row < job.end; row += kTileRows) {
       int node = 0;  // row scales lie with the slices
       while (!down && row >= call.weights.begin(node) + call.weights.width(node)) node++;
@@ -244,7 +249,7 @@ size_t lora_scratch(const Call& call) {
   const size_t widest = size_t(std::max(call.weights.shape().hidden, call.weights.shape().intermediate));
   size_t most = 0;
   for (const RowChunk& expert : call.routes.experts) most = std::max(most, size_t(pad_rows(expert.rows)));
-  const size_t packing = widest * (2 * kRankBlock * 2 + 4) + places * (4 + (kTileRows + 2) * 2);
+  const size_t packing = widest * kRankBlock * 4 + places * kTileRows * (4 + 2 * 2);
   const size_t product = Routes::kChunkRows * (kMaxOutputs * 4 + places * 2) + kGemmScratch;
   const size_t transposing = most * (4 + 4 * kRankBlock);
   const bool drops = call.lora->drops();
