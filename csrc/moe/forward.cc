@@ -350,7 +350,7 @@ void forward(const Call& call, const TokenRows& hidden, void* out, Saved* saved,
   if (saved) saved->retained = retain;
   const std::vector<bf16*> y = place_rows(call);
   if (call.by_expert) {
-    forward_by_expert(call, lora, hidden, act, y[0]);
+    forward_by_expert(call, hidden, act, y[0]);
   } else {
     gate_up(call, lora, hidden, act);
     if (call.int8)

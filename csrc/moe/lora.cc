@@ -110,54 +110,87 @@ PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) c
   return dense_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
 }
 
-PackedLora pack_lora(const Call& call) {
-  PackedLora packed;
-  if (!call.lora) return packed;
-  const Phase phase(call.runtime.phases, "lora pack");
-  const int slots = int(call.routes.active.size());
-  size_t total = 0;
-  for (const auto& pair : call.lora->pairs)
-    if (pair) total += size_t(slots) * split_rank(pair->rank()) * (pair->a.cols + pair->b.rows);
-  bf16* at = call.runtime.workspace.lora.get<bf16>(total);
-  struct Job {
-    Projection p;
-    bool is_b;
-    int first, end;  // rows of A or B
-  };
-  std::vector<Job> jobs;
+namespace {
+
+// One part of an expert's packing.
+struct Job {
+  Projection p;
+  bool is_b;
+  int first, end;  // rows of A or B
+};
+
+std::vector<Job> jobs_of(const Call& call) {
   constexpr int kRows = 512;
+  std::vector<Job> jobs;
   for (int p = 0; p < kProjections; p++) {
     const LoraPair* const pair = call.pair(Projection(p));
     if (!pair) continue;
-    PackedLora::Part& part = packed.parts[p];
-    part.a = at;
-    part.a_stride = size_t(split_rank(pair->rank())) * pair->a.cols;
-    part.b = part.a + slots * part.a_stride;
-    part.b_stride = size_t(split_rank(pair->rank())) * pair->b.rows;
-    at = part.b + slots * part.b_stride;
     for (int j = 0; j < pair->rank(); j += kRankBlock) jobs.push_back({Projection(p), false, j, 0});
     for (int row = 0; row < pair->b.rows; row += kRows)
       jobs.push_back({Projection(p), true, row, std::min(row + kRows, pair->b.rows)});
   }
+  return jobs;
+}
+
+size_t expert_elements(const LoraPair& pair) { return size_t(split_rank(pair.rank())) * (pair.a.cols + pair.b.rows); }
+
+// Where each slot's A and B lie, from `at` on; all slots share one place when `slots` is 0.
+PackedLora place_lora(const Call& call, int slots, bf16* at) {
+  PackedLora packed;
+  for (int p = 0; p < kProjections; p++) {
+    const LoraPair* const pair = call.pair(Projection(p));
+    if (!pair) continue;
+    const size_t a = size_t(split_rank(pair->rank())) * pair->a.cols, count = std::max(slots, 1);
+    packed.parts[p] = {at, at + count * a, slots ? a : 0, slots ? expert_elements(*pair) - a : 0};
+    at += count * expert_elements(*pair);
+  }
+  return packed;
+}
+
+void pack_part(const Call& call, const Job& job, const PackedLora& packed, int slot, Scratch& scratch) {
+  const int expert = call.routes.active[slot];
+  const LoraPair& pair = *call.pair(job.p);
+  const PackedLora::Part& part = packed.parts[int(job.p)];
+  const bool down = job.p == Projection::kDown;
+  scratch.reset();
+  if (!job.is_b) return pack_a(call, pair, down, expert, job.first, part.a + slot * part.a_stride, scratch);
+  const int places = split_rank(pair.rank());
+  float* const wide = scratch.take<float>(size_t(kTileRows) * pair.rank());
+  bf16* const parts = scratch.take<bf16>(size_t(kTileRows) * pair.rank() * 2);
+  for (int row = job.first; row < job.end; row += kTileRows) {
+    int node = 0;  // row scales lie with the slices
+    while (!down && row >= call.weights.begin(node) + call.weights.width(node)) node++;
+    const float* scale = call.weights.matrix(node, expert, job.p).row_scale;
+    if (scale && !down) scale -= call.weights.begin(node);
+    pack_b(call, pair, scale, expert, row, part.b + slot * part.b_stride + size_t(row) * places, wide, parts);
+  }
+}
+
+}  // namespace
+
+size_t expert_lora_elements(const Call& call) {
+  size_t sum = 0;
+  for (int p = 0; p < kProjections; p++)
+    if (const LoraPair* pair = call.pair(Projection(p))) sum += expert_elements(*pair);
+  return sum;
+}
+
+PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch) {
+  if (!call.lora) return {};
+  const PackedLora packed = place_lora(call, 0, memory.take<bf16>(expert_lora_elements(call)));
+  for (const Job& job : jobs_of(call)) pack_part(call, job, packed, slot, scratch);
+  return packed;
+}
+
+PackedLora pack_lora(const Call& call) {
+  if (!call.lora || call.by_expert) return {};
+  const Phase phase(call.runtime.phases, "lora pack");
+  const int slots = int(call.routes.active.size());
+  const PackedLora packed =
+      place_lora(call, slots, call.runtime.workspace.lora.get<bf16>(slots * expert_lora_elements(call)));
+  const std::vector<Job> jobs = jobs_of(call);
   call.runtime.pool.run(slots * int(jobs.size()), [&](int task, int thread) {
-    const Job& job = jobs[task % jobs.size()];
-    const int slot = task / int(jobs.size()), expert = call.routes.active[slot];
-    const LoraPair& pair = *call.pair(job.p);
-    const PackedLora::Part& part = packed.parts[int(job.p)];
-    const bool down = job.p == Projection::kDown;
-    Scratch& scratch = call.runtime.scratch[thread];
-    scratch.reset();
-    if (!job.is_b) return pack_a(call, pair, down, expert, job.first, part.a + slot * part.a_stride, scratch);
-    const int places = split_rank(pair.rank());
-    float* const wide = scratch.take<float>(size_t(kTileRows) * pair.rank());
-    bf16* const parts = scratch.take<bf16>(size_t(kTileRows) * pair.rank() * 2);
-    for (int row = job.first; row < job.end; row += kTileRows) {
-      int node = 0;  // row scales lie with the slices
-      while (!down && row >= call.weights.begin(node) + call.weights.width(node)) node++;
-      const float* scale = call.weights.matrix(node, expert, job.p).row_scale;
-      if (scale && !down) scale -= call.weights.begin(node);
-      pack_b(call, pair, scale, expert, row, part.b + slot * part.b_stride + size_t(row) * places, wide, parts);
-    }
+    pack_part(call, jobs[task % jobs.size()], packed, task / int(jobs.size()), call.runtime.scratch[thread]);
   });
   return packed;
 }
