@@ -80,9 +80,8 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const Affine& a
 }
 
 // Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16: so `marked`
-// moves those beyond the limit away from it, by over 2^-5 of it, and `edge` lies between them and all others. With
-// kSilu the constants are SiLU's, and what they make no difference to costs no instructions.
-template <class V, bool kSilu>
+// moves those beyond the limit away from it, by over 2^-5 of it, and `edge` lies between them and all others.
+template <class V>
 struct SwigluLanes {
   using F = typename V::F;
   F alpha, limit, least, edge, least_edge, shift;
@@ -94,58 +93,39 @@ struct SwigluLanes {
         edge(V::set1(f.limit * (1 + 0x1p-7f))),
         least_edge(V::set1(-f.limit * (1 + 0x1p-7f))),
         shift(V::set1(f.shift)) {}
-  F gate(F value) const { return kSilu ? value : V::min(value, limit); }
-  F up(F value) const { return kSilu ? value : V::max(V::min(value, limit), least); }
-  F shifted(F value) const { return kSilu ? value : V::add(value, shift); }
-  F scaled(F value) const { return kSilu ? value : V::mul(alpha, value); }
-  static F marked(F value, F clamped) {
-    return kSilu ? value : V::fma(V::fma(clamped, V::set1(-1.f), value), V::set1(0x1p20f), value);
-  }
+  F gate(F value) const { return V::min(value, limit); }
+  F up(F value) const { return V::max(V::min(value, limit), least); }
+  static F marked(F value, F clamped) { return V::fma(V::fma(clamped, V::set1(-1.f), value), V::set1(0x1p20f), value); }
   F marked_gate(F value) const { return marked(value, gate(value)); }
   F marked_up(F value) const { return marked(value, up(value)); }
   // A gradient, or zero where the value was clamped.
-  F gate_grad(F value, F grad) const { return kSilu ? grad : V::where_equal(V::min(value, edge), value, grad); }
-  F up_grad(F value, F grad) const {
-    return kSilu ? grad : V::where_equal(V::max(V::min(value, edge), least_edge), value, grad);
-  }
+  F gate_grad(F value, F grad) const { return V::where_equal(V::min(value, edge), value, grad); }
+  F up_grad(F value, F grad) const { return V::where_equal(V::max(V::min(value, edge), least_edge), value, grad); }
   F h(F gate_value, F up_value) const {
     const F g = gate(gate_value);
-    return V::mul(V::mul(g, sigmoid<V>(scaled(g))), shifted(up(up_value)));
+    return V::mul(V::mul(g, sigmoid<V>(V::mul(alpha, g))), V::add(up(up_value), shift));
   }
 };
 
-// Calls fn(lanes) with the activation's constants.
-template <class V, class Fn>
-void with_lanes(const Swiglu& f, const Fn& fn) {
-  if (f.alpha == 1 && f.shift == 0 && f.limit == std::numeric_limits<float>::infinity())
-    fn(SwigluLanes<V, true>(f));
-  else
-    fn(SwigluLanes<V, false>(f));
-}
-
 // One piece of h: turned results give turned bf16 without a transpose, since everything is element by element.
-template <class V, class Lanes>
-void swiglu_turned(const Lanes& f, const float* gate, const float* up, const Affine& gate_out, const Affine& up_out,
-                   bf16* h, bf16* saved_gate, bf16* saved_up) {
-  alignas(64) bf16 turned[2][kPieceElements], spare[kPieceElements];
+template <class V>
+void swiglu_turned(const SwigluLanes<V>& f, const float* gate, const float* up, const Affine& gate_out,
+                   const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
+  const auto gate_at = [&](int k, int t) { return apply_turned<V>(gate + k * 16 + t, gate_out, k); };
+  const auto up_at = [&](int k, int t) { return apply_turned<V>(up + k * 16 + t, up_out, k); };
+  const auto out = [&](int k, int t) { return f.h(gate_at(k, t), up_at(k, t)); };
   for (int k = 0; k < 32; k += 2)
-    for (int t = 0; t < 16; t += V::kWidth) {
-      const int at = k * 16 + t, to = k * 16 + 2 * t;
-      const auto g0 = apply_turned<V>(gate + at, gate_out, k), g1 = apply_turned<V>(gate + at + 16, gate_out, k + 1);
-      const auto u0 = apply_turned<V>(up + at, up_out, k), u1 = apply_turned<V>(up + at + 16, up_out, k + 1);
-      V::store_pairs(h + to, f.h(g0, u0), f.h(g1, u1));
-      V::store_pairs(turned[0] + to, f.marked_gate(g0), f.marked_gate(g1));
-      V::store_pairs(turned[1] + to, f.marked_up(u0), f.marked_up(u1));
-    }
+    for (int t = 0; t < 16; t += V::kWidth) V::store_pairs(h + k * 16 + 2 * t, out(k, t), out(k + 1, t));
   if (!saved_gate) return;
-  V::transpose_dwords(turned[0], 64, spare, 64);
+  alignas(64) bf16 spare[kPieceElements];
+  narrow_turned<V>([&](int k, int t) { return f.marked_gate(gate_at(k, t)); }, spare);
   stream_lines<V>(kTileRows, spare, saved_gate, 32);
-  V::transpose_dwords(turned[1], 64, spare, 64);
+  narrow_turned<V>([&](int k, int t) { return f.marked_up(up_at(k, t)); }, spare);
   stream_lines<V>(kTileRows, spare, saved_up, 32);
 }
 
-template <class V, class Lanes>
-void swiglu_rows(const Lanes& f, int rows, const float* gate, const float* up, const Affine& gate_out,
+template <class V>
+void swiglu_rows(const SwigluLanes<V>& f, int rows, const float* gate, const float* up, const Affine& gate_out,
                  const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
   alignas(64) bf16 spare[2 * kPieceElements];
   for (int i = 0; i < rows * 32; i += V::kWidth) {
@@ -161,8 +141,9 @@ void swiglu_rows(const Lanes& f, int rows, const float* gate, const float* up, c
   stream_lines<V>(rows, spare + kPieceElements, saved_up, 32);
 }
 
-template <class V, class Lanes>
-void swiglu_with(const Lanes& f, const SwigluArgs& a) {
+template <class V>
+void swiglu(const SwigluArgs& a) {
+  const SwigluLanes<V> f(a.function);
   for (int t = 0; t < a.tokens; t += kTileRows)
     for (int col = 0; col < a.cols; col += 32) {
       const int64_t c = result_piece(col / 32, t / kTileRows, a.tokens);
@@ -180,14 +161,10 @@ void swiglu_with(const Lanes& f, const SwigluArgs& a) {
 }
 
 template <class V>
-void swiglu(const SwigluArgs& a) {
-  with_lanes<V>(a.function, [&](const auto& f) { swiglu_with<V>(f, a); });
-}
-
-template <class V, class Lanes>
-void swiglu_backward_with(const Lanes& f, const SwigluBackwardArgs& a) {
+void swiglu_backward(const SwigluBackwardArgs& a) {
   using F = typename V::F;
   const F one = V::set1(1.f), minus = V::set1(-1.f);
+  const SwigluLanes<V> f(a.function);
   for (int t = 0; t < pad_rows(a.tokens); t += kTileRows) {
     const int rows = std::clamp(a.tokens - t, 0, kTileRows);
     F dot[kTileRows];
@@ -201,12 +178,12 @@ void swiglu_backward_with(const Lanes& f, const SwigluBackwardArgs& a) {
         for (int j = 0; j < 32; j += V::kWidth) {
           const int64_t at = out + r * 32 + j;
           const F gate = V::load(a.gate + at), up = V::load(a.up + at), grad = V::load(dh + r * 32 + j);
-          const F g = f.gate(gate), u = f.shifted(f.up(up)), s = sigmoid<V>(f.scaled(g));
+          const F g = f.gate(gate), u = V::add(f.up(up), f.shift), s = sigmoid<V>(V::mul(f.alpha, g));
           const F glu = V::mul(g, s), h = V::mul(glu, u);
           dot[r] = V::fma(grad, h, dot[r]);
           const F weighted = V::mul(grad, weight);
           // (g sigmoid(alpha g))' = s + alpha g s (1 - s)
-          const F slope = V::fma(f.scaled(glu), V::fma(s, minus, one), s);
+          const F slope = V::fma(V::mul(f.alpha, glu), V::fma(s, minus, one), s);
           F dgate = f.gate_grad(gate, V::mul(V::mul(weighted, u), slope)), dup = f.up_grad(up, V::mul(weighted, glu));
           if (a.gate_scale) {
             dgate = V::mul(dgate, V::load(a.gate_scale + col + j));
@@ -223,11 +200,6 @@ void swiglu_backward_with(const Lanes& f, const SwigluBackwardArgs& a) {
       for (int r = 0; r < rows; r++) sums[r] = V::sum(dot[r]);
     }
   }
-}
-
-template <class V>
-void swiglu_backward(const SwigluBackwardArgs& a) {
-  with_lanes<V>(a.function, [&](const auto& f) { swiglu_backward_with<V>(f, a); });
 }
 
 }  // namespace ktft
