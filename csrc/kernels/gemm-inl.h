@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "kernels/few_tokens-inl.h"
 #include "kernels/kernels.h"
 #include "quant/codecs.h"
 
@@ -140,6 +141,7 @@ void forward_term(const GemmArgs& a, const PackedMatrix& w, int out_begin, const
 
 template <class V, class Codec>
 void gemm_forward(const GemmArgs& a) {
+  if (few_tokens<V, Codec>(a)) return few_tokens_forward<V, Codec>(a);
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     clear(a, term.c);
