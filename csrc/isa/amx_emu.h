@@ -82,6 +82,7 @@ struct EmulatedCodes {
     std::memcpy(v.at, p, sizeof v.at);
     return v;
   }
+  static void store(void* p, const Bytes& v) { std::memcpy(p, v.at, sizeof v.at); }
   static Bytes low_values(const Bytes& table, Bytes codes) {
     for (uint8_t& b : codes.at) b = table.at[b & 15];
     return codes;

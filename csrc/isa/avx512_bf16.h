@@ -8,12 +8,13 @@ namespace ktft {
 
 // Products of 4-bit codes, two a byte, with whole numbers.
 //   low_values, high_values  byte i: table[codes[i] & 15], table[codes[i] >> 4]; the table is 16 bytes, four times
-//   dot         int32 lane i: sums[i] + the four products of bytes 4i to 4i + 3, unsigned ones of `u`, signed ones of
-//   `s` add_scaled  sums[i] += scales[i / 4] * lane i, 16 in all
+//   dot         int32 lane i: sums[i] + the products of bytes 4i to 4i + 3, unsigned ones of u, signed ones of s
+//   add_scaled  sums[i] += scales[i / 4] * lane i, all 16
 struct VnniCodes {
   using Bytes = __m512i;
 
   static Bytes load(const void* p) { return _mm512_loadu_si512(p); }
+  static void store(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
   static Bytes low_values(Bytes table, Bytes codes) {
     return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
   }

@@ -28,6 +28,26 @@ struct alignas(64) FixedPoint {
   float scales[4];
 };
 constexpr int kFixedPointCols = 128;
+static constexpr int64_t fixed_bytes(int cols) { return ceil_div(cols, kFixedPointCols) * int64_t(sizeof(FixedPoint)); }
+
+// The same in registers.
+template <class Codes>
+struct Planes {
+  using Bytes = typename Codes::Bytes;
+  Bytes start, high[2], low[2];
+
+  Bytes dot(const Bytes& first, const Bytes& second) const {
+    const Bytes sum = Codes::times_128(Codes::dot(Codes::dot(start, first, high[0]), second, high[1]));
+    return Codes::dot(Codes::dot(sum, first, low[0]), second, low[1]);
+  }
+};
+
+template <class Codes>
+Planes<Codes> planes_of(const FixedPoint& x) {
+  return {Codes::load(x.start),
+          {Codes::load(x.high[0]), Codes::load(x.high[1])},
+          {Codes::load(x.low[0]), Codes::load(x.low[1])}};
+}
 
 static inline float float_of_bits(uint32_t bits) {
   float f;
@@ -54,22 +74,21 @@ static inline void fix_group(const bf16* x, int group, FixedPoint& out) {
       out.high[half][group * 16 + i] = int8_t(whole[half * 16 + i] >> 7);
       out.low[half][group * 16 + i] = int8_t(whole[half * 16 + i] & 127);
     }
-  for (int lane = 0; lane < 4; lane++) {
-    int sum = 0;
-    for (int i = lane * 4; i < lane * 4 + 4; i++) sum += whole[i] + whole[16 + i];
-    out.start[group * 4 + lane] = -sum;
-  }
 }
 
-// x of one token, piece by piece.
-template <class Piece>
-void fix_token(int cols, const Piece& piece, FixedPoint* out, int apart) {
+// One row of X; what lies behind its columns becomes zeros.
+template <class V>
+void fix_row(const bf16* x, int cols, FixedPoint* out, int apart) {
+  using Codes = typename V::Codes;
+  constexpr bf16 kNothing[kGroup] = {};
+  alignas(64) uint8_t bytes[kRowBytes];
+  std::fill_n(bytes, kRowBytes, uint8_t(1));
+  const auto ones = Codes::load(bytes);
   for (int begin = 0; begin < cols; begin += kFixedPointCols, out += apart) {
-    for (int g = 0; g < 4; g++) {
-      alignas(64) bf16 x[kGroup] = {};
-      if (begin + g * kGroup < cols) piece(begin / kGroup + g, x);
-      fix_group(x, g, *out);
-    }
+    for (int g = 0; g < 4; g++) fix_group(begin + g * kGroup < cols ? x + begin + g * kGroup : kNothing, g, *out);
+    std::fill_n(out->start, 16, 0);
+    Codes::store(out->start, planes_of<Codes>(*out).dot(ones, ones));
+    for (int32_t& sum : out->start) sum = -sum;
   }
 }
 
@@ -77,27 +96,17 @@ void fix_token(int cols, const Piece& piece, FixedPoint* out, int apart) {
 template <class V, class Codec, int M>
 void dot_tile(const uint8_t* tile, const FixedPoint* x, float* sums) {
   using Codes = typename V::Codes;
-  using Bytes = typename Codes::Bytes;
   alignas(64) float scales[M][kTileRows * 4];
   for (int t = 0; t < M; t++)
     for (int i = 0; i < kTileRows * 4; i++) scales[t][i] = Codec::template group_scale<V>(tile, i) * x[t].scales[i % 4];
-  const Bytes table = Codes::load(Codec::kWholeValues.at);
-  Bytes start[M], high[M][2], low[M][2];
-  for (int t = 0; t < M; t++) {
-    start[t] = Codes::load(x[t].start);
-    for (int half = 0; half < 2; half++) {
-      high[t][half] = Codes::load(x[t].high[half]);
-      low[t][half] = Codes::load(x[t].low[half]);
-    }
-  }
+  const auto table = Codes::load(Codec::kWholeValues.at);
+  Planes<Codes> planes[M];
+  for (int t = 0; t < M; t++) planes[t] = planes_of<Codes>(x[t]);
   for (int r = 0; r < kTileRows; r++) {
-    const Bytes codes = Codes::load(tile + r * kRowBytes);
-    const Bytes values[2] = {Codes::low_values(table, codes), Codes::high_values(table, codes)};
-    for (int t = 0; t < M; t++) {
-      Bytes sum = Codes::dot(Codes::dot(start[t], values[0], high[t][0]), values[1], high[t][1]);
-      sum = Codes::dot(Codes::dot(Codes::times_128(sum), values[0], low[t][0]), values[1], low[t][1]);
-      Codes::add_scaled(sums + (r * M + t) * 16, sum, scales[t] + r * 4);
-    }
+    const auto codes = Codes::load(tile + r * kRowBytes);
+    const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
+    for (int t = 0; t < M; t++)
+      Codes::add_scaled(sums + (r * M + t) * 16, planes[t].dot(first, second), scales[t] + r * 4);
   }
 }
 

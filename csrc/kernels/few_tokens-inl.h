@@ -23,15 +23,22 @@ constexpr int kDotRows[] = {0, 16, 8};  // of W for each number of tokens: as ma
 template <class Codec>
 constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kFormat).tile_cols / 32);
 
-// Pairs [first, first + pairs) of token t of a strip of X. Turned, pair i is dword 16 i + t.
+// Row t of a strip of X. Turned, its pair i is dword 16 i + t.
 template <class V>
-void copy_pairs(const bf16* strip, int t, int first, int pairs, bf16* out) {
-  for (int i = 0; i < pairs; i++) {
-    const int pair = first + i;
-    const bf16* const at =
-        kHasTiles<V> ? strip + (pair * 16 + t) * 2 : strip + pair / 16 * kPieceElements + t * 32 + pair % 16 * 2;
-    std::memcpy(out + i * 2, at, 2 * sizeof(bf16));
+void copy_row(const bf16* strip, int t, int cols, bf16* out) {
+  if constexpr (kHasTiles<V>) {
+    for (const bf16* at = strip + t * 2; cols > 0; cols -= 2, at += 32, out += 2)
+      std::memcpy(out, at, 2 * sizeof(bf16));
+  } else {
+    for (const bf16* at = strip + t * 32; cols > 0; cols -= 32, at += kPieceElements, out += 32)
+      std::memcpy(out, at, 32 * sizeof(bf16));
   }
+}
+
+static inline int low_rank_cols(const GemmArgs& a) {
+  int cols = 0;
+  for (int i = 0; i < a.count; i++) cols = std::max(cols, a.terms[i].lora ? a.terms[i].lora->cols : 0);
+  return cols;
 }
 
 // sums[r][t] += the lanes of W[row + r, begin ..) X[t, begin ..) for `pieces` pieces. `weights`: decoded; null when
@@ -71,12 +78,6 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
   }
   for (int r = 0; r < R; r++)
     for (int t = 0; t < M; t++) V::store(sums + ((row + r) * M + t) * V::kWidth, acc[r][t]);
-}
-
-static inline int low_rank_cols(const GemmArgs& a) {
-  int cols = 0;
-  for (int i = 0; i < a.count; i++) cols = std::max(cols, a.terms[i].lora ? a.terms[i].lora->cols : 0);
-  return cols;
 }
 
 // results[r][t] += the products of one strip of W and M rows of X. `panel` has room for kDotPieces.
@@ -134,20 +135,19 @@ void store_dots(const float* results, const GemmArgs& a, int out, float* c) {
 template <class V, class Codec, int M>
 void dot_forward(const GemmArgs& a) {
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  bf16* const low_rank = panel + kDotPieces * kPieceElements;
-  char* const rows = reinterpret_cast<char*>(low_rank + M * low_rank_cols(a));
-  bf16* const x = reinterpret_cast<bf16*>(rows);
-  FixedPoint* const fixed = reinterpret_cast<FixedPoint*>(rows);
+  bf16* const x = panel + kDotPieces * kPieceElements;
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
-    for (int t = 0; t < M && (i == 0 || term.x != a.terms[i - 1].x); t++)
+    bf16* const low_rank = x + M * w.cols;
+    FixedPoint* const fixed = reinterpret_cast<FixedPoint*>(low_rank + M * low_rank_cols(a));
+    if (i == 0 || term.x != a.terms[i - 1].x) {
+      for (int t = 0; t < M; t++) copy_row<V>(term.x, t, w.cols, x + t * w.cols);
       if constexpr (kDotsCodes<V, Codec>)
-        fix_token(w.cols, [&](int p, bf16* out) { copy_pairs<V>(term.x, t, p * 16, 16, out); }, fixed + t, M);
-      else
-        copy_pairs<V>(term.x, t, 0, w.cols / 2, x + t * w.cols);
-    for (int t = 0; t < M && term.lora; t++)
-      copy_pairs<V>(term.low_rank, t, 0, term.lora->cols / 2, low_rank + t * term.lora->cols);
+        for (int t = 0; t < M; t++) fix_row<V>(x + t * w.cols, w.cols, fixed + t, M);
+    }
+    if (term.lora)
+      for (int t = 0; t < M; t++) copy_row<V>(term.low_rank, t, term.lora->cols, low_rank + t * term.lora->cols);
     for (int out = 0; out < a.out_count; out += kTileRows) {
       float results[kTileRows * M] = {};
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;
@@ -165,9 +165,10 @@ void dot_forward(const GemmArgs& a) {
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
   if (!(kHasTiles<V> || kDotsCodes<V, Codec>) || a.tokens > kMostDotTokens[int(Codec::kFormat)]) return false;
-  const int64_t cols = a.terms[0].w->cols;
-  const int64_t row = kDotsCodes<V, Codec> ? ceil_div(cols, kFixedPointCols) * int64_t(sizeof(FixedPoint)) : 2 * cols;
-  return kDotPieces * kPieceElements * 2 + a.tokens * (row + 2 * low_rank_cols(a)) <= int64_t(kGemmScratch);
+  const int cols = a.terms[0].w->cols;
+  const int64_t fixed = kDotsCodes<V, Codec> ? fixed_bytes(cols) : 0;
+  const int64_t row = (cols + low_rank_cols(a)) * int64_t(sizeof(bf16)) + fixed;
+  return kDotPieces * kPieceElements * int64_t(sizeof(bf16)) + a.tokens * row <= int64_t(kGemmScratch);
 }
 
 template <class V, class Codec>
