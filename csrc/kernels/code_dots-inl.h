@@ -76,16 +76,16 @@ static inline void fix_group(const bf16* x, int group, FixedPoint& out) {
     }
 }
 
-// One row of X; what lies behind its columns becomes zeros.
+// A row of a strip's pieces; what lies behind its columns becomes zeros.
 template <class V>
-void fix_row(const bf16* x, int cols, FixedPoint* out, int apart) {
+void fix_row(const bf16* at, int cols, FixedPoint* out, int apart) {
   using Codes = typename V::Codes;
   constexpr bf16 kNothing[kGroup] = {};
   alignas(64) uint8_t bytes[kRowBytes];
   std::fill_n(bytes, kRowBytes, uint8_t(1));
   const auto ones = Codes::load(bytes);
   for (int begin = 0; begin < cols; begin += kFixedPointCols, out += apart) {
-    for (int g = 0; g < 4; g++) fix_group(begin + g * kGroup < cols ? x + begin + g * kGroup : kNothing, g, *out);
+    for (int g = 0; g < 4; g++, at += kPieceElements) fix_group(begin + g * kGroup < cols ? at : kNothing, g, *out);
     std::fill_n(out->start, 16, 0);
     Codes::store(out->start, planes_of<Codes>(*out).dot(ones, ones));
     for (int32_t& sum : out->start) sum = -sum;

@@ -13,7 +13,7 @@
 
 namespace ktft {
 
-// Tokens up to which this is faster, as measured.
+// Tokens up to which this is faster, as measured; at most kFewRows.
 constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 2, 2, 2};
 constexpr int kDotPieces = 16;          // of a strip, decoded at a time: 16 KB of L1
 constexpr int kDotAhead = 8 << 10;      // bytes that weights are fetched ahead; strips follow each other in memory
@@ -23,16 +23,12 @@ constexpr int kDotRows[] = {0, 16, 8};  // of W for each number of tokens: as ma
 template <class Codec>
 constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kFormat).tile_cols / 32);
 
-// Row t of a strip of X. Turned, its pair i is dword 16 i + t.
-template <class V>
-void copy_row(const bf16* strip, int t, int cols, bf16* out) {
-  if constexpr (kHasTiles<V>) {
-    for (const bf16* at = strip + t * 2; cols > 0; cols -= 2, at += 32, out += 2)
-      std::memcpy(out, at, 2 * sizeof(bf16));
-  } else {
-    for (const bf16* at = strip + t * 32; cols > 0; cols -= 32, at += kPieceElements, out += 32)
-      std::memcpy(out, at, 32 * sizeof(bf16));
-  }
+// A row of a strip's pieces, and row t of a turned strip, whose pair i is dword 16 i + t.
+static inline void copy_row(const bf16* at, int cols, bf16* out) {
+  for (int c = 0; c < cols; c += 32, at += kPieceElements) std::memcpy(out + c, at, 32 * sizeof(bf16));
+}
+static inline void copy_turned_row(const bf16* strip, int t, int cols, bf16* out) {
+  for (int c = 0; c < cols; c += 2) std::memcpy(out + c, strip + c * 16 + t * 2, 2 * sizeof(bf16));
 }
 
 static inline int low_rank_cols(const GemmArgs& a) {
@@ -135,19 +131,25 @@ void store_dots(const float* results, const GemmArgs& a, int out, float* c) {
 template <class V, class Codec, int M>
 void dot_forward(const GemmArgs& a) {
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  bf16* const x = panel + kDotPieces * kPieceElements;
+  bf16* const low_rank = panel + kDotPieces * kPieceElements;
+  bf16* const x = low_rank + M * low_rank_cols(a);
+  FixedPoint* const fixed = reinterpret_cast<FixedPoint*>(x);
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
-    bf16* const low_rank = x + M * w.cols;
-    FixedPoint* const fixed = reinterpret_cast<FixedPoint*>(low_rank + M * low_rank_cols(a));
-    if (i == 0 || term.x != a.terms[i - 1].x) {
-      for (int t = 0; t < M; t++) copy_row<V>(term.x, t, w.cols, x + t * w.cols);
+    const bf16* const rows = kHasTiles<V> ? term.x + strip_elements(w.cols) : term.x;
+    for (int t = 0; t < M && (i == 0 || term.x != a.terms[i - 1].x); t++)
       if constexpr (kDotsCodes<V, Codec>)
-        for (int t = 0; t < M; t++) fix_row<V>(x + t * w.cols, w.cols, fixed + t, M);
+        fix_row<V>(rows + t * 32, w.cols, fixed + t, M);
+      else
+        copy_row(rows + t * 32, w.cols, x + t * w.cols);
+    for (int t = 0; t < M && term.lora; t++) {
+      bf16* const to = low_rank + t * term.lora->cols;
+      if constexpr (kHasTiles<V>)
+        copy_turned_row(term.low_rank, t, term.lora->cols, to);
+      else
+        copy_row(term.low_rank + t * 32, term.lora->cols, to);
     }
-    if (term.lora)
-      for (int t = 0; t < M; t++) copy_row<V>(term.low_rank, t, term.lora->cols, low_rank + t * term.lora->cols);
     for (int out = 0; out < a.out_count; out += kTileRows) {
       float results[kTileRows * M] = {};
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;
@@ -166,9 +168,9 @@ template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
   if (!(kHasTiles<V> || kDotsCodes<V, Codec>) || a.tokens > kMostDotTokens[int(Codec::kFormat)]) return false;
   const int cols = a.terms[0].w->cols;
-  const int64_t fixed = kDotsCodes<V, Codec> ? fixed_bytes(cols) : 0;
-  const int64_t row = (cols + low_rank_cols(a)) * int64_t(sizeof(bf16)) + fixed;
-  return kDotPieces * kPieceElements * int64_t(sizeof(bf16)) + a.tokens * row <= int64_t(kGemmScratch);
+  const int64_t row = kDotsCodes<V, Codec> ? fixed_bytes(cols) : cols * int64_t(sizeof(bf16));
+  const int64_t low_rank = low_rank_cols(a) * int64_t(sizeof(bf16)), panel = kDotPieces * kPieceElements * 2;
+  return panel + a.tokens * (row + low_rank) <= int64_t(kGemmScratch);
 }
 
 template <class V, class Codec>
