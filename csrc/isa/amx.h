@@ -1,4 +1,4 @@
-// AMX-BF16 tile registers over AVX-512-BF16 vectors. Every CPU that has them has AVX-512-VBMI.
+// AMX-BF16 tile registers over AVX-512-BF16 vectors.
 #pragma once
 
 #include "isa/avx512_bf16.h"
@@ -46,13 +46,7 @@ struct AmxTiles {
   }
 };
 
-struct VbmiCodes : VnniCodes {  // a permute takes six bits of its index: no code needs to be cut out of its byte
-  static Bytes low_values(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
-  static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
-};
-
 struct AmxBf16 : Avx512Bf16 {
-  using Codes = VbmiCodes;
   using Tiles = AmxTiles;
 
   // p[2 i] = bf16(even[i]), p[2 i + 1] = bf16(odd[i])

@@ -1,6 +1,6 @@
 // Dot products of rows of a 4-bit format's W with one or two rows of X, on bytes: codes become whole numbers by one
-// look-up, X is in 15-bit fixed point, sums of a group are exact, and group scales multiply those. Decoding takes about
-// four instructions for 128 weights, the products of a token nine.
+// look-up, X is in 15-bit fixed point, sums of a group are exact, and group scales multiply those. Decoding 128 weights
+// takes six instructions, a token's products ten.
 //
 // The format rounds a weight's product of code book and group scale to bf16; here nothing is rounded. That is up to
 // 2^-9 of a weight, at random: 0.1% of an output.

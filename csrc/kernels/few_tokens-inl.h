@@ -14,10 +14,10 @@
 namespace ktft {
 
 // Tokens up to which this is faster, as measured; at most kFewRows.
-constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 2, 2, 2};
-constexpr int kDotPieces = 16;          // of a strip, decoded at a time: 16 KB of L1
-constexpr int kDotAhead = 8 << 10;      // bytes that weights are fetched ahead; strips follow each other in memory
-constexpr int kDotRows[] = {0, 16, 8};  // of W for each number of tokens: as many sums as stay in registers
+constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 4, 4, 4};
+constexpr int kDotPieces = 16;      // of a strip, decoded at a time: 16 KB of L1
+constexpr int kDotAhead = 8 << 10;  // bytes that weights are fetched ahead; strips follow each other in memory
+constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // of W for each number of tokens: as many sums as stay in registers
 
 // Memory of one piece; tiles' parts that are not pieces count with them.
 template <class Codec>
@@ -166,6 +166,7 @@ void dot_forward(const GemmArgs& a) {
 // Whether few_tokens_forward takes the call: its rows of X lie in the scratch memory behind the decoded pieces.
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
+  static_assert(kMostDotTokens[int(Codec::kFormat)] <= kFewRows);
   if (!(kHasTiles<V> || kDotsCodes<V, Codec>) || a.tokens > kMostDotTokens[int(Codec::kFormat)]) return false;
   const int cols = a.terms[0].w->cols;
   const int64_t row = kDotsCodes<V, Codec> ? fixed_bytes(cols) : cols * int64_t(sizeof(bf16));
@@ -173,11 +174,11 @@ bool few_tokens(const GemmArgs& a) {
   return panel + a.tokens * (row + low_rank) <= int64_t(kGemmScratch);
 }
 
-template <class V, class Codec>
+template <class V, class Codec, int M = kMostDotTokens[int(Codec::kFormat)]>
 void few_tokens_forward(const GemmArgs& a) {
-  if constexpr (kHasTiles<V> || kDotsCodes<V, Codec>) {
-    if (a.tokens == 1) return dot_forward<V, Codec, 1>(a);
-    dot_forward<V, Codec, 2>(a);
+  if constexpr ((kHasTiles<V> || kDotsCodes<V, Codec>) && M > 0) {
+    if (a.tokens == M) return dot_forward<V, Codec, M>(a);
+    few_tokens_forward<V, Codec, M - 1>(a);
   }
 }
 

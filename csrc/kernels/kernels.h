@@ -34,7 +34,7 @@ static inline PackedMatrix activation_matrix(bf16* pieces, int rows, int cols) {
 
 // Of a call with at most kFewRows tokens, tile ISAs read rows, not columns: the unused second strip of such an X holds
 // them once more, as rows of its pieces, not turned. Whoever writes a turned X for the layer's weights writes both.
-constexpr int kFewRows = 2;
+constexpr int kFewRows = 4;
 static inline void place_few_row(const bf16* row, int index, int cols, bf16* x) {
   bf16* at = x + strip_elements(cols) + index * 32;
   for (int c = 0; c < cols; c += 32, at += kPieceElements) std::memcpy(at, row + c, 32 * sizeof(bf16));
