@@ -108,8 +108,8 @@ void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, floa
   alignas(64) float sums[kTileRows * M * 16] = {};
   const uint8_t* tile = w.tile(strip, 0);
   for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes) {
-    prefetch(tile + kDotAhead, kTileBytes);
-    dot_tile<V, Codec, M>(tile, x + i * M, sums);
+    if constexpr (!kSpreads<M>) prefetch(tile + kDotAhead, kTileBytes);
+    dot_tile<V, Codec, M>(tile, x + i * M, tile + kDotAhead, sums);
   }
   for (int i = 0; i < kTileRows * M; i++) {
     typename V::F sum = V::zero();
