@@ -1,4 +1,4 @@
-// AMX's tile registers in plain C++: runs the tile code path where there is no AMX, for tests.
+// AMX's tile registers and VNNI's products in plain C++: runs their code where the CPU lacks them, for tests.
 #pragma once
 
 #include "isa/scalar.h"
@@ -65,7 +65,47 @@ struct EmulatedTiles {
   }
 };
 
+struct EmulatedCodes {
+  struct Bytes {
+    uint8_t at[64];
+
+    int32_t lane(int i) const {
+      int32_t v;
+      std::memcpy(&v, at + 4 * i, 4);
+      return v;
+    }
+    void set_lane(int i, int32_t v) { std::memcpy(at + 4 * i, &v, 4); }
+  };
+
+  static Bytes load(const void* p) {
+    Bytes v;
+    std::memcpy(v.at, p, sizeof v.at);
+    return v;
+  }
+  static void store(void* p, const Bytes& v) { std::memcpy(p, v.at, sizeof v.at); }
+  static Bytes low_values(const Bytes& table, Bytes codes) {
+    for (uint8_t& b : codes.at) b = table.at[b & 15];
+    return codes;
+  }
+  static Bytes high_values(const Bytes& table, Bytes codes) {
+    for (uint8_t& b : codes.at) b = table.at[b >> 4];
+    return codes;
+  }
+  static Bytes dot(Bytes sums, const Bytes& u, const Bytes& s) {
+    for (int i = 0; i < 64; i++) sums.set_lane(i / 4, sums.lane(i / 4) + u.at[i] * int8_t(s.at[i]));
+    return sums;
+  }
+  static Bytes times_128(Bytes lanes) {
+    for (int i = 0; i < 16; i++) lanes.set_lane(i, lanes.lane(i) * 128);
+    return lanes;
+  }
+  static void add_scaled(float* sums, const Bytes& lanes, const float* scales) {
+    for (int i = 0; i < 16; i++) sums[i] += scales[i / 4] * float(lanes.lane(i));
+  }
+};
+
 struct AmxEmu : Scalar {
+  using Codes = EmulatedCodes;
   using Tiles = EmulatedTiles;
 
   static void store_pairs(bf16* p, F even, F odd) {

@@ -1,11 +1,35 @@
-// AVX-512-BF16: vdpbf16ps multiplies 32 bf16 and adds neighbouring products into 16 fp32 lanes.
+// AVX-512-BF16: vdpbf16ps multiplies 32 bf16 and adds neighbouring products into 16 fp32 lanes. Every CPU that has it
+// has AVX-512-VNNI, which does the same with 64 bytes and int32.
 #pragma once
 
 #include "isa/avx512.h"
 
 namespace ktft {
 
+// Products of 4-bit codes, two a byte, with whole numbers.
+//   low_values, high_values  byte i: table[codes[i] & 15], table[codes[i] >> 4]; the table is 16 bytes, four times
+//   dot         int32 lane i: sums[i] + the products of bytes 4i to 4i + 3, unsigned ones of u, signed ones of s
+//   add_scaled  sums[i] += scales[i / 4] * lane i, all 16
+struct VnniCodes {
+  using Bytes = __m512i;
+
+  static Bytes load(const void* p) { return _mm512_loadu_si512(p); }
+  static void store(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
+  static Bytes low_values(Bytes table, Bytes codes) {
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+  }
+  static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
+  static Bytes dot(Bytes sums, Bytes u, Bytes s) { return _mm512_dpbusd_epi32(sums, u, s); }
+  static Bytes times_128(Bytes lanes) { return _mm512_slli_epi32(lanes, 7); }
+  static void add_scaled(float* sums, Bytes lanes, const float* scales) {
+    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512 scale = _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(scales)), spread);
+    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scale, _mm512_load_ps(sums)));
+  }
+};
+
 struct Avx512Bf16 : Avx512 {
+  using Codes = VnniCodes;
   static constexpr int kStep = 32;
   static constexpr bool kPairs = true, kLooksUpWords = true;
   static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 8;

@@ -19,6 +19,7 @@ namespace ktft {
 //   kLooksUpWords  whether look_up finds 32 bf16 values of 4-bit codes at once
 //   stream_line  copies 64 aligned bytes to where they are not read soon, past the caches; drain() orders such copies
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
+//   Codes        if there are products of bytes: see isa/avx512_bf16.h
 //   Tiles        of tile ISAs only, with store_pairs and transpose_dwords: see isa/amx.h
 struct Scalar {
   static constexpr int kWidth = 1, kStep = 1;

@@ -141,6 +141,14 @@ void swiglu_rows(const SwigluLanes<V>& f, int rows, const float* gate, const flo
   stream_lines<V>(rows, spare + kPieceElements, saved_up, 32);
 }
 
+// A turned piece's first rows into the same piece of the next strip (see kFewRows).
+template <class V>
+void few_rows(int tokens, const bf16* turned, bf16* rows) {
+  alignas(64) bf16 spare[kPieceElements];
+  V::transpose_dwords(turned, 64, spare, 64);
+  std::memcpy(rows, spare, size_t(tokens) * 32 * sizeof(bf16));
+}
+
 template <class V>
 void swiglu(const SwigluArgs& a) {
   const SwigluLanes<V> f(a.function);
@@ -150,10 +158,11 @@ void swiglu(const SwigluArgs& a) {
       const int64_t out = t / kTileRows * a.strip + col * kTileRows;
       bf16* const saved_gate = a.saved_gate ? a.saved_gate + out : nullptr;
       bf16* const saved_up = a.saved_gate ? a.saved_up + out : nullptr;
-      if constexpr (kHasTiles<V>)
+      if constexpr (kHasTiles<V>) {
         swiglu_turned<V>(f, a.gate + c, a.up + c, affine_at(a.gate_out, col), affine_at(a.up_out, col), a.h + out,
                          saved_gate, saved_up);
-      else
+        if (a.tokens <= kFewRows) few_rows<V>(a.tokens, a.h + out, a.h + out + a.strip);
+      } else
         swiglu_rows<V>(f, std::min(kTileRows, a.tokens - t), a.gate + c, a.up + c, affine_at(a.gate_out, col),
                        affine_at(a.up_out, col), a.h + out, saved_gate, saved_up);
     }

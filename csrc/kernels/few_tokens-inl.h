@@ -1,34 +1,40 @@
-// The forward GEMM of tile ISAs for so few tokens that each weight is used about as often as it is read: a tile product
-// would wait for decoded weights to be stored and loaded again, and use few of its columns. Dot products of rows of W
-// with rows of X on vectors do neither.
+// The forward GEMM for so few tokens that each weight is used about as often as it is read: a tile product would wait
+// for decoded weights to be stored and loaded again, and use few of its columns. Dot products of rows of W with rows of
+// X on vectors do neither. Tile ISAs have them for most formats, others for those whose codes can be multiplied
+// (code_dots-inl.h).
 #pragma once
 
 #include <algorithm>
 
+#include "kernels/code_dots-inl.h"
+#include "kernels/epilogue-inl.h"
 #include "kernels/kernels.h"
 #include "quant/codecs.h"
 
 namespace ktft {
 
-template <class V, class Codec>
-constexpr bool kDecodesRows = requires { typename Codec::template Rows<V>; };
-
-// Tokens up to which this is faster than tiles, as measured.
-constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 1, 2, 1};
-constexpr int kDotPieces = 16;          // of a strip, decoded at a time: 16 KB of L1
-constexpr int kDotAhead = 8 << 10;      // bytes that weights are fetched ahead; strips follow each other in memory
-constexpr int kDotRows[] = {0, 16, 8};  // of W for each number of tokens: as many sums as stay in registers
+// Tokens up to which this is faster, as measured; at most kFewRows.
+constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 4, 4, 4};
+constexpr int kDotPieces = 16;      // of a strip, decoded at a time: 16 KB of L1
+constexpr int kDotAhead = 8 << 10;  // bytes that weights are fetched ahead; strips follow each other in memory
+constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // of W for each number of tokens: as many sums as stay in registers
 
 // Memory of one piece; tiles' parts that are not pieces count with them.
 template <class Codec>
 constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kFormat).tile_cols / 32);
 
-// Rows of X out of their turned strip: pair i of a piece of token t is dword 16 i + t.
-template <int M>
-void unturn_rows(const bf16* strip, int cols, bf16* out) {
-  for (int t = 0; t < M; t++)
-    for (int pair = 0; pair < cols / 2; pair++)
-      std::memcpy(out + t * cols + pair * 2, strip + (pair * 16 + t) * 2, 2 * sizeof(bf16));
+// A row of a strip's pieces, and row t of a turned strip, whose pair i is dword 16 i + t.
+static inline void copy_row(const bf16* at, int cols, bf16* out) {
+  for (int c = 0; c < cols; c += 32, at += kPieceElements) std::memcpy(out + c, at, 32 * sizeof(bf16));
+}
+static inline void copy_turned_row(const bf16* strip, int t, int cols, bf16* out) {
+  for (int c = 0; c < cols; c += 2) std::memcpy(out + c, strip + c * 16 + t * 2, 2 * sizeof(bf16));
+}
+
+static inline int low_rank_cols(const GemmArgs& a) {
+  int cols = 0;
+  for (int i = 0; i < a.count; i++) cols = std::max(cols, a.terms[i].lora ? a.terms[i].lora->cols : 0);
+  return cols;
 }
 
 // sums[r][t] += the lanes of W[row + r, begin ..) X[t, begin ..) for `pieces` pieces. `weights`: decoded; null when
@@ -54,14 +60,6 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
           for (int t = 0; t < M; t++) acc[r][t] = V::fma(row_of_w, tokens[t], acc[r][t]);
         }
       }
-    } else if constexpr (kDecodesRows<V, Codec>) {
-      const typename Codec::template Rows<V> decode;
-      typename V::In tokens[M];
-      for (int t = 0; t < M; t++) tokens[t] = V::load_in(in + t * w.cols);
-      for (int r = 0; r < R; r++) {
-        const typename V::In row_of_w = decode(w, strip, begin / 32 + p, row + r);
-        for (int t = 0; t < M; t++) acc[r][t] = V::dot(acc[r][t], tokens[t], row_of_w);
-      }
     } else {
       const bf16* const piece = weights + p * kPieceElements;
       for (int s = 0; s < 32; s += V::kStep) {
@@ -78,19 +76,19 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
     for (int t = 0; t < M; t++) V::store(sums + ((row + r) * M + t) * V::kWidth, acc[r][t]);
 }
 
-// sums += the lanes of one strip of W and all of X. `panel` has room for kDotPieces.
+// results[r][t] += the products of one strip of W and M rows of X. `panel` has room for kDotPieces.
 template <class V, class Codec, int M>
-void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, float* sums) {
-  constexpr bool kInPlace = Codec::kFormat == Format::kBf16;
-  constexpr bool kRows = Codec::kFormat == Format::kInt8 || kDecodesRows<V, Codec>;
+void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, float* results) {
+  constexpr bool kInPlace = Codec::kFormat == Format::kBf16, kWidens = Codec::kFormat == Format::kInt8;
   constexpr int R = kDotRows[M];
+  alignas(64) float sums[kTileRows * M * V::kWidth] = {};
   const char* ahead = reinterpret_cast<const char*>(w.tile(strip, 0)) + kDotAhead;
   for (int begin = 0; begin < w.cols; begin += kDotPieces * 32, ahead += kDotPieces * kPieceBytes<Codec>) {
     const int pieces = std::min(kDotPieces, (w.cols - begin) / 32);
     const bf16* weights = nullptr;
     if constexpr (kInPlace) {
       weights = Codec::template decode<V>(w, strip, begin / 32, panel);
-    } else if constexpr (!kRows) {
+    } else if constexpr (!kWidens) {
       for (int p = 0; p < pieces; p++) {
         prefetch(ahead + p * kPieceBytes<Codec>, kPieceBytes<Codec>);
         Codec::template decode<V>(w, strip, begin / 32 + p, panel + p * kPieceElements);
@@ -98,45 +96,90 @@ void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, flo
       weights = panel;
     }
     for (int row = 0; row < kTileRows; row += R)
-      dot_rows<V, Codec, R, M>(w, strip, row, weights, x, begin, pieces, row == 0 && kRows ? ahead : nullptr, sums);
+      dot_rows<V, Codec, R, M>(w, strip, row, weights, x, begin, pieces, row == 0 && kWidens ? ahead : nullptr, sums);
   }
+  for (int i = 0; i < kTileRows * M; i++) results[i] += V::sum(V::load(sums + i * V::kWidth));
+}
+
+// The same of W's codes and rows of X in fixed point, tile by tile.
+template <class V, class Codec, int M>
+void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, float* results) {
+  constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
+  alignas(64) float sums[kTileRows * M * 16] = {};
+  const uint8_t* tile = w.tile(strip, 0);
+  for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes) {
+    if constexpr (!kSpreads<M>) prefetch(tile + kDotAhead, kTileBytes);
+    dot_tile<V, Codec, M>(tile, x + i * M, tile + kDotAhead, sums);
+  }
+  for (int i = 0; i < kTileRows * M; i++) {
+    typename V::F sum = V::zero();
+    for (int lane = 0; lane < 16; lane += V::kWidth) sum = V::add(sum, V::load(sums + i * 16 + lane));
+    results[i] += V::sum(sum);
+  }
+}
+
+// One strip's results where the call wants them; a tile ISA's other tokens become zeros.
+template <class V, int M>
+void store_dots(const float* results, const GemmArgs& a, int out, float* c) {
+  float* const piece = c + result_piece(out / 32, 0, a.tokens);
+  if constexpr (kHasTiles<V>) std::fill_n(piece + out % 32 * 16, kTileRows * 16, 0.f);
+  for (int r = 0; r < kTileRows; r++)
+    for (int t = 0; t < M; t++)
+      piece[kHasTiles<V> ? (out % 32 + r) * 16 + t : t * 32 + out % 32 + r] = results[r * M + t];
 }
 
 template <class V, class Codec, int M>
 void dot_forward(const GemmArgs& a) {
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
-  bf16* const x = panel + kDotPieces * kPieceElements;
-  alignas(64) float sums[kTileRows * M * V::kWidth];
+  bf16* const low_rank = panel + kDotPieces * kPieceElements;
+  bf16* const x = low_rank + M * low_rank_cols(a);
+  FixedPoint* const fixed = reinterpret_cast<FixedPoint*>(x);
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
-    if (i == 0 || term.x != a.terms[i - 1].x) unturn_rows<M>(term.x, w.cols, x);
-    bf16* const low_rank = x + M * w.cols;
-    if (term.lora) unturn_rows<M>(term.low_rank, term.lora->cols, low_rank);
+    const bf16* const rows = kHasTiles<V> ? term.x + strip_elements(w.cols) : term.x;
+    for (int t = 0; t < M && (i == 0 || term.x != a.terms[i - 1].x); t++)
+      if constexpr (kDotsCodes<V, Codec>)
+        fix_row<V>(rows + t * 32, w.cols, fixed + t, M);
+      else
+        copy_row(rows + t * 32, w.cols, x + t * w.cols);
+    for (int t = 0; t < M && term.lora; t++) {
+      bf16* const to = low_rank + t * term.lora->cols;
+      if constexpr (kHasTiles<V>)
+        copy_turned_row(term.low_rank, t, term.lora->cols, to);
+      else
+        copy_row(term.low_rank + t * 32, term.lora->cols, to);
+    }
     for (int out = 0; out < a.out_count; out += kTileRows) {
-      std::fill(std::begin(sums), std::end(sums), 0.f);
-      if (term.lora) dot_strip<V, Bf16Codec, M>(*term.lora, (term.lora_begin + out) / kTileRows, low_rank, panel, sums);
-      dot_strip<V, Codec, M>(w, (term.out_begin + out) / kTileRows, x, panel, sums);
-      float* const c = term.c + result_piece(out / 32, 0, a.tokens) + out % 32 * 16;
-      std::fill(c, c + kTileRows * 16, 0.f);
-      for (int r = 0; r < kTileRows; r++)
-        for (int t = 0; t < M; t++) c[r * 16 + t] = V::sum(V::load(sums + (r * M + t) * V::kWidth));
+      float results[kTileRows * M] = {};
+      const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;
+      if (term.lora) dot_strip<V, Bf16Codec, M>(*term.lora, lora_strip, low_rank, panel, results);
+      if constexpr (kDotsCodes<V, Codec>)
+        dot_codes_strip<V, Codec, M>(w, strip, fixed, results);
+      else
+        dot_strip<V, Codec, M>(w, strip, x, panel, results);
+      store_dots<V, M>(results, a, out, term.c);
     }
   }
 }
 
 // Whether few_tokens_forward takes the call: its rows of X lie in the scratch memory behind the decoded pieces.
-template <class Codec>
+template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
-  const int64_t low_rank = a.terms[0].lora ? a.terms[0].lora->cols : 0;
-  const int64_t bytes = (kDotPieces * kPieceElements + a.tokens * (a.terms[0].w->cols + low_rank)) * int(sizeof(bf16));
-  return a.tokens <= kMostDotTokens[int(Codec::kFormat)] && bytes <= int64_t(kGemmScratch);
+  static_assert(kMostDotTokens[int(Codec::kFormat)] <= kFewRows);
+  if (!(kHasTiles<V> || kDotsCodes<V, Codec>) || a.tokens > kMostDotTokens[int(Codec::kFormat)]) return false;
+  const int cols = a.terms[0].w->cols;
+  const int64_t row = kDotsCodes<V, Codec> ? fixed_bytes(cols) : cols * int64_t(sizeof(bf16));
+  const int64_t low_rank = low_rank_cols(a) * int64_t(sizeof(bf16)), panel = kDotPieces * kPieceElements * 2;
+  return panel + a.tokens * (row + low_rank) <= int64_t(kGemmScratch);
 }
 
-template <class V, class Codec>
+template <class V, class Codec, int M = kMostDotTokens[int(Codec::kFormat)]>
 void few_tokens_forward(const GemmArgs& a) {
-  if (a.tokens == 1) return dot_forward<V, Codec, 1>(a);
-  dot_forward<V, Codec, 2>(a);
+  if constexpr ((kHasTiles<V> || kDotsCodes<V, Codec>) && M > 0) {
+    if (a.tokens == M) return dot_forward<V, Codec, M>(a);
+    few_tokens_forward<V, Codec, M - 1>(a);
+  }
 }
 
 }  // namespace ktft

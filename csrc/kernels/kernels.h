@@ -32,6 +32,14 @@ static inline PackedMatrix activation_matrix(bf16* pieces, int rows, int cols) {
   return {Format::kBf16, rows, cols, reinterpret_cast<uint8_t*>(pieces), nullptr, nullptr, 2 * strip_elements(cols)};
 }
 
+// Of a call with at most kFewRows tokens, tile ISAs read rows, not columns: the unused second strip of such an X holds
+// them once more, as rows of its pieces, not turned. Whoever writes a turned X for the layer's weights writes both.
+constexpr int kFewRows = 4;
+static inline void place_few_row(const bf16* row, int index, int cols, bf16* x) {
+  bf16* at = x + strip_elements(cols) + index * 32;
+  for (int c = 0; c < cols; c += 32, at += kPieceElements) std::memcpy(at, row + c, 32 * sizeof(bf16));
+}
+
 // Results lie in fp32 pieces of 16 tokens x 32 outputs, panel (32 outputs) by panel; `turned` forward results are
 // transposed within a piece.
 constexpr int kResultPiece = 512;

@@ -203,7 +203,7 @@ void backward(const Call& call, Saved& saved, const BackwardArgs& args) {
   const std::vector<bf16*> dx = place_rows(call);
   for (size_t n = 0; n < dx.size(); n++) at.nodes[n].dx = dx[n];
   if (call.by_expert)
-    backward_by_expert(call, lora, saved.retained ? nullptr : &act, at, hidden, dy);
+    backward_by_expert(call, saved.retained ? nullptr : &act, at, hidden, dy);
   else
     by_phases(call, lora, at, hidden, dy);
   reduce_weight_grads(call, at, args.grad_weights);

@@ -90,10 +90,10 @@ Activations expert_gate_up(const Call& call, const PackedLora& lora, const Token
 
 }  // namespace
 
-void forward_by_expert(const Call& call, const PackedLora& lora, const TokenRows& hidden, const Activations& act,
-                       bf16* y) {
+void forward_by_expert(const Call& call, const TokenRows& hidden, const Activations& act, bf16* y) {
   std::atomic<int> bad{-1};
   each_expert(call, "experts", [&](const RowChunk& rows, const RowChunk& local, Scratch& memory, Scratch& scratch) {
+    const PackedLora lora = pack_expert_lora(call, rows.slot, memory, scratch);
     const Activations own = expert_gate_up(call, lora, hidden, act, rows, local, bad, memory, scratch);
     each_block(hidden_blocks(call), scratch,
                [&](int block) { down_block(call, lora, own, 0, local, block, y, scratch); });
@@ -101,16 +101,18 @@ void forward_by_expert(const Call& call, const PackedLora& lora, const TokenRows
   check_finite(call, bad);
 }
 
-void backward_by_expert(const Call& call, const PackedLora& lora, const Activations* recompute, const Gradients& at,
-                        const TokenRows& hidden, const TokenRows& dy) {
+void backward_by_expert(const Call& call, const Activations* recompute, const Gradients& at, const TokenRows& hidden,
+                        const TokenRows& dy) {
   std::atomic<int> bad{-1};
   const int width = call.weights.width(0);
   if (call.lora) zero_idle_gradients(call);
   each_expert(call, "experts", [&](const RowChunk& rows, const RowChunk& local, Scratch& memory, Scratch& scratch) {
     Gradients own = at;
     Gradients::PerNode& node = own.nodes[0];
+    const PackedLora lora = pack_expert_lora(call, rows.slot, memory, scratch);
+    const size_t used = memory.used();
     if (recompute) expert_gate_up(call, lora, hidden, *recompute, rows, local, bad, memory, scratch);
-    memory.reset();
+    memory.reset(used);
     node.gate += activation_elements(rows.packed, width);
     node.up += activation_elements(rows.packed, width);
     node.h = call.pair(Projection::kDown) ? take(memory, rows, width) : nullptr;
@@ -135,9 +137,10 @@ size_t expert_bytes(const Call& call) {
   int rows = 0;
   for (const RowChunk& expert : call.routes.experts) rows = std::max(rows, pad_rows(expert.rows));
   const int places = call.lora ? split_rank(call.lora->max_rank()) : 0;
-  // backward: dy; d gate, d up, h; three operands; transposed lows of six gradients
+  // backward: LoRA; dy; d gate, d up, h; three operands; transposed lows of six gradients
   const size_t elements = activation_elements(rows, shape.hidden) + 3 * activation_elements(rows, shape.intermediate) +
-                          3 * activation_elements(rows, places) + 6 * activation_elements(places, rows);
+                          3 * activation_elements(rows, places) + 6 * activation_elements(places, rows) +
+                          expert_lora_elements(call);
   const size_t int8 = int8_bytes(rows, shape.hidden) + int8_bytes(rows, shape.intermediate) + 2 * rows * sizeof(float);
   return elements * sizeof(bf16) + (call.int8 ? int8 : 0) + 4096;
 }

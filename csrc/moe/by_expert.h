@@ -6,13 +6,12 @@
 namespace ktft {
 
 // y [rows, hidden] of all experts; gate, up and low-rank rows go where `act` says.
-void forward_by_expert(const Call& call, const PackedLora& lora, const TokenRows& hidden, const Activations& act,
-                       bf16* y);
+void forward_by_expert(const Call& call, const TokenRows& hidden, const Activations& act, bf16* y);
 
 // All of backward's results row by row, and LoRA's gradients. `recompute`: where gate and up are computed again first,
 // or null when they were kept.
-void backward_by_expert(const Call& call, const PackedLora& lora, const Activations* recompute, const Gradients& at,
-                        const TokenRows& hidden, const TokenRows& dy);
+void backward_by_expert(const Call& call, const Activations* recompute, const Gradients& at, const TokenRows& hidden,
+                        const TokenRows& dy);
 
 // A thread's expert memory.
 size_t expert_bytes(const Call& call);

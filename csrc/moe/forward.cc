@@ -155,6 +155,8 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
       at[r] = scaled + size_t(r) * hidden;
     }
     (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden, out + activation_elements(t, hidden));
+    if (how.pass == Pass::kForward && vec.turned && chunk.rows <= kFewRows)
+      for (int r = 0; r < chunk.rows; r++) place_few_row(at[r], r, hidden, out);
   }
   return bad;
 }
@@ -352,7 +354,7 @@ void forward(const Call& call, const TokenRows& hidden, void* out, Saved* saved,
   if (saved) saved->retained = retain;
   const std::vector<bf16*> y = place_rows(call);
   if (call.by_expert) {
-    forward_by_expert(call, lora, hidden, act, y[0]);
+    forward_by_expert(call, hidden, act, y[0]);
   } else {
     gate_up(call, lora, hidden, act);
     if (call.int8)

@@ -29,44 +29,49 @@ const float* read(const VectorKernels& vec, const LoraMatrix& m, int expert, siz
 void pack_a(const Call& call, const LoraPair& pair, bool sliced, int expert, int block, bf16* out, Scratch& scratch) {
   const VectorKernels& vec = call.vec();
   const int cols = pair.a.cols, rows = std::min(kRankBlock, pair.rank() - block);
-  bf16* const high = scratch.take<bf16>(size_t(kRankBlock) * cols);
-  bf16* const low = scratch.take<bf16>(size_t(kRankBlock) * cols);
-  float* const spare = scratch.take<float>(size_t(cols));
+  float* const spare = scratch.take<float>(size_t(kRankBlock) * cols);
+  const float* from[kRankBlock];
   for (int j = 0; j < rows; j++)
-    vec.split(cols, read(vec, pair.a, expert, size_t(block + j) * cols, cols, spare), call.lora->keep_scale(),
-              high + size_t(j) * cols, low + size_t(j) * cols);
+    from[j] = read(vec, pair.a, expert, size_t(block + j) * cols, cols, spare + size_t(j) * cols);
   const int strips = split_rank(pair.rank()) / kTileRows, nodes = sliced ? call.weights.nodes() : 1;
   for (int n = 0; n < nodes; n++) {
     const int begin = sliced ? call.weights.begin(n) : 0, width = sliced ? call.weights.width(n) : cols;
-    bf16* const slice = out + size_t(strips) * kTileRows * begin;
-    for (int part = 0; part < 2; part++) {
-      const bf16* at[kTileRows] = {};
-      for (int j = 0; j < rows; j++) at[j] = (part ? low : high) + size_t(j) * cols + begin;
-      vec.pack_rows(at, width, slice + size_t(block / kRankBlock * 2 + part) * kTileRows * width);
+    const size_t strip = size_t(kTileRows) * width;
+    bf16* high = out + size_t(strips) * kTileRows * begin + block / kRankBlock * 2 * strip;
+    for (int col = begin; col < begin + width; col += 32, high += kPieceElements) {
+      for (int j = 0; j < rows; j++)
+        vec.split(32, from[j] + col, call.lora->keep_scale(), high + j * 32, high + strip + j * 32);
+      for (bf16* piece : {high, high + strip})
+        std::memset(piece + rows * 32, 0, size_t(kTileRows - rows) * 32 * sizeof(bf16));
     }
   }
 }
 
-// B's rows [row, row + 16) -> one strip.
+// B's rows [row, row + 16) -> one strip. `wide` and `parts` hold 16 * rank and twice as many elements.
 void pack_b(const Call& call, const LoraPair& pair, const float* row_scale, int expert, int row, bf16* out, float* wide,
             bf16* parts) {
   const VectorKernels& vec = call.vec();
-  const int rank = pair.rank(), blocks = ceil_div(rank, kRankBlock), places = split_rank(rank);
-  bf16 *const high = parts + size_t(kTileRows) * places, *const low = high + places;
-  const bf16* at[kTileRows];
-  for (int r = 0; r < kTileRows; r++) {
-    bf16* const values = parts + size_t(r) * places;
-    const float* const from = read(vec, pair.b, expert, size_t(row + r) * rank, rank, wide);
-    if (from != wide) std::memcpy(wide, from, size_t(rank) * 4);
-    std::fill(wide + rank, wide + blocks * kRankBlock, 0.f);
-    vec.split(blocks * kRankBlock, wide, pair.scaling / (row_scale ? row_scale[row + r] : 1.f), high, low);
-    for (int b = 0; b < blocks; b++) {
-      std::memcpy(values + b * 32, high + b * kRankBlock, kRankBlock * sizeof(bf16));
-      std::memcpy(values + b * 32 + 16, low + b * kRankBlock, kRankBlock * sizeof(bf16));
+  const int rank = pair.rank(), count = kTileRows * rank;
+  bf16 *const high = parts, *const low = parts + count;
+  const float* const from = read(vec, pair.b, expert, size_t(row) * rank, count, wide);
+  if (row_scale)
+    for (int r = 0; r < kTileRows; r++) {
+      const float factor = pair.scaling / row_scale[row + r];
+      for (int i = r * rank; i < (r + 1) * rank; i++) wide[i] = from[i] * factor;
     }
-    at[r] = values;
-  }
-  vec.pack_rows(at, places, out);
+  vec.split(count, row_scale ? wide : from, row_scale ? 1.f : pair.scaling, high, low);
+  std::memset(out, 0, size_t(kTileRows) * split_rank(rank) * sizeof(bf16));
+  const auto copy = [](const bf16* from, int n, bf16* to) {
+    constexpr int kAtOnce = 8;
+    for (; n >= kAtOnce; n -= kAtOnce, from += kAtOnce, to += kAtOnce) std::memcpy(to, from, kAtOnce * sizeof(bf16));
+    for (int i = 0; i < n; i++) to[i] = from[i];
+  };
+  for (int block = 0; block < rank; block += kRankBlock, out += kPieceElements)
+    for (int r = 0; r < kTileRows; r++) {
+      const int n = std::min(kRankBlock, rank - block), at = r * rank + block;
+      copy(high + at, n, out + r * 32);
+      copy(low + at, n, out + r * 32 + kRankBlock);
+    }
 }
 
 // LoRA matrices need no padding: their rows or columns are few.
@@ -105,54 +110,87 @@ PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) c
   return dense_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
 }
 
-PackedLora pack_lora(const Call& call) {
-  PackedLora packed;
-  if (!call.lora) return packed;
-  const Phase phase(call.runtime.phases, "lora pack");
-  const int slots = int(call.routes.active.size());
-  size_t total = 0;
-  for (const auto& pair : call.lora->pairs)
-    if (pair) total += size_t(slots) * split_rank(pair->rank()) * (pair->a.cols + pair->b.rows);
-  bf16* at = call.runtime.workspace.lora.get<bf16>(total);
-  struct Job {
-    Projection p;
-    bool is_b;
-    int first, end;  // rows of A or B
-  };
-  std::vector<Job> jobs;
+namespace {
+
+// One part of an expert's packing.
+struct Job {
+  Projection p;
+  bool is_b;
+  int first, end;  // rows of A or B
+};
+
+std::vector<Job> jobs_of(const Call& call) {
   constexpr int kRows = 512;
+  std::vector<Job> jobs;
   for (int p = 0; p < kProjections; p++) {
     const LoraPair* const pair = call.pair(Projection(p));
     if (!pair) continue;
-    PackedLora::Part& part = packed.parts[p];
-    part.a = at;
-    part.a_stride = size_t(split_rank(pair->rank())) * pair->a.cols;
-    part.b = part.a + slots * part.a_stride;
-    part.b_stride = size_t(split_rank(pair->rank())) * pair->b.rows;
-    at = part.b + slots * part.b_stride;
     for (int j = 0; j < pair->rank(); j += kRankBlock) jobs.push_back({Projection(p), false, j, 0});
     for (int row = 0; row < pair->b.rows; row += kRows)
       jobs.push_back({Projection(p), true, row, std::min(row + kRows, pair->b.rows)});
   }
+  return jobs;
+}
+
+size_t expert_elements(const LoraPair& pair) { return size_t(split_rank(pair.rank())) * (pair.a.cols + pair.b.rows); }
+
+// Where each slot's A and B lie, from `at` on; all slots share one place when `slots` is 0.
+PackedLora place_lora(const Call& call, int slots, bf16* at) {
+  PackedLora packed;
+  for (int p = 0; p < kProjections; p++) {
+    const LoraPair* const pair = call.pair(Projection(p));
+    if (!pair) continue;
+    const size_t a = size_t(split_rank(pair->rank())) * pair->a.cols, count = std::max(slots, 1);
+    packed.parts[p] = {at, at + count * a, slots ? a : 0, slots ? expert_elements(*pair) - a : 0};
+    at += count * expert_elements(*pair);
+  }
+  return packed;
+}
+
+void pack_part(const Call& call, const Job& job, const PackedLora& packed, int slot, Scratch& scratch) {
+  const int expert = call.routes.active[slot];
+  const LoraPair& pair = *call.pair(job.p);
+  const PackedLora::Part& part = packed.parts[int(job.p)];
+  const bool down = job.p == Projection::kDown;
+  scratch.reset();
+  if (!job.is_b) return pack_a(call, pair, down, expert, job.first, part.a + slot * part.a_stride, scratch);
+  const int places = split_rank(pair.rank());
+  float* const wide = scratch.take<float>(size_t(kTileRows) * pair.rank());
+  bf16* const parts = scratch.take<bf16>(size_t(kTileRows) * pair.rank() * 2);
+  for (int row = job.first; row < job.end; row += kTileRows) {
+    int node = 0;  // row scales lie with the slices
+    while (!down && row >= call.weights.begin(node) + call.weights.width(node)) node++;
+    const float* scale = call.weights.matrix(node, expert, job.p).row_scale;
+    if (scale && !down) scale -= call.weights.begin(node);
+    pack_b(call, pair, scale, expert, row, part.b + slot * part.b_stride + size_t(row) * places, wide, parts);
+  }
+}
+
+}  // namespace
+
+size_t expert_lora_elements(const Call& call) {
+  size_t sum = 0;
+  for (int p = 0; p < kProjections; p++)
+    if (const LoraPair* pair = call.pair(Projection(p))) sum += expert_elements(*pair);
+  return sum;
+}
+
+PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch) {
+  if (!call.lora) return {};
+  const PackedLora packed = place_lora(call, 0, memory.take<bf16>(expert_lora_elements(call)));
+  for (const Job& job : jobs_of(call)) pack_part(call, job, packed, slot, scratch);
+  return packed;
+}
+
+PackedLora pack_lora(const Call& call) {
+  if (!call.lora || call.by_expert) return {};
+  const Phase phase(call.runtime.phases, "lora pack");
+  const int slots = int(call.routes.active.size());
+  const PackedLora packed =
+      place_lora(call, slots, call.runtime.workspace.lora.get<bf16>(slots * expert_lora_elements(call)));
+  const std::vector<Job> jobs = jobs_of(call);
   call.runtime.pool.run(slots * int(jobs.size()), [&](int task, int thread) {
-    const Job& job = jobs[task % jobs.size()];
-    const int slot = task / int(jobs.size()), expert = call.routes.active[slot];
-    const LoraPair& pair = *call.pair(job.p);
-    const PackedLora::Part& part = packed.parts[int(job.p)];
-    const bool down = job.p == Projection::kDown;
-    Scratch& scratch = call.runtime.scratch[thread];
-    scratch.reset();
-    if (!job.is_b) return pack_a(call, pair, down, expert, job.first, part.a + slot * part.a_stride, scratch);
-    const int places = split_rank(pair.rank());
-    float* const wide = scratch.take<float>(size_t(places));
-    bf16* const parts = scratch.take<bf16>(size_t(kTileRows + 2) * places);
-    for (int row = job.first; row < job.end; row += kTileRows) {
-      int node = 0;  // row scales lie with the slices
-      while (!down && row >= call.weights.begin(node) + call.weights.width(node)) node++;
-      const float* scale = call.weights.matrix(node, expert, job.p).row_scale;
-      if (scale && !down) scale -= call.weights.begin(node);
-      pack_b(call, pair, scale, expert, row, part.b + slot * part.b_stride + size_t(row) * places, wide, parts);
-    }
+    pack_part(call, jobs[task % jobs.size()], packed, task / int(jobs.size()), call.runtime.scratch[thread]);
   });
   return packed;
 }
@@ -244,7 +282,7 @@ size_t lora_scratch(const Call& call) {
   const size_t widest = size_t(std::max(call.weights.shape().hidden, call.weights.shape().intermediate));
   size_t most = 0;
   for (const RowChunk& expert : call.routes.experts) most = std::max(most, size_t(pad_rows(expert.rows)));
-  const size_t packing = widest * (2 * kRankBlock * 2 + 4) + places * (4 + (kTileRows + 2) * 2);
+  const size_t packing = widest * kRankBlock * 4 + places * kTileRows * (4 + 2 * 2);
   const size_t product = Routes::kChunkRows * (kMaxOutputs * 4 + places * 2) + kGemmScratch;
   const size_t transposing = most * (4 + 4 * kRankBlock);
   const bool drops = call.lora->drops();

@@ -61,7 +61,11 @@ struct PackedLora {
   PackedMatrix a(const Call& call, Projection p, int slot, int node) const;
   PackedMatrix b(const Call& call, Projection p, int slot, int node) const;
 };
+// Of all active experts, or nothing where experts are done one by one: then each one's are packed into its thread's
+// memory, and are in L2 when they are used.
 PackedLora pack_lora(const Call& call);
+PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch);
+size_t expert_lora_elements(const Call& call);
 
 // What a low-rank product becomes.
 struct LowRank {

@@ -33,11 +33,13 @@ class Growing {
   NodeBuffer buffer_;
 };
 
-// One thread's memory within one task: take() pieces, all are given back at the next task.
+// One thread's memory within one task: take() pieces, all (or those taken since used() was `to`) are given back by
+// reset().
 class Scratch {
  public:
   void reserve(size_t bytes) { memory_.get<char>(bytes); }
-  void reset() { used_ = 0; }
+  void reset(size_t to = 0) { used_ = to; }
+  size_t used() const { return used_; }
   size_t bytes() const { return memory_.bytes(); }
   template <class T>
   T* take(size_t count) {

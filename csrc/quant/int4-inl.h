@@ -11,6 +11,7 @@ namespace ktft {
 struct Int4Policy {
   static constexpr Format kFormat = Format::kInt4;
   static constexpr int kScales = 0;
+  static constexpr float kUnit = 1;
   using Scale = bf16;
   static constexpr float kTable[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   static constexpr float kCandidates[] = {7, 8, 7.5f, 8.5f, 9, 9.5f};

@@ -18,6 +18,7 @@ namespace ktft {
 struct K4Policy {
   static constexpr Format kFormat = Format::kK4;
   static constexpr int kScales = 65;
+  static constexpr float kUnit = 1;
   using Scale = uint8_t;
   static constexpr float kTable[16] = {6, 18, 31, 45, 60, 77, 98, 127, -6, -18, -31, -45, -60, -77, -98, -127};
   // What the largest magnitude of a group is taken for, in units of the codebook.

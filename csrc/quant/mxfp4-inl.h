@@ -19,6 +19,7 @@ static inline float power_of_two(uint8_t e) {
 struct Mxfp4Policy {
   static constexpr Format kFormat = Format::kMxfp4;
   static constexpr int kScales = 255;
+  static constexpr float kUnit = 0.5f;
   using Scale = uint8_t;
   static constexpr float kTable[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 

@@ -7,7 +7,8 @@
 // A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kTable[16] (codes' values),
 // multiplier<V>(scale), prepare (see format.h), and
 //   encode_group(values, row_scale, hint, codes) -> Scale
-// and kScales, the number of different scales, or 0 when there are too many for a table.
+// and kScales, the number of different scales, or 0 when there are too many for a table; kUnit, of which all of kTable
+// are whole multiples, at most 127 times.
 #pragma once
 
 #include <algorithm>
@@ -65,18 +66,20 @@ struct NibbleCodec {
     return to_float(to_bf16(value)) * (w.row_scale ? w.row_scale[r] : 1.f);
   }
 
-  // Decodes single rows of a piece, where all 32 values of one are looked up at once.
-  template <class V>
-    requires(V::kLooksUpWords && Policy::kScales > 0)
-  struct Rows {
-    const CodeValues<Policy, V>& values = CodeValues<Policy, V>::get();
-
-    typename V::In operator()(const PackedMatrix& w, int strip, int piece, int row) const {
-      const uint8_t* const tile = w.tile(strip, piece / 4);
-      const Scale scale = reinterpret_cast<const Scale*>(tile + kCodeBytes)[row * 4 + piece % 4];
-      return V::look_up(values.rows[scale], tile + row * kRowBytes + piece % 4 * 16);
-    }
+  // What codes stand for as bytes, 128 + value / kUnit, four times: for V::Codes. group_scale(tile, r * 4 + g) is what
+  // turns value / kUnit into the weight, but for its rounding to bf16.
+  struct WholeValues {
+    alignas(64) uint8_t at[64];
   };
+  static constexpr WholeValues kWholeValues = [] {
+    WholeValues values{};
+    for (int i = 0; i < 64; i++) values.at[i] = uint8_t(128 + int(Policy::kTable[i % 16] / Policy::kUnit));
+    return values;
+  }();
+  template <class V>
+  static float group_scale(const uint8_t* tile, int i) {
+    return Policy::template multiplier<V>(reinterpret_cast<const Scale*>(tile + kCodeBytes)[i]) * Policy::kUnit;
+  }
 
   template <class V>
   static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16* out) {

@@ -198,7 +198,8 @@ def workspace(moe: MoeShape, tokens: int, adapters: list[Adapter], *, threads: i
     one_by_one = _one_by_one(moe, tokens, threads, nodes)
     shared = 0.0 if one_by_one else packed
     total = 2 * _activations(shared, hidden)  # x, dy
-    total += active * sum(_places(a.rank) * (a.in_features + a.out_features) for a in adapters) * BF16
+    packed_lora = sum(_places(a.rank) * (a.in_features + a.out_features) for a in adapters) * BF16
+    total += packed_lora * (threads if one_by_one else active)
     total += 3 * rows * sum(a.rank for a in adapters) * FP32 / max(len(adapters), 1)
     total += 2 * sum(_activations(shared, p) for p in places)
     if not one_by_one:

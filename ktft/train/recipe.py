@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ktft.adapters.reach import linear_names, planned_reach
-from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, parse_kt_config
+from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, emulate_gpu, parse_kt_config
 from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
 from ktft.model.shape import ModelShape, shape_of
 
@@ -69,7 +69,7 @@ class Recipe:
             raise ValueError(f"stage is {self.stage!r}; ktft trains {', '.join(SEQUENCES)}")
         if self.finetuning_type != "lora":
             raise ValueError(f"finetuning_type is {self.finetuning_type!r}; ktft trains lora")
-        if self.use_cpu and self.settings.needs_gpu:
+        if self.use_cpu and self.settings.needs_gpu and not emulate_gpu():
             raise ValueError(f"use_cpu is true, but {self.settings.needs_gpu}, which needs a GPU; remove one of them")
 
     def workload(self, adapters: tuple[Adapter, ...], weight_bytes: int) -> Workload:
