@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -40,16 +40,19 @@ class Plan:
     adapters: list[Place]
     gathered: list[Place]
     weights: ChunkWeights
+    _decoded: dict[int, ChunkWeights] = field(default_factory=dict)
 
     def decoded(self, experts: int) -> ChunkWeights:
         """Memory for so many experts' weights."""
-        first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
-        return replace(self.weights, **first)
+        if experts not in self._decoded:
+            first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
+            self._decoded[experts] = replace(self.weights, **first)
+        return self._decoded[experts]
 
 
 def tensors(weights: ChunkWeights) -> dict[str, Tensor]:
     """Those of them that there are, by attribute."""
-    found = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    found = {each.name: getattr(weights, each.name) for each in fields(weights)}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,18 +11,9 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lanes.ops import Operations, operations
-from ktft.lanes.tiles import TILES
+from ktft.lanes.tiles import PLACES, TILES
 from ktft.lora import ExpertLora
 from ktft.native.packed import PackedSlice
-
-PLACES = 16
-"""LoRA ranks and biases take a multiple of so many columns: rows stay aligned, and tensor cores multiply no less."""
-
-
-def split(values: Tensor, high: Tensor, low: Tensor) -> None:
-    """Write values as the sum of two bf16 tensors."""
-    high.copy_(values)
-    torch.sub(values, high, out=low)
 
 
 @dataclass(frozen=True)
@@ -40,6 +32,8 @@ class ChunkWeights:
 
     Attributes:
         gate_up, down: as above.
+        gate_up_a, down_a: A of the projections of that matrix, bf16 `[G, 2, places, inputs]` in two parts; None where
+            they have none. Every pass writes it again, like B.
         gate_up_scale, down_scale: fp32 `[G, 2 I]` and `[G, H]`; None where the format has none.
         places: columns of one part of each adapted projection's B.
         biases: whether there are any.
@@ -47,6 +41,8 @@ class ChunkWeights:
 
     gate_up: Tensor
     down: Tensor
+    gate_up_a: Tensor | None
+    down_a: Tensor | None
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
     places: Mapping[str, int]
@@ -74,9 +70,13 @@ class ChunkWeights:
 
         gate_up = matrix(2 * intermediate, hidden, PROJECTIONS[:2])
         down = matrix(hidden, intermediate, PROJECTIONS[2:])
+        a = (
+            gate_up.new_empty(experts, 2, total, inputs) if (total := sum(places.get(n, 0) for n in names)) else None
+            for names, inputs in ((PROJECTIONS[:2], hidden), (PROJECTIONS[2:], intermediate))
+        )
         scales = (gate_up.new_empty(m.shape[:2], dtype=torch.float32) for m in (gate_up, down))
         gate_up_scale, down_scale = scales if TILES[format].row_scaled else (None, None)
-        return cls(gate_up, down, gate_up_scale, down_scale, places, biases)
+        return cls(gate_up, down, *a, gate_up_scale, down_scale, places, biases)
 
     @property
     def hidden(self) -> int:
@@ -90,50 +90,23 @@ class ChunkWeights:
 
     @property
     def bytes(self) -> int:
-        """Of both tensors."""
+        """Of both matrices."""
         return self.gate_up.nbytes + self.down.nbytes
 
-    def rows_of(self, projection: str) -> Tensor:
-        """A projection's matrix, its further columns included."""
-        if projection == "down_proj":
-            return self.down
-        return self.gate_up.unflatten(1, (2, -1))[:, PROJECTIONS.index(projection)]
+    @functools.cached_property
+    def stacked(self) -> Tensor:
+        """`[G, 2, I, H + extra]`: gate and up."""
+        return self.gate_up.unflatten(1, (2, -1))
 
-    def scale_of(self, projection: str) -> Tensor | None:
-        """fp32 `[G, outputs]` of a projection, None where the format has none."""
-        if projection == "down_proj" or self.gate_up_scale is None:
-            return self.down_scale
-        return self.gate_up_scale.unflatten(1, (2, -1))[:, PROJECTIONS.index(projection)]
+    @functools.cached_property
+    def stacked_scale(self) -> Tensor | None:
+        """`[G, 2, I]`."""
+        return None if self.gate_up_scale is None else self.gate_up_scale.unflatten(1, (2, -1))
 
-    def places_of(self, projection: str) -> slice:
-        """A projection's among the places of one part."""
-        begin = self.places.get("gate_proj", 0) if projection == "up_proj" else 0
-        return slice(begin, begin + self.places[projection])
-
-    def parts(self, rows: Tensor, projection: str) -> Tensor:
-        """What lies in rows of a projection's matrix, or beside its input, at both parts of B: `[..., 2, places]`."""
-        width = self.intermediate if projection == "down_proj" else self.hidden
-        end = rows.shape[-1] - (PLACES if self.biases else 0)
-        return rows[..., width:end].unflatten(-1, (2, -1))
-
-    def place_b(self, lora: ExpertLora) -> None:
-        """Write scaling · B into the columns meant for it."""
-        end = PLACES if self.biases else 0
-        for matrix, cols in ((self.gate_up, self.hidden), (self.down, self.intermediate)):
-            matrix[..., cols : matrix.shape[2] - end].zero_()
-        for name, pair in lora.pairs.items():
-            scale = self.scale_of(name)
-            factor = pair.scaling if scale is None else (pair.scaling / scale)[..., None]
-            parts = self.parts(self.rows_of(name), name)[..., self.places_of(name)]
-            split(pair.b * factor, *parts[..., : pair.b.shape[2]].unbind(-2))
-
-    def place_bias(self, projection: str, begin: int, bias: Tensor) -> None:
-        """Write a bias, fp32 `[G, outputs]` of the rows from `begin`, into its columns."""
-        at = self.rows_of(projection)[:, begin : begin + bias.shape[1], -PLACES:]
-        at.zero_()
-        if (scale := self.scale_of(projection)) is not None:
-            bias = bias / scale[:, begin : begin + bias.shape[1]]
-        split(bias, at[..., 0], at[..., 1])
+    @functools.cached_property
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """Gate and up, and down, with inputs before outputs."""
+        return self.gate_up.mT, self.down.mT
 
 
 def decode(
@@ -153,15 +126,8 @@ def decode(
         ops: by default the best for the device.
     """
     ops = ops or operations(out.down.device)
+    down_scale = None if out.down_scale is None else out.down_scale[:, None]
     for part, block in zip(slices, blocks, strict=True):
-        for name, matrix in part.matrices.items():
-            down = name == "down_proj"
-            row, col = (0, part.begin) if down else (part.begin, 0)
-            to = out.rows_of(name)[:, row : row + matrix.rows, col : col + matrix.cols]
-            ops.decode(format, block, matrix, to)
-            if (scale := out.scale_of(name)) is not None and matrix.scales is not None:
-                scales = block[:, matrix.scales : matrix.scales + 4 * matrix.rows].view(torch.float32)
-                scale[:, row : row + matrix.rows] = scales
-            if matrix.bias is not None:
-                bias = block[:, matrix.bias : matrix.bias + 4 * matrix.rows].view(torch.float32)
-                out.place_bias(name, row, bias)
+        gate, up, down = (part.matrices[name] for name in PROJECTIONS)
+        ops.decode(format, block, (gate, up), out.stacked, out.stacked_scale, part.begin, 0)
+        ops.decode(format, block, (down,), out.down[:, None], down_scale, 0, part.begin)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ktft import config
+from ktft.lanes.adapters import Adapters
 from ktft.lanes.dropout import Dropout
 from ktft.lanes.routes import Piece
 from ktft.native.packed import PackedMatrix
@@ -20,42 +22,67 @@ from ktft.swiglu import Swiglu
 class Operations(Protocol):
     """One implementation of them, a module.
 
-    n rows of a piece, G experts, P places of a rank, in parts that are added; a scale is fp32 `[G, outputs]`, of
-    formats that have one. Activations are bf16 `[n, ...]`, contiguous in their last dimension; sums are fp32, in an
-    order that does not change from call to call. Nothing waits for the device.
+    n rows of a piece, G experts, M projections whose outputs lie side by side (gate's and up's: 2; down's: 1), with N
+    inputs each; P places of their adapters, see `Adapters`; a scale is fp32 `[G, outputs]`, of formats that have one.
+    Activations are bf16 and contiguous; `[n, N+]` are rows of N and more columns: two parts of P places, which are
+    added, and a bias's columns, if there are biases. Sums are fp32, in an order that does not change from call to call.
+    Nothing waits for the device.
     """
 
-    def decode(self, format: str, blocks: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
-        """out `[G, rows, cols]` = one projection of packed experts, uint8 `[G, expert_bytes]`, without row scales."""
+    def decode(
+        self,
+        format: str,
+        blocks: Tensor,
+        matrices: Sequence[PackedMatrix],
+        out: Tensor,
+        scale: Tensor | None,
+        row: int,
+        col: int,
+    ) -> None:
+        """out `[G, M, rows, cols+]` from `row` and `col` on = M projections, of the same shape and strips, of packed
+        experts, uint8 `[G, expert_bytes]`, without row scales; these become scale `[G, M, rows]`. Biases, divided by
+        the scale, become the first two of the last `PLACES` columns, of which the others become zero.
+        """
+
+    def place(self, adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
+        """a `[G, 2, P, N]` = A / kept, in a high and a low part; b `[G, outputs, ...]` from column `col` on: scaling ·
+        B / scale likewise, P columns a part. Places beyond a rank, and B beside other projections' rows, become zero.
+        """
 
     def gather(self, source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
-        """out `[n, H]` = each row's token of source `[T, H]`, which is fp32, fp16 or bf16, times its expert's scale."""
+        """out `[n, H+]` = each row's token of source `[T, H]`, fp32, fp16 or bf16, times its expert's scale."""
 
-    def low_rank(self, x: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: Tensor) -> None:
-        """Both parts of out `[n, 2, P]` = drop(x `[n, N]`) · aᵀ, a `[G, 2, P, N]` that of the row's expert."""
+    def low_rank(self, rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
+        """Both parts of places [begin, end) of rows `[n, N+]` = drop(their N columns) · aᵀ, of a `[G, 2, P, N]` that of
+        the row's expert.
+        """
 
-    def add_low_rank(self, low: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: Tensor) -> None:
-        """out `[n, N]` += drop(low `[n, 2, P]` · a `[G, 2, P, N]`)."""
+    def add_low_rank(
+        self, rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None
+    ) -> None:
+        """N columns of rows `[n, N+]` += drop(both parts of their places [begin, end) · a `[G, 2, P, N]`)."""
 
-    def lora_gradient(
+    def lora_gradients(
         self,
-        low: Tensor,
-        wide: Tensor,
+        adapters: Adapters,
+        x: Tensor,
+        dx: Tensor,
+        dy: Tensor,
         piece: Piece,
         weights: Tensor | None,
-        dropout: Dropout | None,
-        factor: float,
         scale: Tensor | None,
         out: Tensor,
+        adds: bool,
     ) -> None:
-        """out fp32 `[G, r, N]`, with any strides, += factor · (w · low)ᵀ · drop(wide `[n, N]`) / scale by expert.
+        """out fp32 = or, if `adds`, += the gradients of a and b of each adapter, one after the other, `[G, ...]` each.
 
-        r is at most P of low `[n, 1 or 2, P]`, whose further places are left out; w are the rows' routing weights, of
-        fp32 `[T, k]` weights, or 1.
+        x `[n, N+]` are inputs with A x behind them, dx `[n, N+]` has Bᵀ dy there; dy `[n, outputs]` are the gradients
+        of outputs times their scale. dy and dx count times the rows' routing weights, of fp32 `[T, k]`, if given. A's
+        are dx's places · drop(x) / kept by expert, zero where it has no rows; B's scaling · dy · (A x) / scale.
         """
 
     def swiglu(self, gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
-        """out `[n, I]` = the activation of scale · gate_up `[n, 2 I]`."""
+        """out `[n, I+]` = the activation of scale · gate_up `[n, 2 I]`."""
 
     def swiglu_backward(
         self,
@@ -69,14 +96,14 @@ class Operations(Protocol):
         h: Tensor,
         grad_weights: Tensor,
     ) -> None:
-        """gate_up `[n, 2 I]`, without its scale, becomes scale · its gradient, h `[n, I]` the activation.
+        """gate_up `[n, 2 I]`, without its scale, becomes scale · its gradient, h `[n, I+]` the activation.
 
-        grad_h `[n, I]` is h's gradient without the routing weights `[T, k]`, whose own gradient <grad_h, h>, and the
+        grad_h `[n, I+]` is h's gradient without the routing weights `[T, k]`, whose own gradient <grad_h, h>, and the
         first two columns of `more` if given, are added to grad_weights fp32 `[T, k]`.
         """
 
     def combine(self, y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
-        """out fp32 `[T, N]` += scale · the rows of y `[n, N]` at their tokens, times weights `[T, k]` if given."""
+        """out fp32 `[T, N]` += scale · the rows of y `[n, N+]` at their tokens, times weights `[T, k]` if given."""
 
 
 @functools.cache

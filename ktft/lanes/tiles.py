@@ -10,6 +10,10 @@ GROUP = 32
 """Columns that share a scale in the 4-bit formats."""
 SCALE_BLOCK = 128
 """Rows and columns of an fp8 scale's block."""
+PLACES = 16
+"""Of decoded matrices: LoRA ranks and biases take a multiple of so many columns: rows stay aligned, and tensor cores
+multiply no less.
+"""
 
 
 @dataclass(frozen=True)

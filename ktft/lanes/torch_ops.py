@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ktft.lanes.adapters import Adapters
 from ktft.lanes.dropout import Dropout, stays
 from ktft.lanes.routes import Piece
-from ktft.lanes.tiles import CODE_BYTES, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, TILES
+from ktft.lanes.tiles import CODE_BYTES, PLACES, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, TILES
 from ktft.native.packed import PackedMatrix
 from ktft.swiglu import Swiglu
 
 
-def decode(format: str, blocks: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
+def decode(
+    format: str,
+    blocks: Tensor,
+    matrices: Sequence[PackedMatrix],
+    out: Tensor,
+    scale: Tensor | None,
+    row: int,
+    col: int,
+) -> None:
     """See `ops.Operations`. One expert after the other: codes take several times their bytes meanwhile."""
-    for block, decoded in zip(blocks, out, strict=True):
-        values = _tiles(format, block, matrix)
-        values = values.permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
-        if format == "fp8":
-            values = values.float() * _block_scales(block, matrix)
-        decoded.copy_(values)
+    for i, matrix in enumerate(matrices):
+        rows = slice(row, row + matrix.rows)
+        for block, decoded in zip(blocks, out[:, i, rows, col : col + matrix.cols], strict=True):
+            values = _tiles(format, block, matrix)
+            values = values.permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
+            if format == "fp8":
+                values = values.float() * _block_scales(block, matrix)
+            decoded.copy_(values)
+        scales = None
+        if scale is not None and matrix.scales is not None:
+            scales = scale[:, i, rows]
+            scales.copy_(_floats(blocks, matrix.scales, matrix.rows))
+        if matrix.bias is not None:
+            bias, to = _floats(blocks, matrix.bias, matrix.rows), out[:, i, rows, -PLACES:]
+            to.zero_()
+            _split(bias if scales is None else bias / scales, to[..., 0], to[..., 1])
+
+
+def _floats(blocks: Tensor, offset: int, count: int) -> Tensor:
+    return blocks[:, offset : offset + 4 * count].view(torch.float32)
+
+
+def _split(values: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write values as the sum of two bf16 tensors."""
+    high.copy_(values)
+    torch.sub(values, high, out=low)
 
 
 def _tiles(format: str, block: Tensor, matrix: PackedMatrix) -> Tensor:
@@ -70,10 +100,25 @@ def _of_rows(scale: Tensor, piece: Piece) -> Tensor:
     return scale[torch.searchsorted(piece.ends, rows, right=True)]
 
 
+def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
+    """See `ops.Operations`."""
+    parts = b[..., col : col + 2 * adapters.places].unflatten(-1, (2, -1))
+    parts.zero_()
+    a.zero_()
+    outputs = b.shape[1] // len(adapters.pairs)
+    for i, (pair, begin) in enumerate(zip(adapters.pairs, adapters.begins, strict=True)):
+        if pair is None:
+            continue
+        places, rows = slice(begin, begin + pair.a.shape[1]), slice(i * outputs, (i + 1) * outputs)
+        factor = pair.scaling if scale is None else (pair.scaling / scale[:, rows])[..., None]
+        _split(pair.a.float() / adapters.kept, *a[:, :, places].unbind(1))
+        _split(pair.b.float() * factor, *parts[:, rows, :, places].unbind(2))
+
+
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
     """See `ops.Operations`."""
     rows = source[piece.row_route // piece.top_k]
-    out.copy_(rows if scale is None else rows.float() * _of_rows(scale, piece))
+    out[:, : source.shape[1]] = rows if scale is None else rows.float() * _of_rows(scale, piece)
 
 
 def _dropped(x: Tensor, piece: Piece, dropout: Dropout | None) -> Tensor:
@@ -82,39 +127,61 @@ def _dropped(x: Tensor, piece: Piece, dropout: Dropout | None) -> Tensor:
     return torch.where(stays(dropout, piece.row_route, x.shape[1]), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def low_rank(x: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: Tensor) -> None:
+def _places(rows: Tensor, inputs: int, places: int) -> Tensor:
+    """What lies behind the inputs: `[n, 2, places]`."""
+    return rows[:, inputs : inputs + 2 * places].unflatten(1, (2, -1))
+
+
+def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
     """See `ops.Operations`."""
-    x = _dropped(x, piece, dropout)
-    for expert, rows in piece.ranges():
-        out[rows] = (x[rows].float() @ a[expert].float().sum(0).T)[:, None]
+    _, _, places, inputs = a.shape
+    x, out = _dropped(rows[:, :inputs], piece, dropout), _places(rows, inputs, places)
+    for expert, at in piece.ranges():
+        out[at, :, begin:end] = (x[at].float() @ a[expert, :, begin:end].float().sum(0).T)[:, None]
 
 
-def add_low_rank(low: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: Tensor) -> None:
+def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
     """See `ops.Operations`."""
-    added = torch.empty(out.shape, device=out.device)
-    for expert, rows in piece.ranges():
-        torch.mm(low[rows].float().sum(1), a[expert].float().sum(0), out=added[rows])
-    out += _dropped(added, piece, dropout)
+    _, _, places, inputs = a.shape
+    low = _places(rows, inputs, places)[..., begin:end].float().sum(1)
+    added = torch.empty(rows.shape[0], inputs, device=rows.device)
+    for expert, at in piece.ranges():
+        torch.mm(low[at], a[expert, :, begin:end].float().sum(0), out=added[at])
+    rows[:, :inputs] += _dropped(added, piece, dropout)
 
 
-def lora_gradient(
-    low: Tensor,
-    wide: Tensor,
+def lora_gradients(
+    adapters: Adapters,
+    x: Tensor,
+    dx: Tensor,
+    dy: Tensor,
     piece: Piece,
     weights: Tensor | None,
-    dropout: Dropout | None,
-    factor: float,
     scale: Tensor | None,
     out: Tensor,
+    adds: bool,
 ) -> None:
     """See `ops.Operations`."""
-    left = low[..., : out.shape[1]].float().sum(1) * factor
-    if weights is not None:
-        left *= weights.view(-1)[piece.row_route][:, None]
-    wide = _dropped(wide, piece, dropout)
-    for expert, rows in piece.ranges():
-        found = left[rows].T @ wide[rows].float()
-        out[expert] += found if scale is None else found / scale[expert]
+    if not adds:
+        out.zero_()
+    outputs, at = dy.shape[1] // len(adapters.pairs), 0
+    routing = 1 if weights is None else weights.view(-1)[piece.row_route][:, None]
+    for i, (pair, begin, dropout) in enumerate(zip(adapters.pairs, adapters.begins, adapters.dropouts, strict=True)):
+        if pair is None:
+            continue
+        grads = []
+        for tensor in (pair.a, pair.b):
+            grads.append(out[at : at + tensor.numel()].view(tensor.shape))
+            at += tensor.numel()
+        inputs, places = pair.a.shape[2], slice(begin, begin + pair.a.shape[1])
+        cols = slice(i * outputs, (i + 1) * outputs)
+        low_x, low_dy = (_places(rows, inputs, adapters.places)[..., places].float() for rows in (x, dx))
+        low_x, low_dy = low_x[:, 0] * pair.scaling * routing, low_dy.sum(1) / adapters.kept * routing
+        wide = _dropped(x[:, :inputs], piece, dropout)
+        for expert, rows in piece.ranges():
+            grads[0][expert] += low_dy[rows].T @ wide[rows].float()
+            found = dy[rows, cols].float().T @ low_x[rows]
+            grads[1][expert] += found if scale is None else found / scale[expert, cols, None]
 
 
 def _activation(
@@ -130,7 +197,7 @@ def _activation(
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
     """See `ops.Operations`."""
     gate, _, sigmoid, up = _activation(gate_up, scale, piece, swiglu)
-    out.copy_(gate.clamp(max=swiglu.limit) * sigmoid * up)
+    out[:, : up.shape[1]] = gate.clamp(max=swiglu.limit) * sigmoid * up
 
 
 def swiglu_backward(
@@ -149,12 +216,12 @@ def swiglu_backward(
     gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
     clamped = gate.clamp(max=swiglu.limit)
     active = clamped * sigmoid * shifted
-    grad, flat = grad_h.float(), grad_weights.view(-1)
+    grad, flat = grad_h[:, : gate.shape[1]].float(), grad_weights.view(-1)
     flat[routes] += (grad * active).sum(1) + (0 if more is None else more[:, :2].float().sum(1))
     grad = grad * weights.view(-1)[routes][:, None]
     # (g sigmoid(alpha g))' = s + alpha g s (1 - s)
     slope = sigmoid + swiglu.alpha * clamped * sigmoid * (1 - sigmoid)
-    h.copy_(active)
+    h[:, : gate.shape[1]] = active
     grad_gate = torch.where(gate <= swiglu.limit, grad * shifted * slope, 0)
     grad_up = torch.where(up.abs() <= swiglu.limit, grad * clamped * sigmoid, 0)
     both = torch.cat((grad_gate, grad_up), dim=1)
@@ -163,6 +230,7 @@ def swiglu_backward(
 
 def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
     """See `ops.Operations`."""
+    y = y[:, : out.shape[1]]
     if scale is not None:
         y = y.float() * _of_rows(scale, piece)
     rows = piece.route_row.view(-1, piece.top_k) - piece.begin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -14,33 +16,62 @@ COLS = 256
 
 
 @triton.jit
-def _strip(out, out_expert, out_row, strips, tiles, strip_bytes, block_bytes, COLS: tl.constexpr):
-    """Offset of this program's strip in the blocks, its first row's place in out, its first column, its row and
-    expert.
+def _strip(
+    floats, out, out_row, out_rows, row, col, scale, strips, strip_bytes, block_bytes, tiles, scales, biases,
+    SIZE: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Offset of this program's strip in the blocks, in codes of SIZE bytes; where its first row lies in out; its first
+    column, its row, and its scales' offset. The program of the first columns writes the rows' scales and biases.
     """
-    expert = (tl.program_id(0) // strips).to(tl.int64)
-    strip = (tl.program_id(0) % strips).to(tl.int64)
-    source = expert * block_bytes + tiles + strip * strip_bytes
-    return source, out + expert * out_expert + strip * 16 * out_row, tl.program_id(1) * COLS, strip * 16, expert
+    strip = tl.program_id(0) % strips
+    which = tl.program_id(0) // strips % len(tiles)
+    expert = (tl.program_id(0) // strips // len(tiles)).to(tl.int64)
+    mine_tiles, mine_scales, mine_bias = tiles[0], scales[0], biases[0]
+    if len(tiles) == 2:
+        mine_tiles = tl.where(which == 0, tiles[0], tiles[1])
+        mine_scales = tl.where(which == 0, scales[0], scales[1])
+        mine_bias = tl.where(which == 0, biases[0], biases[1])
+    first_row = (expert * len(tiles) + which) * out_rows + row + strip * 16
+    if (SCALED or BIASED) and tl.program_id(1) == 0:
+        r = tl.arange(0, 16)
+        block = floats + expert * (block_bytes // 4) + strip * 16 + r
+        value = tl.full((16,), 1.0, tl.float32)
+        if SCALED:
+            value = tl.load(block + mine_scales // 4)
+            tl.store(scale + first_row + r, value)
+        if BIASED:
+            bias = (tl.load(block + mine_bias // 4) / value)[:, None]
+            high = bias.to(tl.bfloat16).to(tl.float32)
+            c = tl.arange(0, 16)[None, :]
+            both = tl.where(c == 0, high, tl.where(c == 1, bias - high, 0.0))
+            tl.store(out + (first_row + r + 1)[:, None] * out_row - 16 + c, both.to(tl.bfloat16))
+    source = expert * (block_bytes // SIZE) + mine_tiles // SIZE + strip.to(tl.int64) * (strip_bytes // SIZE)
+    at = expert * (block_bytes // 4) + mine_scales // 4
+    return source, out + first_row * out_row + col, tl.program_id(1) * COLS, strip * 16, at
 
 
 @triton.jit
 def _plain(
-    codes, floats, out, out_expert, out_row, strips, cols, tiles, strip_bytes, block_bytes, scales,
-    FORMAT: tl.constexpr, COLS: tl.constexpr,
+    codes, floats, out, out_row, out_rows, row, col, scale, strips, cols, strip_bytes, block_bytes,
+    tiles, scales, biases,
+    FORMAT: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """bf16, int8 and fp8: `codes` has the dtype of the codes, fp8 as uint8; offsets are in codes."""
-    source, to, first, row, expert = _strip(out, out_expert, out_row, strips, tiles, strip_bytes, block_bytes, COLS)
+    """bf16, int8 and fp8: `codes` has the dtype of the codes, fp8 as uint8."""
+    SIZE: tl.constexpr = 2 if FORMAT == "bf16" else 1
+    source, to, first, row, at = _strip(
+        floats, out, out_row, out_rows, row, col, scale, strips, strip_bytes, block_bytes, tiles, scales, biases,
+        SIZE, SCALED, BIASED, COLS,
+    )  # fmt: skip
     r = tl.arange(0, 16)[:, None]
     col = first + tl.arange(0, COLS)[None, :]
-    TILE: tl.constexpr = 32 if FORMAT == "bf16" else 64
+    TILE: tl.constexpr = 64 // SIZE
     code = tl.load(codes + source + col // TILE * (TILE * 16) + r * TILE + col % TILE, mask=col < cols, other=0)
     if FORMAT == "fp8":
         code = code.to(tl.uint16)
         half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True)
         across = (cols + 127) // 128
-        at = floats + expert * (block_bytes // 4) + scales // 4 + row // 128 * across + col // 128
-        value = half.to(tl.float32) * 256 * tl.load(at, mask=col < cols, other=0)
+        block = floats + at + row // 128 * across + col // 128
+        value = half.to(tl.float32) * 256 * tl.load(block, mask=col < cols, other=0)
     else:
         value = code.to(tl.float32)
     tl.store(to + r * out_row + col, value.to(tl.bfloat16), mask=col < cols)
@@ -70,11 +101,15 @@ def _nibble(code, scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _nibbles(
-    codes, halves, out, out_expert, out_row, strips, cols, tiles, strip_bytes, block_bytes,
-    FORMAT: tl.constexpr, COLS: tl.constexpr,
+    codes, floats, halves, out, out_row, out_rows, row, col, scale, strips, cols, strip_bytes, block_bytes,
+    tiles, scales, biases,
+    FORMAT: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """4-bit formats: 16 rows x groups x 16 bytes, with one scale a group."""
-    source, to, first, _, _ = _strip(out, out_expert, out_row, strips, tiles, strip_bytes, block_bytes, COLS)
+    source, to, first, _, _ = _strip(
+        floats, out, out_row, out_rows, row, col, scale, strips, strip_bytes, block_bytes, tiles, scales, biases,
+        1, SCALED, BIASED, COLS,
+    )  # fmt: skip
     TILE: tl.constexpr = 1152 if FORMAT == "int4" else 1088
     r = tl.arange(0, 16)[:, None, None]
     group = first // 32 + tl.arange(0, COLS // 32)[None, :, None]
@@ -84,28 +119,42 @@ def _nibbles(
     code = tl.load(codes + tile + r * 64 + group % 4 * 16 + i, mask=here, other=0).to(tl.int32)
     at = r * 4 + group % 4
     if FORMAT == "int4":
-        scale = tl.load(halves + (tile + 1024) // 2 + at, mask=here, other=0).to(tl.float32)
+        factor = tl.load(halves + (tile + 1024) // 2 + at, mask=here, other=0).to(tl.float32)
     else:
         stored = tl.load(codes + tile + 1024 + at, mask=here, other=0).to(tl.int32)
         if FORMAT == "k4":
-            scale = stored.to(tl.float32)
+            factor = stored.to(tl.float32)
         else:  # 2^(stored - 127), of which the smallest is subnormal
-            scale = tl.where(stored == 0, 0x00400000, stored << 23).to(tl.float32, bitcast=True)
+            factor = tl.where(stored == 0, 0x00400000, stored << 23).to(tl.float32, bitcast=True)
     place = to + r * out_row + group * 32 + i
-    tl.store(place, _nibble(code & 15, scale, FORMAT).to(tl.bfloat16), mask=here)
-    tl.store(place + 16, _nibble(code >> 4, scale, FORMAT).to(tl.bfloat16), mask=here)
+    tl.store(place, _nibble(code & 15, factor, FORMAT).to(tl.bfloat16), mask=here)
+    tl.store(place + 16, _nibble(code >> 4, factor, FORMAT).to(tl.bfloat16), mask=here)
 
 
-def decode(format: str, blocks: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
+def decode(
+    format: str,
+    blocks: Tensor,
+    matrices: Sequence[PackedMatrix],
+    out: Tensor,
+    scale: Tensor | None,
+    row: int,
+    col: int,
+) -> None:
     """See `ops.Operations`."""
-    strips = matrix.rows // 16
-    grid = (blocks.shape[0] * strips, triton.cdiv(matrix.cols, COLS))
-    to = (out, out.stride(0), out.stride(1), strips, matrix.cols)
+    first = matrices[0]
+    strips = first.rows // 16
+    grid = (blocks.shape[0] * len(matrices) * strips, triton.cdiv(first.cols, COLS))
+    common = (
+        out, out.stride(2), out.shape[2], row, col, scale, strips, first.cols, first.strip_bytes, blocks.stride(0),
+        tuple(matrix.tiles for matrix in matrices),
+        tuple(matrix.scales or 0 for matrix in matrices),
+        tuple(matrix.bias or 0 for matrix in matrices),
+    )  # fmt: skip
+    constants = {"FORMAT": format, "SCALED": scale is not None, "BIASED": first.bias is not None, "COLS": COLS}
+    floats = blocks.view(torch.float32)
     if TILES[format].table is None:
-        codes = blocks.view({"bf16": torch.bfloat16, "int8": torch.int8}.get(format, torch.uint8))
-        size = codes.element_size()
-        offsets = (matrix.tiles // size, matrix.strip_bytes // size, blocks.stride(0) // size)
-        _plain[grid](codes, blocks.view(torch.float32), *to, *offsets, matrix.scales or 0, FORMAT=format, COLS=COLS)
+        codes = blocks.view({"bf16": torch.bfloat16, "int8": torch.int8}[format]) if format != "fp8" else blocks
+        _plain[grid](codes, floats, *common, **constants)
     else:
-        offsets = (matrix.tiles, matrix.strip_bytes, blocks.stride(0))
-        _nibbles[grid](blocks, blocks.view(torch.bfloat16), *to, *offsets, FORMAT=format, COLS=COLS)
+        halves = blocks.view(torch.bfloat16) if format == "int4" else None
+        _nibbles[grid](blocks, floats, halves, *common, **constants)

@@ -6,13 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktft.lanes.adapters import Adapters
 from ktft.lanes.dropout import Dropout, signed
 from ktft.lanes.routes import Piece
 
 ROWS, RANKS, COLS = 32, 64, 128
+PLACE_COLS = 1024
 # What changes from call to call must not make new kernels
 UNSPECIALIZED = {
-    "do_not_specialize": ("experts", "low_key", "high_key", "threshold", "factor"),
+    "do_not_specialize": ("experts", "low_key", "high_key", "other_low", "other_high", "threshold", "kept"),
     "do_not_specialize_on_alignment": ("ends", "routes"),
 }
 
@@ -50,10 +52,52 @@ def _stays(routes, row, here, col, low_key, high_key, threshold):
     return (z ^ (key >> 32).to(tl.uint32)[:, None]) >= threshold.to(tl.uint32, bitcast=True)
 
 
+@triton.jit
+def _split_store(values, to, part, mask):
+    """Values as a high and a low part."""
+    high = values.to(tl.bfloat16)
+    tl.store(to, high, mask=mask)
+    tl.store(to + part, (values - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _place(
+    a0, b0, a1, b1, rank0, rank1, begin1, scaling0, scaling1, kept, scale, a, b, b_row, inputs, outputs, rows, places,
+    SCALED: tl.constexpr, TWO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A program writes some columns of one place of A, or some rows of B with all places."""
+    expert = tl.program_id(0).to(tl.int64)
+    across = (inputs + COLS - 1) // COLS
+    block = tl.program_id(1)
+    if block < places * across:
+        place = block // across
+        col = block % across * COLS + tl.arange(0, COLS)
+        inside = col < inputs
+        value = tl.load(a0 + (expert * rank0 + place) * inputs + col, mask=inside & (place < rank0), other=0)
+        value = value.to(tl.float32)
+        if TWO:
+            here = inside & (place >= begin1) & (place - begin1 < rank1)
+            value += tl.load(a1 + (expert * rank1 + place - begin1) * inputs + col, mask=here, other=0).to(tl.float32)
+        _split_store(value / kept, a + (expert * 2 * places + place) * inputs + col, places * inputs, inside)
+    else:
+        row = (block - places * across) * ROWS + tl.arange(0, ROWS)[:, None]
+        place = tl.arange(0, PLACES)[None, :]
+        here = (row < outputs) & (place < rank0)
+        value = tl.load(b0 + (expert * outputs + row) * rank0 + place, mask=here, other=0).to(tl.float32)
+        factor = tl.where(row < outputs, scaling0, scaling1)
+        if TWO:
+            here = (row >= outputs) & (row < rows) & (place >= begin1) & (place - begin1 < rank1)
+            from_b = b1 + (expert * outputs + row - outputs) * rank1 + place - begin1
+            value += tl.load(from_b, mask=here, other=0).to(tl.float32)
+        if SCALED:
+            factor /= tl.load(scale + expert * rows + row, mask=row < rows, other=1)
+        to = b + (expert * rows + row) * b_row + inputs + place
+        _split_store(value * factor, to, places, (row < rows) & (place < places))
+
+
 @triton.jit(**UNSPECIALIZED)
 def _low_rank(
-    x, x_row, a, a_expert, a_part, out, out_row, out_part, ends, routes, experts, cols, ranks,
-    low_key, high_key, threshold,
+    rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, low_key, high_key, threshold,
     DROPS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = _tile(ends, experts, EXPERTS, ROWS)
@@ -62,8 +106,8 @@ def _low_rank(
     row = first + tl.arange(0, ROWS)
     here = row < last
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    from_x = x + row.to(tl.int64)[:, None] * x_row
-    from_a = a + expert * a_expert + rank[:, None] * cols
+    from_x = rows + row.to(tl.int64)[:, None] * rows_row
+    from_a = a + (expert * 2 * places + begin + rank[:, None]) * cols
     sums = tl.zeros((ROWS, RANKS), tl.float32)
     for c in range(0, cols, COLS):
         col = c + tl.arange(0, COLS)
@@ -72,17 +116,16 @@ def _low_rank(
             value = tl.where(_stays(routes, row, here, col, low_key, high_key, threshold), value, 0)
         inside = (rank < ranks)[:, None] & (col < cols)[None, :]
         sums = tl.dot(value, tl.trans(tl.load(from_a + col[None, :], mask=inside, other=0)), sums)
-        sums = tl.dot(value, tl.trans(tl.load(from_a + a_part + col[None, :], mask=inside, other=0)), sums)
-    to = out + row.to(tl.int64)[:, None] * out_row + rank[None, :]
+        sums = tl.dot(value, tl.trans(tl.load(from_a + places * cols + col[None, :], mask=inside, other=0)), sums)
+    to = from_x + cols + begin + rank[None, :]
     inside = here[:, None] & (rank < ranks)[None, :]
     tl.store(to, sums.to(tl.bfloat16), mask=inside)
-    tl.store(to + out_part, sums.to(tl.bfloat16), mask=inside)
+    tl.store(to + places, sums.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit(**UNSPECIALIZED)
 def _add_low_rank(
-    low, low_row, low_part, a, a_expert, a_part, out, out_row, ends, routes, experts, cols, ranks,
-    low_key, high_key, threshold,
+    rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, low_key, high_key, threshold,
     DROPS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = _tile(ends, experts, EXPERTS, ROWS)
@@ -92,59 +135,87 @@ def _add_low_rank(
     here = row < last
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     sums = tl.zeros((ROWS, COLS), tl.float32)
+    at = rows + row.to(tl.int64)[:, None] * rows_row
     for r in range(0, ranks, RANKS):
         rank = r + tl.arange(0, RANKS)
-        from_low = low + row.to(tl.int64)[:, None] * low_row + rank[None, :]
+        from_low = at + cols + begin + rank[None, :]
         inside = here[:, None] & (rank < ranks)[None, :]
         value = tl.load(from_low, mask=inside, other=0).to(tl.float32)
-        value = (value + tl.load(from_low + low_part, mask=inside, other=0).to(tl.float32)).to(tl.bfloat16)
-        from_a = a + expert * a_expert + rank[:, None] * cols + col[None, :]
+        value = (value + tl.load(from_low + places, mask=inside, other=0).to(tl.float32)).to(tl.bfloat16)
+        from_a = a + (expert * 2 * places + begin + rank[:, None]) * cols + col[None, :]
         inside = (rank < ranks)[:, None] & (col < cols)[None, :]
         sums = tl.dot(value, tl.load(from_a, mask=inside, other=0), sums)
-        sums = tl.dot(value, tl.load(from_a + a_part, mask=inside, other=0), sums)
+        sums = tl.dot(value, tl.load(from_a + places * cols, mask=inside, other=0), sums)
     if DROPS:
         sums = tl.where(_stays(routes, row, here, col, low_key, high_key, threshold), sums, 0)
-    to = out + row.to(tl.int64)[:, None] * out_row + col[None, :]
+    to = at + col[None, :]
     inside = here[:, None] & (col < cols)[None, :]
     tl.store(to, (tl.load(to, mask=inside, other=0).to(tl.float32) + sums).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit(**UNSPECIALIZED)
-def _gradient(
-    low, low_row, low_part, wide, wide_row, out, out_expert, out_rank, out_col, ends, routes, weights,
-    scale, scale_expert, cols, ranks, low_key, high_key, threshold, factor,
-    PARTS: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, DROPS: tl.constexpr,
+def _gradients(
+    x, x_row, dx, dx_row, dy, out, ends, routes, weights, scale, experts, inputs, outputs, places, begin1, rank0, rank1,
+    scaling0, scaling1, kept, low_key, high_key, other_low, other_high, threshold,
+    ADDS: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, DROPS: tl.constexpr, TWO: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """A program makes some columns of A's gradient or some rows of B's, of one expert and projection."""
     expert = tl.program_id(0)
     last = tl.load(ends + expert)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    if first >= last:
-        return
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    rank = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
-    sums = tl.zeros((RANKS, COLS), tl.float32)
-    for begin in range(first, last, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        here = row < last
-        from_low = low + row.to(tl.int64)[:, None] * low_row + rank[None, :]
-        inside = here[:, None] & (rank < ranks)[None, :]
-        value = tl.load(from_low, mask=inside, other=0).to(tl.float32)
-        if PARTS == 2:
-            value += tl.load(from_low + low_part, mask=inside, other=0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.load(weights + tl.load(routes + row, mask=here, other=0), mask=here, other=0)[:, None]
-        from_wide = wide + row.to(tl.int64)[:, None] * wide_row + col[None, :]
-        other = tl.load(from_wide, mask=here[:, None] & (col < cols)[None, :], other=0)
-        if DROPS:
-            other = tl.where(_stays(routes, row, here, col, low_key, high_key, threshold), other, 0)
-        sums = tl.dot(tl.trans(value.to(tl.bfloat16)), other, sums)
-    sums *= factor
-    if SCALED:
-        sums /= tl.load(scale + expert * scale_expert + col, mask=col < cols, other=1)[None, :]
-    to = out + expert.to(tl.int64) * out_expert + rank.to(tl.int64)[:, None] * out_rank + col[None, :] * out_col
-    inside = (rank < ranks)[:, None] & (col < cols)[None, :]
-    tl.store(to, tl.load(to, mask=inside, other=0) + sums, mask=inside)
+    if not ADDS or first < last:
+        of_a, of_b = (inputs + COLS - 1) // COLS, (outputs + COLS - 1) // COLS
+        block = tl.program_id(1)
+        ranks, begin, scaling, before, dy_row = rank0, 0, scaling0, 0, outputs
+        if TWO:
+            second = block >= of_a + of_b
+            block -= tl.where(second, of_a + of_b, 0)
+            ranks, begin = tl.where(second, rank1, rank0), tl.where(second, begin1, 0)
+            scaling = tl.where(second, scaling1, scaling0)
+            low_key, high_key = tl.where(second, other_low, low_key), tl.where(second, other_high, high_key)
+            before = tl.where(second, experts.to(tl.int64) * rank0 * (inputs + outputs), 0)
+            dy += tl.where(second, outputs, 0)
+            dy_row = 2 * outputs
+        # A's: dx's places and x; B's: x's places and dy
+        is_a = block < of_a
+        if is_a:
+            low, low_row, wide, wide_row = dx, dx_row, x, x_row
+        else:
+            low, low_row, wide, wide_row = x, x_row, dy, dy_row
+        cols = tl.where(is_a, inputs, outputs)
+        col = tl.where(is_a, block, block - of_a) * COLS + tl.arange(0, COLS)
+        rank = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
+        low += inputs + begin
+        sums = tl.zeros((RANKS, COLS), tl.float32)
+        for start in range(first, last, ROWS):
+            row = start + tl.arange(0, ROWS)
+            here = row < last
+            from_low = low + row.to(tl.int64)[:, None] * low_row + rank[None, :]
+            inside = here[:, None] & (rank < ranks)[None, :]
+            value = tl.load(from_low, mask=inside, other=0).to(tl.float32)
+            value += tl.load(from_low + places, mask=inside & is_a, other=0).to(tl.float32)  # x has the same twice
+            if WEIGHTED:
+                value *= tl.load(weights + tl.load(routes + row, mask=here, other=0), mask=here, other=0)[:, None]
+            from_wide = wide + row.to(tl.int64)[:, None] * wide_row + col[None, :]
+            other = tl.load(from_wide, mask=here[:, None] & (col < cols)[None, :], other=0)
+            if DROPS:
+                stays = _stays(routes, row, here, col, low_key, high_key, threshold)
+                other = tl.where(stays | (block >= of_a), other, 0)
+            sums = tl.dot(tl.trans(value.to(tl.bfloat16)), other, sums)
+        sums *= tl.where(is_a, 1 / kept, scaling)
+        if SCALED:
+            at = expert * dy_row + dy_row - outputs + col
+            if TWO:
+                at -= tl.where(second, 0, outputs)
+            sums /= tl.load(scale + at, mask=(col < cols) & (block >= of_a), other=1)[None, :]
+        before += tl.where(is_a, 0, experts.to(tl.int64) * ranks * inputs)
+        place = rank[:, None] * tl.where(is_a, inputs, 1) + col[None, :] * tl.where(is_a, 1, ranks)
+        to = out + before + expert.to(tl.int64) * ranks * cols + place
+        inside = (rank < ranks)[:, None] & (col < cols)[None, :]
+        if ADDS:
+            sums += tl.load(to, mask=inside, other=0)
+        tl.store(to, sums, mask=inside)
 
 
 def _mask(dropout: Dropout | None) -> tuple[int, int, int]:
@@ -164,44 +235,72 @@ def _tiles(piece: Piece) -> tuple[int, dict[str, int]]:
     return triton.cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, triton.next_power_of_2(experts)), "ROWS": ROWS}
 
 
-def low_rank(x: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: Tensor) -> None:
+def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
     """See `ops.Operations`."""
-    cols, ranks = x.shape[1], a.shape[2]
-    tiles, constants = _tiles(piece)
-    _low_rank[(tiles, triton.cdiv(ranks, _block(ranks)))](
-        x, x.stride(0), a, a.stride(0), a.stride(1), out, out.stride(0), out.stride(1),
-        piece.ends, piece.row_route, len(piece.counts), cols, ranks, *_mask(dropout),
-        DROPS=dropout is not None, RANKS=_block(ranks), COLS=COLS, **constants,
+    experts, rows, b_row = b.shape
+    places, two = adapters.places, len(adapters.pairs) == 2
+    blocks = places * triton.cdiv(col, PLACE_COLS) + triton.cdiv(rows, ROWS)
+    _place[(experts, blocks)](
+        *_both(adapters), adapters.kept, scale, a, b, b_row, col, rows // 2 if two else rows, rows, places,
+        SCALED=scale is not None, TWO=two, PLACES=triton.next_power_of_2(places), ROWS=ROWS, COLS=PLACE_COLS,
     )  # fmt: skip
 
 
-def add_low_rank(low: Tensor, a: Tensor, piece: Piece, dropout: Dropout | None, out: Tensor) -> None:
+def _both(adapters: Adapters) -> tuple[Tensor | float | None, ...]:
+    """Tensors, ranks, second one's first place, and scalings of two projections, of which one may not be there."""
+    (a0, b0, rank0, scaling0), (a1, b1, rank1, scaling1) = (
+        (pair.a, pair.b, pair.a.shape[1], pair.scaling) if pair is not None else (some.a, some.b, 0, 0.0)
+        for some in (next(filter(None, adapters.pairs)),)
+        for pair in (adapters.pairs[0], adapters.pairs[-1] if len(adapters.pairs) == 2 else None)
+    )
+    return a0, b0, a1, b1, rank0, rank1, adapters.begins[-1], scaling0, scaling1
+
+
+def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
     """See `ops.Operations`."""
-    cols, ranks = out.shape[1], a.shape[2]
     tiles, constants = _tiles(piece)
-    _add_low_rank[(tiles, triton.cdiv(cols, COLS))](
-        low, low.stride(0), low.stride(1), a, a.stride(0), a.stride(1), out, out.stride(0),
-        piece.ends, piece.row_route, len(piece.counts), cols, ranks, *_mask(dropout),
-        DROPS=dropout is not None, RANKS=_block(ranks), COLS=COLS, **constants,
+    block = _block(end - begin)
+    _low_rank[(tiles, triton.cdiv(end - begin, block))](
+        rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
+        begin, end - begin, *_mask(dropout),
+        DROPS=dropout is not None, RANKS=block, COLS=COLS, **constants,
     )  # fmt: skip
 
 
-def lora_gradient(
-    low: Tensor,
-    wide: Tensor,
+def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
+    """See `ops.Operations`."""
+    tiles, constants = _tiles(piece)
+    _add_low_rank[(tiles, triton.cdiv(a.shape[3], COLS))](
+        rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
+        begin, end - begin, *_mask(dropout),
+        DROPS=dropout is not None, RANKS=_block(end - begin), COLS=COLS, **constants,
+    )  # fmt: skip
+
+
+def lora_gradients(
+    adapters: Adapters,
+    x: Tensor,
+    dx: Tensor,
+    dy: Tensor,
     piece: Piece,
     weights: Tensor | None,
-    dropout: Dropout | None,
-    factor: float,
     scale: Tensor | None,
     out: Tensor,
+    adds: bool,
 ) -> None:
     """See `ops.Operations`."""
-    ranks, cols = out.shape[1], wide.shape[1]
+    a, _, _, _, rank0, rank1, begin1, scaling0, scaling1 = _both(adapters)
+    projections, inputs, experts = len(adapters.pairs), a.shape[2], len(piece.counts)
+    outputs = dy.shape[1] // projections
+    ranks = max(rank0, rank1)
     block = max(16, _block(ranks))
-    _gradient[(len(piece.counts), triton.cdiv(cols, COLS), triton.cdiv(ranks, block))](
-        low, low.stride(0), low.stride(1), wide, wide.stride(0), out, *out.stride(), piece.ends, piece.row_route,
-        weights, scale, scale.stride(0) if scale is not None else 0, cols, ranks, *_mask(dropout), factor,
-        PARTS=low.shape[1], WEIGHTED=weights is not None, SCALED=scale is not None, DROPS=dropout is not None,
-        ROWS=ROWS, RANKS=block, COLS=COLS,
+    blocks = projections * (triton.cdiv(inputs, COLS) + triton.cdiv(outputs, COLS))
+    low_key, high_key, threshold = _mask(adapters.dropouts[0])
+    other_low, other_high, _ = _mask(adapters.dropouts[-1])
+    _gradients[(experts, blocks, triton.cdiv(ranks, block))](
+        x, x.stride(0), dx, dx.stride(0), dy, out, piece.ends, piece.row_route, weights, scale, experts,
+        inputs, outputs, adapters.places, begin1, rank0, rank1, scaling0, scaling1, adapters.kept,
+        low_key, high_key, other_low, other_high, threshold,
+        ADDS=adds, WEIGHTED=weights is not None, SCALED=scale is not None, DROPS=adapters.dropouts[0] is not None,
+        TWO=projections == 2, ROWS=ROWS, RANKS=block, COLS=COLS,
     )  # fmt: skip

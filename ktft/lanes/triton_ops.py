@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ktft.lanes.routes import Piece
 from ktft.lanes.triton_decode import decode
-from ktft.lanes.triton_lora import add_low_rank, lora_gradient, low_rank
+from ktft.lanes.triton_lora import add_low_rank, lora_gradients, low_rank, place
 from ktft.swiglu import Swiglu
 
 __all__ = [
@@ -16,8 +16,9 @@ __all__ = [
     "combine",
     "decode",
     "gather",
-    "lora_gradient",
+    "lora_gradients",
     "low_rank",
+    "place",
     "swiglu",
     "swiglu_backward",
 ]
@@ -147,7 +148,7 @@ def _experts(piece: Piece) -> int:
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
     """See `ops.Operations`."""
-    cols, experts = out.shape[1], len(piece.counts)
+    cols, experts = source.shape[1], len(piece.counts)
     _gather[(piece.rows, triton.cdiv(cols, COLS))](
         source, out, out.stride(0), scale, piece.ends, piece.row_route, piece.top_k, experts, cols,
         SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
@@ -156,7 +157,7 @@ def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> N
 
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
     """See `ops.Operations`."""
-    width = out.shape[1]
+    width = gate_up.shape[1] // 2
     _swiglu[(piece.rows, triton.cdiv(width, COLS))](
         gate_up, out, out.stride(0), scale, piece.ends, len(piece.counts), width,
         swiglu.alpha, swiglu.limit, swiglu.shift,
@@ -178,7 +179,7 @@ def swiglu_backward(
     """See `ops.Operations`."""
     _swiglu_backward[(piece.rows,)](
         gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
-        piece.ends, piece.row_route, len(piece.counts), h.shape[1], swiglu.alpha, swiglu.limit, swiglu.shift,
+        piece.ends, piece.row_route, len(piece.counts), gate_up.shape[1] // 2, swiglu.alpha, swiglu.limit, swiglu.shift,
         MORE=more is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
 
