@@ -70,13 +70,15 @@ class ChunkWeights:
 
         gate_up = matrix(2 * intermediate, hidden, PROJECTIONS[:2])
         down = matrix(hidden, intermediate, PROJECTIONS[2:])
-        a = (
-            gate_up.new_empty(experts, 2, total, inputs) if (total := sum(places.get(n, 0) for n in names)) else None
-            for names, inputs in ((PROJECTIONS[:2], hidden), (PROJECTIONS[2:], intermediate))
-        )
+
+        def parts(cols: int, names: Sequence[str]) -> Tensor | None:
+            total = sum(places.get(name, 0) for name in names)
+            return gate_up.new_empty(experts, 2, total, cols) if total else None
+
+        gate_up_a, down_a = parts(hidden, PROJECTIONS[:2]), parts(intermediate, PROJECTIONS[2:])
         scales = (gate_up.new_empty(m.shape[:2], dtype=torch.float32) for m in (gate_up, down))
         gate_up_scale, down_scale = scales if TILES[format].row_scaled else (None, None)
-        return cls(gate_up, down, *a, gate_up_scale, down_scale, places, biases)
+        return cls(gate_up, down, gate_up_a, down_a, gate_up_scale, down_scale, places, biases)
 
     @property
     def hidden(self) -> int:
