@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktft.lanes.tiles import TILES
+from ktft.lanes.tiles import TILES, cdiv
 from ktft.native.packed import PackedMatrix
 
 COLS = 256
@@ -143,7 +143,7 @@ def decode(
     first, floats = matrices[0], blocks.view(torch.float32)
     size = 2 if format == "bf16" else 1
     strips = first.rows // 16
-    grid = (blocks.shape[0] * len(matrices) * strips, triton.cdiv(first.cols, COLS))
+    grid = (blocks.shape[0] * len(matrices) * strips, cdiv(first.cols, COLS))
     common = (
         out, out.stride(2), out.shape[2], row, col, scale, strips,
         first.strip_bytes // size, blocks.stride(0) // size, floats.stride(0), first.cols,

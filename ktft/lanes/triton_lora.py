@@ -9,6 +9,7 @@ from torch import Tensor
 from ktft.lanes.adapters import Adapters
 from ktft.lanes.dropout import Dropout, signed
 from ktft.lanes.routes import Piece
+from ktft.lanes.tiles import cdiv, power_of_2
 from ktft.lora import LoraPair
 
 ROWS, RANKS, COLS = 32, 64, 128
@@ -247,13 +248,13 @@ def _mask(dropout: Dropout | None) -> tuple[int, int, int]:
 
 
 def _block(ranks: int) -> int:
-    return min(RANKS, triton.next_power_of_2(ranks))
+    return min(RANKS, power_of_2(ranks))
 
 
 def _tiles(piece: Piece) -> tuple[int, dict[str, int]]:
     """At least as many tiles as the experts' rows make, and the constants of `_tile`."""
     experts = len(piece.counts)
-    return triton.cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, triton.next_power_of_2(experts)), "ROWS": ROWS}
+    return cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, power_of_2(experts)), "ROWS": ROWS}
 
 
 def _two(adapters: Adapters) -> tuple[LoraPair, int, LoraPair, int, bool]:
@@ -272,11 +273,11 @@ def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: i
     first, rank0, second, rank1, two = _two(adapters)
     experts, rows, b_row = b.shape
     places = adapters.places
-    blocks = places * triton.cdiv(col, PLACE_COLS) + triton.cdiv(rows, ROWS)
+    blocks = places * cdiv(col, PLACE_COLS) + cdiv(rows, ROWS)
     _place[(experts, blocks)](
         first.a, first.b, second.a, second.b, rank0, rank1, adapters.begins[-1], first.scaling, second.scaling,
         adapters.kept, scale, a, b, b_row, col, rows // 2 if two else rows, rows, places,
-        SCALED=scale is not None, TWO=two, PLACES=triton.next_power_of_2(places), ROWS=ROWS, COLS=PLACE_COLS,
+        SCALED=scale is not None, TWO=two, PLACES=power_of_2(places), ROWS=ROWS, COLS=PLACE_COLS,
     )  # fmt: skip
 
 
@@ -284,7 +285,7 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
     """See `ops.Operations`."""
     tiles, constants = _tiles(piece)
     block = _block(end - begin)
-    _low_rank[(tiles, triton.cdiv(end - begin, block))](
+    _low_rank[(tiles, cdiv(end - begin, block))](
         rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
         begin, end - begin, *_mask(dropout),
         DROPS=dropout is not None, RANKS=block, COLS=COLS, **constants,
@@ -294,7 +295,7 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
 def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
     """See `ops.Operations`."""
     tiles, constants = _tiles(piece)
-    _add_low_rank[(tiles, triton.cdiv(a.shape[3], COLS))](
+    _add_low_rank[(tiles, cdiv(a.shape[3], COLS))](
         rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
         begin, end - begin, *_mask(dropout),
         DROPS=dropout is not None, RANKS=_block(end - begin), COLS=COLS, **constants,
@@ -317,10 +318,10 @@ def lora_gradients(
     inputs, outputs, experts = first.a.shape[2], dy.shape[1] // (1 + two), len(piece.counts)
     ranks = max(rank0, rank1)
     block = max(16, _block(ranks))
-    blocks = (1 + two) * (triton.cdiv(inputs, COLS) + triton.cdiv(outputs, COLS))
+    blocks = (1 + two) * (cdiv(inputs, COLS) + cdiv(outputs, COLS))
     low_key, high_key, threshold = _mask(adapters.dropouts[0])
     other_low, other_high, _ = _mask(adapters.dropouts[-1])
-    _gradients[(experts, blocks, triton.cdiv(ranks, block))](
+    _gradients[(experts, blocks, cdiv(ranks, block))](
         x, x.stride(0), dx, dx.stride(0), dy, out, piece.ends, piece.row_route, weights, scale, experts,
         inputs, outputs, adapters.places, adapters.begins[-1], rank0, rank1, first.scaling, second.scaling,
         adapters.kept, low_key, high_key, other_low, other_high, threshold,
