@@ -87,5 +87,5 @@ def test_biases_and_clamped_activation() -> None:
 @pytest.mark.parametrize("name", PROJECTIONS[:2])
 def test_one_of_two_projections_that_lie_side_by_side(name: str) -> None:
     layer = make_layer(32, 32, "int8", native.default_isa())
-    lora = make_lora(32, 32, 20, torch.bfloat16, (name,), dropout=0.2, seed=5)
-    assert_contract(compare(layer, lora, *inputs_for(ROWS, 32), oracle=dropout_oracle, forward=LANE))
+    lora = make_lora(32, 32, 20, torch.bfloat16, (name,))
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 32), forward=LANE))
