@@ -82,3 +82,10 @@ def test_biases_and_clamped_activation() -> None:
     layer = make(64, 160, "mxfp4", native.default_isa(), swiglu=GPT_OSS)
     lora = small_lora(64, 160, 8, torch.float32)
     assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=swiglu_oracle(layer), forward=LANE))
+
+
+@pytest.mark.parametrize("name", PROJECTIONS[:2])
+def test_one_of_two_projections_that_lie_side_by_side(name: str) -> None:
+    layer = make_layer(32, 32, "int8", native.default_isa())
+    lora = make_lora(32, 32, 20, torch.bfloat16, (name,))
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 32), forward=LANE))

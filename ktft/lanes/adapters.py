@@ -40,7 +40,8 @@ class Adapters:
         if lora is None or not any(pairs):
             return None
         begins = (0, *itertools.accumulate(places.get(name, 0) for name in names))
-        return cls(pairs, begins[:-1], begins[-1], tuple(Dropout.of(lora, name) for name in names), 1 - lora.dropout)
+        dropouts = tuple(Dropout.of(lora, name) for name in names)
+        return cls(pairs, begins[:-1], begins[-1], dropouts, 1.0 - lora.dropout)
 
     def masked(self) -> Iterator[tuple[int, int, Dropout | None]]:
         """Places [begin, end) that see the same mask: all where nothing is dropped, else one projection's each."""
@@ -48,16 +49,7 @@ class Adapters:
             yield 0, self.places, None
             return
         ends = (*self.begins[1:], self.places)
-        yield from (
-            each
-            for each, pair in zip(zip(self.begins, ends, self.dropouts, strict=True), self.pairs, strict=True)
-            if pair
-        )
-
-    @property
-    def ranks(self) -> list[int]:
-        """Of each projection, 0 where it has none."""
-        return [pair.a.shape[1] if pair is not None else 0 for pair in self.pairs]
+        yield from (part for part in zip(self.begins, ends, self.dropouts, strict=True) if part[0] < part[1])
 
     @property
     def tensors(self) -> list[Tensor]:

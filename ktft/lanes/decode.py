@@ -70,13 +70,15 @@ class ChunkWeights:
 
         gate_up = matrix(2 * intermediate, hidden, PROJECTIONS[:2])
         down = matrix(hidden, intermediate, PROJECTIONS[2:])
-        a = (
-            gate_up.new_empty(experts, 2, total, inputs) if (total := sum(places.get(n, 0) for n in names)) else None
-            for names, inputs in ((PROJECTIONS[:2], hidden), (PROJECTIONS[2:], intermediate))
-        )
+
+        def parts(cols: int, names: Sequence[str]) -> Tensor | None:
+            total = sum(places.get(name, 0) for name in names)
+            return gate_up.new_empty(experts, 2, total, cols) if total else None
+
+        gate_up_a, down_a = parts(hidden, PROJECTIONS[:2]), parts(intermediate, PROJECTIONS[2:])
         scales = (gate_up.new_empty(m.shape[:2], dtype=torch.float32) for m in (gate_up, down))
         gate_up_scale, down_scale = scales if TILES[format].row_scaled else (None, None)
-        return cls(gate_up, down, *a, gate_up_scale, down_scale, places, biases)
+        return cls(gate_up, down, gate_up_a, down_a, gate_up_scale, down_scale, places, biases)
 
     @property
     def hidden(self) -> int:
@@ -94,14 +96,21 @@ class ChunkWeights:
         return self.gate_up.nbytes + self.down.nbytes
 
     @functools.cached_property
-    def stacked(self) -> Tensor:
-        """`[G, 2, I, H + extra]`: gate and up."""
-        return self.gate_up.unflatten(1, (2, -1))
+    def by_projection(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """Gate and up `[G, 2, I, H + extra]` with their scale, and down `[G, 1, H, I + extra]` with its."""
+
+        def stacked(matrix: Tensor, scale: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
+            cut = (count, matrix.shape[1] // count)
+            return matrix.unflatten(1, cut), None if scale is None else scale.unflatten(1, cut)
+
+        return stacked(self.gate_up, self.gate_up_scale, 2), stacked(self.down, self.down_scale, 1)
 
     @functools.cached_property
-    def stacked_scale(self) -> Tensor | None:
-        """`[G, 2, I]`."""
-        return None if self.gate_up_scale is None else self.gate_up_scale.unflatten(1, (2, -1))
+    def ones(self) -> Tensor | None:
+        """What inputs have at a bias's columns, None without biases."""
+        if not self.biases:
+            return None
+        return torch.arange(PLACES, device=self.down.device).lt(2).bfloat16()
 
     @functools.cached_property
     def transposed(self) -> tuple[Tensor, Tensor]:
@@ -126,8 +135,8 @@ def decode(
         ops: by default the best for the device.
     """
     ops = ops or operations(out.down.device)
-    down_scale = None if out.down_scale is None else out.down_scale[:, None]
+    gate_up, down = out.by_projection
     for part, block in zip(slices, blocks, strict=True):
-        gate, up, down = (part.matrices[name] for name in PROJECTIONS)
-        ops.decode(format, block, (gate, up), out.stacked, out.stacked_scale, part.begin, 0)
-        ops.decode(format, block, (down,), out.down[:, None], down_scale, 0, part.begin)
+        matrices = [part.matrices[name] for name in PROJECTIONS]
+        ops.decode(format, block, matrices[:2], *gate_up, part.begin, 0)
+        ops.decode(format, block, matrices[2:], *down, 0, part.begin)

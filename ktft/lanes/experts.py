@@ -29,12 +29,12 @@ class _Side:
         transposed: Tensor,
         a: Tensor | None,
         scale: Tensor | None,
-        biases: bool,
+        ones: Tensor | None,
         adapters: Adapters | None,
         ops: Operations,
     ) -> None:
         self.matrix, self.transposed, self.a, self.scale = matrix, transposed, a, scale
-        self.biases, self.adapters, self.ops = biases, adapters, ops
+        self.ones, self.adapters, self.ops = ones, adapters, ops
         if adapters is not None:
             assert a is not None
             ops.place(adapters, scale, a, matrix, a.shape[3])
@@ -42,9 +42,8 @@ class _Side:
     def rows(self, piece: Piece) -> Tensor:
         """Room for inputs, with the columns that LoRA and the biases need at their end."""
         rows = torch.empty(piece.rows, self.matrix.shape[2], dtype=torch.bfloat16, device=self.matrix.device)
-        if self.biases:
-            rows[:, -PLACES:] = 0
-            rows[:, -PLACES : 2 - PLACES] = 1
+        if self.ones is not None:
+            rows[:, -PLACES:] = self.ones
         return rows
 
     def add_places(self, x: Tensor, piece: Piece) -> None:
@@ -76,9 +75,9 @@ class _Chunk:
         self.ops = ops = ops or operations(hidden.device)
         first, second = (Adapters.of(lora, names, weights.places) for names in (PROJECTIONS[:2], PROJECTIONS[2:]))
         gate_up_t, down_t = weights.transposed
-        biases = weights.biases
-        self.gate_up = _Side(weights.gate_up, gate_up_t, weights.gate_up_a, weights.gate_up_scale, biases, first, ops)
-        self.down = _Side(weights.down, down_t, weights.down_a, weights.down_scale, biases, second, ops)
+        ones = weights.ones
+        self.gate_up = _Side(weights.gate_up, gate_up_t, weights.gate_up_a, weights.gate_up_scale, ones, first, ops)
+        self.down = _Side(weights.down, down_t, weights.down_a, weights.down_scale, ones, second, ops)
 
     def gate_and_up(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Rows of x with what lies behind them, and gate and up before the activation."""
@@ -177,7 +176,7 @@ def _piece_backward(
     # Without the routing weight, so that <dh, h> is that one's gradient
     dh = second.input_grads(dy, piece)
     h = second.rows(piece)
-    bias = dh[:, -PLACES:] if second.biases else None
+    bias = dh[:, -PLACES:] if second.ones is not None else None
     ops.swiglu_backward(gate_up, first.scale, dh, bias, piece, chunk.swiglu, top_k_weights, h, grad_weights)
     second.add_places(h, piece)
 

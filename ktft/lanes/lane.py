@@ -262,12 +262,13 @@ class GpuLane:
         count = len(begun.part.experts)
         weights = plan.decoded(count)
         if begun.packed is not None:
-            blocks = begun.packed.wait(compute)
+            place = begun.packed
+            place.wait(compute)
         else:
             assert self.residents is not None and begun.part.slots is not None
             self.residents.arrived.wait(compute)
-            blocks = self._buffers.gathered.gather(plan.gathered, begun.part.slots).views
-        decode(layer.format, plan.slices, [block[:count] for block in blocks], weights)
+            place = self._buffers.gathered.gather(plan.gathered, begun.part.slots)
+        decode(layer.format, plan.slices, place.first(count), weights)
         if begun.packed is not None:
             begun.packed.buffer.free.record(compute)
         return weights
@@ -333,6 +334,7 @@ def _adapted(lora: ExpertLora | None, begun: _Begun, compute: object) -> ExpertL
     """The adapters of a chunk, on the device."""
     if lora is None or begun.adapters is None:
         return None
-    views = (view[: len(begun.part.experts)] for view in begun.adapters.wait(compute))
+    begun.adapters.wait(compute)
+    views = iter(begun.adapters.first(len(begun.part.experts)))
     names = [name for name in PROJECTIONS if name in lora.pairs]
     return replace(lora, pairs={name: LoraPair(next(views), next(views), lora.pairs[name].scaling) for name in names})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class Place:
     views: list[Tensor]
     locked: list[Rows]
     pageable: list[Rows]
+    _first: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def first(self, count: int) -> list[Tensor]:
+        """So many rows of the views."""
+        if count not in self._first:
+            self._first[count] = [view[:count] for view in self.views]
+        return self._first[count]
 
     def wait(self, stream: object) -> list[Tensor]:
         """Let `stream` wait for the rows; returns the views."""

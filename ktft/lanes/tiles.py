@@ -45,3 +45,14 @@ TILES = {
     "int4": Tile(128, CODE_BYTES + 8 * TILE_ROWS, table=tuple(range(-8, 8))),
     "mxfp4": Tile(128, CODE_BYTES + 4 * TILE_ROWS, table=_with_negatives(0, 0.5, 1, 1.5, 2, 3, 4, 6)),
 }
+
+
+# Triton has these too, for its kernels: called from Python they take ten times as long
+def cdiv(value: int, by: int) -> int:
+    """The quotient, rounded up."""
+    return -(-value // by)
+
+
+def power_of_2(value: int) -> int:
+    """The smallest one that is not smaller."""
+    return 1 << (value - 1).bit_length()

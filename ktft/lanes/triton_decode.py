@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktft.lanes.tiles import TILES
+from ktft.lanes.tiles import TILES, cdiv
 from ktft.native.packed import PackedMatrix
 
 COLS = 256
@@ -17,11 +17,11 @@ COLS = 256
 
 @triton.jit
 def _strip(
-    floats, out, out_row, out_rows, row, col, scale, strips, strip_bytes, block_bytes, tiles, scales, biases,
-    SIZE: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
+    floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
+    tiles, scales, biases, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Offset of this program's strip in the blocks, in codes of SIZE bytes; where its first row lies in out; its first
-    column, its row, and its scales' offset. The program of the first columns writes the rows' scales and biases.
+    """Where this program's strip begins among the codes, and its first row in out; its first column, its row, and where
+    its scales begin among the floats. The program of the first columns writes the rows' scales and biases.
     """
     strip = tl.program_id(0) % strips
     which = tl.program_id(0) // strips % len(tiles)
@@ -34,37 +34,36 @@ def _strip(
     first_row = (expert * len(tiles) + which) * out_rows + row + strip * 16
     if (SCALED or BIASED) and tl.program_id(1) == 0:
         r = tl.arange(0, 16)
-        block = floats + expert * (block_bytes // 4) + strip * 16 + r
+        block = floats + expert * block_floats + strip * 16 + r
         value = tl.full((16,), 1.0, tl.float32)
         if SCALED:
-            value = tl.load(block + mine_scales // 4)
+            value = tl.load(block + mine_scales)
             tl.store(scale + first_row + r, value)
         if BIASED:
-            bias = (tl.load(block + mine_bias // 4) / value)[:, None]
+            bias = (tl.load(block + mine_bias) / value)[:, None]
             high = bias.to(tl.bfloat16).to(tl.float32)
             c = tl.arange(0, 16)[None, :]
             both = tl.where(c == 0, high, tl.where(c == 1, bias - high, 0.0))
             tl.store(out + (first_row + r + 1)[:, None] * out_row - 16 + c, both.to(tl.bfloat16))
-    source = expert * (block_bytes // SIZE) + mine_tiles // SIZE + strip.to(tl.int64) * (strip_bytes // SIZE)
-    at = expert * (block_bytes // 4) + mine_scales // 4
+    source = expert * block_codes + mine_tiles + strip.to(tl.int64) * strip_codes
+    at = expert * block_floats + mine_scales
     return source, out + first_row * out_row + col, tl.program_id(1) * COLS, strip * 16, at
 
 
 @triton.jit
 def _plain(
-    codes, floats, out, out_row, out_rows, row, col, scale, strips, cols, strip_bytes, block_bytes,
-    tiles, scales, biases,
+    codes, floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
+    cols, tiles, scales, biases,
     FORMAT: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """bf16, int8 and fp8: `codes` has the dtype of the codes, fp8 as uint8."""
-    SIZE: tl.constexpr = 2 if FORMAT == "bf16" else 1
     source, to, first, row, at = _strip(
-        floats, out, out_row, out_rows, row, col, scale, strips, strip_bytes, block_bytes, tiles, scales, biases,
-        SIZE, SCALED, BIASED, COLS,
+        floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
+        tiles, scales, biases, SCALED, BIASED, COLS,
     )  # fmt: skip
     r = tl.arange(0, 16)[:, None]
     col = first + tl.arange(0, COLS)[None, :]
-    TILE: tl.constexpr = 64 // SIZE
+    TILE: tl.constexpr = 32 if FORMAT == "bf16" else 64
     code = tl.load(codes + source + col // TILE * (TILE * 16) + r * TILE + col % TILE, mask=col < cols, other=0)
     if FORMAT == "fp8":
         code = code.to(tl.uint16)
@@ -101,14 +100,14 @@ def _nibble(code, scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _nibbles(
-    codes, floats, halves, out, out_row, out_rows, row, col, scale, strips, cols, strip_bytes, block_bytes,
-    tiles, scales, biases,
+    codes, floats, halves, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
+    cols, tiles, scales, biases,
     FORMAT: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """4-bit formats: 16 rows x groups x 16 bytes, with one scale a group."""
     source, to, first, _, _ = _strip(
-        floats, out, out_row, out_rows, row, col, scale, strips, strip_bytes, block_bytes, tiles, scales, biases,
-        1, SCALED, BIASED, COLS,
+        floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
+        tiles, scales, biases, SCALED, BIASED, COLS,
     )  # fmt: skip
     TILE: tl.constexpr = 1152 if FORMAT == "int4" else 1088
     r = tl.arange(0, 16)[:, None, None]
@@ -141,20 +140,21 @@ def decode(
     col: int,
 ) -> None:
     """See `ops.Operations`."""
-    first = matrices[0]
+    first, floats = matrices[0], blocks.view(torch.float32)
+    size = 2 if format == "bf16" else 1
     strips = first.rows // 16
-    grid = (blocks.shape[0] * len(matrices) * strips, triton.cdiv(first.cols, COLS))
+    grid = (blocks.shape[0] * len(matrices) * strips, cdiv(first.cols, COLS))
     common = (
-        out, out.stride(2), out.shape[2], row, col, scale, strips, first.cols, first.strip_bytes, blocks.stride(0),
-        tuple(matrix.tiles for matrix in matrices),
-        tuple(matrix.scales or 0 for matrix in matrices),
-        tuple(matrix.bias or 0 for matrix in matrices),
+        out, out.stride(2), out.shape[2], row, col, scale, strips,
+        first.strip_bytes // size, blocks.stride(0) // size, floats.stride(0), first.cols,
+        tuple(matrix.tiles // size for matrix in matrices),
+        tuple((matrix.scales or 0) // 4 for matrix in matrices),
+        tuple((matrix.bias or 0) // 4 for matrix in matrices),
     )  # fmt: skip
     constants = {"FORMAT": format, "SCALED": scale is not None, "BIASED": first.bias is not None, "COLS": COLS}
-    floats = blocks.view(torch.float32)
     if TILES[format].table is None:
-        codes = blocks.view({"bf16": torch.bfloat16, "int8": torch.int8}[format]) if format != "fp8" else blocks
-        _plain[grid](codes, floats, *common, **constants)
+        dtype = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.uint8}[format]
+        _plain[grid](blocks.view(dtype), floats, *common, **constants)
     else:
         halves = blocks.view(torch.bfloat16) if format == "int4" else None
         _nibbles[grid](blocks, floats, halves, *common, **constants)

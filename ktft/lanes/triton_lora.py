@@ -9,6 +9,8 @@ from torch import Tensor
 from ktft.lanes.adapters import Adapters
 from ktft.lanes.dropout import Dropout, signed
 from ktft.lanes.routes import Piece
+from ktft.lanes.tiles import cdiv, power_of_2
+from ktft.lora import LoraPair
 
 ROWS, RANKS, COLS = 32, 64, 128
 PLACE_COLS = 1024
@@ -61,6 +63,43 @@ def _split_store(values, to, part, mask):
 
 
 @triton.jit
+def _place_a(
+    a0, a1, rank0, rank1, begin1, kept, a, inputs, places, expert, place, first,
+    TWO: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    col = first + tl.arange(0, COLS)
+    inside = col < inputs
+    value = tl.load(a0 + (expert * rank0 + place) * inputs + col, mask=inside & (place < rank0), other=0)
+    value = value.to(tl.float32)
+    if TWO:
+        other = place - begin1
+        here = inside & (other >= 0) & (other < rank1)
+        value += tl.load(a1 + (expert * rank1 + other) * inputs + col, mask=here, other=0).to(tl.float32)
+    _split_store(value / kept, a + (expert * 2 * places + place) * inputs + col, places * inputs, inside)
+
+
+@triton.jit
+def _place_b(
+    b0, b1, rank0, rank1, begin1, scaling0, scaling1, scale, b, b_row, inputs, outputs, rows, places, expert, first,
+    SCALED: tl.constexpr, TWO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.arange(0, ROWS)[:, None]
+    place = tl.arange(0, PLACES)[None, :]
+    here = (row < outputs) & (place < rank0)
+    value = tl.load(b0 + (expert * outputs + row) * rank0 + place, mask=here, other=0).to(tl.float32)
+    factor = tl.where(row < outputs, scaling0, scaling1)
+    if TWO:
+        other = place - begin1
+        here = (row >= outputs) & (row < rows) & (other >= 0) & (other < rank1)
+        from_b = b1 + (expert * outputs + row - outputs) * rank1 + other
+        value += tl.load(from_b, mask=here, other=0).to(tl.float32)
+    if SCALED:
+        factor /= tl.load(scale + expert * rows + row, mask=row < rows, other=1)
+    to = b + (expert * rows + row) * b_row + inputs + place
+    _split_store(value * factor, to, places, (row < rows) & (place < places))
+
+
+@triton.jit
 def _place(
     a0, b0, a1, b1, rank0, rank1, begin1, scaling0, scaling1, kept, scale, a, b, b_row, inputs, outputs, rows, places,
     SCALED: tl.constexpr, TWO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -70,29 +109,15 @@ def _place(
     across = (inputs + COLS - 1) // COLS
     block = tl.program_id(1)
     if block < places * across:
-        place = block // across
-        col = block % across * COLS + tl.arange(0, COLS)
-        inside = col < inputs
-        value = tl.load(a0 + (expert * rank0 + place) * inputs + col, mask=inside & (place < rank0), other=0)
-        value = value.to(tl.float32)
-        if TWO:
-            here = inside & (place >= begin1) & (place - begin1 < rank1)
-            value += tl.load(a1 + (expert * rank1 + place - begin1) * inputs + col, mask=here, other=0).to(tl.float32)
-        _split_store(value / kept, a + (expert * 2 * places + place) * inputs + col, places * inputs, inside)
+        _place_a(
+            a0, a1, rank0, rank1, begin1, kept, a, inputs, places, expert, block // across, block % across * COLS,
+            TWO, COLS,
+        )  # fmt: skip
     else:
-        row = (block - places * across) * ROWS + tl.arange(0, ROWS)[:, None]
-        place = tl.arange(0, PLACES)[None, :]
-        here = (row < outputs) & (place < rank0)
-        value = tl.load(b0 + (expert * outputs + row) * rank0 + place, mask=here, other=0).to(tl.float32)
-        factor = tl.where(row < outputs, scaling0, scaling1)
-        if TWO:
-            here = (row >= outputs) & (row < rows) & (place >= begin1) & (place - begin1 < rank1)
-            from_b = b1 + (expert * outputs + row - outputs) * rank1 + place - begin1
-            value += tl.load(from_b, mask=here, other=0).to(tl.float32)
-        if SCALED:
-            factor /= tl.load(scale + expert * rows + row, mask=row < rows, other=1)
-        to = b + (expert * rows + row) * b_row + inputs + place
-        _split_store(value * factor, to, places, (row < rows) & (place < places))
+        _place_b(
+            b0, b1, rank0, rank1, begin1, scaling0, scaling1, scale, b, b_row, inputs, outputs, rows, places, expert,
+            (block - places * across) * ROWS, SCALED, TWO, PLACES, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit(**UNSPECIALIZED)
@@ -167,7 +192,7 @@ def _gradients(
     if not ADDS or first < last:
         of_a, of_b = (inputs + COLS - 1) // COLS, (outputs + COLS - 1) // COLS
         block = tl.program_id(1)
-        ranks, begin, scaling, before, dy_row = rank0, 0, scaling0, 0, outputs
+        ranks, begin, scaling, before, side, dy_row = rank0, 0, scaling0, 0, 0, outputs
         if TWO:
             second = block >= of_a + of_b
             block -= tl.where(second, of_a + of_b, 0)
@@ -175,14 +200,13 @@ def _gradients(
             scaling = tl.where(second, scaling1, scaling0)
             low_key, high_key = tl.where(second, other_low, low_key), tl.where(second, other_high, high_key)
             before = tl.where(second, experts.to(tl.int64) * rank0 * (inputs + outputs), 0)
-            dy += tl.where(second, outputs, 0)
-            dy_row = 2 * outputs
+            side, dy_row = tl.where(second, outputs, 0), 2 * outputs
         # A's: dx's places and x; B's: x's places and dy
         is_a = block < of_a
         if is_a:
             low, low_row, wide, wide_row = dx, dx_row, x, x_row
         else:
-            low, low_row, wide, wide_row = x, x_row, dy, dy_row
+            low, low_row, wide, wide_row = x, x_row, dy + side, dy_row
         cols = tl.where(is_a, inputs, outputs)
         col = tl.where(is_a, block, block - of_a) * COLS + tl.arange(0, COLS)
         rank = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
@@ -205,10 +229,8 @@ def _gradients(
             sums = tl.dot(tl.trans(value.to(tl.bfloat16)), other, sums)
         sums *= tl.where(is_a, 1 / kept, scaling)
         if SCALED:
-            at = expert * dy_row + dy_row - outputs + col
-            if TWO:
-                at -= tl.where(second, 0, outputs)
-            sums /= tl.load(scale + at, mask=(col < cols) & (block >= of_a), other=1)[None, :]
+            at = scale + expert * dy_row + side + col
+            sums /= tl.load(at, mask=(col < cols) & (block >= of_a), other=1)[None, :]
         before += tl.where(is_a, 0, experts.to(tl.int64) * ranks * inputs)
         place = rank[:, None] * tl.where(is_a, inputs, 1) + col[None, :] * tl.where(is_a, 1, ranks)
         to = out + before + expert.to(tl.int64) * ranks * cols + place
@@ -226,41 +248,44 @@ def _mask(dropout: Dropout | None) -> tuple[int, int, int]:
 
 
 def _block(ranks: int) -> int:
-    return min(RANKS, triton.next_power_of_2(ranks))
+    return min(RANKS, power_of_2(ranks))
 
 
 def _tiles(piece: Piece) -> tuple[int, dict[str, int]]:
     """At least as many tiles as the experts' rows make, and the constants of `_tile`."""
     experts = len(piece.counts)
-    return triton.cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, triton.next_power_of_2(experts)), "ROWS": ROWS}
+    return cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, power_of_2(experts)), "ROWS": ROWS}
+
+
+def _two(adapters: Adapters) -> tuple[LoraPair, int, LoraPair, int, bool]:
+    """The first projection's pair and rank and the second one's, rank 0 where there is none; whether two lie side by
+    side.
+    """
+    some = next(pair for pair in adapters.pairs if pair is not None)
+    first, two = adapters.pairs[0], len(adapters.pairs) == 2
+    second = adapters.pairs[1] if two else None
+    ranks = (pair.a.shape[1] if pair is not None else 0 for pair in (first, second))
+    return first or some, next(ranks), second or some, next(ranks), two
 
 
 def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
     """See `ops.Operations`."""
+    first, rank0, second, rank1, two = _two(adapters)
     experts, rows, b_row = b.shape
-    places, two = adapters.places, len(adapters.pairs) == 2
-    blocks = places * triton.cdiv(col, PLACE_COLS) + triton.cdiv(rows, ROWS)
+    places = adapters.places
+    blocks = places * cdiv(col, PLACE_COLS) + cdiv(rows, ROWS)
     _place[(experts, blocks)](
-        *_both(adapters), adapters.kept, scale, a, b, b_row, col, rows // 2 if two else rows, rows, places,
-        SCALED=scale is not None, TWO=two, PLACES=triton.next_power_of_2(places), ROWS=ROWS, COLS=PLACE_COLS,
+        first.a, first.b, second.a, second.b, rank0, rank1, adapters.begins[-1], first.scaling, second.scaling,
+        adapters.kept, scale, a, b, b_row, col, rows // 2 if two else rows, rows, places,
+        SCALED=scale is not None, TWO=two, PLACES=power_of_2(places), ROWS=ROWS, COLS=PLACE_COLS,
     )  # fmt: skip
-
-
-def _both(adapters: Adapters) -> tuple[Tensor | float | None, ...]:
-    """Tensors, ranks, second one's first place, and scalings of two projections, of which one may not be there."""
-    (a0, b0, rank0, scaling0), (a1, b1, rank1, scaling1) = (
-        (pair.a, pair.b, pair.a.shape[1], pair.scaling) if pair is not None else (some.a, some.b, 0, 0.0)
-        for some in (next(filter(None, adapters.pairs)),)
-        for pair in (adapters.pairs[0], adapters.pairs[-1] if len(adapters.pairs) == 2 else None)
-    )
-    return a0, b0, a1, b1, rank0, rank1, adapters.begins[-1], scaling0, scaling1
 
 
 def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
     """See `ops.Operations`."""
     tiles, constants = _tiles(piece)
     block = _block(end - begin)
-    _low_rank[(tiles, triton.cdiv(end - begin, block))](
+    _low_rank[(tiles, cdiv(end - begin, block))](
         rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
         begin, end - begin, *_mask(dropout),
         DROPS=dropout is not None, RANKS=block, COLS=COLS, **constants,
@@ -270,7 +295,7 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
 def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
     """See `ops.Operations`."""
     tiles, constants = _tiles(piece)
-    _add_low_rank[(tiles, triton.cdiv(a.shape[3], COLS))](
+    _add_low_rank[(tiles, cdiv(a.shape[3], COLS))](
         rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
         begin, end - begin, *_mask(dropout),
         DROPS=dropout is not None, RANKS=_block(end - begin), COLS=COLS, **constants,
@@ -289,18 +314,17 @@ def lora_gradients(
     adds: bool,
 ) -> None:
     """See `ops.Operations`."""
-    a, _, _, _, rank0, rank1, begin1, scaling0, scaling1 = _both(adapters)
-    projections, inputs, experts = len(adapters.pairs), a.shape[2], len(piece.counts)
-    outputs = dy.shape[1] // projections
+    first, rank0, second, rank1, two = _two(adapters)
+    inputs, outputs, experts = first.a.shape[2], dy.shape[1] // (1 + two), len(piece.counts)
     ranks = max(rank0, rank1)
     block = max(16, _block(ranks))
-    blocks = projections * (triton.cdiv(inputs, COLS) + triton.cdiv(outputs, COLS))
+    blocks = (1 + two) * (cdiv(inputs, COLS) + cdiv(outputs, COLS))
     low_key, high_key, threshold = _mask(adapters.dropouts[0])
     other_low, other_high, _ = _mask(adapters.dropouts[-1])
-    _gradients[(experts, blocks, triton.cdiv(ranks, block))](
+    _gradients[(experts, blocks, cdiv(ranks, block))](
         x, x.stride(0), dx, dx.stride(0), dy, out, piece.ends, piece.row_route, weights, scale, experts,
-        inputs, outputs, adapters.places, begin1, rank0, rank1, scaling0, scaling1, adapters.kept,
-        low_key, high_key, other_low, other_high, threshold,
+        inputs, outputs, adapters.places, adapters.begins[-1], rank0, rank1, first.scaling, second.scaling,
+        adapters.kept, low_key, high_key, other_low, other_high, threshold,
         ADDS=adds, WEIGHTED=weights is not None, SCALED=scale is not None, DROPS=adapters.dropouts[0] is not None,
-        TWO=projections == 2, ROWS=ROWS, RANKS=block, COLS=COLS,
+        TWO=two, ROWS=ROWS, RANKS=block, COLS=COLS,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktft.lanes.routes import Piece
+from ktft.lanes.tiles import cdiv, power_of_2
 from ktft.lanes.triton_decode import decode
 from ktft.lanes.triton_lora import add_low_rank, lora_gradients, low_rank, place
 from ktft.swiglu import Swiglu
@@ -143,13 +144,13 @@ def _combine(
 
 
 def _experts(piece: Piece) -> int:
-    return max(32, triton.next_power_of_2(len(piece.counts)))
+    return max(32, power_of_2(len(piece.counts)))
 
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
     """See `ops.Operations`."""
     cols, experts = source.shape[1], len(piece.counts)
-    _gather[(piece.rows, triton.cdiv(cols, COLS))](
+    _gather[(piece.rows, cdiv(cols, COLS))](
         source, out, out.stride(0), scale, piece.ends, piece.row_route, piece.top_k, experts, cols,
         SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
@@ -158,7 +159,7 @@ def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> N
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
     """See `ops.Operations`."""
     width = gate_up.shape[1] // 2
-    _swiglu[(piece.rows, triton.cdiv(width, COLS))](
+    _swiglu[(piece.rows, cdiv(width, COLS))](
         gate_up, out, out.stride(0), scale, piece.ends, len(piece.counts), width,
         swiglu.alpha, swiglu.limit, swiglu.shift,
         SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
@@ -187,7 +188,7 @@ def swiglu_backward(
 def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
     """See `ops.Operations`."""
     cols = out.shape[1]
-    _combine[(out.shape[0], triton.cdiv(cols, COLS))](
+    _combine[(out.shape[0], cdiv(cols, COLS))](
         y, y.stride(0), out, weights, scale, piece.ends, piece.route_row, piece.top_k, piece.begin, piece.rows,
         len(piece.counts), cols,
         WEIGHTED=weights is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
