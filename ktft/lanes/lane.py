@@ -282,7 +282,7 @@ class GpuLane:
         pairs = zip(lora_grads, grads, strict=True)
         matrices = [Rows(every.data_ptr(), own.data_ptr(), own.nbytes // len(experts)) for every, own in pairs]
         self.transfer.copy_out(experts, matrices)
-        self.transfer.keep(grads, self.transfer.out)
+        self.transfer.keep(grads[:1], self.transfer.out)  # they share one storage
         self._returned.record(self.transfer.out)
 
     def _check(self, layer: ExpertLayer, lora: ExpertLora | None, lora_grads: Sequence[Tensor]) -> None:
