@@ -18,6 +18,7 @@ Ints = NDArray[np.int64]
 # How measured times correct rates: of the logarithm by which a lane is off, this much each time, and no single time
 # counts as more than twice off. A layer's neighbours see the same rates, so one step of a model corrects most of it.
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
+_STEP = math.log(1.5)  # experts whose rows differ by less are alike
 _FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
 
 _WORTH = 0.02  # what a lane more must gain, for rates are not known better
@@ -105,16 +106,18 @@ class Placer:
             work: `forward` or `backward`; or `both`, for a forward whose backward needs what each lane retained: the
                 seconds are then forward's, and `again` gives backward's.
 
-        A lane is left out where it would gain less than 2%. Equal counts give equal decisions: ties go by expert
-        number.
+        A lane is left out where it would gain less than 2%. Equal counts give equal decisions: experts with about as
+        many rows go by their number.
         """
         rows, cost = np.array(counts, dtype=np.float64), self._costs[work]
-        order = np.argsort(-rows, kind="stable")[: np.count_nonzero(rows)]
-        streamed, stay = order, order[:0]
+        used = np.count_nonzero(rows)
+        streamed = np.argsort(-_alike(rows), kind="stable")[:used]
+        stay = streamed[:0]
         if resident:
             here = np.zeros(len(rows), dtype=bool)
             here[list(resident)] = True
-            streamed, stay = order[~here[order]], order[here[order]]
+            by_rows = np.argsort(-rows, kind="stable")[:used]
+            streamed, stay = streamed[~here[streamed]], by_rows[here[by_rows]]
         groups = _Group(streamed, rows, cost), _Group(stay, rows, cost)
         n, j, seconds = self._cuts(*groups, float(rows.sum()) / self.kind.top_k, cost)
         on_gpu, stays = streamed.tolist(), stay.tolist()
@@ -178,6 +181,14 @@ class Placer:
     def corrections(self, work: str) -> dict[str, float]:
         """By how much each lane's seconds are more than the rates say."""
         return {lane: math.exp(off) for lane, off in self._off[work].items()}
+
+
+def _alike(rows: Floats) -> Floats:
+    """Numbers that order experts by rows, and are equal for about as many: those go by expert number then.
+
+    Neighbours lie beside each other in memory, and travel in one copy instead of one each.
+    """
+    return np.ceil(np.log(np.maximum(rows, 0.5)) / _STEP)
 
 
 def _soonest(times: tuple[Floats, ...]) -> tuple[int, list[float]]:

@@ -239,7 +239,8 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
     lanes = Lanes(settings, on_cpu=emulate_gpu()) if _has_gpu() else None
     threads = settings.threads
     if threads is None and lanes is not None:
-        threads = max(native.topology()["cores"] - 1, 1)  # one is left to give the GPU its work
+        cores = native.topology()["cores"]
+        threads = max(cores - max(cores // 8, 1), 1)  # the others give the GPU its work
     runtime = native.runtime(threads, settings.numa_nodes, settings.isa)
     experts: dict[int, KtftExperts] = {}
     for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
