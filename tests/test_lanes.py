@@ -44,7 +44,7 @@ def make_experts(fmt: str = "int8", nodes: int = 1, activation: str = "retain", 
 
 
 def force(monkeypatch: pytest.MonkeyPatch, cpu: list[int], stream: list[int]) -> None:
-    def decide(self, counts, resident, work):
+    def decide(self, counts, resident, work, mode=None):
         zeros = dict.fromkeys(("cpu", "copy", "gpu"), 0.0)
         return Placement([e for e in cpu if counts[e]], [e for e in stream if counts[e]], [], zeros, zeros)
 

@@ -37,7 +37,7 @@ def losses(directory: Path) -> list[float]:
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
-def half(self, counts, resident, work):
+def half(self, counts, resident, work, mode=None):
     """Every other expert is streamed."""
     used = [expert for expert, rows in enumerate(counts) if rows]
     zeros = dict.fromkeys(("cpu", "copy", "gpu"), 0.0)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ktft.config import Settings
+from ktft.lanes.choice import WAYS, Choice
 from ktft.lanes.crossing import Crossing
 from ktft.lanes.lane import GpuLane
 from ktft.lanes.measure import measured_rates
 from ktft.lanes.placement import Placement, Placer
-from ktft.lanes.rates import LayerKind
+from ktft.lanes.rates import WORKS, LayerKind
 from ktft.lanes.resident import Residents, free_for_residents
 from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
@@ -81,6 +82,7 @@ class Lanes:
         self._last: dict[tuple[ExpertLayer, str], Pass] = {}
         self._unread: deque[Pass] = deque()
         self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
+        self._choice = Choice()
         self._cpu = ThreadPoolExecutor(1, "ktft-cpu-lane")
 
     def take(self, device: torch.device) -> bool:
@@ -112,8 +114,17 @@ class Lanes:
         self._learn()
         placer = self._placer(layer, top_k, lora)
         resident = set(self.residents.slots(layer)) if self.residents is not None else set()
-        placement = placer.decide(counts, resident.union(self.gpu.coming(layer, lora)), work)
+        way = self._choice.way(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
+        mode = way if placer.mode == "auto" else placer.mode
+        placement = placer.decide(counts, resident.union(self.gpu.coming(layer, lora)), work, mode)
         return Pass(layer, "forward" if work == "both" else work, placement, placer, lora)
+
+    @staticmethod
+    def _expected(placer: Placer, counts: Sequence[int], resident: set[int]) -> dict[str, float]:
+        def seconds(way: str) -> float:
+            return sum(max(placer.decide(counts, resident, work, way).seconds.values()) for work in WORKS)
+
+        return {way: seconds(way) for way in WAYS}
 
     def again(self, before: Pass, counts: Sequence[int]) -> Pass:
         """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
@@ -187,7 +198,8 @@ class Lanes:
             self._counted.append((layer, counts))
 
     def end_step(self) -> None:
-        """Between two steps: residents are made, or follow the routing."""
+        """Between two steps: residents are made, or follow the routing; what the step took is learned from."""
+        self._choice.end_step()
         memory = self._settings.gpu_expert_memory
         if self._device is None or memory == 0:
             return

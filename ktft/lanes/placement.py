@@ -97,7 +97,7 @@ class Placer:
         self._costs = {work: self._base[work].corrected(**self.corrections(work)) for work in WORKS}
         self._costs["both"] = Costs(*map(sum, zip(*self._costs.values(), strict=True)))
 
-    def decide(self, counts: Sequence[int], resident: Collection[int], work: str) -> Placement:
+    def decide(self, counts: Sequence[int], resident: Collection[int], work: str, mode: str | None = None) -> Placement:
         """Where the experts run that `counts` (rows an expert) gives rows.
 
         Args:
@@ -105,6 +105,7 @@ class Placer:
                 then those with fewest rows go to the CPU.
             work: `forward` or `backward`; or `both`, for a forward whose backward needs what each lane retained: the
                 seconds are then forward's, and `again` gives backward's.
+            mode: instead of the placer's own.
 
         A lane is left out where it would gain less than 2%. Equal counts give equal decisions: experts with about as
         many rows go by their number.
@@ -119,7 +120,7 @@ class Placer:
             by_rows = np.argsort(-rows, kind="stable")[:used]
             streamed, stay = streamed[~here[streamed]], by_rows[here[by_rows]]
         groups = _Group(streamed, rows, cost), _Group(stay, rows, cost)
-        n, j, seconds = self._cuts(*groups, float(rows.sum()) / self.kind.top_k, cost)
+        n, j, seconds = self._cuts(*groups, float(rows.sum()) / self.kind.top_k, cost, mode or self.mode)
         on_gpu, stays = streamed.tolist(), stay.tolist()
         lists = on_gpu[n:] + stays[j:], on_gpu[:n], stays[:j]
         if work == "both":
@@ -144,14 +145,16 @@ class Placer:
         expected = {lane: each / math.exp(off[lane]) for lane, each in corrected.items()}
         return Placement(cpu, stream, resident, corrected, expected)
 
-    def _cuts(self, streamed: _Group, stay: _Group, tokens: float, cost: Costs) -> tuple[int, int, list[float]]:
+    def _cuts(
+        self, streamed: _Group, stay: _Group, tokens: float, cost: Costs, mode: str
+    ) -> tuple[int, int, list[float]]:
         """How many to stream, how many residents run on the GPU, and the lanes' seconds then."""
         n, every = np.arange(streamed.size + 1), np.array([stay.size])
-        if self.mode != "auto":
-            n = np.array([streamed.size if self.mode == "stream" else 0])
-            every = np.array([0 if self.mode == "cpu" else stay.size])
+        if mode != "auto":
+            n = np.array([streamed.size if mode == "stream" else 0])
+            every = np.array([0 if mode == "cpu" else stay.size])
         best, seconds = _soonest(_lanes(streamed, stay, n, every, tokens, cost))
-        if self.mode != "auto" or not stay.size or seconds[2] <= max(seconds[:2]):
+        if mode != "auto" or not stay.size or seconds[2] <= max(seconds[:2]):
             return int(n[best]), int(every[0]), seconds
         j = _fewer_residents(streamed, stay, n, tokens, cost)
         best, seconds = _soonest(_lanes(streamed, stay, n, j, tokens, cost))

@@ -1,0 +1,77 @@
+"""Which lanes `auto` uses, learned from steps of a machine that is not as its rates say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ktft.lanes.choice import AGAIN, TRIALS, WAYS, Choice
+
+EXPECTED = {"auto": 1.0, "stream": 1.2, "cpu": 1.5}
+
+
+class Machine:
+    """Takes so many seconds a step, by way, 3% noise added; `ways` has what each step went."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.now, self.seconds, self.ways = 0.0, seconds, list[str]()
+        self.choice, self.noise = Choice(lambda: self.now), random.Random(0)
+
+    def step(self, tokens: int, expected: dict[str, float] = EXPECTED) -> str:
+        way = self.choice.way(tokens, lambda: expected)
+        for _ in range(3):  # further layers
+            assert self.choice.way(tokens, lambda: expected) == way
+        self.now += self.seconds[way] * self.noise.uniform(1, 1.03)
+        self.choice.end_step()
+        self.now += 5.0  # saving, evaluating
+        self.ways.append(way)
+        return way
+
+
+@pytest.mark.parametrize("fastest", WAYS)
+def test_the_fastest_way_is_found(fastest: str) -> None:
+    machine = Machine({way: 1.0 if way == fastest else 1.1 for way in WAYS})
+    for _ in range(200):
+        machine.step(512)
+    tried = 1 + TRIALS * len(WAYS)
+    assert machine.ways[tried:].count(fastest) >= len(machine.ways[tried:]) - 200 // AGAIN
+
+
+def test_what_the_rates_rule_out_is_not_tried() -> None:
+    machine = Machine(dict.fromkeys(WAYS, 1.0))
+    for _ in range(20):
+        machine.step(512, {"auto": 1.0, "stream": 1.0, "cpu": 9.0})
+    assert "cpu" not in machine.ways and {"auto", "stream"} <= set(machine.ways)
+
+
+def test_sizes_of_batches_are_apart() -> None:
+    machine = Machine({"auto": 1.0, "stream": 2.0, "cpu": 3.0})
+    for _ in range(20):
+        machine.step(512)
+    machine.seconds = {"auto": 5.0, "stream": 2.0, "cpu": 3.0}
+    for _ in range(20):
+        machine.step(8192)
+    assert machine.step(8192) == "stream" and machine.step(520) == "auto"
+
+
+def test_a_change_of_the_machine_is_noticed() -> None:
+    machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
+    for _ in range(30):
+        machine.step(512)
+    assert machine.step(512) == "auto"
+    machine.seconds["auto"] = 1.3
+    for _ in range(30):
+        machine.step(512)
+    assert machine.step(512) == "stream"
+    machine.seconds["auto"] = 0.8
+    for _ in range(4 * AGAIN):
+        machine.step(512)
+    assert machine.ways[-10:].count("auto") >= 9
+
+
+def test_passes_outside_of_steps_go_some_way() -> None:
+    choice = Choice()
+    assert choice.way(16, lambda: EXPECTED) in WAYS
+    choice.end_step()
+    choice.end_step()
