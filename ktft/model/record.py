@@ -38,6 +38,9 @@ class Record:
         self.rows += len(top_k_index)
 
     def count_reached(self, top_k_index: Tensor, top_k_weights: Tensor, grad_output: Tensor) -> None:
-        """Add the pairs of `[T, k]` whose output the loss depends on, by the gradient `[T, H]` of the output."""
+        """Add the pairs of `[T, k]` whose output the loss depends on, by the gradient `[T, H]` of the output.
+
+        All are on one device; a GPU is waited for.
+        """
         strength = grad_output.abs().amax(1, keepdim=True).float() * top_k_weights.abs().float()
-        self.reached += torch.bincount(top_k_index[strength > _NEGLIGIBLE], minlength=len(self.reached))
+        self.reached += torch.bincount(top_k_index[strength > _NEGLIGIBLE], minlength=len(self.reached)).cpu()

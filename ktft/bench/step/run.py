@@ -19,7 +19,7 @@ from ktft.bench.step.process import Worker, WorkerError
 
 # Threads of the process that ran before may still spin: kt-kernel's do for 50 ms.
 SETTLE_SECONDS = 0.15
-WARM_RUNS = 2  # that do not count: buffers grow, lanes learn their rates
+WARM_STEPS = 8  # that do not count: buffers grow, lanes learn their rates, `auto` tries its ways
 AROUND = 2  # runs of ktft before and after a peer's, which its ratio is taken from
 
 
@@ -90,8 +90,11 @@ class Group:
                 self._try(worker, worker.make)
             self._workers = workers
             for tokens in self.plan.tokens:
-                self._round(tokens, WARM_RUNS, f"{self.title}, {tokens} tokens, warming up:")
-                self._forget(tokens)
+                self.say(f"{self.title}, {tokens} tokens, warming up ...")
+                self._without.step(tokens)
+                for worker in workers:
+                    for _ in range(WARM_STEPS):
+                        self._try(worker, partial(worker.step, tokens))
                 self._round(tokens, self.plan.runs, f"{self.title}, {tokens} tokens:")
             for name in self.plan.peers:
                 self._time_peer(name)
@@ -129,12 +132,6 @@ class Group:
                 if isinstance(times, Times):
                     self.times.setdefault((tokens, worker.job.name), []).append(times)
 
-    def _forget(self, tokens: int) -> None:
-        """What warmed up does not count."""
-        del self.skipped[tokens], self.rates[tokens]
-        for key in [key for key in self.times if key[0] == tokens]:
-            del self.times[key]
-
     def _time_peer(self, name: str) -> None:
         """Its steps, between steps of ktft's models; then its process ends."""
         if reason := RUNNERS[name].absent():
@@ -150,9 +147,9 @@ class Group:
                     self.say(f"{self.title}, {tokens} tokens: {name} ...")
                     before = {key: list(found[-AROUND:]) for key, found in self.times.items() if key[0] == tokens}
                     time.sleep(SETTLE_SECONDS)
-                    steps = [worker.step(tokens) for _ in range(WARM_RUNS + self.plan.runs)]
+                    steps = [worker.step(tokens) for _ in range(WARM_STEPS + self.plan.runs)]
                     self._round(tokens, AROUND, f"{self.title}, {tokens} tokens, after {name}:")
-                    peer.times[tokens] = steps[WARM_RUNS:]
+                    peer.times[tokens] = steps[WARM_STEPS:]
                     for key, first in before.items():
                         peer.around[key] = first + self.times[key][-AROUND:]
         except WorkerError as error:
