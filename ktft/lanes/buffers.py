@@ -145,6 +145,7 @@ class Buffers:
         one = 3 * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
         most = -(-layer.num_experts // LEAST_CHUNKS)
         capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
+        capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # of chunks alike
         weights = shapes(capacity)
         held = residents(layer) if residents is not None else []
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):

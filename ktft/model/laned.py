@@ -144,7 +144,7 @@ class _Run:
         total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
-                with self._gpu_span(run, len(PROJECTIONS)):
+                with self._copy_span(run), self._gpu_span(run, len(PROJECTIONS)):
                     routes = Routes(index, self.counts)
                     lanes.gpu.forward(
                         run.layer, run.on_gpu, routes, hidden.contiguous(), _routing(weights), self.lora, total
@@ -176,7 +176,7 @@ class _Run:
         grad_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
-                with self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
+                with self._copy_span(run), self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
                     given = Routes(index, self.counts), hidden.contiguous(), grad_output, _routing(weights)
                     lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
         if self._cpu is not None:
@@ -234,6 +234,13 @@ class _Run:
         crossing = self.owner.lanes.crossing
         with spans.device("copy_in", self.owner.number, crossing.into, bytes=sum(t.nbytes for t in tensors)):
             return crossing.to_device(*tensors)
+
+    def _copy_span(self, run: Pass) -> spans.Span:
+        """Of the streamed experts' packed bytes; those that were begun ahead are not in it."""
+        transfer, layer = self.owner.lanes.gpu.transfer, self.owner.layer
+        stream = transfer.into if transfer.driver else None
+        size = layer.packed_bytes * len(run.placement.stream) / layer.num_experts
+        return spans.device("copy_in", self.owner.number, stream, bytes=size)
 
     def _gpu_span(self, run: Pass, products: int) -> spans.Span:
         transfer = self.owner.lanes.gpu.transfer

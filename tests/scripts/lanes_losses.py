@@ -1,8 +1,8 @@
 """Trains the same small model in each lane and compares the losses: `python tests/scripts/lanes_losses.py`.
 
-A tiny checkpoint of a real architecture, `llamafactory`'s own `run_exp`, LoRA on all with dropout, one run a placement
-with the same seed, means of five steps, on a GPU if there is one (else set KTFT_EMULATE_GPU=1). Prints each run's losses, and the largest
-difference from those of `cpu`; exits 1 if it is over 0.5%.
+A tiny checkpoint of a real architecture, LLaMA-Factory's own `run_exp`, LoRA on all with dropout, one run a placement
+with the same seed, on a GPU if there is one (else set KTFT_EMULATE_GPU=1). Prints each run's losses, means of five
+steps, and the largest difference from those of `cpu`; exits 1 if it is over 0.5%.
 """
 
 from __future__ import annotations
