@@ -1,12 +1,15 @@
-"""Routed experts in lanes, the CPU's torch standing in for a GPU: every mix against the reference; checkpointing."""
+"""Routed experts in lanes: every mix against the reference; checkpointing; failures. On a GPU if there is one, else the
+CPU's torch stands in for it.
+"""
 
 from __future__ import annotations
 
 import copy
 
 import pytest
+import test_kernels
 import torch
-from test_kernels import EXPERTS, GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, inputs_for, make_layer, make_lora, relative
+from test_kernels import EXPERTS, GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, make_layer, make_lora, relative
 from torch.utils.checkpoint import checkpoint
 
 from ktft import native, reference
@@ -16,6 +19,7 @@ from ktft.lanes.lanes import Lanes
 from ktft.lanes.placement import Placement, Placer
 from ktft.model.experts import KtftExperts
 
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 HIDDEN, INTERMEDIATE, RANK = 64, 288, 8
 ROWS = (17, 3, 0, 64, 9)
 MIXES = {
@@ -36,10 +40,16 @@ def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
 
 
+def inputs_for(rows, hidden, dtype=torch.bfloat16):
+    x, index, weights = test_kernels.inputs_for(rows, hidden, dtype)
+    leaves = (tensor.detach().to(DEVICE).requires_grad_() for tensor in (x, weights))
+    return next(leaves), index.to(DEVICE), next(leaves)
+
+
 def make_experts(fmt: str = "int8", nodes: int = 1, activation: str = "retain", **settings) -> KtftExperts:
     layer = make_layer(HIDDEN, INTERMEDIATE, fmt, native.default_isa(), threads=2, nodes=nodes)
     experts = KtftExperts(layer, FAMILIES["qwen3_moe"], activation)
-    experts.run_in(Lanes(Settings(**settings), on_cpu=True), 0)
+    experts.run_in(Lanes(Settings(**settings), on_cpu=DEVICE.type == "cpu"), 0)
     return experts
 
 
@@ -52,7 +62,7 @@ def force(monkeypatch: pytest.MonkeyPatch, cpu: list[int], stream: list[int]) ->
 
 
 def gradients(out, x, weights, lora):
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.device)
     leaves = [x, weights, *lora.parameters()]
     for leaf in leaves:
         leaf.grad = None
@@ -66,10 +76,11 @@ def compare(experts: KtftExperts, call=None, dtype=torch.bfloat16) -> None:
     out = (call or experts)(x, index, weights, lora)
     found = gradients(out, x, weights, lora)
     matrices = [torch.stack([experts.layer.dequantize(e, n) for e in range(EXPERTS)]) for n in PROJECTIONS]
-    oracle = reference.moe(x, index, weights, *matrices, lora)
-    assert relative(out, oracle) < OUTPUT_TOLERANCE
+    x, weights = (tensor.detach().cpu().requires_grad_() for tensor in (x, weights))
+    oracle = reference.moe(x, index.cpu(), weights, *matrices, lora)
+    assert relative(out.cpu(), oracle) < OUTPUT_TOLERANCE
     for actual, expected in zip(found, gradients(oracle, x, weights, lora), strict=True):
-        assert actual.dtype == expected.dtype and relative(actual, expected) < GRADIENT_TOLERANCE
+        assert actual.dtype == expected.dtype and relative(actual.cpu(), expected) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize("activation", ["retain", "recompute"])
