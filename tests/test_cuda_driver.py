@@ -49,16 +49,16 @@ class Fake:
     """The library: where it is, what was called, and what is to fail."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.library = str(path), ctypes.CDLL(str(path))
-        self.library.fake_calls.restype = ctypes.c_char_p
+        self.path, self.driver = str(path), ctypes.CDLL(str(path))
+        self.driver.fake_calls.restype = ctypes.c_char_p
         self.reset()
 
     def reset(self, devices: int = 2, fail_after: int = -1, failure: int = 0) -> None:
-        self.library.fake_reset(devices, fail_after, failure)
+        self.driver.fake_reset(devices, fail_after, failure)
 
     @property
     def calls(self) -> list[str]:
-        return self.library.fake_calls().decode().splitlines()
+        return self.driver.fake_calls().decode().splitlines()
 
 
 @pytest.fixture(scope="module")

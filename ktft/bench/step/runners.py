@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -92,7 +93,7 @@ def token_ids(tokens: int, device: torch.device) -> Tensor:
     return torch.randint(VOCABULARY, (1, tokens), device=device)
 
 
-class ModelRunner:
+class ModelRunner(ABC):
     """Trains a model whose parameters torch knows, as transformers' Trainer does with bf16: autocast, AdamW."""
 
     name: ClassVar[str]
@@ -104,9 +105,9 @@ class ModelRunner:
         return ""
 
     @staticmethod
+    @abstractmethod
     def make(job: Job, device: torch.device) -> Any:
         """The model."""
-        raise NotImplementedError
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(0)
