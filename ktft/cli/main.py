@@ -34,6 +34,7 @@ app.command()(plan)
 app.command()(export)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+VERIFY_TOKENS, SERVE_TOKENS = 64, 16
 VERSION_PACKAGES = ("torch", "transformers", "peft", "accelerate", "llamafactory")
 
 
@@ -134,24 +135,45 @@ def verify(
     numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to split experts over. [all]")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
     layers: Annotated[str | None, typer.Option(help="Numbers of the layers to verify, as in 3,7. [all]")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens that go through.")] = 64,
-    adapter: Annotated[Path | None, typer.Option(help="Directory of an adapter. [random LoRA]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens that go through; of each continuation with --serve. [64; 16]")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Directory of an adapter. [random LoRA; none with --serve]")
+    ] = None,
     source: Annotated[Path | None, typer.Option(help="What a converted MODEL was converted from.")] = None,
     whole: Annotated[
         bool | None, typer.Option("--whole/--layers-only", help="The whole model too. [if it fits in memory]")
     ] = None,
+    serve: Annotated[
+        str | None, typer.Option(metavar="URL", help="Compare the server there with training's model instead.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The server's name for MODEL. [its only one]")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="File with a prompt a line, for --serve. [short texts]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Compare a model's logits and gradients with a reference; say pass, or which layer and expert is off.
 
-    Exits with 0 on a pass, 1 if something is off, 2 on bad input.
+    With --serve: compare log-probabilities and greedy continuations of a server with those of training's model, MODEL
+    alone or with --adapter; say whether the server applies it. Exits with 0 on a pass, 1 if something is off, 2 on bad
+    input.
     """
     from ktft.cli import verify as command
+    from ktft.cli import verify_server
 
     try:
         settings = config.Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
+        verify_server.require_fitting(
+            serve, {"--served-model-name": served_model_name, "--prompts": prompts},
+            {"--layers": layers, "--source": source, "--whole": whole},
+        )  # fmt: skip
+        if serve is not None:
+            asked = verify_server.Request(
+                serve, served_model_name, model, settings, adapter, prompts, tokens or SERVE_TOKENS
+            )
+            raise typer.Exit(verify_server.verify(asked, as_json))
         numbers = command.parse_layers(layers)
-        request = command.Request(model, settings, numbers, tokens, adapter, source, whole)
+        request = command.Request(model, settings, numbers, tokens or VERIFY_TOKENS, adapter, source, whole)
         report = command.verify(request, Console(stderr=True))
     except (OSError, ValueError) as error:
         raise refuse(str(error)) from None

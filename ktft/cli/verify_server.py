@@ -1,0 +1,109 @@
+"""`ktft verify --serve`: progress, the table and the verdict. torch is imported when the command runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ktft.config import Settings
+
+if TYPE_CHECKING:
+    from ktft.serve.parity import ParityResult
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. `model` None: the server's only one; `prompts` None: built-in texts."""
+
+    url: str
+    model: str | None
+    directory: Path
+    settings: Settings
+    adapter: Path | None
+    prompts: Path | None
+    tokens: int
+
+
+def require_fitting(url: str | None, own: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Refuse options of the other kind.
+
+    Args:
+        url: of `--serve`, if it is given.
+        own: options that need it, and their values.
+        others: options that cannot be combined with it.
+
+    Raises:
+        ValueError: there are such.
+    """
+    wrong = [name for name, value in (own if url is None else others).items() if value is not None]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: {'only with' if url is None else 'not with'} --serve URL")
+
+
+def verify(request: Request, as_json: bool) -> int:
+    """Compare, and print what was found. Returns the exit code.
+
+    Raises:
+        OSError, ValueError: with a message for the user.
+    """
+    if not (request.directory / "config.json").is_file():
+        raise ValueError(f"{request.directory} is not a directory with a config.json; it must be the model as trained")
+    from ktft.serve.client import Server
+    from ktft.serve.parity import ParityResult, read_prompts, verify_server
+
+    prompts = read_prompts(request.prompts)
+    with Server(request.url, request.model) as server, Console(stderr=True).status("asking ...") as status:
+        steps = verify_server(server, request.directory, request.settings, request.adapter, prompts, request.tokens)
+        for step in steps:
+            if isinstance(step, ParityResult):
+                result = step
+            else:
+                status.update(f"{step} ...")
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        _show(request, result)
+    for problem in result.problems:
+        Console(stderr=True).print(Text(problem, style="red"), soft_wrap=True)
+    return int(bool(result.problems))
+
+
+def _show(request: Request, result: ParityResult) -> None:
+    console = Console(soft_wrap=True)
+    console.print(_table(result))
+    for tie in result.ties if not result.problems else ():
+        console.print(
+            f"near tie: prompt {tie.prompt}, token {tie.position} of the continuation is {tie.served}, training's "
+            f"model finds {tie.expected} likelier by {tie.gap:.2g} nats",
+            style="yellow",
+            highlight=False,
+        )
+    typer.echo(
+        f"{request.url}, {result.model}: {result.verdict} ({result.tokens} tokens of prompts, {result.continued} of "
+        "greedy continuations)"
+    )
+
+
+def _table(result: ParityResult) -> Table:
+    what = "base and adapter" if result.base is not None else "the base model"
+    applied = f"; {result.applied:.1%} of it is there" if result.applied is not None else ""
+    rows = [
+        (f"server, from {what}", result.served, (result.limit, result.largest_limit)),
+        ("server, from the base model alone", result.base, None),
+        (f"what the adapter does{applied}", result.effect, None),
+        ("bf16 alone", result.noise, None),
+    ]
+    table = Table("", "mean", "largest", title="Log-probabilities of given tokens, difference in nats", box=None)
+    for name, distance, limits in rows:
+        if distance is not None:
+            mean, largest = (f" (limit {limit:.3g})" for limit in limits) if limits else ("", "")
+            table.add_row(name, f"{distance.mean:.3g}{mean}", f"{distance.largest:.3g}{largest}")
+    return table
