@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ktft.bench.cases import ROUTINGS, SHAPES, parse_shape
 from ktft.bench.step.cases import SHAPES as STEP_SHAPES
@@ -30,6 +32,11 @@ def _chosen(option: str, given: list[str] | None, known: tuple[str, ...], defaul
         if name not in known:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
     return given or list(default)
+
+
+def _require_matplotlib(plot: Path | None) -> None:
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
 
 
 @contextmanager
@@ -66,8 +73,7 @@ def kernels(
 ) -> None:
     """Time one layer's experts, forward and backward, beside the machine's ceilings and the peers installed."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+    _require_matplotlib(plot)
     try:
         shapes = [parse_shape(text) for text in shape or ["small"]]
     except ValueError as error:
@@ -166,8 +172,7 @@ def step(
 ) -> None:
     """Time training steps of a few layers beside the machine's limits and other ways to train them."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else STEP_TABLE_WIDTH)
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+    _require_matplotlib(plot)
     formats = _chosen("--format", fmt, EXPERT_FORMATS, ("k4", "int8"))
     placements = _chosen("--placement", placement, PLACEMENTS, ("auto",))
     routings = _chosen("--routing", routing, ROUTINGS, ROUTINGS[:1])
@@ -207,3 +212,80 @@ def step(
         report.plot(records, plot)
     if failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="Directory of a checkpoint. [--shape's]", file_okay=False)
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(help=f"Random weights instead: {', '.join(STEP_SHAPES)}, or E,k,H,I.")
+    ] = STEP_SHAPES[0],
+    layers: Annotated[int, typer.Option(min=1, help="Layers of --shape.")] = 4,
+    url: Annotated[str | None, typer.Option(help="A server that runs already. [ktft serve is started]")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What --url calls the model. [its first]")] = None,
+    gguf: Annotated[Path | None, typer.Option(help="MODEL for llama.cpp.", exists=True, dir_okay=False)] = None,
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="At the same time; repeatable. [1, 4, 16]")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of prompts.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Length of answers.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of servers that can be told.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="For ktft serve, as --option=--format=k4; repeatable.")
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [those that run]")] = None,
+    together: Annotated[
+        bool | None,
+        typer.Option("--together/--one-by-one", help="All servers at once, taking turns. [unless there is a GPU]"),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture over the number of clients; needs matplotlib.")] = None,
+) -> None:
+    """Time a server: prefill, decode, time to first token, time between tokens; beside other servers."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    _require_matplotlib(plot)
+    try:
+        chosen = parse_step_shape(shape)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+
+    from ktft.bench import report as common
+    from ktft.bench.serve import report
+    from ktft.bench.serve.cases import Job, Load
+    from ktft.bench.serve.checkpoint import describe, write_checkpoint
+    from ktft.bench.serve.client import ServerFailed
+    from ktft.bench.serve.run import Plan, run, take_turns
+    from ktft.bench.serve.servers import PEERS
+
+    names = tuple(each.name for each in PEERS)
+    peers = [] if peer == ["none"] else _chosen("--peer", peer, names, names if url is None else ())
+    counts = sorted(set(clients or [1, 4, 16]))
+    records = []
+    with _lines(output) as file, console.status("starting ...") as status, tempfile.TemporaryDirectory() as scratch:
+        title, held, vocabulary = chosen.name, None, Load.vocabulary
+        try:
+            if model is not None:
+                title = model.name
+            elif url is None or peers:
+                status.update(f"writing {layers} layers of {shape} ...")
+                model = write_checkpoint(chosen, layers, Path(scratch))
+            else:
+                title = ""
+            if model is not None:
+                held, vocabulary = describe(model)
+            loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]
+            job = Job(model, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads)
+            plan = Plan(job, url, served_model_name, peers, loads, rounds, take_turns(together), title, held)
+            for record in run(plan, status.update):
+                records.append(record)
+                print(common.json_line(record), file=file, flush=True)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        except ServerFailed as error:
+            console.print(Text(str(error), style="red"), soft_wrap=True)
+            raise typer.Exit(1) from None
+    console.print(report.make_table(records))
+    report.explain(records, console)
+    if plot is not None:
+        report.plot(records, plot)

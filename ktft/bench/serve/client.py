@@ -1,0 +1,102 @@
+"""Clients of an OpenAI server that note when each token comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from ktft.bench.serve.cases import Load, Timing
+
+SECONDS = 1800.0
+FIRST_ID = 16
+"""Of prompts: behind most tokenizers' first special tokens."""
+
+
+class ServerFailed(RuntimeError):
+    """A server did not answer as it should; the message has its words."""
+
+
+class Client:
+    """Talks to one server.
+
+    Args:
+        url: without `/v1`.
+        extras: fields of requests that this server takes beyond what all do.
+        text: makes a text of token ids, for a server that only chats; None sends the ids.
+    """
+
+    def __init__(self, url: str, extras: dict[str, Any], text: Callable[[list[int]], str] | None = None) -> None:
+        self.url, self.extras, self.text = url, extras, text
+        self.model = ""
+
+    def find_model(self, wanted: str | None = None) -> str:
+        """The name to ask for: this one, or the first that the server lists. Raises ServerFailed."""
+        try:
+            answer = httpx.get(f"{self.url}/v1/models", timeout=30)
+            answer.raise_for_status()
+            names = [each["id"] for each in answer.json()["data"]]
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            raise ServerFailed(f"{self.url}/v1/models: {error}") from None
+        if wanted is None and not names:
+            raise ServerFailed(f"{self.url} serves no model")
+        self.model = wanted or names[0]
+        return self.model
+
+    def round(self, load: Load, seed: int) -> list[Timing]:
+        """One round. Raises ServerFailed."""
+        return asyncio.run(self._round(load, seed))
+
+    async def _round(self, load: Load, seed: int) -> list[Timing]:
+        draw = random.Random(seed)
+        prompts = [
+            [draw.randrange(FIRST_ID, load.vocabulary) for _ in range(load.prompt_tokens)] for _ in range(load.clients)
+        ]
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.clients)
+        async with httpx.AsyncClient(timeout=SECONDS, limits=limits) as http:
+            began = time.perf_counter()
+            return await asyncio.gather(*(self._ask(http, each, load.output_tokens, began) for each in prompts))
+
+    def _request(self, prompt: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
+        body = {"model": self.model, "max_tokens": tokens, "temperature": 0, "stream": True} | self.extras
+        if self.text is None:
+            return "/v1/completions", body | {"prompt": prompt}
+        return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": self.text(prompt)}]}
+
+    async def _ask(self, http: httpx.AsyncClient, prompt: list[int], tokens: int, began: float) -> Timing:
+        path, body = self._request(prompt, tokens)
+        arrivals: list[float] = []
+        sent = len(prompt)
+        try:
+            async with http.stream("POST", self.url + path, json=body) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise ServerFailed(f"{path} answers {answer.status_code}: {text[:300]}")
+                async for line in answer.aiter_lines():
+                    now = time.perf_counter() - began
+                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                        chunk = json.loads(line[5:])
+                        if "error" in chunk:
+                            raise ServerFailed(f"{path} broke off: {chunk['error']}")
+                        usage = chunk.get("usage") or {}
+                        sent = usage.get("prompt_tokens") or sent
+                        _count(arrivals, now, usage.get("completion_tokens"), bool(chunk.get("choices")), tokens)
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServerFailed(f"{path}: {error or type(error).__name__}") from None
+        if not arrivals:
+            raise ServerFailed(f"{path} ended without a token")
+        return Timing(sent, arrivals)
+
+
+def _count(arrivals: list[float], now: float, told: int | None, has_choice: bool, most: int) -> None:
+    """Note the tokens of one piece: as many as the server counts, else one. Several share the time they took."""
+    if not has_choice:
+        return
+    new = told - len(arrivals) if told is not None else int(len(arrivals) < most)
+    before = arrivals[-1] if arrivals else now
+    arrivals.extend(before + (now - before) * (number + 1) / new for number in range(new))

@@ -1,0 +1,186 @@
+"""The servers that `ktft bench serve` can start, one row each, and their processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from ktft.bench.serve.cases import Job
+from ktft.bench.serve.client import Client, ServerFailed
+
+START_SECONDS = 1800.0
+STOP_SECONDS = 20.0
+LAST_LINES = 8
+VLLM_EXTRAS = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One server.
+
+    Attributes:
+        name: what `--peer` takes.
+        absent: why it cannot run here; empty if it can.
+        command: its arguments, for a job and a port.
+        extras: fields of its requests beyond what all servers take.
+        chats: it takes texts alone, by `/v1/chat/completions`.
+        note: what its figures hold that others' do not, or lack.
+    """
+
+    name: str
+    absent: Callable[[Job], str]
+    command: Callable[[Job, int], list[str]]
+    extras: dict[str, Any] = field(default_factory=dict)
+    chats: bool = False
+    note: str = ""
+
+
+def _missing(*modules: str) -> str:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+def _ktft(job: Job, port: int) -> list[str]:
+    threads = ["--threads", str(job.threads)] if job.threads else []
+    code = "from ktft.cli.main import app; app()"
+    return [sys.executable, "-P", "-c", code, "serve", str(job.model), "--port", str(port), *threads, *job.options]
+
+
+def _vllm(job: Job, port: int) -> list[str]:
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.model)]
+    return [*command, "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(job.length)]
+
+
+def _llama(job: Job, port: int) -> list[str]:
+    # Its context is shared by its slots. All experts of all layers on the CPU, all else on the GPU if there is one.
+    threads = ["--threads", str(job.threads)] if job.threads else []
+    command = ["llama-server", "--model", str(job.gguf), "--port", str(port), "--n-cpu-moe", "999", "-ngl", "999"]
+    return [*command, "--parallel", str(job.clients), "--ctx-size", str(job.clients * job.length), *threads]
+
+
+def _llama_absent(job: Job) -> str:
+    if shutil.which("llama-server") is None:
+        return "llama-server is not on PATH"
+    return "" if job.gguf is not None else "it needs the model as --gguf FILE"
+
+
+def _transformers(job: Job, port: int) -> list[str]:
+    code = "from transformers.cli.transformers import main; main()"
+    return [sys.executable, "-P", "-c", code, "serve", str(job.model), "--port", str(port), "--continuous-batching"]
+
+
+KTFT = Row("ktft", lambda job: _missing("vllm"), _ktft, VLLM_EXTRAS)
+PEERS = (
+    Row("vllm", lambda job: _missing("vllm"), _vllm, VLLM_EXTRAS, note="bf16 experts, on the GPU if there is one"),
+    Row("llama.cpp", _llama_absent, _llama, {"ignore_eos": True}, note="experts on the CPU, in the GGUF's format"),
+    Row(
+        "transformers",
+        lambda job: _missing("transformers.cli.serve", "fastapi", "uvicorn", "openai", "requests"),
+        _transformers,
+        chats=True,
+        note="bf16 experts, on the GPU if there is one; stops at an end token",
+    ),
+)
+ROWS = {row.name: row for row in (KTFT, *PEERS)}
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Process:
+    """A server of `row` and all that it starts. As a context manager it ends them.
+
+    Args:
+        row, job: what to start.
+        text: of `Client`, for servers that only chat.
+
+    Raises:
+        ServerFailed: it ended, or did not answer in time; with its last lines.
+    """
+
+    def __init__(self, row: Row, job: Job, text: Callable[[list[int]], str]) -> None:
+        self.row = row
+        port = free_port()
+        self.client = Client(f"http://127.0.0.1:{port}", row.extras, text if row.chats else None)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
+        self._process = subprocess.Popen(
+            row.command(job, port),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the same packages
+        )
+        try:
+            self._wait()
+            self.client.find_model(str(job.model) if row.chats else None)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerFailed(f"{self.row.name} ended with {self._process.returncode}: {self.last_lines()}")
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.client.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise ServerFailed(f"{self.row.name} does not answer after {START_SECONDS:.0f} s: {self.last_lines()}")
+
+    def last_lines(self) -> str:
+        """What it said last."""
+        self._log.seek(0)
+        return " / ".join(self._log.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:])
+
+    def close(self) -> None:
+        """End it, politely first."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+class Running:
+    """A server that somebody else started, with the same interface.
+
+    Raises:
+        ServerFailed: nobody answers there.
+    """
+
+    def __init__(self, url: str, model: str | None) -> None:
+        self.row = Row(url, lambda job: "", lambda job, port: [], VLLM_EXTRAS)
+        self.client = Client(url.rstrip("/").removesuffix("/v1"), VLLM_EXTRAS)
+        self.client.find_model(model)
+
+    def close(self) -> None:
+        """Leave it alone."""
