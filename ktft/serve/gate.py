@@ -146,8 +146,8 @@ class Gate:
 
     def _remember(self) -> None:
         """For a server that is started again."""
-        if self.settings.status_path is not None:
-            write_whole(adapter_file(self.settings.status_path), to_json(self.adapter))
+        if self.settings.adapter_file is not None:
+            write_whole(self.settings.adapter_file, to_json(self.adapter))
 
     def _add_parent(self, body: bytes) -> bytes:
         """`/v1/models` with the base and the place of an adapter."""
@@ -156,11 +156,6 @@ class Gate:
             for model in content["data"]:
                 model |= {"parent": self.base, "root": self.adapter[1]}
         return json.dumps(content).encode()
-
-
-def adapter_file(status_path: str) -> Path:
-    """Where the adapter that was loaded last stands, as JSON: name and directory, or null."""
-    return Path(status_path).with_name("adapter.json")
 
 
 def _check_directory(name: str, path: str, base: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ktft.serve import requests
-from ktft.serve.gate import Gate, adapter_file
+from ktft.serve.gate import Gate
 from ktft.serve.settings import ServeSettings
 
 CHAT = "/v1/chat/completions"
@@ -322,14 +322,14 @@ def test_load_and_unload(serve: Run, tmp_path: Path) -> None:
         assert [each.name for each in names] == ["tuned"]
         models = json.loads((await done(server, "/v1/models")).body)
         assert models == {"data": [{"id": "tuned", "parent": "base", "root": path}]}
-        assert json.loads(adapter_file(str(tmp_path / "status.json")).read_text()) == ["tuned", path]
+        assert json.loads((tmp_path / "adapter.json").read_text()) == ["tuned", path]
 
         assert (await unload(server, "other")).status == 404
         assert (await unload(server)).status == 200
         assert server.engine.adapter is None
         assert (await ask(server, "tuned")).status == 404
         assert (await ask(server, "base")).status == 200
-        assert json.loads(adapter_file(str(tmp_path / "status.json")).read_text()) is None
+        assert json.loads((tmp_path / "adapter.json").read_text()) is None
         assert (await unload(server)).status == 404
 
     serve(test)
