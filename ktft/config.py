@@ -118,6 +118,15 @@ def skip_memory_check() -> bool:
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
 
 
+SERVE_ENV = "KTFT_SERVE"
+"""Carries `ktft.serve.settings.ServeSettings` from `ktft serve` to the processes of the server."""
+
+
+def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The text of `KTFT_SERVE`; None in a process that does not serve."""
+    return environment.get(SERVE_ENV) or None
+
+
 def emulate_gpu() -> bool:
     """Whether `KTFT_EMULATE_GPU` has the CPU's torch do what a GPU would do for routed experts: to test that."""
     return os.environ.get("KTFT_EMULATE_GPU", "0") not in ("", "0")

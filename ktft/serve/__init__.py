@@ -1,0 +1,1 @@
+"""`ktft serve`: vLLM serves a model whose routed experts ktft computes."""

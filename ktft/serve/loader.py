@@ -1,0 +1,95 @@
+"""vLLM's model loader `ktft`: the weights around the experts go to vLLM's model, the experts to ktft's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from ktft.checkpoint.load import refuse
+from ktft.serve.experts import serve
+from ktft.serve.moe import KtftMoEMethod
+from ktft.serve.progress import READY, Progress, StatusFile
+from ktft.serve.settings import ServeSettings
+from ktft.serve.weights import ServedWeights
+
+Made = TypeVar("Made")
+
+
+class KtftModelLoader(BaseModelLoader):
+    """Reads each weight once; routed experts never become torch parameters."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing: checkpoints are directories here."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load everything, and make the experts the process's `ktft.serve.experts.current`.
+
+        Raises:
+            ValueError: checkpoint and model do not belong together, or a file is damaged.
+        """
+        settings = ServeSettings.from_env()
+        status = StatusFile(settings.status_path)
+        try:
+            self._load(model, model_config, settings, status)
+        except Exception as error:
+            status.write(Progress("failed", error=str(error)))
+            raise
+        status.write(Progress(READY))
+
+    def _load(self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile) -> None:
+        status.write(Progress("Reading the checkpoint's headers"))
+        with _as_usual():
+            weights = ServedWeights(settings)
+        _check_experts(model, weights)
+        status.write(Progress("Loading the weights around the experts"))
+        loaded = model.load_weights(_as_usual_each(weights.dense(model_config.dtype)))  # type: ignore[operator]
+        lacking = dict(model.named_parameters()).keys() - (loaded or set())
+        refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
+        with _as_usual():
+            serve(weights.load_experts(status.advance))
+
+
+def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
+    """Compare vLLM's routed experts with those of transformers' model.
+
+    Raises:
+        ValueError: a layer or a size differs.
+    """
+    found = {}
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            assert isinstance(module.quant_method, KtftMoEMethod)
+            sizes = (module.global_num_experts, module.hidden_size, module.intermediate_size_per_partition)
+            found[module.quant_method.number] = sizes
+    expected = {n: (e.num_experts, e.hidden_size, e.intermediate_size) for n, e in weights.layers.items()}
+    for number in sorted(found.keys() | expected.keys()):
+        if found.get(number) != expected.get(number):
+            raise ValueError(
+                f"layer {number}: vLLM's {type(model).__name__} has routed experts {found.get(number)}, transformers' "
+                f"model {expected.get(number)} (experts, hidden size, intermediate size); this vLLM does not serve it "
+                "through ktft"
+            )
+
+
+@contextmanager
+def _as_usual() -> Iterator[None]:
+    """vLLM loads with a default device and dtype of its own, which all code that makes tensors would follow."""
+    with torch.device("cpu"), set_default_torch_dtype(torch.float32):
+        yield
+
+
+def _as_usual_each(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    while True:
+        with _as_usual():
+            item = next(weights, None)
+        if item is None:
+            return
+        yield item
