@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from ktft.checkpoint.families import GROUPS
 from ktft.lora import ExpertLora
 from ktft.serve.adapter import LoadedAdapter, ServedAdapter
 from ktft.serve.experts import current
-from ktft.serve.linear import B, slots_of, target_of
+from ktft.serve.linear import slots_of, target_of
 from ktft.serve.settings import ServeSettings
 
-ROUTED = "routed experts"
 _WRAPPINGS = (
     r"Call to \w+ method failed: (.*)",
     r"Worker failed with error '(.*)', please check the stack trace above for the root cause",
@@ -35,35 +37,47 @@ class KtftWorker:
         by the caller.
 
         Returns:
-            what `ktft_status` has under "adapter", and the `seconds` that it took.
+            `describe` of it under "adapter", None for the base model, and the `seconds` that it took.
 
         Raises:
             ValueError: the adapter is damaged, is of another model, or has what cannot be served; see `ServedAdapter`.
                 The one before is served on.
         """
         begin = time.perf_counter()
-        model, experts = self.get_model(), current()  # type: ignore[attr-defined]
-        settings, slots = ServeSettings.from_env(), slots_of(model)
-        adapter, loaded = None, LoadedAdapter({}, {})
-        if path is not None:
-            sizes = {
-                number: (each.layer.num_experts, each.layer.hidden_size, each.layer.intermediate_size)
-                for number, each in experts.layers.items()
-            }
-            target = target_of(model, settings.max_lora_rank, sizes)
-            adapter = ServedAdapter(Path(path), Path(settings.checkpoint), target)
-            loaded = adapter.read()
-        made = {name: layer.quant_method.stacked(loaded.linears.get(name, ())) for name, layer in slots.items()}
-        experts.set_lora(loaded.experts if adapter else None, adapter.name if adapter else None)
-        for name, layer in slots.items():
-            layer.quant_method.put(layer, made[name])
-        applied = _applied(adapter, slots, loaded.experts) if adapter else {}
-        self._ktft_adapter = _describe(adapter, applied) if adapter else None
-        return {"adapter": self._ktft_adapter, "seconds": time.perf_counter() - begin}
+        adapter = set_adapter(self.get_model(), path)  # type: ignore[attr-defined]
+        return {"adapter": adapter, "seconds": time.perf_counter() - begin}
 
     def ktft_status(self) -> dict[str, Any]:
-        """`ktft.serve.experts.ServedModel.status`, with what is known of the adapter under "adapter", None for none."""
-        return current().status() | {"adapter": getattr(self, "_ktft_adapter", None)}
+        """`ktft.serve.experts.ServedModel.status`; "adapter" is what `describe` says, None for none."""
+        return current().status()
+
+
+def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
+    """Put an adapter into the model that this process computes, in place of the one before; None takes that out.
+
+    Returns:
+        `describe` of it.
+
+    Raises:
+        ValueError: see `KtftWorker.ktft_set_adapter`.
+    """
+    experts, slots = current(), slots_of(model)
+    adapter, loaded = None, LoadedAdapter({}, {})
+    if path is not None:
+        settings = ServeSettings.from_env()
+        sizes = {
+            number: (each.layer.num_experts, each.layer.hidden_size, each.layer.intermediate_size)
+            for number, each in experts.layers.items()
+        }
+        target = target_of(model, settings.max_lora_rank, sizes)
+        adapter = ServedAdapter(Path(path), Path(settings.checkpoint), target)
+        loaded = adapter.read()
+    made = {name: layer.quant_method.stacked(loaded.linears.get(name, ())) for name, layer in slots.items()}
+    description = describe(adapter, made, loaded.experts) if adapter else None
+    experts.set_lora(loaded.experts if adapter else None, description)
+    for name, layer in slots.items():
+        layer.quant_method.put(layer, made[name])
+    return description
 
 
 def reason_of(error: BaseException) -> str:
@@ -75,29 +89,30 @@ def reason_of(error: BaseException) -> str:
     return text
 
 
-def _describe(adapter: ServedAdapter, applied: dict[str, dict[str, int]]) -> dict[str, Any]:
+def describe(
+    adapter: ServedAdapter, linears: Mapping[str, tuple[Tensor, Tensor]], experts: Mapping[int, ExpertLora]
+) -> dict[str, Any]:
+    """What an adapter is, and what of it is put into the model; JSON's values.
+
+    `tensors` has the tensors of its file by group of the model's parameters. `applied` has the modules with LoRA, and
+    those whose B is not zero as the model gets it; a module is a linear layer as transformers has it, or a projection
+    of a layer's routed experts.
+
+    Args:
+        linears: what each slot gets, see `KtftLinearMethod.stacked`.
+        experts: what each layer's routed experts get.
+    """
+    effects = {
+        group: [bool(torch.any(linears[name][1][start:stop])) for name, start, stop in rows]
+        for group, rows in adapter.rows().items()
+    }
+    if pairs := [pair for lora in experts.values() for pair in lora.pairs.values()]:
+        effects[GROUPS[2]] = [bool(torch.any(pair.b)) for pair in pairs]
     return {
         "name": adapter.name,
         "path": str(adapter.saved.directory),
         "identity": adapter.identity,
         "ranks": adapter.ranks,
         "tensors": adapter.counts(),
-        "applied": applied,
+        "applied": {group: {"modules": len(each), "nonzero": sum(each)} for group, each in effects.items()},
     }
-
-
-def _applied(
-    adapter: ServedAdapter, slots: dict[str, Any], experts: dict[int, ExpertLora]
-) -> dict[str, dict[str, int]]:
-    """Group -> modules with LoRA, and those whose B is not zero where the model computes: what the adapter does.
-
-    A module is a linear layer as transformers has it, or one projection of a layer's routed experts.
-    """
-    found = {}
-    for group, rows in adapter.rows().items():
-        nonzero = sum(bool(torch.any(getattr(slots[name], B)[start:stop])) for name, start, stop in rows)
-        found[group] = {"modules": len(rows), "nonzero": nonzero}
-    pairs = [pair for lora in experts.values() for pair in lora.pairs.values()]
-    if pairs:
-        found[ROUTED] = {"modules": len(pairs), "nonzero": sum(bool(torch.any(pair.b)) for pair in pairs)}
-    return found
