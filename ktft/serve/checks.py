@@ -276,10 +276,10 @@ def check_adapter(settings: ServeSettings, model: Model) -> None:
             f"{settings.adapter} has rank {rank}, --max-lora-rank is {settings.max_lora_rank}; give --max-lora-rank "
             f"{rank}, or {cure}"
         )
-    name = settings.served_adapter
-    if name is not None and name[0] == settings.base_name:
+    served = settings.served_adapter
+    if served is not None and served[0] == settings.base_name:
         raise ValueError(
-            f"base and adapter are both called {name[0]!r}, so that no request could tell them apart; give "
+            f"base and adapter are both called {served[0]!r}, so that no request could tell them apart; give "
             "--adapter-name or --served-model-name"
         )
 

@@ -24,6 +24,7 @@ class ServeSettings:
             `ktft.config.Settings`.
         adapter: directory of the adapter that is served from the start; None serves the base.
         adapter_name: what requests call it; None takes the directory's name.
+        adapter_swap: whether an adapter may be loaded, or put in place of that one, while the server runs.
         max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
         activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
         routing: file with counts of experts' tokens, which chooses those that stay on a GPU; None has none.
@@ -47,6 +48,7 @@ class ServeSettings:
     gpu_expert_memory: int | str = 0
     adapter: str | None = None
     adapter_name: str | None = None
+    adapter_swap: bool = False
     max_lora_rank: int = 64
     activation_bits: int = 16
     routing: str | None = None
@@ -87,6 +89,11 @@ class ServeSettings:
     def adapter_file(self) -> Path | None:
         """Where the adapter that was loaded last stands, as JSON: name and directory, or null."""
         return None if self.status_path is None else Path(self.status_path).with_name("adapter.json")
+
+    @property
+    def adapter_slots(self) -> bool:
+        """Whether the model has room for an adapter."""
+        return self.adapter_swap or self.adapter is not None
 
     @property
     def experts(self) -> Settings:
