@@ -152,6 +152,10 @@ class Family:
     router: str = "gate"
     without_lora: tuple[str, ...] = ("gate",)
 
+    def holds_experts(self, class_name: str) -> bool:
+        """Whether this is `experts_class`; transformers 5.17 and later call some Experts that were NaiveMoe before."""
+        return class_name in (self.experts_class, self.experts_class.replace("NaiveMoe", "Experts"))
+
     def layout(self, names: Iterable[str]) -> Layout:
         """The layout of the checkpoint that has these tensors; the first if none is found."""
         patterns = [(layout, layout.pattern()) for layout in self.layouts]

@@ -21,6 +21,7 @@ from ktft import config
 from ktft.cli import bench
 from ktft.cli.export import export
 from ktft.cli.plan import plan
+from ktft.cli.serve import serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.command()(plan)
 app.command()(export)
+app.command()(serve)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERIFY_TOKENS, SERVE_TOKENS = 64, 16

@@ -122,7 +122,7 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
     """
     found = []
     for name, module in model.named_modules():
-        if type(module).__name__ == family.experts_class:
+        if family.holds_experts(type(module).__name__):
             experts, rows, cols = module.get_parameter("down_proj").shape
             sizes = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
             found.append((layer_number(name), name, (experts, *sizes)))
