@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ktft import config
 from ktft.cli import bench
+from ktft.cli.chat import chat
 from ktft.cli.export import export
 from ktft.cli.plan import plan
 from ktft.cli.serve import serve
@@ -34,6 +35,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(plan)
 app.command()(export)
 app.command()(serve)
+app.command()(chat)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERIFY_TOKENS, SERVE_TOKENS = 64, 16

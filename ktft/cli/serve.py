@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ from rich.text import Text
 from ktft.cli.progress import Phases
 
 if TYPE_CHECKING:
-    from ktft.serve.checks import Options
+    from ktft.serve.checks import Findings, Options
     from ktft.serve.launch import Failed, Place, Watcher
     from ktft.serve.settings import ServeSettings
 
@@ -45,6 +46,9 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that are computed at once.")] = 32,
     kv_cache_memory: Annotated[str | None, typer.Option(help="For the KV cache, as 8G. [part of what is left]")] = None,
+    adapter_swap: Annotated[
+        bool, typer.Option("--adapter-swap", help="Let adapters be loaded while it runs; --adapter does too.")
+    ] = False,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
     swap_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that requests and a change of the adapter wait for each other.")
@@ -72,6 +76,7 @@ def serve(
             served_name=served_model_name,
             adapter=None if adapter is None else str(adapter),
             adapter_name=adapter_name,
+            adapter_swap=adapter_swap or adapter is not None,
             expert_format=expert_format,
             expert_checkpoint=None if expert_checkpoint is None else str(expert_checkpoint),
             threads=threads,
@@ -103,43 +108,52 @@ def run(
     *,
     supervise: bool = False,
     verbose: bool = False,
-    ready: Callable[[ServeSettings], None] | None = None,
 ) -> None:
     """Check, start, and serve until told to end.
-
-    Args:
-        ready: called when the server answers, in place of saying so.
 
     Raises:
         ValueError, OSError: nothing was started.
         typer.Exit: it could not start, or died; the user was told.
     """
     from ktft.serve import launch
+
+    found = _checked(settings, options, console)
+    with _files(console, verbose) as (place, progress):
+        watcher = _watcher(console, progress, options)
+        launch.run(settings, options, found, place, watcher, verbose=verbose, supervise=supervise)
+
+
+@contextmanager
+def started(settings: ServeSettings, options: Options, console: Console) -> Iterator[str]:
+    """A server for as long as the block lasts. Yields its address.
+
+    Raises:
+        ValueError, OSError, typer.Exit: see `run`.
+    """
+    from ktft.serve.launch import Server, url
+
+    found, never = _checked(settings, options, console), threading.Event()
+    with _files(console, verbose=False) as (place, progress):
+        server = Server(settings, options, found, place)
+        try:
+            server.wait_ready(never, _watcher(console, progress, options).loading)
+            progress.end()
+            yield url(options)
+        finally:
+            server.end(never)
+
+
+def _checked(settings: ServeSettings, options: Options, console: Console) -> Findings:
     from ktft.serve.checks import check
 
     with console.status(f"checking {settings.checkpoint} ..."):
         found = check(settings, options)
     for note in found.notes:
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
-    with _files() as (place, keep):
-        progress = Phases(console)
-        try:
-            watcher = _watcher(console, progress, options, ready)
-            launch.run(settings, options, found, place, watcher, verbose=verbose, supervise=supervise)
-        except launch.Failed as failure:
-            progress.end()
-            keep()
-            _tell(console, failure)
-            if not verbose:
-                console.print(Text(f"all of its log: {place.log}"), soft_wrap=True)
-            raise typer.Exit(1) from None
-        finally:
-            progress.end()
+    return found
 
 
-def _watcher(
-    console: Console, progress: Phases, options: Options, ready: Callable[[ServeSettings], None] | None
-) -> Watcher:
+def _watcher(console: Console, progress: Phases, options: Options) -> Watcher:
     from ktft.serve.launch import Watcher, url
     from ktft.serve.progress import READY, Progress
 
@@ -147,21 +161,18 @@ def _watcher(
         phase = "Starting the engine" if state.phase == READY else state.phase
         progress(phase, *((0, 0) if state.phase == READY else (state.done, state.total)))
 
-    def say(settings: ServeSettings) -> None:
+    def ready(settings: ServeSettings) -> None:
+        progress.end()
         served = settings.served_adapter
         name = f"{served[0]} (adapter of {settings.base_name})" if served else settings.base_name
         console.print(Text(f"serving {name} at {url(options)}/v1; Ctrl-C ends it", style="green"), soft_wrap=True)
-
-    def at_ready(settings: ServeSettings) -> None:
-        progress.end()
-        (ready or say)(settings)
 
     def crashed(failure: Failed, pause: float) -> None:
         progress.end()
         _tell(console, failure)
         console.print(Text(f"starting it again in {pause:.0f} s", style="yellow"), soft_wrap=True)
 
-    return Watcher(loading, at_ready, crashed)
+    return Watcher(loading, ready, crashed)
 
 
 def _tell(console: Console, failure: Failed) -> None:
@@ -171,13 +182,23 @@ def _tell(console: Console, failure: Failed) -> None:
 
 
 @contextmanager
-def _files() -> Iterator[tuple[Place, Callable[[], None]]]:
-    """A directory for the server's files, and what keeps it: it goes when all went well."""
-    from ktft.serve.launch import Place
+def _files(console: Console, verbose: bool) -> Iterator[tuple[Place, Phases]]:
+    """A directory for a server's files, which goes unless it fails, and a bar that shows how far it is."""
+    from ktft.serve.launch import Failed, Place
 
-    directory, kept = Path(tempfile.mkdtemp(prefix="ktft-serve-")), []
+    place, progress = Place(Path(tempfile.mkdtemp(prefix="ktft-serve-"))), Phases(console)
     try:
-        yield Place(directory), lambda: kept.append(True)
+        yield place, progress
+    except Failed as failure:
+        progress.end()
+        _tell(console, failure)
+        if not verbose:
+            console.print(Text(f"all of its log: {place.log}"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except BaseException:
+        shutil.rmtree(place.directory, ignore_errors=True)
+        raise
+    else:
+        shutil.rmtree(place.directory, ignore_errors=True)
     finally:
-        if not kept:
-            shutil.rmtree(directory, ignore_errors=True)
+        progress.end()

@@ -18,6 +18,7 @@ from ktft.serve.settings import ServeSettings
 GIB = 1 << 30
 _KV_SHARE = 2  # of the memory that is left, one part in so many is for the KV cache, ...
 _MOST_KV = 8 * GIB  # ... but no more than this unless asked for
+_LEAST_KV = GIB // 4
 _SERVER_MEMORY = 3 << 29  # of Python with torch and vLLM, two processes of it, beside the one that loads the model
 _BLOCK = 128  # tokens of a block of KV cache on the CPU
 
@@ -321,8 +322,8 @@ def size_up(
     own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0)) or None
     wished = options.max_model_len or own
     if options.kv_cache is None:
-        enough = max(per_token * (wished or 0) * 2, GIB // 4)
-        kv_cache = max(min(left // _KV_SHARE, _MOST_KV, enough * options.max_num_seqs), 0)
+        enough = max(per_token * _whole_blocks(wished or 0) * (options.max_num_seqs + 1), _LEAST_KV)
+        kv_cache = max(min(left // _KV_SHARE, _MOST_KV, enough), 0)
         if options.max_model_len:  # what was asked for must fit, if the memory is there
             kv_cache = max(kv_cache, min(left, per_token * _whole_blocks(options.max_model_len)))
     else:

@@ -22,6 +22,7 @@ from ktft.serve.admission import Admission, Busy, Gone
 from ktft.serve.metrics import Metrics
 from ktft.serve.requests import COMPUTES, PASSED, Message, Receive, Refusal, Scope, Send
 from ktft.serve.settings import ServeSettings
+from ktft.serve.worker import reason_of
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MODELS, METRICS, STATUS = "/v1/models", "/metrics", "/ktft/status"
@@ -131,6 +132,8 @@ class Gate:
         if adapter is None and (self.adapter is None or self.adapter[0] != name):
             raise Refusal(404, f"no adapter {name!r} is loaded; what is served is {self.served}", param="lora_name")
         if adapter is not None:
+            if not self.settings.adapter_slots:
+                raise Refusal(400, "this server has no room for an adapter; start it with --adapter-swap")
             _check_directory(*adapter, self.base)
         async with self.admission.closed():
             # First: once it has worked there is one step left, and that one is atomic
@@ -174,8 +177,7 @@ async def _call(engine: Any, method: str, *args: Any) -> Any:
     try:
         return (await engine.collective_rpc(method, args=args))[0]
     except Exception as error:  # vLLM gives the worker's exception as text
-        text = str(error).removeprefix("Call to collective_rpc method failed: ")
-        raise Refusal(503 if engine.errored else 400, text or type(error).__name__) from None
+        raise Refusal(503 if engine.errored else 400, reason_of(error) or type(error).__name__) from None
 
 
 async def _forget_prefixes(engine: Any) -> None:

@@ -167,7 +167,9 @@ class Server:
         while not stop.wait(_POLL):
             self.require_alive("could not start")
             progress = read_progress(self.place.status)
-            if progress is not None and progress.error is None:
+            if progress is None:
+                report(Progress("Starting vLLM"))
+            elif progress.error is None:
                 report(progress)
             if _healthy(self.options):
                 return True

@@ -187,7 +187,11 @@ def serve(tmp_path: Path) -> Run:
 
     def run(test: Callable[[Server], Coroutine[Any, Any, None]], **settings: Any) -> None:
         async def inside() -> None:
-            values = {"swap_timeout": 5.0, "status_path": str(tmp_path / "status.json")} | settings
+            values = {
+                "swap_timeout": 5.0,
+                "adapter_swap": True,
+                "status_path": str(tmp_path / "status.json"),
+            } | settings
             async with asyncio.timeout(30):
                 await test(Server(ServeSettings(str(checkpoint), **values), CollectorRegistry()))
 
@@ -333,6 +337,17 @@ def test_load_and_unload(serve: Run, tmp_path: Path) -> None:
         assert (await unload(server)).status == 404
 
     serve(test)
+
+
+def test_a_server_without_room_for_adapters(serve: Run, tmp_path: Path) -> None:
+    path = adapter(tmp_path / "tuned")
+
+    async def test(server: Server) -> None:
+        response = await load(server, path)
+        assert response.status == 400
+        assert "start it with --adapter-swap" in response.error["message"]
+
+    serve(test, adapter_swap=False)
 
 
 def test_the_adapter_of_the_start(serve: Run, tmp_path: Path) -> None:
