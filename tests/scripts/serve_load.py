@@ -1,0 +1,418 @@
+"""`ktft serve` under mixed load: many clients, bad requests, disconnects, and an adapter that changes all the time.
+
+    python tests/scripts/serve_load.py --minutes 30 --clients 16
+
+Serves a tiny Qwen3-MoE with the `ktft serve` of this environment. Every answer is proven to come from the model it
+asked for: before the load, prompts are chosen whose greedy first tokens differ between the base model and two adapters,
+each by a clear margin; an answer under load must begin with the token of its own model. A refusal of a model's name
+must fall into a time at which that model may not have been served. Bad requests must get a 4xx with a message, nothing
+a 5xx, and no request may hang. Memory of all the server's processes is sampled. Exits with 1 if anything is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+from bad_requests import BAD_REQUESTS, BadRequest
+
+BASE = "base"
+ADAPTERS = ("first", "second")
+SHAPE = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
+VOCABULARY, MOST_TOKENS = 320, 512
+CANDIDATES, WANTED = 400, 12
+MARGIN = 0.3  # nats between the greedy token and the next: rounding in a larger batch must not change it
+HANG_SECONDS = 120.0
+GROWTH_LIMIT = 0.05
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's content, and the first greedy token id that each model answers."""
+
+    path: str
+    content: dict[str, Any]
+    first: dict[str, int]
+
+
+@dataclass
+class Findings:
+    """What was seen."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+
+    def fail(self, message: str) -> None:
+        self.outcomes["FAILED"] += 1
+        self.failures.append(message)
+
+
+@dataclass
+class Served:
+    """Which name was served when. During a change both may be."""
+
+    name: str
+    intervals: list[tuple[str, float, float | None]] = field(default_factory=list)
+
+    def surely(self, name: str, begin: float, end: float) -> bool:
+        """Whether nothing else can have been served at any moment from `begin` to `end`."""
+        return any(n == name and b <= begin and (e is None or end <= e) for n, b, e in self.intervals[-4:])
+
+
+def tree_memory(root: int) -> int:
+    """Resident bytes of a process and all below it."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, rest = stat.read_text().rpartition(") ")
+        except OSError:
+            continue
+        parents[int(head.partition(" ")[0])] = int(rest.split()[1])
+    found, total = {root}, 0
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    for pid in found:
+        try:
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            continue
+    return total
+
+
+class Load:
+    """The load on one server.
+
+    Args:
+        http: of the server.
+        adapters: name -> directory.
+        args: of the command line.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, adapters: dict[str, Path], args: argparse.Namespace) -> None:
+        self.http, self.adapters, self.args = http, adapters, args
+        self.found = Findings()
+        self.served = Served(BASE)
+        self.random = random.Random(args.seed)
+        self.prompts: list[Prompt] = []
+        self.began = self.end = 0.0
+
+    # --- changing the adapter ---------------------------------------------------------------------------------------
+
+    async def serve(self, name: str) -> None:
+        """Have this model served."""
+        before, start = self.served.name, time.monotonic()
+        if self.served.intervals:
+            self.served.intervals[-1] = (*self.served.intervals[-1][:2], start)
+        if name == BASE:
+            answer = await self.http.post("/v1/unload_lora_adapter", json={"lora_name": before})
+        else:
+            body = {"lora_name": name, "lora_path": str(self.adapters[name])}
+            answer = await self.http.post("/v1/load_lora_adapter", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"change from {before} to {name}: {answer.status_code} {answer.text[:300]}")
+        self.served.name = name
+        self.served.intervals.append((name, time.monotonic(), None))
+        self.found.outcomes["changes of the adapter"] += 1
+
+    async def _keep_changing(self) -> None:
+        while time.monotonic() < self.end:
+            await asyncio.sleep(self.random.uniform(0.5, 1.5) * self.args.swap_seconds)
+            name = self.random.choice([each for each in (BASE, *ADAPTERS) if each != self.served.name])
+            await self.serve(name)
+
+    # --- what each model answers ------------------------------------------------------------------------------------
+
+    async def learn(self) -> None:
+        """Choose the prompts, with every model alone and at rest."""
+        candidates = [self._candidate(number) for number in range(CANDIDATES)]
+        first: list[dict[str, int]] = [{} for _ in candidates]
+        for name in (*ADAPTERS, BASE):
+            await self.serve(name)
+            answers = await asyncio.gather(*(self._first(name, *each) for each in candidates))
+            for known, (token, margin) in zip(first, answers, strict=True):
+                if margin >= MARGIN:
+                    known[name] = token
+        for (path, content), known in zip(candidates, first, strict=True):
+            if len(known) == len(set(known.values())) == 1 + len(ADAPTERS):
+                self.prompts.append(Prompt(path, content, known))
+        kinds = Counter(prompt.path for prompt in self.prompts)
+        print(f"prompts that tell all models apart: {dict(kinds)}", flush=True)
+        if len(kinds) < 2 or len(self.prompts) < WANTED:
+            raise RuntimeError("too few prompts tell the models apart: make the adapters larger")
+
+    def _candidate(self, number: int) -> tuple[str, dict[str, Any]]:
+        length = self.random.choice((3, 10, 40, 200))
+        if number % 2:
+            text = "".join(self.random.choices("abcdefghijklmnopqrstuvwxyz ,.", k=length))
+            return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+        return "/v1/completions", {"prompt": [self.random.randrange(3, 259) for _ in range(length)]}
+
+    async def _first(self, name: str, path: str, content: dict[str, Any]) -> tuple[int, float]:
+        """The first greedy token, and how much likelier it is than the next."""
+        chat = path.startswith("/v1/chat")
+        logprobs = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+        body = {"model": name, "max_tokens": 1, "temperature": 0, "return_token_ids": True} | logprobs | content
+        body["return_tokens_as_token_ids"] = True
+        answer = await self.http.post(path, json=body)
+        answer.raise_for_status()
+        choice = answer.json()["choices"][0]
+        if chat:
+            top = sorted(each["logprob"] for each in choice["logprobs"]["content"][0]["top_logprobs"])
+        else:
+            top = sorted(choice["logprobs"]["top_logprobs"][0].values())
+        return choice["token_ids"][0], top[-1] - top[-2]
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    async def run(self, memory: Callable[[], int]) -> None:
+        """All of it, for as long as asked."""
+        self.began = time.monotonic()
+        self.end = self.began + 60 * self.args.minutes
+        tasks = [self._client() for _ in range(self.args.clients)]
+        await asyncio.gather(self._keep_changing(), self._watch(memory), *tasks)
+
+    async def _watch(self, memory: Callable[[], int]) -> None:
+        """Memory, and that status and metrics answer."""
+        while time.monotonic() < self.end:
+            now = time.monotonic() - self.began
+            self.found.memory.append((now, memory()))
+            for path in ("/health", "/metrics", "/v1/models"):
+                answer = await self.http.get(path)
+                if answer.status_code != 200:
+                    self.found.fail(f"{path} answers {answer.status_code}")
+            if len(self.found.memory) % 30 == 0:
+                print(f"{now:.0f} s: {_in_words(self.found)}", flush=True)
+            await asyncio.sleep(min(2.0, 60 * self.args.minutes / 100))
+
+    async def _client(self) -> None:
+        while time.monotonic() < self.end:
+            draw = self.random.random()
+            if draw < self.args.bad:
+                await self._guarded(self._bad, self.random.choice(BAD_REQUESTS))
+            elif draw < self.args.bad + self.args.disconnects:
+                await self._guarded(self._disconnect, self.random.choice(self.prompts))
+            else:
+                kind = self.random.choice((self._plain, self._plain, self._stream))
+                await self._guarded(kind, self.random.choice(self.prompts))
+
+    async def _guarded(self, act: Callable[[Any], Awaitable[None]], what: Any) -> None:
+        begin = time.monotonic()
+        try:
+            await asyncio.wait_for(act(what), HANG_SECONDS)
+        except TimeoutError:
+            self.found.fail(f"{act.__name__.strip('_')} hung for {HANG_SECONDS:.0f} s: {what}")
+        except httpx.HTTPError as error:
+            self.found.fail(f"{act.__name__.strip('_')}: {type(error).__name__} {error}")
+        self.found.seconds.append(time.monotonic() - begin)
+
+    def _name(self) -> str:
+        """Mostly what is served; now and then another."""
+        return self.random.choice((BASE, *ADAPTERS)) if self.random.random() < 0.05 else self.served.name
+
+    def _request(self, prompt: Prompt, name: str) -> dict[str, Any]:
+        body = {"model": name, "max_tokens": self.random.choice((1, 8, 24)), "temperature": 0, "return_token_ids": True}
+        if self.random.random() < 0.3:
+            body["logprobs"] = True if prompt.path.startswith("/v1/chat") else 2
+        if self.random.random() < 0.1 and not prompt.path.startswith("/v1/chat"):
+            body["prompt_logprobs"] = 1
+        return body | prompt.content
+
+    async def _plain(self, prompt: Prompt) -> None:
+        name, begin = self._name(), time.monotonic()
+        answer = await self.http.post(prompt.path, json=self._request(prompt, name))
+        if answer.status_code == 200:
+            content = answer.json()
+            self._judge(prompt, name, content["model"], content["choices"][0]["token_ids"][0], "answered")
+        else:
+            self._judge_refusal(name, begin, answer.status_code, answer.text)
+
+    async def _stream(self, prompt: Prompt) -> None:
+        name, begin = self._name(), time.monotonic()
+        body = self._request(prompt, name) | {"stream": True}
+        body.pop("prompt_logprobs", None)
+        async with self.http.stream("POST", prompt.path, json=body) as answer:
+            if answer.status_code != 200:
+                self._judge_refusal(name, begin, answer.status_code, (await answer.aread()).decode())
+                return
+            lines = [line[5:].strip() async for line in answer.aiter_lines() if line.startswith("data:")]
+        if not lines or lines[-1] != "[DONE]":
+            self.found.fail(f"a stream ended without [DONE]: {lines[-1:]}")
+            return
+        chunks = [httpx.Response(200, content=line).json() for line in lines[:-1]]
+        if broken := [chunk for chunk in chunks if "error" in chunk]:
+            self.found.fail(f"a stream broke off: {broken[0]}")
+            return
+        tokens = [t for chunk in chunks for choice in chunk["choices"] for t in choice.get("token_ids") or ()]
+        self._judge(prompt, name, chunks[0]["model"], tokens[0], "streamed")
+
+    async def _disconnect(self, prompt: Prompt) -> None:
+        """Go away in the middle of a long answer."""
+        name = self._name()
+        body = self._request(prompt, name) | {"stream": self.random.random() < 0.7, "max_tokens": 200}
+        body = {**body, "ignore_eos": True}
+        body.pop("prompt_logprobs", None)
+        try:
+            async with asyncio.timeout(self.random.uniform(0.05, 1.0)):
+                async with self.http.stream("POST", prompt.path, json=body) as answer:
+                    if answer.status_code >= 500:
+                        self.found.fail(f"{answer.status_code} before a disconnect")
+                    async for _ in answer.aiter_lines():
+                        if self.random.random() < 0.2:
+                            break
+        except TimeoutError:
+            pass
+        self.found.outcomes["disconnected"] += 1
+
+    async def _bad(self, bad: BadRequest) -> None:
+        request = bad.request(self.served.name, MOST_TOKENS)
+        answer = await self.http.request(**request)
+        if not 400 <= answer.status_code < 500:
+            self.found.fail(f"bad request ({bad.name}) got {answer.status_code}: {answer.text[:200]}")
+        elif len(answer.text) < 10:
+            self.found.fail(f"bad request ({bad.name}) got {answer.status_code} without a message")
+        else:
+            self.found.outcomes["bad requests refused"] += 1
+
+    def _judge(self, prompt: Prompt, name: str, said: str, token: int, outcome: str) -> None:
+        """Whether an answer came from the model it asked for."""
+        if said != name:
+            self.found.fail(f"asked for {name}, the answer says {said}")
+        elif token != prompt.first[name]:
+            owner = next((each for each, known in prompt.first.items() if known == token), "no model that was learned")
+            self.found.fail(f"WRONG MODEL: asked for {name}, the answer is that of {owner}: {token}, {prompt}")
+        else:
+            self.found.outcomes[outcome] += 1
+
+    def _judge_refusal(self, name: str, begin: float, status: int, text: str) -> None:
+        if status == 404 and not self.served.surely(name, begin, time.monotonic()):
+            self.found.outcomes["refused: another model is served"] += 1
+        else:
+            self.found.fail(f"asked for {name}: {status} {text[:200]}")
+
+
+def _in_words(found: Findings) -> str:
+    return ", ".join(f"{count} {what}" for what, count in sorted(found.outcomes.items()))
+
+
+def growth(memory: list[tuple[float, int]]) -> tuple[int, int]:
+    """Memory after warming up, a quarter of the time or five minutes, and at the end: medians of a tenth of samples."""
+    warm = min(300.0, memory[-1][0] / 4)
+    later = [size for at, size in memory if at >= warm]
+    some = max(1, len(later) // 10)
+    return int(statistics.median(later[:some])), int(statistics.median(later[-some:]))
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """The base model and its adapters."""
+    from adapters import random_adapter
+    from tiny import write_checkpoint
+
+    base = write_checkpoint("qwen3moe", folder / BASE, **SHAPE)
+    made = {name: random_adapter(base, folder / name, 0.4, seed) for seed, name in enumerate(ADAPTERS)}
+    return {BASE: base} | made
+
+
+def start(models: dict[str, Path], port: int, log: Path, options: list[str]) -> subprocess.Popen[bytes]:
+    """The server."""
+    command = [str(Path(sys.executable).parent / "ktft"), "serve", str(models[BASE]), "--port", str(port)]
+    command += ["--adapter-swap", "--max-model-len", str(MOST_TOKENS), "--kv-cache-memory", "256M", *options]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+async def load(
+    server: subprocess.Popen[bytes], url: str, models: dict[str, Path], args: argparse.Namespace
+) -> Findings:
+    """Wait for the server, then load it."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=args.clients)
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_SECONDS, limits=limits) as http:
+        while True:
+            if server.poll() is not None:
+                raise RuntimeError(f"the server ended with {server.returncode}")
+            try:
+                if (await http.get("/health")).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                await asyncio.sleep(0.5)
+        it = Load(http, {name: models[name] for name in ADAPTERS}, args)
+        await it.learn()
+        await it.run(lambda: tree_memory(server.pid))
+        await it.serve(BASE if it.served.name != BASE else ADAPTERS[0])
+        prompt = it.prompts[0]
+        await it._plain(prompt)
+        return it.found
+
+
+def report(found: Findings, code: int, args: argparse.Namespace) -> bool:
+    """Print what was found; True if all is well."""
+    if code != 0:
+        found.fail(f"the server ended with {code} after SIGTERM")
+    before, after = growth(found.memory)
+    grown = after / before - 1
+    if grown > GROWTH_LIMIT:
+        found.fail(f"memory grew by {grown:.1%}, the limit is {GROWTH_LIMIT:.0%}")
+    ordered = sorted(found.seconds)
+    print(f"{args.minutes:g} minutes, {args.clients} clients: {_in_words(found)}")
+    print(f"seconds a request: median {ordered[len(ordered) // 2]:.2f}, largest {ordered[-1]:.2f}")
+    print(f"memory of all processes: {before / 1e6:.0f} MB warm, {after / 1e6:.0f} MB at the end ({grown:+.1%})")
+    for failure in found.failures[:SHOWN]:
+        print(f"FAILED: {failure}")
+    if len(found.failures) > SHOWN:
+        print(f"... and {len(found.failures) - SHOWN} more")
+    return not found.failures
+
+
+def main() -> None:
+    """Start the server, load it, end it; exit with 1 if anything is off."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--bad", type=float, default=0.05, help="share of bad requests")
+    parser.add_argument("--disconnects", type=float, default=0.05, help="share of clients that go away")
+    parser.add_argument("--swap-seconds", type=float, default=4.0, help="between changes of the adapter, on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--option", action="append", default=[], help="further option of ktft serve; repeatable")
+    args = parser.parse_args()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with tempfile.TemporaryDirectory() as scratch:
+        models, log = make_models(Path(scratch)), Path(scratch) / "server.log"
+        server = start(models, port, log, args.option)
+        try:
+            found = asyncio.run(load(server, f"http://127.0.0.1:{port}", models, args))
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(60)
+        except BaseException:
+            print(log.read_text(errors="replace")[-4000:])
+            raise
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
+                server.wait(60)
+    sys.exit(int(not report(found, code, args)))
+
+
+if __name__ == "__main__":
+    main()
