@@ -133,3 +133,20 @@ class ServeSettings:
             if key not in known:
                 raise unknown_key(key, known, f"{SERVE_ENV}.{key}")
         return cls(**values)
+
+
+def cpu_environment(settings: ServeSettings) -> dict[str, str]:
+    """What OpenMP and vLLM's CPU backend must be told, so that torch's threads and ktft's do not fight for cores.
+
+    Both get a thread a core. They compute in turn: a layer's attention and a layer's experts. vLLM would bind its
+    worker to cores, all but one, before ktft asks which it may use; and OpenMP's threads would spin on theirs for
+    milliseconds while experts are computed.
+    """
+    from ktft import native
+
+    threads = settings.threads or int(native.topology()["cores"])
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": "10000",
+    }
