@@ -1,4 +1,4 @@
-"""A checkpoint as a server reads it: the weights around the experts plain, the experts packed, all checks of training."""
+"""A checkpoint as a server reads it: weights around the experts plain, experts packed, with all checks of training."""
 
 from __future__ import annotations
 
@@ -65,4 +65,6 @@ class ServedWeights:
             report(Progress(title, done, total))
         bits = self._settings.activation_bits
         runtime = next(iter(self.layers.values())).runtime
-        return ServedModel({number: ServedExperts(layer, number, bits) for number, layer in self.layers.items()}, runtime)
+        return ServedModel(
+            {number: ServedExperts(layer, number, bits) for number, layer in self.layers.items()}, runtime
+        )
