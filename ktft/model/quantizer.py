@@ -214,11 +214,8 @@ class LoadPlan:
         self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
         self.title = f"{doing} experts ({self.expert_format})"
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
-        model._keys_to_ignore_on_load_unexpected = [
-            *ignored,
-            r"\.experts\.",
-            IGNORED.pattern,
-        ]
+        kind = set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list  # set from transformers 5.17 on
+        model._keys_to_ignore_on_load_unexpected = kind([*ignored, r"\.experts\.", IGNORED.pattern])
 
     def load_experts(self) -> None:
         """Read each expert weight once, in the order of the files, and pack it, unless it is packed already."""

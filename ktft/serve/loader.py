@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ktft.checkpoint.load import refuse
+from ktft.native import ExpertLayer
 from ktft.serve.experts import serve
 from ktft.serve.linear import add_slots
 from ktft.serve.moe import KtftMoEMethod
@@ -21,8 +23,6 @@ from ktft.serve.progress import READY, Progress, StatusFile
 from ktft.serve.settings import ServeSettings
 from ktft.serve.weights import ServedWeights
 from ktft.serve.worker import set_adapter
-
-Made = TypeVar("Made")
 
 
 class KtftModelLoader(BaseModelLoader):
@@ -64,25 +64,56 @@ class KtftModelLoader(BaseModelLoader):
                 set_adapter(model, settings.adapter)
 
 
+@dataclass(frozen=True)
+class _Experts:
+    """What vLLM and transformers must agree on of a layer's routed experts."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    biases: bool
+    clamped_at: float | None
+
+    @classmethod
+    def of_vllm(cls, module: RoutedExperts) -> _Experts:
+        limit = 7.0 if module.activation.value == "swigluoai" else None  # fixed in vLLM's kernels
+        return cls(
+            module.global_num_experts,
+            module.hidden_size,
+            module.intermediate_size_per_partition,
+            module.moe_config.has_bias,
+            module.swiglu_limit or limit,
+        )
+
+    @classmethod
+    def of_ktft(cls, layer: ExpertLayer) -> _Experts:
+        limit = layer.swiglu.limit
+        return cls(
+            layer.num_experts,
+            layer.hidden_size,
+            layer.intermediate_size,
+            layer.biases,
+            limit if math.isfinite(limit) else None,
+        )
+
+
 def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
     """Compare vLLM's routed experts with those of transformers' model.
 
     Raises:
-        ValueError: a layer or a size differs.
+        ValueError: a layer, a size or the activation differs.
     """
     found = {}
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             assert isinstance(module.quant_method, KtftMoEMethod)
-            sizes = (module.global_num_experts, module.hidden_size, module.intermediate_size_per_partition)
-            found[module.quant_method.number] = sizes
-    expected = {n: (e.num_experts, e.hidden_size, e.intermediate_size) for n, e in weights.layers.items()}
+            found[module.quant_method.number] = _Experts.of_vllm(module)
+    expected = {number: _Experts.of_ktft(layer) for number, layer in weights.layers.items()}
     for number in sorted(found.keys() | expected.keys()):
         if found.get(number) != expected.get(number):
             raise ValueError(
-                f"layer {number}: vLLM's {type(model).__name__} has routed experts {found.get(number)}, transformers' "
-                f"model {expected.get(number)} (experts, hidden size, intermediate size); this vLLM does not serve it "
-                "through ktft"
+                f"layer {number}: vLLM's {type(model).__name__} has the routed experts {found.get(number)}, "
+                f"transformers' model {expected.get(number)}; this vLLM cannot serve it through ktft"
             )
 
 

@@ -53,7 +53,12 @@ def _register() -> None:
         def override_quantization_method(
             cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
         ) -> Any:
-            return "ktft" if user_quant == "ktft" else None
+            if user_quant != "ktft":
+                return None
+            # What the loader reads is plain: no model, and no key-value cache, may go by how files are quantized
+            for config in (hf_config, hf_config.get_text_config()):
+                config.quantization_config = None
+            return "ktft"
 
         def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
             if isinstance(layer, RoutedExperts):
