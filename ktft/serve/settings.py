@@ -24,6 +24,7 @@ class ServeSettings:
             `ktft.config.Settings`.
         adapter: directory of the adapter that is served from the start; None serves the base.
         adapter_name: what requests call it; None takes the directory's name.
+        adapter_swap: whether an adapter may be loaded, or put in place of that one, while the server runs.
         max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
         activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
         routing: file with counts of experts' tokens, which chooses those that stay on a GPU; None has none.
@@ -44,6 +45,7 @@ class ServeSettings:
     gpu_expert_memory: int | str = 0
     adapter: str | None = None
     adapter_name: str | None = None
+    adapter_swap: bool = False
     max_lora_rank: int = 64
     activation_bits: int = 16
     routing: str | None = None
@@ -62,6 +64,11 @@ class ServeSettings:
             path = getattr(self, name)
             if path is not None and not (Path(path).is_dir() if kind == "directory" else Path(path).is_file()):
                 raise ValueError(f"{name} is {str(path)!r}, which is not a {kind}")
+
+    @property
+    def adapter_slots(self) -> bool:
+        """Whether the model has room for an adapter."""
+        return self.adapter_swap or self.adapter is not None
 
     @property
     def experts(self) -> Settings:
