@@ -59,7 +59,9 @@ class KtftMoEMethod(FusedMoEMethodBase):
         """None: that is for vLLM's own kernels."""
         return None
 
-    def apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+    def apply(
+        self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
         """The routed experts' weighted sum; shared experts are vLLM's."""
         if _made_up():
             return torch.zeros_like(x)

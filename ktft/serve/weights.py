@@ -65,4 +65,6 @@ class ServedWeights:
             report(Progress(title, done, total))
         bits = self._settings.activation_bits
         runtime = next(iter(self.layers.values())).runtime
-        return ServedModel({number: ServedExperts(layer, number, bits) for number, layer in self.layers.items()}, runtime)
+        return ServedModel(
+            {number: ServedExperts(layer, number, bits) for number, layer in self.layers.items()}, runtime
+        )
