@@ -9,6 +9,7 @@ from __future__ import annotations
 import runpy
 import warnings
 
+from ktft.serve.processes import follow
 from ktft.serve.settings import ServeSettings
 
 # In vLLM 0.24 the server's home, in 0.32 a deprecated way to it: the only one that both have.
@@ -21,7 +22,9 @@ def main() -> None:
     Raises:
         ValueError: there are no settings, or wrong ones.
     """
-    ServeSettings.from_env()
+    settings = ServeSettings.from_env()
+    if settings.parent is not None:
+        follow(settings.parent)
     warnings.filterwarnings("ignore", message=".*api_server.*", category=DeprecationWarning)
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

@@ -64,15 +64,15 @@ class ServedModel:
 
     def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime) -> None:
         self.layers, self.runtime = dict(layers), runtime
-        self.adapter: str | None = None
+        self.adapter: Mapping[str, Any] | None = None
 
-    def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: str | None = None) -> None:
+    def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
         """Put an adapter's expert LoRA, by layer, in place of the last one's; None goes back to the base.
 
         Layers that it does not have compute the base. Nothing must be computing meanwhile.
 
         Args:
-            adapter: its name, for `status`.
+            adapter: what is known of it, for `status`; JSON's values.
 
         Raises:
             ValueError: it has a layer that the model has not; then nothing is changed.
@@ -93,7 +93,7 @@ class ServedModel:
         layers = self.layers.values()
         first = next(iter(layers)).layer
         return {
-            "adapter": self.adapter,
+            "adapter": None if self.adapter is None else dict(self.adapter),
             "expert_format": first.format,
             "isa": self.runtime.isa,
             "threads": self.runtime.threads,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -17,10 +17,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ktft.checkpoint.load import refuse
 from ktft.native import ExpertLayer
 from ktft.serve.experts import serve
+from ktft.serve.linear import add_slots
 from ktft.serve.moe import KtftMoEMethod
 from ktft.serve.progress import READY, Progress, StatusFile
 from ktft.serve.settings import ServeSettings
 from ktft.serve.weights import ServedWeights
+from ktft.serve.worker import set_adapter
 
 
 class KtftModelLoader(BaseModelLoader):
@@ -61,6 +63,11 @@ class KtftModelLoader(BaseModelLoader):
         refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
         with _as_usual():
             serve(weights.load_experts(status.advance))
+            if settings.adapter_slots:
+                add_slots(model, get_current_vllm_config(), settings.max_lora_rank)
+            if settings.adapter is not None:
+                status.write(Progress("Loading the adapter"))
+                set_adapter(model, settings.adapter)
 
 
 @dataclass(frozen=True)

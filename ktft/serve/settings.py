@@ -24,11 +24,15 @@ class ServeSettings:
             `ktft.config.Settings`.
         adapter: directory of the adapter that is served from the start; None serves the base.
         adapter_name: what requests call it; None takes the directory's name.
+        adapter_swap: whether an adapter may be loaded, or put in place of that one, while the server runs.
         max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
         activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
         routing: file with counts of experts' tokens, which chooses those that stay on a GPU; None has none.
         deferral: experts of a token, the least weighted, that decode may add one layer late; 0 defers none.
         status_path: file that says how far loading is; see `ktft.serve.progress`. None writes none.
+        served_name: what requests call the base; None takes the checkpoint directory's name.
+        swap_timeout: seconds that requests wait for a change of the adapter, and that change for those in flight.
+        parent: number of the process without which the server ends; None lets it outlive any.
 
     Raises:
         ValueError: a value is not among those accepted.
@@ -44,11 +48,15 @@ class ServeSettings:
     gpu_expert_memory: int | str = 0
     adapter: str | None = None
     adapter_name: str | None = None
+    adapter_swap: bool = False
     max_lora_rank: int = 64
     activation_bits: int = 16
     routing: str | None = None
     deferral: int = 0
     status_path: str | None = None
+    served_name: str | None = None
+    swap_timeout: float = 60.0
+    parent: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gpu_expert_memory", self.experts.gpu_expert_memory)
@@ -58,10 +66,34 @@ class ServeSettings:
             raise ValueError(f"max_lora_rank is {self.max_lora_rank!r}; give a whole number from 1 to {MAX_RANK}")
         if type(self.deferral) is not int or self.deferral < 0:
             raise ValueError(f"deferral is {self.deferral!r}; give a whole number of experts, 0 for none")
+        if not 0 < self.swap_timeout < float("inf"):
+            raise ValueError(f"swap_timeout is {self.swap_timeout!r}; give seconds, more than 0")
         for name, kind in (("checkpoint", "directory"), ("adapter", "directory"), ("routing", "file")):
             path = getattr(self, name)
             if path is not None and not (Path(path).is_dir() if kind == "directory" else Path(path).is_file()):
                 raise ValueError(f"{name} is {str(path)!r}, which is not a {kind}")
+
+    @property
+    def base_name(self) -> str:
+        """What requests call the base."""
+        return self.served_name or Path(self.checkpoint).resolve().name
+
+    @property
+    def served_adapter(self) -> tuple[str, str] | None:
+        """Name and directory of the adapter that is served from the start."""
+        if self.adapter is None:
+            return None
+        return self.adapter_name or Path(self.adapter).resolve().name, str(Path(self.adapter).absolute())
+
+    @property
+    def adapter_file(self) -> Path | None:
+        """Where the adapter that was loaded last stands, as JSON: name and directory, or null."""
+        return None if self.status_path is None else Path(self.status_path).with_name("adapter.json")
+
+    @property
+    def adapter_slots(self) -> bool:
+        """Whether the model has room for an adapter."""
+        return self.adapter_swap or self.adapter is not None
 
     @property
     def experts(self) -> Settings:
