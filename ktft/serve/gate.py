@@ -120,7 +120,7 @@ class Gate:
                 raise Refusal(400, f"{key} is {request.get(key)!r}; give {' and '.join(keys)}", param=key)
         adapter = (request["lora_name"], str(Path(request["lora_path"]).absolute())) if path == LOAD else None
         result = await self._swap(scope["app"].state, request["lora_name"], adapter)
-        await requests.answer_json(send, {"model": self.served, "adapter": result})
+        await requests.answer_json(send, {"model": self.served, **result})
 
     async def _swap(self, state: Any, name: str, adapter: tuple[str, str] | None) -> Any:
         """Serve another adapter, or the base. All or nothing.

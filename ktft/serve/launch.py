@@ -23,6 +23,7 @@ from ktft.serve.processes import end_group
 from ktft.serve.progress import Progress, read_progress
 from ktft.serve.settings import ServeSettings
 
+ENGINE = ("-P", "-m", "ktft.serve.engine")  # -P: a file of the working directory must not shadow a package
 DRAIN = 15  # seconds that requests in flight have when the server is told to end
 QUICK, TRIES = 300.0, 5  # a server that ran for fewer seconds has crashed quickly; give up after so many in a row
 _POLL = 0.1
@@ -138,7 +139,7 @@ class Server:
         self.options, self.place, self.verbose = options, place, verbose
         settings = replace(settings, status_path=str(place.status), parent=os.getpid())
         place.status.unlink(missing_ok=True)
-        command = [sys.executable, "-P", "-m", "ktft.serve.engine", *arguments(settings, options, found)]
+        command = [sys.executable, *ENGINE, *arguments(settings, options, found)]
         with place.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,

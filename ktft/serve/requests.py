@@ -15,6 +15,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 MAX_BODY = 64 << 20  # bytes; images come as base64
 MAX_CHOICES = 128  # OpenAI's own limit of `n`
+MAX_TEMPERATURE = 2
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 CHAT = ("/v1/chat/completions", "/v1/chat/completions/render")
@@ -29,7 +30,6 @@ COMPUTES = {
     "/v1/messages/count_tokens": True,
     "/v1/chat/completions/batch": True,
     "/v1/systemone": True,
-    "/cohere/v2/chat": True,
     "/generative_scoring": True,
     "/inference/v1/generate": True,
     "/invocations": True,
@@ -152,12 +152,16 @@ def parse(scope: Scope, body: bytes) -> dict[str, Any]:
     if kind != "application/json" and not kind.endswith("+json"):
         raise Refusal(415, f"Content-Type is {kind or 'not given'}; send application/json")
     try:
-        content = json.loads(body)
+        content = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise Refusal(400, f"the body is a JSON {type(content).__name__}; send an object")
     return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def check_request(path: str, request: dict[str, Any]) -> str | None:
@@ -178,12 +182,21 @@ def check_request(path: str, request: dict[str, Any]) -> str | None:
     n = request.get("n")
     if isinstance(n, int) and n > MAX_CHOICES:
         raise Refusal(400, f"n is {n}; the most is {MAX_CHOICES}", param="n")
-    if path in CHAT:
-        messages = request.get("messages")
-        for number, message in enumerate(messages if isinstance(messages, list) else ()):
-            role = message.get("role") if isinstance(message, dict) else None
-            if isinstance(role, str) and role not in CHAT_ROLES:
-                raise Refusal(
-                    400, f"messages[{number}].role is {role!r}; give one of {', '.join(CHAT_ROLES)}", param="messages"
-                )
+    temperature = request.get("temperature")
+    if isinstance(temperature, int | float) and not 0 <= temperature <= MAX_TEMPERATURE:
+        text = f"temperature is {temperature}; it goes from 0 to {MAX_TEMPERATURE}"
+        raise Refusal(400, text, param="temperature")
+    messages = request.get("messages")
+    if path in CHAT and isinstance(messages, list):
+        for number, message in enumerate(messages):
+            _check_message(f"messages[{number}]", message)
     return name
+
+
+def _check_message(where: str, message: Any) -> None:
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        return  # vLLM says what is wrong
+    if role not in CHAT_ROLES:
+        raise Refusal(400, f"{where}.role is {role!r}; give one of {', '.join(CHAT_ROLES)}", param="messages")
+    if message.get("content") is None and role != "assistant":
+        raise Refusal(400, f"{where} has no content", param="messages")

@@ -68,7 +68,7 @@ class Engine:
             raise Exception(f"Call to collective_rpc method failed: {self.failure}")
         self.calls.append(f"set {args[0]}")
         self.adapter = args[0]
-        return [{"path": args[0]}]
+        return [{"adapter": args[0] and {"path": args[0]}, "seconds": 0.1}]
 
 
 class Server:
@@ -224,6 +224,9 @@ def test_the_body_reaches_vllm_as_it_came(serve: Run) -> None:
         (CHAT, b"[" * 200_000, 400, "not JSON"),
         (CHAT, b"[]", 400, "JSON list; send an object"),
         (CHAT, {"model": "base", "messages": [{"role": "wizard", "content": ""}]}, 400, "messages[0].role is 'wizard'"),
+        (CHAT, {"model": "base", "messages": [{"role": "user"}]}, 400, "messages[0] has no content"),
+        (CHAT, b'{"model": "base", "temperature": NaN}', 400, "NaN is no number"),
+        (CHAT, {"model": "base", "messages": HELLO, "temperature": 99}, 400, "temperature is 99"),
         (CHAT, {"model": "base", "messages": HELLO, "n": 129}, 400, "n is 129; the most is 128"),
         ("/v1/responses", {"model": "base", "input": "", "background": True}, 400, "background"),
         ("/tokenize", {"model": "other", "prompt": ""}, 404, "'other' is not served"),

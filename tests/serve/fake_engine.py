@@ -1,0 +1,72 @@
+"""Stands for `ktft.serve.engine` in tests of its parent: loads nothing, answers /health, and fails as it is told to.
+
+What it does stands in the file that FAKE_ENGINE names, a word a start: `serve`; `crash`, after a moment of serving;
+`early`, before it serves; `deaf`, which ignores SIGTERM. The last word is for all further starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from ktft.serve.processes import follow
+from ktft.serve.progress import Progress, StatusFile
+from ktft.serve.settings import ServeSettings
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    settings = ServeSettings.from_env()
+    assert settings.parent is not None
+    follow(settings.parent)
+    plan = Path(os.environ["FAKE_ENGINE"])
+    words = plan.read_text().split()
+    plan.write_text(" ".join(words[1:] or words))
+    record = {
+        "pid": os.getpid(),
+        "arguments": sys.argv[1:],
+        "adapter": settings.adapter,
+        "name": settings.adapter_name,
+        "key": os.environ["VLLM_API_KEY"],
+    }
+    with plan.with_suffix(".starts").open("a") as starts:
+        starts.write(json.dumps(record) + "\n")
+    child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine core
+    status = StatusFile(settings.status_path)
+    status.write(Progress("Packing experts (int8)", 1, 2))
+    if words[0] == "early":
+        print("ERROR something\nValueError: layer 3 lacks a tensor", flush=True)
+        os._exit(0)
+    if words[0] == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: (child.kill(), os._exit(0)))
+    if words[0] == "crash":
+        threading.Thread(target=crash, daemon=True).start()
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def crash() -> None:
+    """As vLLM does when its engine has died: exit code 0, and the child is left."""
+    time.sleep(1.0)
+    print("(EngineCore) ERROR ValueError: hidden states hold NaN\nEngineDeadError: see above", flush=True)
+    os._exit(0)
+
+
+main()

