@@ -31,7 +31,7 @@ demo: native
 
 test: native serving
 	$(BIN)/python -m pytest tests --ignore tests/serve
-	$(SERVE_BIN)/python -m pytest tests/serve
+	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest tests/serve
 
 lint: native
 	$(BIN)/ruff check .

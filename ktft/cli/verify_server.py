@@ -86,19 +86,19 @@ def _show(request: Request, result: ParityResult) -> None:
             style="yellow",
             highlight=False,
         )
+    share = f", {result.applied:.1%} of what it does" if result.applied is not None else ""
     typer.echo(
-        f"{request.url}, {result.model}: {result.verdict} ({result.tokens} tokens of prompts, {result.continued} of "
-        "greedy continuations)"
+        f"{request.url}, {result.model}: {result.verdict}{share} ({result.tokens} tokens of prompts, "
+        f"{result.continued} of greedy continuations)"
     )
 
 
 def _table(result: ParityResult) -> Table:
     what = "base and adapter" if result.base is not None else "the base model"
-    applied = f"; {result.applied:.1%} of it is there" if result.applied is not None else ""
     rows = [
         (f"server, from {what}", result.served, (result.limit, result.largest_limit)),
         ("server, from the base model alone", result.base, None),
-        (f"what the adapter does{applied}", result.effect, None),
+        ("what the adapter does", result.effect, None),
         ("bf16 alone", result.noise, None),
     ]
     table = Table("", "mean", "largest", title="Log-probabilities of given tokens, difference in nats", box=None)

@@ -22,10 +22,11 @@ from ktft.serve.client import Continuation, Server
 from ktft.verify.whole import load_model
 
 NOISE = 3.0
-"""A server may be off by so many times what bf16 alone does: on average, and at its worst token, where rounding may
-have chosen another expert."""
-TIE = 2.0
-"""Two tokens are a near tie if less than so many times the worst that bf16 does is between them: it may move both."""
+"""On average over tokens a server may be off by so many times what bf16 does."""
+LARGEST_NOISE = 5.0
+"""The same of the worst token: where rounding tips the choice of an expert, one is much further off than all others."""
+ATTENTIONS = ("sdpa", "eager")
+"""Implementations of attention that bf16 is tried with: each rounds otherwise."""
 PROMPTS = (
     "The lighthouse keeper counted the ships as they came in, one by one, and wrote each name into a book.",
     "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n    return",
@@ -75,12 +76,13 @@ class ParityResult:
     Attributes:
         model: the name that was asked for.
         served: the server from what it should be: the base model, with the adapter if one was named.
-        noise: training's model with everything around the experts in bf16, from the same in fp32.
+        noise: training's model with everything around the experts in bf16, from the same in fp32; the worst of
+            `ATTENTIONS`.
         base: the server from the base model alone; None without an adapter.
         effect: what the adapter itself does; None without one.
         applied: of that, how much the server shows: about 1, or about 0 if it has no adapter.
         tokens, continued: how many tokens of prompts and of continuations were compared.
-        ties: tokens that differ where both are nearly equally likely, so that rounding decides.
+        ties: tokens that differ where both are as likely, to within what a single token may be off: rounding decides.
         limit, largest_limit: of `served`.
         problems: what is off.
     """
@@ -176,8 +178,13 @@ def verify_server(
         yield "the same without the adapter"
         with model.disable_adapter():
             alone = _score(model, answers)
-    yield "training's model in bf16"
-    noise = expected.distance(_score(model.to(torch.bfloat16), answers).logprobs)
+    model.to(torch.bfloat16)
+    noises = []
+    for attention in ATTENTIONS:
+        yield f"training's model in bf16, attention {attention}"
+        model.set_attn_implementation(attention)
+        noises.append(expected.distance(_score(model, answers).logprobs))
+    noise = Distance(max(each.mean for each in noises), max(each.largest for each in noises))
     yield _judge(server, answers, expected, alone, noise)
 
 
@@ -198,7 +205,7 @@ def _judge(
 ) -> ParityResult:
     told = torch.tensor([value for answer in answers for value in (*answer.prompt_logprobs, *answer.logprobs)])
     served = expected.distance(told)
-    limit, largest = NOISE * noise.mean, NOISE * noise.largest
+    limit, largest = NOISE * noise.mean, LARGEST_NOISE * noise.largest
     differences = list(_differences(answers, expected))
     base = effect = applied = None
     if alone is not None:
@@ -214,7 +221,7 @@ def _judge(
         applied=applied,
         tokens=sum(len(answer.prompt_logprobs) for answer in answers),
         continued=sum(len(answer.tokens) for answer in answers),
-        ties=[each for each in differences if each.gap <= TIE * noise.largest],
+        ties=[each for each in differences if each.gap <= largest],
         limit=limit,
         largest_limit=largest,
     )

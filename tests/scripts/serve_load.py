@@ -356,6 +356,8 @@ async def load(
             except httpx.HTTPError:
                 await asyncio.sleep(0.5)
         it = Load(http, {name: models[name] for name in ADAPTERS}, args)
+        for bad in BAD_REQUESTS:
+            await it._bad(bad)
         await it.learn()
         await it.run(lambda: tree_memory(server.pid))
         await it.serve(BASE if it.served.name != BASE else ADAPTERS[0])
