@@ -38,9 +38,7 @@ def test_log_probabilities_are_those_of_the_model_that_trains(server: Any) -> No
     assert answer.status_code == 200, answer.text
     served = answer.json()["choices"][0]["logprobs"]["token_logprobs"][1 : len(PROMPT)]
     config = KtftConfig(expert_format="bf16", threads=1)
-    model = AutoModelForCausalLM.from_pretrained(
-        server.checkpoint, quantization_config=config, dtype=torch.bfloat16
-    )
+    model = AutoModelForCausalLM.from_pretrained(server.checkpoint, quantization_config=config, dtype=torch.bfloat16)
     trained = log_probabilities(model)
     assert mean_difference(served, trained) < BOUND
     for experts in find_experts(model).values():

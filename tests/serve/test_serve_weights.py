@@ -128,9 +128,7 @@ def test_bad_checkpoints_are_named(plain: Path, tmp_path: Path, change: Any, mes
     assert message in str(error.value)
 
 
-def test_truncated_shard_and_too_little_memory(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncated_shard_and_too_little_memory(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(plain, tmp_path / "cut")
     shard = sorted((tmp_path / "cut").glob("*.safetensors"))[0]
     with shard.open("r+b") as file:
