@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,10 @@ def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
     assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("tuned", "hermes")
     assert pairs["--quantization"] == pairs["--load-format"] == "ktft"
     assert words[-2:] == ["--seed", "3"] and "secret" not in words
+    for model_type, text, parser in (("deepseek_v3", "", False), ("deepseek_v3", "<｜tool▁calls▁begin｜>", True)):  # noqa: RUF001
+        (tmp_path / "tokenizer.json").write_text(text)
+        words = launch.arguments(settings, options, replace(found, model_type=model_type))
+        assert ("--tool-call-parser" in words) == ("--enable-auto-tool-choice" in words) == parser
     environment = launch.environment(settings, options, found)
     assert environment["VLLM_API_KEY"] == "secret"
     assert ServeSettings.from_env(environment) == settings
