@@ -21,32 +21,34 @@ from pathlib import Path
 from ktft.serve.checks import Findings, Options
 from ktft.serve.processes import end_group
 from ktft.serve.progress import Progress, read_progress
-from ktft.serve.settings import ServeSettings
+from ktft.serve.settings import ServeSettings, cpu_environment
 
 ENGINE = ("-P", "-m", "ktft.serve.engine")  # -P: a file of the working directory must not shadow a package
 DRAIN = 15  # seconds that requests in flight have when the server is told to end
 QUICK, TRIES = 300.0, 5  # a server that ran for fewer seconds has crashed quickly; give up after so many in a row
 _POLL = 0.1
 _SHOWN = 15  # lines of the log
-_CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+_CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|error: argument .+)$")
 
+_HERMES, _QWEN3_XML = ("hermes", ""), ("qwen3_xml", "<tool_call>")
 TOOL_PARSERS = {
-    "qwen2_moe": "hermes",
-    "qwen3_moe": "hermes",
-    "qwen3_next": "hermes",
-    "qwen3_vl_moe": "hermes",
-    "qwen3_5_moe": "qwen3_xml",
-    "qwen3_5_moe_text": "qwen3_xml",
-    "deepseek_v3": "deepseek_v3",
-    "kimi_k2": "kimi_k2",
-    "glm4_moe": "glm45",
-    "glm_moe_dsa": "glm47",
-    "minimax_m2": "minimax_m2",
-    "gpt_oss": "openai",
-    "mixtral": "mistral",
-    "ernie4_5_moe": "ernie45",
+    "qwen2_moe": _HERMES,
+    "qwen3_moe": _HERMES,
+    "qwen3_next": _HERMES,
+    "qwen3_vl_moe": _HERMES,
+    "qwen3_5_moe": _QWEN3_XML,
+    "qwen3_5_moe_text": _QWEN3_XML,
+    "deepseek_v3": ("deepseek_v3", "<｜tool▁calls▁begin｜>"),  # noqa: RUF001
+    "kimi_k2": ("kimi_k2", "<|tool_calls_section_begin|>"),
+    "glm4_moe": ("glm45", "<tool_call>"),
+    "glm_moe_dsa": ("glm47", "<tool_call>"),
+    "minimax_m2": ("minimax_m2", "<minimax:tool_call>"),
+    "gpt_oss": ("openai", "<|call|>"),
+    "ernie4_5_moe": ("ernie45", "<tool_call>"),
 }
-"""model_type -> vLLM's parser of the tool calls that released models of that type write."""
+"""model_type -> vLLM's parser of the tool calls that released models of that type write, and a token without which it
+would refuse every chat."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 _CPU = ("--enforce-eager",)  # what torch.compile gains there is small beside the experts, and takes a minute of start
 _GPU = (
@@ -79,7 +81,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         "--max-model-len": found.max_model_len,
         "--kv-cache-memory-bytes": found.kv_cache,
         "--shutdown-timeout": DRAIN,
-        "--tool-call-parser": TOOL_PARSERS.get(found.model_type),
+        "--tool-call-parser": _tool_parser(Path(settings.checkpoint), found.model_type),
     }
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     if given["--tool-call-parser"]:
@@ -88,16 +90,21 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     return [*words, *(_GPU if found.gpu else _CPU), *options.extra]
 
 
+def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
+    """The parser for a model whose tokenizer has its token; none for other models."""
+    parser, token = TOOL_PARSERS.get(model_type, (None, ""))
+    files = [checkpoint / name for name in _TOKENIZERS]
+    known = not token or any(token in file.read_text() for file in files if file.is_file())
+    return parser if known else None
+
+
 def environment(settings: ServeSettings, options: Options, found: Findings) -> dict[str, str]:
     """Of vLLM's server: this process's, with what ktft and vLLM are told by it."""
     own = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ) | settings.to_env()
     own["VLLM_API_KEY"] = options.api_key or ""
     if not found.gpu:
-        # vLLM would bind the process to one NUMA node and leave ktft's threads one core
-        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        own |= cpu_environment(settings)
         own.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the argument
-        if settings.threads is not None:
-            own["OMP_NUM_THREADS"] = str(settings.threads)
     return own
 
 

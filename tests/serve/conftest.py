@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from typing import Any
 import httpx
 import pytest
 from tiny import write_checkpoint
-
-from ktft.serve.settings import ServeSettings, cpu_environment
 
 # LLaMA-Factory's environment has no vLLM: `make test` runs these tests in one that has, by the name of this folder.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
@@ -55,50 +51,40 @@ def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`served_checkpoint` with experts in bf16, served by vLLM."""
-    folder = tmp_path_factory.mktemp("server")
-    settings = ServeSettings(
-        str(served_checkpoint), expert_format="bf16", threads=1, status_path=str(folder / "status.json")
-    )
-    name, port = served_checkpoint.name, _free_port()
-    command = [sys.executable, "-m", "ktft.serve.engine", "--model", str(served_checkpoint)]
-    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--quantization", "ktft", "--load-format", "ktft", "--dtype", "bfloat16", "--enforce-eager"]
-    command += ["--max-model-len", "256", "--max-num-seqs", "8"]
-    environment = os.environ | settings.to_env() | cpu_environment(settings) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    log = folder / "log.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        _wait(process, f"http://127.0.0.1:{port}/health", log)
-        yield Server(f"http://127.0.0.1:{port}", name, served_checkpoint, log)
-    finally:
+    """`served_checkpoint` with experts in bf16 and room for an adapter, by `ktft serve`."""
+    options = ["--expert-format", "bf16", "--adapter-swap", "--max-lora-rank", "8"]
+    with serving(served_checkpoint, tmp_path_factory.mktemp("server"), *options) as (server, process):
+        yield server
         process.terminate()
-        try:
-            process.wait(30)
-        finally:
-            _kill_group(process.pid)
+        assert process.wait(60) == 0, server.log.read_text()[-8000:]
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+@contextmanager
+def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """`ktft serve` with these options, until the block ends, however."""
+    port, log = _free_port(), folder / "log.txt"
+    command = [str(Path(sys.executable).with_name("ktft")), "serve", str(checkpoint), "--port", str(port), "--verbose"]
+    command += ["--threads", "1", "--max-model-len", "256", "--max-num-seqs", "8", *options]
+    # structured answers of random weights would be white space without end
+    command += ["--", "--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}']
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait(process, log)
+        yield Server(f"http://127.0.0.1:{port}", checkpoint.name, checkpoint, log), process
+    finally:
+        process.kill()  # the engine follows
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + STARTS_WITHIN
-    while time.monotonic() < end:
+    while "serving " not in (said := log.read_text(errors="replace")) or "Ctrl-C ends it" not in said:
         if process.poll() is not None:
-            pytest.fail(f"the server exited with {process.returncode}:\n{log.read_text()[-8000:]}")
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
+            pytest.fail(f"the server exited with {process.returncode}:\n{said[-8000:]}")
+        if time.monotonic() > end:
+            pytest.fail(f"the server was not ready in {STARTS_WITHIN} s:\n{said[-8000:]}")
         time.sleep(0.3)
-    pytest.fail(f"the server was not ready in {STARTS_WITHIN} s:\n{log.read_text()[-8000:]}")
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _free_port() -> int:

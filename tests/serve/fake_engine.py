@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ktft.serve.processes import follow
 from ktft.serve.progress import Progress, StatusFile
-from ktft.serve.settings import ServeSettings
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -31,23 +30,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    settings = ServeSettings.from_env()
-    assert settings.parent is not None
-    follow(settings.parent)
+    settings = json.loads(os.environ["KTFT_SERVE"])
+    follow(settings["parent"])
     plan = Path(os.environ["FAKE_ENGINE"])
     words = plan.read_text().split()
     plan.write_text(" ".join(words[1:] or words))
     record = {
         "pid": os.getpid(),
         "arguments": sys.argv[1:],
-        "adapter": settings.adapter,
-        "name": settings.adapter_name,
+        "adapter": settings["adapter"],
+        "name": settings["adapter_name"],
         "key": os.environ["VLLM_API_KEY"],
     }
     with plan.with_suffix(".starts").open("a") as starts:
         starts.write(json.dumps(record) + "\n")
     child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine core
-    status = StatusFile(settings.status_path)
+    status = StatusFile(settings["status_path"])
     status.write(Progress("Packing experts (int8)", 1, 2))
     if words[0] == "early":
         print("ERROR something\nValueError: layer 3 lacks a tensor", flush=True)

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +145,9 @@ def test_addresses() -> None:
     assert not list(host_notes(Options("127.0.0.1"))) + list(host_notes(Options("localhost")))
     assert not list(host_notes(Options("0.0.0.0", api_key="x")))
     assert "lets other machines use" in next(iter(host_notes(Options("0.0.0.0"))))
-    assert launch.url(Options("::", 9)) == "http://[::1]:9" and launch.url(Options("0.0.0.0", 9)) == "http://127.0.0.1:9"
+    assert (
+        launch.url(Options("::", 9)) == "http://[::1]:9" and launch.url(Options("0.0.0.0", 9)) == "http://127.0.0.1:9"
+    )
 
 
 def test_the_context_is_what_the_cache_holds(served_checkpoint: Path) -> None:
@@ -164,10 +168,14 @@ def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
     settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), adapter_name="tuned")
     options = Options(api_key="secret", extra=("--seed", "3"))
     words = launch.arguments(settings, options, found)
-    pairs = dict(zip(words, words[1:], strict=False))
+    pairs = dict(pairwise(words))
     assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("tuned", "hermes")
     assert pairs["--quantization"] == pairs["--load-format"] == "ktft"
     assert words[-2:] == ["--seed", "3"] and "secret" not in words
+    for model_type, text, parser in (("deepseek_v3", "", False), ("deepseek_v3", "<｜tool▁calls▁begin｜>", True)):  # noqa: RUF001
+        (tmp_path / "tokenizer.json").write_text(text)
+        words = launch.arguments(settings, options, replace(found, model_type=model_type))
+        assert ("--tool-call-parser" in words) == ("--enable-auto-tool-choice" in words) == parser
     environment = launch.environment(settings, options, found)
     assert environment["VLLM_API_KEY"] == "secret"
     assert ServeSettings.from_env(environment) == settings
@@ -188,7 +196,7 @@ class Parent:
         fake = Path(__file__).with_name("fake_engine.py")
         code = (
             "from ktft.serve import checks, launch; from ktft.cli.main import app\n"
-            f"launch.ENGINE = ({str(fake)!r},); launch.DRAIN = 0.5; launch.QUICK = 5.0\n"
+            f"launch.ENGINE = ({str(fake)!r},); launch.DRAIN = 0.5; launch.TRIES = 3\n"
             "checks.check = lambda *_: checks.Findings('qwen3_moe', False, 512, None)\n"
             "app()"
         )
@@ -298,11 +306,11 @@ def test_supervision_brings_back_the_adapter_of_the_moment(parent: Callable[...,
     assert server.ended()[0] == 0
 
 
-def test_supervision_gives_up(parent: Callable[..., Parent], monkeypatch: pytest.MonkeyPatch) -> None:
-    server = parent("crash early early early early early", "--supervise")
+def test_supervision_gives_up(parent: Callable[..., Parent]) -> None:
+    server = parent("crash early", "--supervise")
     code, said = server.ended()
-    assert code == 1 and len(server.starts()) == launch.TRIES
-    assert "crashed 5 times in a row: given up" in said
+    assert code == 1 and len(server.starts()) == 3
+    assert "crashed 3 times in a row: given up" in said
 
 
 def test_nothing_outlives_a_parent_that_is_killed(parent: Callable[..., Parent]) -> None:

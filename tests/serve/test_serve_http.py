@@ -1,0 +1,340 @@
+"""`ktft serve` as clients see it: the openai client, bad requests of every kind, adapters, metrics, `ktft chat`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from adapters import random_adapter
+from conftest import Server, serving
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from ktft.cli.main import app
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO: Any = [{"role": "user", "content": "hello"}]
+FLAG = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "answer", "strict": True, "parameters": FLAG}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture
+def ask(server: Server, client: openai.OpenAI) -> Callable[..., Any]:
+    """`ask(**options)` -> the first choice of a chat."""
+
+    def send(**options: Any) -> Any:
+        chosen = {"model": server.name, "messages": HELLO, "max_tokens": 8} | options
+        return client.chat.completions.create(**chosen)
+
+    return send
+
+
+# --- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_models(server: Server, client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == server.name and model.model_dump()["max_model_len"] == 256
+
+
+def test_chat_and_its_stream(ask: Callable[..., Any], server: Server) -> None:
+    whole = ask(temperature=0)
+    assert whole.model == server.name and whole.usage.completion_tokens <= 8
+    chunks = list(ask(temperature=0, stream=True))
+    assert all(chunk.model == server.name for chunk in chunks)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+
+
+def test_completions_seeds_and_stops(server: Server, client: openai.OpenAI) -> None:
+    def complete(**options: Any) -> Any:
+        return client.completions.create(model=server.name, prompt="abc", max_tokens=12, **options).choices[0]
+
+    drawn = complete(seed=3, temperature=1)
+    assert drawn.text == complete(seed=3, temperature=1).text != complete(seed=4, temperature=1).text
+    stop = drawn.text[3]
+    ended = complete(seed=3, temperature=1, stop=stop)
+    assert ended.text == drawn.text[: drawn.text.index(stop)] and ended.finish_reason == "stop"
+
+
+def test_logprobs_and_several_choices(ask: Callable[..., Any]) -> None:
+    answer = ask(n=3, logprobs=True, top_logprobs=2, temperature=1)
+    assert len(answer.choices) == 3
+    for choice in answer.choices:
+        for token in choice.logprobs.content:
+            assert token.logprob <= 0 and len(token.top_logprobs) >= 2
+
+
+def test_json_schema(ask: Callable[..., Any]) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "flag", "schema": FLAG}}
+    content = ask(response_format=schema, max_tokens=64).choices[0].message.content
+    assert isinstance(json.loads(content)["ok"], bool)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "answer"}}], ids=str)
+def test_tools(ask: Callable[..., Any], choice: Any) -> None:
+    message = ask(tools=[TOOL], tool_choice=choice, max_tokens=128, seed=0, temperature=1).choices[0].message
+    call = message.tool_calls[0].function
+    assert call.name == "answer" and isinstance(json.loads(call.arguments)["ok"], bool)
+
+
+def test_responses_and_messages(server: Server, client: openai.OpenAI) -> None:
+    assert client.responses.create(model=server.name, input="hello", max_output_tokens=16).model == server.name
+    body = {"model": server.name, "messages": HELLO, "max_tokens": 4}
+    assert server.post("/v1/messages", **body).json()["type"] == "message"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def chat(**changes: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"messages": HELLO, "max_tokens": 4} | changes
+
+
+BAD: dict[str, tuple[str, Any]] = {
+    "malformed JSON": (CHAT, b'{"model": '),
+    "no object": (CHAT, b"[]"),
+    "no UTF-8": (CHAT, b"\xff\xff"),
+    "NaN": (CHAT, b'{"model": "tiny-moe", "temperature": NaN}'),
+    "no model": chat(model=None),
+    "model of a wrong type": chat(model=[1]),
+    "unknown model": chat(model="other"),
+    "no messages": (CHAT, {}),
+    "empty messages": chat(messages=[]),
+    "messages that are text": chat(messages="hello"),
+    "messages of text": chat(messages=["hello"]),
+    "message without role": chat(messages=[{"content": "x"}]),
+    "message without content": chat(messages=[{"role": "user"}]),
+    "content of a wrong type": chat(messages=[{"role": "user", "content": 5}]),
+    "unknown role": chat(messages=[{"role": "wizard", "content": "x"}]),
+    "unknown part": chat(messages=[{"role": "user", "content": [{"type": "smell"}]}]),
+    "an image": chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    "max_tokens -5": chat(max_tokens=-5),
+    "max_tokens 0": chat(max_tokens=0),
+    "max_tokens of a wrong type": chat(max_tokens="many"),
+    "max_tokens beyond the context": chat(max_tokens=10**9),
+    "temperature -1": chat(temperature=-1),
+    "temperature 99": chat(temperature=99),
+    "top_p 2": chat(top_p=2),
+    "top_p 0": chat(top_p=0),
+    "top_k -7": chat(top_k=-7),
+    "n 0": chat(n=0),
+    "n too large": chat(n=10**9),
+    "seed of a wrong type": chat(seed="x"),
+    "seed too large": chat(seed=10**30),
+    "presence_penalty 50": chat(presence_penalty=50),
+    "logit_bias of no token": chat(logit_bias={"99999": 1}),
+    "too many logprobs": chat(logprobs=True, top_logprobs=1000),
+    "stop of a wrong type": chat(stop=5),
+    "stream of a wrong type": chat(stream="maybe"),
+    "stream_options without stream": chat(stream_options={"include_usage": True}),
+    "over-long chat": chat(messages=[{"role": "user", "content": "x" * 5000}]),
+    "over-long prompt": (COMPLETIONS, {"prompt": "x" * 5000}),
+    "no prompt": (COMPLETIONS, {}),
+    "empty prompt": (COMPLETIONS, {"prompt": ""}),
+    "no token": (COMPLETIONS, {"prompt": [1, 99999]}),
+    "mixed prompt": (COMPLETIONS, {"prompt": ["a", 5]}),
+    "half a surrogate": (COMPLETIONS, b'{"model": "tiny-moe", "prompt": "\\ud800"}'),
+    "no schema": chat(response_format={"type": "json_schema"}),
+    "unknown format": chat(response_format={"type": "xml"}),
+    "schema that is none": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    ),
+    "tools of a wrong type": chat(tools="x"),
+    "tool_choice without tools": chat(tool_choice="required"),
+    "unknown tool": chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "other"}}),
+    "no input": ("/v1/responses", {}),
+    "unknown response": ("/v1/responses", {"input": "x", "previous_response_id": "resp_none"}),
+    "in the background": ("/v1/responses", {"input": "x", "background": True}),
+    "tokens of a wrong type": ("/tokenize", {"prompt": 5}),
+    "adapter that is not there": ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"}),
+    "adapter that is not loaded": ("/v1/unload_lora_adapter", {"lora_name": "x"}),
+    "unknown path": ("/v1/nothing", {}),
+}
+
+
+@pytest.mark.parametrize("row", BAD)
+def test_bad_input_is_refused_and_the_server_goes_on(server: Server, row: str) -> None:
+    path, body = BAD[row]
+    if isinstance(body, dict):
+        body = json.dumps({"model": server.name} | body).encode()
+    response = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert 400 <= response.status_code < 500, response.text
+    error = response.json()["error"]
+    assert error["message"] and error["type"] and error["code"] == response.status_code
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_another_content_type_and_a_body_that_is_too_large(server: Server) -> None:
+    plain = httpx.post(server.url + CHAT, content=b"hello", headers={"content-type": "text/plain"})
+    assert plain.status_code == 415 and "application/json" in plain.json()["error"]["message"]
+    length = {"content-type": "application/json", "content-length": str(1 << 40)}
+    large = httpx.post(server.url + CHAT, content=b"{", headers=length)
+    assert large.status_code == 413 and large.json()["error"]["code"] == 413
+
+
+def test_unknown_fields_are_ignored_as_vllm_does(ask: Callable[..., Any]) -> None:
+    assert ask(extra_body={"temprature": 0}).choices
+
+
+def status(server: Server) -> Any:
+    return httpx.get(f"{server.url}/ktft/status", timeout=30).json()
+
+
+def test_clients_that_leave(server: Server) -> None:
+    """Of a stream, and of a whole answer: nothing is computed for them any more."""
+    body = {"model": server.name, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body | {"stream": True}, timeout=60) as response:
+        next(response.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + COMPLETIONS, json=body | {"n": 8}, timeout=0.05)
+    deadline = time.monotonic() + 30
+    while status(server)["requests_in_flight"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.post(COMPLETIONS, model=server.name, prompt="x", max_tokens=2).status_code == 200
+
+
+# --- the adapter, metrics, chat ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(server: Server, tmp_path: Path) -> Iterator[Path]:
+    """An adapter's directory; the base is served when the test is over."""
+    yield random_adapter(server.checkpoint, tmp_path / "tuned")
+    if (loaded := status(server)["adapter"]) is not None:
+        assert server.post("/v1/unload_lora_adapter", lora_name=loaded["name"]).status_code == 200
+
+
+def logprobs(server: Server, model: str) -> list[float]:
+    """Of a prompt longer than a block of KV cache, so that its prefix is cached."""
+    body = {"prompt": "abc" * 50, "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    response = server.post(COMPLETIONS, model=model, **body).json()
+    assert response["model"] == model
+    return response["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def test_the_adapter_changes_after_streams_and_with_its_cache(server: Server, adapter: Path) -> None:
+    base, before = logprobs(server, server.name), status(server)["adapter_swaps"]
+    streamed: list[str] = []
+
+    def stream() -> None:
+        body = {"model": server.name, "prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
+            streamed.extend(line for line in response.iter_lines() if line)
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    while not status(server)["requests_in_flight"]:
+        time.sleep(0.01)
+    loaded = server.post("/v1/load_lora_adapter", lora_name="tuned", lora_path=str(adapter))
+    assert loaded.status_code == 200, loaded.text
+    thread.join()
+    assert len(streamed) == 201 and streamed[-1] == "data: [DONE]"
+
+    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert (model["id"], model["parent"], model["root"]) == ("tuned", server.name, str(adapter))
+    tuned = logprobs(server, "tuned")
+    assert max(abs(a - b) for a, b in zip(base, tuned, strict=True)) > 0.01
+    assert server.post(COMPLETIONS, model=server.name, prompt="abc").status_code == 404
+    assert status(server)["engine"]["adapter"]["path"] == str(adapter)
+
+    damaged = adapter.with_name("damaged")
+    damaged.mkdir()
+    (damaged / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    (damaged / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes()[:-8])
+    failed = server.post("/v1/load_lora_adapter", lora_name="damaged", lora_path=str(damaged))
+    assert failed.status_code == 400 and str(damaged) in failed.json()["error"]["message"]
+    assert logprobs(server, "tuned") == tuned
+
+    assert server.post("/v1/unload_lora_adapter", lora_name="tuned").status_code == 200
+    assert logprobs(server, server.name) == base
+    assert status(server)["adapter_swaps"] == before + 2
+
+
+def test_metrics(server: Server) -> None:
+    logprobs(server, server.name)
+    lines = dict(line.rsplit(" ", 1) for line in httpx.get(f"{server.url}/metrics").text.splitlines() if line[0] != "#")
+    assert float(lines['ktft_expert_seconds_total{lane="cpu"}']) > 0
+    assert float(lines['ktft_expert_tokens_total{lane="cpu"}']) > 0
+    assert sum(float(value) for name, value in lines.items() if name.startswith("ktft_expert_heat_total")) > 0
+    assert lines[f'ktft_adapter_info{{base="{server.name}",name=""}}'] == "1.0"
+    assert any(name.startswith("vllm:") for name in lines)
+
+
+def test_chat_reads_lines_and_commands(server: Server, adapter: Path) -> None:
+    lines = [
+        "hello",
+        "",
+        "/system be brief",
+        f"/adapter tuned {adapter}",
+        "hello",
+        "/adapter off",
+        "/smell",
+        "/exit",
+        "x",
+    ]
+    options = ["--temperature", "0", "--max-tokens", "6"]
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["chat", server.url, *options], input="\n".join(lines))
+    assert result.exit_code == 1  # of one command that there is not
+    assert "tuned is served" in result.stderr and f"{server.name} is served" in result.stderr
+    assert "/smell: there is no such command" in result.stderr
+    body = {"messages": HELLO, "max_tokens": 6, "temperature": 0}
+    first = server.post(CHAT, model=server.name, **body).json()["choices"][0]["message"]["content"]
+    assert result.stdout.startswith(first + "\n")
+
+
+def test_chat_says_what_is_wrong_in_a_line(server: Server) -> None:
+    runner = CliRunner(env={"COLUMNS": "300"})
+    failed = runner.invoke(app, ["chat", server.url, "--model", "other"], input="hello\n")
+    assert failed.exit_code == 1
+    assert failed.stderr == f"the model 'other' is not served; what is served is {server.name}\n"
+    nobody = runner.invoke(app, ["chat", "http://127.0.0.1:9"], input="hello\n")
+    assert nobody.exit_code == 2 and nobody.stderr.startswith("http://127.0.0.1:9/v1/: Connection error")
+
+
+# --- a failure in the kernels -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fragile(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which one token's embedding is NaN: the kernels refuse hidden states that hold one."""
+    folder = tmp_path_factory.mktemp("fragile") / "fragile"
+    folder.mkdir()
+    name = "model.embed_tokens.weight"
+    for file in served_checkpoint.iterdir():
+        (folder / file.name).symlink_to(file)
+        if file.suffix == ".safetensors" and name in (tensors := load_file(file)):
+            tensors[name][TOKEN] = torch.nan
+            (folder / file.name).unlink()
+            save_file(tensors, folder / file.name, metadata={"format": "pt"})
+    return folder
+
+
+TOKEN = 100
+
+
+def test_a_failure_in_the_kernels_ends_the_server(fragile: Path, tmp_path: Path) -> None:
+    with serving(fragile, tmp_path) as (server, process):
+        assert server.post(COMPLETIONS, model=server.name, prompt=[5, 6], max_tokens=2).status_code == 200
+        response = server.post(COMPLETIONS, model=server.name, prompt=[5, TOKEN], max_tokens=2)
+        assert response.status_code >= 500
+        assert process.wait(60) == 1
+        assert "the server has died" in server.log.read_text()
