@@ -21,7 +21,7 @@ from pathlib import Path
 from ktft.serve.checks import Findings, Options
 from ktft.serve.processes import end_group
 from ktft.serve.progress import Progress, read_progress
-from ktft.serve.settings import ServeSettings
+from ktft.serve.settings import ServeSettings, cpu_environment
 
 DRAIN = 15  # seconds that requests in flight have when the server is told to end
 QUICK, TRIES = 300.0, 5  # a server that ran for fewer seconds has crashed quickly; give up after so many in a row
@@ -92,11 +92,8 @@ def environment(settings: ServeSettings, options: Options, found: Findings) -> d
     own = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ) | settings.to_env()
     own["VLLM_API_KEY"] = options.api_key or ""
     if not found.gpu:
-        # vLLM would bind the process to one NUMA node and leave ktft's threads one core
-        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        own |= cpu_environment(settings)
         own.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the argument
-        if settings.threads is not None:
-            own["OMP_NUM_THREADS"] = str(settings.threads)
     return own
 
 
