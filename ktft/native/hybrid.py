@@ -139,7 +139,8 @@ class HostExperts:
         """Give the layer adapters, or none, from the next job on, in captured graphs too.
 
         They are packed and copied here, for all experts: with each projection adapted, at a rank up to 16,
-        `num_experts * 192 * (hidden_size + intermediate_size)` bytes. Waits until no job is queued; what a stream has not reached yet is not queued, so synchronize before this.
+        `num_experts * 192 * (hidden_size + intermediate_size)` bytes. Waits until no job is queued; what a stream has
+        not reached yet is not queued, so synchronize before this.
 
         Raises:
             ValueError: adapters that do not fit the layer, or with dropout.
