@@ -15,6 +15,7 @@ from fake_cuda import Fake
 from test_kernels import EXPERTS, TOP_K, inputs_for, make_layer, make_lora
 
 from ktft import native
+from ktft.config import PROJECTIONS
 from ktft.native import ELSEWHERE, ExpertLayer, HostExperts, HostExpertsError
 from ktft.native.cuda import CudaError, Driver
 
@@ -257,6 +258,25 @@ def test_bad_adapters_change_nothing(host: HostExperts) -> None:
         with pytest.raises(ValueError, match=message):
             host.set_lora(layer, bad)
     assert torch.equal(through(host, layer, *call), direct(layer, *call, lora))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(("rank", "names"), [(33, PROJECTIONS), (4, ("up_proj",)), (16, ("gate_proj", "down_proj"))])
+def test_adapters_are_taken_over(nodes: int, rank: int, names: tuple[str, ...]) -> None:
+    """Packed once, they give the bits of calls that pack them, expert by expert or phase by phase; theirs may go."""
+    for fmt, threads in [("int8", 1), ("k4", 3)]:
+        layer = make_layer(HIDDEN, 288, fmt, native.default_isa(), threads, nodes)
+        host = HostExperts(layer.runtime, "cpu", **SIZES)
+        lora = make_lora(HIDDEN, 288, rank, torch.float32, names)
+        calls = [inputs(tokens, seed=tokens) for tokens in (1, 7, TOKENS)]
+        expected = [direct(layer, *call, lora) for call in calls]
+        host.set_lora(layer, lora)
+        for tensor in lora.parameters():
+            tensor.data.fill_(float("nan"))
+        for call, one in zip(calls, expected, strict=True):
+            assert torch.equal(through(host, layer, *call), one)
+        host.check()
+        host.close()
 
 
 def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:

@@ -240,14 +240,14 @@ void HostExperts::compute(Block& block) {
 }
 
 void HostExperts::set_lora(MoeLayer& layer, const Lora* lora) {
-  layer.check_lora(lora);
+  const std::optional<Lora> packed = lora ? std::optional<Lora>(layer.keep(*lora)) : std::nullopt;
   std::unique_lock<std::mutex> lock(mutex_);
   Layer& known = layer_of(layer);
   lock.unlock();
   for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
     const std::lock_guard<std::mutex> between(run_mutex_);
     if (pushed_.load() != finished_.load()) continue;
-    known.lora = lora ? std::optional<Lora>(*lora) : std::nullopt;
+    known.lora = packed;
     return;
   }
 }

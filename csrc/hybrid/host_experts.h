@@ -51,7 +51,7 @@ class HostExperts {
   void submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, uintptr_t stream);
   void wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream);
 
-  // From the next job on; copies `lora`, or null for none. Waits until no job is queued.
+  // From the next job on, packed here; null for none. Waits until no job is queued.
   void set_lora(MoeLayer& layer, const Lora* lora);
 
   // The first error of a job, or empty. After it no job computes anything, and all outputs are zero.

@@ -91,6 +91,18 @@ void MoeLayer::check_lora(const Lora* lora) const {
     }
 }
 
+Lora MoeLayer::keep(const Lora& lora) const {
+  check_lora(&lora);
+  Routes all;
+  for (int e = 0; e < weights_.shape().experts; e++) all.active.push_back(e);
+  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  Lora packed = lora;
+  packed.kept = keep_lora({*runtime_, weights_, all, nullptr, &lora, swiglu_, name_.c_str()});
+  for (auto& pair : packed.pairs)
+    if (pair) pair->a.data = pair->b.data = nullptr;
+  return packed;
+}
+
 void MoeLayer::check_bits(int activation_bits, Keep keep) const {
   KTFT_CHECK(activation_bits == 8 || activation_bits == 16, name_, ": activation_bits is ", activation_bits,
              ", it must be 16 (bf16) or 8 (int8)");

@@ -32,6 +32,8 @@ class MoeLayer {
   const std::string& name() const { return name_; }
   // Throws when the adapters do not fit the layer.
   void check_lora(const Lora* lora) const;
+  // The adapters, packed for all forward calls that follow: `lora`'s memory is not read again. Throws as check_lora.
+  Lora keep(const Lora& lora) const;
   bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);
   void export_canonical(int expert, Projection projection, uint8_t* out) const;

@@ -98,14 +98,14 @@ uint64_t Lora::key(Projection p, int route) const {
 
 PackedMatrix PackedLora::a(const Call& call, Projection p, int slot, int node) const {
   const int places = split_rank(call.pair(p)->rank());
-  bf16* const at = parts[int(p)].a + slot * parts[int(p)].a_stride;
+  bf16* const at = parts[int(p)].a + (all ? call.routes.active[slot] : slot) * parts[int(p)].a_stride;
   if (p != Projection::kDown) return dense_matrix(at, places, call.weights.shape().hidden);
   return dense_matrix(at + size_t(places) * call.weights.begin(node), places, call.weights.width(node));
 }
 
 PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) const {
   const int places = split_rank(call.pair(p)->rank());
-  bf16* const at = parts[int(p)].b + slot * parts[int(p)].b_stride;
+  bf16* const at = parts[int(p)].b + (all ? call.routes.active[slot] : slot) * parts[int(p)].b_stride;
   if (p == Projection::kDown) return dense_matrix(at, call.weights.shape().hidden, places);
   return dense_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
 }
@@ -177,22 +177,43 @@ size_t expert_lora_elements(const Call& call) {
 
 PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch) {
   if (!call.lora) return {};
+  if (call.lora->kept) return call.lora->kept->packed;
   const PackedLora packed = place_lora(call, 0, memory.take<bf16>(expert_lora_elements(call)));
   for (const Job& job : jobs_of(call)) pack_part(call, job, packed, slot, scratch);
   return packed;
 }
 
-PackedLora pack_lora(const Call& call) {
-  if (!call.lora || call.by_expert) return {};
-  const Phase phase(call.runtime.phases, "lora pack");
-  const int slots = int(call.routes.active.size());
-  const PackedLora packed =
-      place_lora(call, slots, call.runtime.workspace.lora.get<bf16>(slots * expert_lora_elements(call)));
+namespace {
+
+void pack_slots(const Call& call, const PackedLora& packed, int slots) {
   const std::vector<Job> jobs = jobs_of(call);
   call.runtime.pool.run(slots * int(jobs.size()), [&](int task, int thread) {
     pack_part(call, jobs[task % jobs.size()], packed, task / int(jobs.size()), call.runtime.scratch[thread]);
   });
+}
+
+}  // namespace
+
+PackedLora pack_lora(const Call& call) {
+  if (!call.lora || call.by_expert) return {};
+  if (call.lora->kept) return call.lora->kept->packed;
+  const Phase phase(call.runtime.phases, "lora pack");
+  const int slots = int(call.routes.active.size());
+  const PackedLora packed =
+      place_lora(call, slots, call.runtime.workspace.lora.get<bf16>(slots * expert_lora_elements(call)));
+  pack_slots(call, packed, slots);
   return packed;
+}
+
+std::shared_ptr<const KeptLora> keep_lora(const Call& call) {
+  const int experts = int(call.routes.active.size());
+  const auto kept = std::make_shared<KeptLora>();
+  kept->memory = NodeBuffer(experts * expert_lora_elements(call) * sizeof(bf16), -1);
+  kept->packed = place_lora(call, experts, reinterpret_cast<bf16*>(kept->memory.data()));
+  kept->packed.all = true;
+  for (Scratch& scratch : call.runtime.scratch) scratch.reserve(lora_scratch(call));
+  pack_slots(call, kept->packed, experts);
+  return kept;
 }
 
 void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int rank, const bf16* x,

@@ -17,6 +17,7 @@
 namespace ktft {
 
 struct Call;
+struct KeptLora;
 
 struct LoraMatrix {  // [experts, rows, cols], contiguous
   const void* data;
@@ -37,7 +38,8 @@ struct Lora {
   std::optional<LoraPair> pairs[kProjections];
   float dropout = 0;
   uint64_t seed = 0;
-  const bool* elsewhere = nullptr;  // [experts], in backward: whose gradients are not touched; or null
+  const bool* elsewhere = nullptr;       // [experts], in backward: whose gradients are not touched; or null
+  std::shared_ptr<const KeptLora> kept;  // all experts' packed, by keep_lora; or null: each call packs its own
 
   const LoraPair* pair(Projection p) const { return pairs[int(p)] ? &*pairs[int(p)] : nullptr; }
   int max_rank() const;
@@ -50,13 +52,14 @@ struct Lora {
 constexpr int kRankBlock = 16;
 static constexpr int split_rank(int rank) { return (rank + kRankBlock - 1) / kRankBlock * 2 * kRankBlock; }
 
-// One call's A and B of the active experts, packed; scaling is in B, dropout's factor in A.
+// A and B of the active experts, or of all, packed; scaling is in B, dropout's factor in A.
 struct PackedLora {
   struct Part {
     bf16 *a = nullptr, *b = nullptr;
-    size_t a_stride = 0, b_stride = 0;  // from slot to slot
+    size_t a_stride = 0, b_stride = 0;  // from slot to slot, or from expert to expert
   };
   Part parts[kProjections];
+  bool all = false;
 
   PackedMatrix a(const Call& call, Projection p, int slot, int node) const;
   PackedMatrix b(const Call& call, Projection p, int slot, int node) const;
@@ -66,6 +69,14 @@ struct PackedLora {
 PackedLora pack_lora(const Call& call);
 PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch);
 size_t expert_lora_elements(const Call& call);
+
+// Adapters that many calls of few tokens meet unchanged: packing takes as long as a quarter of an expert's products.
+struct KeptLora {
+  PackedLora packed;
+  NodeBuffer memory;
+};
+// Packs the active experts', who must be all.
+std::shared_ptr<const KeptLora> keep_lora(const Call& call);
 
 // What a low-rank product becomes.
 struct LowRank {
