@@ -1,0 +1,1 @@
+"""Serving: experts of a model that an inference engine runs."""
