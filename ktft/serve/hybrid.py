@@ -142,6 +142,7 @@ class HybridModel:
         gpu_expert_memory: bytes for residents, their adapters included; or `auto`, half of what is free now, less
             `BESIDE`.
         max_lora_rank: of adapters to be served; 0 for none.
+        placement: of calls with more tokens; see `ktft.config.Settings`, but not `resident`.
         routing: which experts are resident from the start; checked by `Routing.check`. Without, traffic decides.
         deferral: of a token's experts, so many that weigh least are added one layer later in decode.
         adaptive: residents follow traffic.
@@ -166,14 +167,22 @@ class HybridModel:
         max_tokens: int = MAX_TOKENS,
         gpu_expert_memory: int | str = 0,
         max_lora_rank: int = 0,
+        placement: str = "auto",
         routing: Routing | None = None,
         deferral: int = 0,
         adaptive: bool = True,
         activation_bits: int = 16,
     ) -> None:
         if not 0 <= deferral < top_k:
-            raise ValueError(f"deferral is {deferral}; a token has {top_k} experts, of which one at least must be on time")
-        self.device, self.max_tokens, self.deferral, self.adaptive = torch.device(device), max_tokens, deferral, adaptive
+            raise ValueError(
+                f"deferral is {deferral}; a token has {top_k} experts, of which one at least must be on time"
+            )
+        self.device, self.max_tokens, self.deferral, self.adaptive = (
+            torch.device(device),
+            max_tokens,
+            deferral,
+            adaptive,
+        )
         self.top_k, self.dtype = top_k, dtype
         ordered = [layers[number] for number in sorted(layers)]
         runtime, hidden = ordered[0].runtime, ordered[0].hidden_size
@@ -187,7 +196,7 @@ class HybridModel:
             slots=2,
             activation_bits=activation_bits,
         )
-        self.lanes = Lanes(Settings(), on_cpu=self.device.type == "cpu")
+        self.lanes = Lanes(Settings(placement=placement), on_cpu=self.device.type == "cpu")
         self.lanes.layers.extend(ordered)
         self.lanes.take(self.device)
         self.ops = operations(self.device)
@@ -207,7 +216,9 @@ class HybridModel:
     ) -> HotExperts | None:
         if memory == "auto":
             room = lane.transfer.free_bytes()
-            memory = min(max(0, (room[0] - BESIDE) // 2) if room else 0, sum(layer.packed_bytes for layer in layers) * 2)
+            memory = min(
+                max(0, (room[0] - BESIDE) // 2) if room else 0, sum(layer.packed_bytes for layer in layers) * 2
+            )
             if memory < max(layer.packed_bytes // layer.num_experts for layer in layers):
                 logger.info("gpu_expert_memory: auto found no room for resident experts")
                 return None
@@ -222,9 +233,9 @@ class HybridModel:
         """Take the memory that streaming needs, measure rates and make kernels, with made-up tokens."""
         first = next(iter(self.layers.values()))
         experts = first.layer.num_experts
-        for count in (1, max(tokens, self.max_tokens + 1)):
+        for count, dtype in ((1, torch.int32), (1, torch.int64), (max(tokens, self.max_tokens + 1), torch.int64)):
             hidden = torch.randn(count, first.layer.hidden_size, device=self.device).to(self.dtype)
-            index = torch.rand(count, experts, device=self.device).argsort(1)[:, : self.top_k]
+            index = torch.rand(count, experts, device=self.device).argsort(1)[:, : self.top_k].to(dtype)
             first(hidden, index, torch.full(index.shape, 1 / self.top_k, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -135,7 +135,9 @@ class HotExperts:
         self._ranks = new(len(layers), len(PROJECTIONS), dtype=torch.int32)
         self._shown: list[dict[int, int]] = [{} for _ in layers]
         self._lora: Mapping[int, ExpertLora] = {}
-        self.layers = [self._layer(i, layer, stack) for i, (layer, stack) in enumerate(zip(layers, stacks, strict=True))]
+        self.layers = [
+            self._layer(i, layer, stack) for i, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
+        ]
 
     def _layer(self, number: int, layer: ExpertLayer, stack: Stack | None) -> HotLayer:
         arena, experts = self.residents.arena, layer.num_experts

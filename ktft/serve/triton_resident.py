@@ -22,9 +22,14 @@ from ktft.serve.resident import HotLayer
 
 COLS = 256
 RANKS = 16
+# What differs from call to call must not make new kernels: a graph's capture is no time to compile
+UNSPECIALIZED = {
+    "do_not_specialize": ("pairs", "experts", "top_k", "per_token", "first"),
+    "do_not_specialize_on_alignment": ("index", "weights", "low"),
+}
 
 
-@triton.jit
+@triton.jit(**UNSPECIALIZED)
 def _route(
     index, table, slots, away, heat, pairs, experts,
     PAIRS: tl.constexpr,
@@ -128,7 +133,7 @@ def _lora(b, row, low, rank, width, RANKS: tl.constexpr):
     return tl.sum(total, 1)
 
 
-@triton.jit
+@triton.jit(**UNSPECIALIZED)
 def _low_rank(
     x, x_row, per_token, slots, stacks, stack, offsets, ranks, first, out, width, cols,
     RANKS: tl.constexpr, COLS: tl.constexpr,
@@ -156,7 +161,7 @@ def _low_rank(
         tl.store(to, tl.sum(total, 1), mask=row + tl.arange(0, RANKS) < width)
 
 
-@triton.jit
+@triton.jit(**UNSPECIALIZED)
 def _gate_up(
     hidden, top_k, slots, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
     tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, alpha, limit, shift,
@@ -187,7 +192,7 @@ def _gate_up(
         tl.store(out + pair.to(tl.int64) * intermediate + row + tl.arange(0, 16), g * tl.sigmoid(alpha * g) * u)
 
 
-@triton.jit
+@triton.jit(**UNSPECIALIZED)
 def _down(
     h, top_k, slots, weights, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
     tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, rows,
