@@ -44,6 +44,7 @@ CPP_RANKS = {
     "numa": 3,
     "kernels": 3,
     "moe": 4,
+    "hybrid": 5,
     "optim": 5,
     "bench": 5,
     "bind": 6,
