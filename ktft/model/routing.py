@@ -24,7 +24,7 @@ class Routing:
     tokens: Mapping[int, Sequence[int]]
 
     def save(self, path: Path) -> None:
-        """Write them as JSON, the whole file or nothing: `{"layout": 1, "layers": {"3": [tokens of expert 0, ...]}}`."""
+        """Write them as JSON, the whole file or nothing: `{"layout": 1, "layers": {"3": [of expert 0, ...]}}`."""
         layers = {str(number): list(tokens) for number, tokens in sorted(self.tokens.items())}
         write_whole(path, (json.dumps({"layout": LAYOUT, "layers": layers}) + "\n").encode())
 
@@ -60,15 +60,15 @@ class Routing:
         if self.tokens.keys() != num_experts.keys():
             odd = sorted(self.tokens.keys() ^ num_experts.keys())[0]
             raise ValueError(
-                f"{path} counts experts of {len(self.tokens)} layers, the model has {len(num_experts)}; layer {odd} is "
-                f"only in the {'profile' if odd in self.tokens else 'model'}. It is of another model: give the one that "
-                "this model's training wrote"
+                f"{path} counts experts of {len(self.tokens)} layers, the model has {len(num_experts)}; layer {odd} "
+                f"is only in the {'profile' if odd in self.tokens else 'model'}. It is of another model: give the one "
+                "that this model's training wrote"
             )
         for number, tokens in self.tokens.items():
             if len(tokens) != num_experts[number]:
                 raise ValueError(
-                    f"{path} counts {len(tokens)} experts in layer {number}, the model has {num_experts[number]}. It is "
-                    "of another model: give the one that this model's training wrote"
+                    f"{path} counts {len(tokens)} experts in layer {number}, the model has {num_experts[number]}. It "
+                    "is of another model: give the one that this model's training wrote"
                 )
 
 

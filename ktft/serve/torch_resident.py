@@ -1,4 +1,4 @@
-"""`ktft.serve.resident.HotOperations` in torch operations, for any device: one pair after the other, so not for speed."""
+"""`ktft.serve.resident.HotOperations` in torch operations, for any device: pair by pair, so not for speed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Few tokens through experts that are resident on a GPU, in Triton: products straight from packed bytes.
 
-A program multiplies 16 rows of one matrix, a strip of tiles, by one token. Weights are read once a (token, expert) pair;
-with so few tokens memory is the limit, and packed bytes are a quarter of bf16's. Sums are fp32 in an order that does not
-change. Which pairs are resident is read on the device: programs of others leave at once, so one CUDA graph serves
-whatever routing and whatever residents.
+A program multiplies 16 rows of one matrix, a strip of tiles, by one token. Weights are read once a (token, expert)
+pair; with so few tokens memory is the limit, and packed bytes are a quarter of bf16's. Sums are fp32 in an order that
+does not change. Which pairs are resident is read on the device: programs of others leave at once, so one CUDA graph
+serves whatever routing and whatever residents.
 """
 
 from __future__ import annotations
