@@ -140,6 +140,10 @@ def verify(
     whole: Annotated[
         bool | None, typer.Option("--whole/--layers-only", help="The whole model too. [if it fits in memory]")
     ] = None,
+    deferral: Annotated[
+        int | None, typer.Option(min=1, help="Report what deferring so many experts a token changes, nothing else.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Text for --deferral, a prompt a line. [random tokens]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Compare a model's logits and gradients with a reference; say pass, or which layer and expert is off.
@@ -150,6 +154,9 @@ def verify(
 
     try:
         settings = config.Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
+        if deferral is not None:
+            command.show_deferral(model, settings, deferral, tokens, prompts, adapter, as_json)
+            return
         numbers = command.parse_layers(layers)
         request = command.Request(model, settings, numbers, tokens, adapter, source, whole)
         report = command.verify(request, Console(stderr=True))

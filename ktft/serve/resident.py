@@ -1,6 +1,6 @@
 """Experts that stay on a GPU, for a few tokens: where CUDA graphs find them, their adapters, how often they are hit.
 
-Weights stay packed: they are `ktft.lanes.resident`'s blocks, which long prefills multiply too. bf16 would take four times
+Weights stay packed: they are `ktft.lanes.resident`'s blocks, which long prefills multiply too. bf16 would take 4 times
 the memory of a 4-bit format, so a quarter of the experts, for products that take a few microseconds either way.
 """
 
