@@ -153,7 +153,12 @@ def verify(
         str | None, typer.Option(metavar="URL", help="Compare the server there with training's model instead.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The server's name for MODEL. [its only one]")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="File with a prompt a line, for --serve. [short texts]")] = None,
+    deferral: Annotated[
+        int | None, typer.Option(min=1, help="Report what deferring so many experts a token changes, nothing else.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text for --serve or --deferral, a prompt a line. [short texts, random tokens]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Compare a model's logits and gradients with a reference; say pass, or which layer and expert is off.
@@ -168,14 +173,17 @@ def verify(
     try:
         settings = config.Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
         verify_server.require_fitting(
-            serve, {"--served-model-name": served_model_name, "--prompts": prompts},
-            {"--layers": layers, "--source": source, "--whole": whole},
+            serve, {"--served-model-name": served_model_name, "--prompts": prompts if deferral is None else None},
+            {"--layers": layers, "--source": source, "--whole": whole, "--deferral": deferral},
         )  # fmt: skip
         if serve is not None:
             asked = verify_server.Request(
                 serve, served_model_name, model, settings, adapter, prompts, tokens or SERVE_TOKENS
             )
             raise typer.Exit(verify_server.verify(asked, as_json))
+        if deferral is not None:
+            command.show_deferral(model, settings, deferral, tokens, prompts, adapter, as_json)
+            return
         numbers = command.parse_layers(layers)
         request = command.Request(model, settings, numbers, tokens or VERIFY_TOKENS, adapter, source, whole)
         report = command.verify(request, Console(stderr=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -142,6 +143,36 @@ def _show_whole(verifier: LayerVerifier, request: Request, report: Report, conso
                 report.whole = step
             else:
                 status.update(f"whole model: {step} ...")
+
+
+def show_deferral(
+    model: Path,
+    settings: Settings,
+    deferral: int,
+    tokens: int,
+    prompts: Path | None,
+    adapter: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure what deferral changes, and print it.
+
+    Raises:
+        OSError, ValueError: with a message for the user.
+    """
+    from ktft.verify.deferral import verify_deferral
+    from ktft.verify.problem import percent
+
+    with Console(stderr=True).status("the model with and without deferral ..."):
+        effect = verify_deferral(model, settings, deferral, tokens, prompts, adapter)
+    if as_json:
+        print(json.dumps(_finite(asdict(effect)), indent=2))
+        return
+    print(
+        f"{model}: {effect.deferred} of {effect.top_k} experts one layer late, {effect.tokens} tokens of "
+        f"{prompts or 'random text'}\n"
+        f"logits change by {percent(effect.logits)}, KL {effect.kl:.3g} nats, same top token {percent(effect.top1)}, "
+        f"perplexity {effect.perplexity:.4g} -> {effect.deferred_perplexity:.4g}"
+    )
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Residents:
         layers: those whose experts may stay.
 
     Attributes:
+        arena: uint8 `[blocks, bytes of one]` on the device.
         arrived: event: all blocks are in their places.
         moved: experts that `adapt` brought to the device so far.
 
@@ -79,8 +80,8 @@ class Residents:
             raise ValueError(
                 f"gpu_expert_memory: {budget} bytes hold no expert, one takes {self._block_bytes}; give more, or 0"
             )
-        self._arena = torch.empty(count, self._block_bytes, dtype=torch.uint8, device=lane.device)
-        self._transfer.keep([self._arena], self._transfer.into)
+        self.arena = torch.empty(count, self._block_bytes, dtype=torch.uint8, device=lane.device)
+        self._transfer.keep([self.arena], self._transfer.into)
         self._free = list(range(count - 1, -1, -1))
         self.arrived = self._transfer.event()
         self.arrived.record(self._transfer.compute())  # what the arena's memory was before may be in use still
@@ -91,7 +92,7 @@ class Residents:
     @property
     def bytes(self) -> int:
         """Of the arena."""
-        return self._arena.nbytes
+        return self.arena.nbytes
 
     def slots(self, layer: ExpertLayer) -> dict[int, int]:
         """The layer's resident experts and their blocks' numbers."""
@@ -125,10 +126,13 @@ class Residents:
         """Tokens that each expert got in a micro-batch."""
         self._layers[layer].counted += torch.tensor(counts, dtype=torch.float32)
 
-    def adapt(self) -> int:
+    def adapt(self, allowed: int | None = None) -> int:
         """Once a step: fill what is free, and let the experts with the most tokens take the places of those with few.
 
-        Changes are copied on the lane's own stream, and bounded by a share of what the step copied.
+        Changes are copied on the lane's own stream.
+
+        Args:
+            allowed: bytes that experts which take others' places may have; by default a share of what the step copied.
 
         Returns:
             Bytes that are on their way.
@@ -138,7 +142,8 @@ class Residents:
                 now = part.counted / total
                 part.share = DECAY * part.share + (1 - DECAY) * now if part.share.any() else now
                 part.counted = torch.zeros_like(now)
-        allowed = int(SHARE * (self._transfer.copied_bytes - self._before))
+        if allowed is None:
+            allowed = int(SHARE * (self._transfer.copied_bytes - self._before))
         moved = self._replace(max(allowed // self._block_bytes, 1 if allowed else 0))
         self._before = self._transfer.copied_bytes
         return moved
@@ -175,7 +180,7 @@ class Residents:
 
     def _blocks(self, part: _Layer, slot: int) -> list[Rows]:
         """From where in host memory to where in a block the slices go."""
-        at, found = self._arena.data_ptr() + slot * self._block_bytes, []
+        at, found = self.arena.data_ptr() + slot * self._block_bytes, []
         for source in part.sources:
             found.append(Rows(source.address, at, source.bytes))
             at += source.bytes

@@ -32,6 +32,7 @@ class LanedExperts:
         number: of the decoder layer.
         activation: of the CPU lane, `retain` or `recompute`. The GPU lanes always compute gate and up again.
         kept: outputs for checkpointing's second forward.
+        seen: called with every forward pass and its rows by expert, when its lanes have it.
     """
 
     lanes: Lanes
@@ -39,6 +40,7 @@ class LanedExperts:
     number: int
     activation: str
     kept: KeptOutputs = field(default_factory=KeptOutputs)
+    seen: Callable[[Pass, list[int]], None] | None = None
 
     def __call__(
         self,
@@ -152,6 +154,8 @@ class _Run:
         if self._cpu is not None:
             total += self._to_device(self._cpu_result())[0]
         lanes.end(run, 1)
+        if self.owner.seen is not None:
+            self.owner.seen(run, self.counts)
         out = total.to(hidden.dtype)
         if self.keep:
             self.owner.kept.keep(self.index, self.weights, self.lora, out)

@@ -23,6 +23,7 @@ from ktft import native, system
 from ktft.checkpoint.files import write_whole
 from ktft.config import TESTED_VERSIONS
 from ktft.model.experts import experts_family
+from ktft.model.routing import ROUTING_NAME, Routing
 from ktft.train.guards import WINDOW, Guards
 from ktft.train.report import Report, logger
 from ktft.train.run_times import BUSY, ROOM, TIMES, Row, RunSums, lane_rates
@@ -201,6 +202,7 @@ class RunReport:
     def _write(self, directory: Path, page: bool) -> None:
         content = self.content()
         write_whole(directory / JSON_NAME, _lines(content))
+        Routing(dict(zip(self.layers, self.expert_tokens.tolist(), strict=True))).save(directory / ROUTING_NAME)
         if not page:
             return
         if importlib.util.find_spec("matplotlib") is None:

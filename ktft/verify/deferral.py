@@ -1,0 +1,146 @@
+"""What expert deferral does to a model: its logits with and without, on given tokens.
+
+`ktft serve --deferral N` adds the N experts of a token that weigh least one MoE layer later, in decode, and never those
+of the last layer. Here all positions of a sequence are computed so, those of a prompt too: a bound of what decode sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoTokenizer
+
+from ktft.config import Settings
+from ktft.lanes.deferral import lowest
+from ktft.verify.contract import relative_error
+from ktft.verify.whole import load_model, outermost_experts, random_tokens
+
+
+@dataclass(frozen=True)
+class DeferralEffect:
+    """Of deferring `deferred` of `top_k` experts, over `tokens` positions.
+
+    Attributes:
+        logits: relative L2 change.
+        kl: mean Kullback-Leibler divergence of the next token's distribution from that without deferral, in nats.
+        top1: share of positions with the same likeliest token.
+        perplexity, deferred_perplexity: of the tokens, without and with deferral.
+    """
+
+    deferred: int
+    top_k: int
+    tokens: int
+    logits: float
+    kl: float
+    top1: float
+    perplexity: float
+    deferred_perplexity: float
+
+
+def verify_deferral(
+    directory: Path, settings: Settings, deferral: int, tokens: int, prompts: Path | None, adapter: Path | None
+) -> DeferralEffect:
+    """Load a model, and measure.
+
+    Args:
+        directory, settings, adapter: as of `ktft.verify.whole.verify_whole`.
+        deferral: experts of a token.
+        tokens: length of the random sequence that is taken without prompts; of a prompt, as many count at most.
+        prompts: text file, a prompt a line.
+
+    Raises:
+        OSError, ValueError: the checkpoint, the adapter, the prompts or `deferral` cannot be used.
+    """
+    model = load_model(directory, settings, adapter)
+    sequences = [random_tokens(model, tokens)] if prompts is None else _tokenized(directory, prompts, tokens)
+    return deferral_effect(model, sequences, deferral)
+
+
+def _tokenized(directory: Path, prompts: Path, most: int) -> list[Tensor]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = [tokenizer(line, return_tensors="pt").input_ids[:, :most] for line in lines]
+    found = [ids for ids in found if ids.shape[1] >= 2]
+    if not found:
+        raise ValueError(f"{prompts} has no line of two tokens or more; give a prompt a line")
+    return found
+
+
+def deferral_effect(model: Any, sequences: Sequence[Tensor], deferral: int) -> DeferralEffect:
+    """A model with ktft's experts on `[1, n]` token sequences, with and without.
+
+    Raises:
+        ValueError: fewer than one expert deferred, or fewer than one on time.
+    """
+    plain = [_logits(model, ids) for ids in sequences]
+    with deferred(model, deferral) as top_k:
+        late = [_logits(model, ids) for ids in sequences]
+    log_p, log_q = (torch.cat(logits).log_softmax(-1) for logits in (plain, late))
+    kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
+    return DeferralEffect(
+        deferred=deferral,
+        top_k=top_k[0],
+        tokens=len(log_p),
+        logits=relative_error(torch.cat(late), torch.cat(plain)),
+        kl=max(float(kl), 0.0),
+        top1=float((log_p.argmax(-1) == log_q.argmax(-1)).float().mean()),
+        perplexity=_perplexity(plain, sequences),
+        deferred_perplexity=_perplexity(late, sequences),
+    )
+
+
+@contextmanager
+def deferred(model: Any, count: int) -> Iterator[list[int]]:
+    """Within it the model's experts are deferred; the list gets the model's own number of experts a token.
+
+    Raises:
+        ValueError: in a forward, where `count` is not 1 to one less than a token's experts.
+    """
+    modules = [module for _, module in sorted(outermost_experts(model).items())]
+    top_k: list[int] = []
+    owed: list[Tensor] = []
+
+    def late(module: Any, forward: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if not 1 <= count < index.shape[1]:
+            raise ValueError(
+                f"deferral is {count}; this model's tokens have {index.shape[1]} experts, of which one at least must "
+                f"be on time: give 1 to {index.shape[1] - 1}"
+            )
+        top_k[:] = [index.shape[1]]
+        due = [] if module is modules[0] else [owed.pop()]
+        light = lowest(weights, count) if module is not modules[-1] else torch.zeros_like(weights, dtype=torch.bool)
+        out: Tensor = forward(hidden, index, weights.masked_fill(light, 0))
+        if module is not modules[-1]:
+            owed[:] = [forward(hidden, index, weights.masked_fill(~light, 0))]
+        return sum(due, out)
+
+    def patched(module: Any) -> Any:
+        forward = module.forward
+        return lambda hidden, index, weights: late(module, forward, hidden, index, weights)
+
+    for module in modules:
+        module.forward = patched(module)
+    try:
+        yield top_k
+    finally:
+        for module in modules:
+            del module.forward
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+    return logits
+
+
+def _perplexity(logits: Sequence[Tensor], sequences: Sequence[Tensor]) -> float:
+    pairs = list(zip(logits, sequences, strict=True))
+    losses = [F.cross_entropy(each[:-1], ids[0, 1:], reduction="none") for each, ids in pairs]
+    return float(torch.cat(losses).mean().exp())

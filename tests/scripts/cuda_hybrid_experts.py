@@ -1,0 +1,367 @@
+"""Checks and times serving's routed experts on a GPU: CPU, residents, prefill lanes, deferral, CUDA graphs.
+
+    python tests/scripts/cuda_hybrid_experts.py [--device cuda] [--skip-times] [--layers 8 --formats k4 int8]
+
+First relative L2 errors against the fp32 reference for 1 to 32 tokens and a prefill, by format, adapter and number of
+residents; then replays of a CUDA graph of three layers against eager calls, bit for bit, with other inputs, other
+adapters and other residents than it was captured with, and with deferral. Then decode at a real shape through graphs
+of all layers: milliseconds a layer without residents and with 20% of the experts resident, under a routing whose
+hottest 20% take the share that is printed; then prefill. A case that fails is printed with its traceback, the others
+still run; the script then exits 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import test_kernels as kernels
+
+from ktft import native, reference
+from ktft.lanes import lanes
+from ktft.lanes.rates import Rate, Rates
+from ktft.lora import ExpertLora
+from ktft.model.routing import Routing
+from ktft.native import ExpertLayer
+from ktft.serve.hybrid import HybridModel
+
+TOP_K, LAYERS = 3, 3
+TOLERANCE = 0.005
+GOAL = 1.3
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def small_layer(fmt: str, hidden: int, intermediate: int) -> ExpertLayer:
+    """Of five experts, over as many NUMA nodes as there are."""
+    return kernels.make_layer(hidden, intermediate, fmt, native.default_isa(), *_machine())
+
+
+@functools.cache
+def _machine() -> tuple[int, int]:
+    runtime = native.runtime()
+    return runtime.threads, runtime.nodes
+
+
+def batch(tokens: int, hidden: int, seed: int) -> Batch:
+    """Hidden states, experts and weights, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    index = torch.stack([torch.randperm(kernels.EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)])
+    return x, index, torch.rand(tokens, TOP_K, generator=generator)
+
+
+def on(device: str, given: Batch) -> Batch:
+    """The same there."""
+    x, index, weights = given
+    return x.to(device), index.to(device), weights.to(device)
+
+
+def profile(layers: dict[int, ExpertLayer], residents: int) -> Routing:
+    """So many residents a layer."""
+    return Routing({n: [int(e < residents) for e in range(layer.num_experts)] for n, layer in layers.items()})
+
+
+def make(layers: dict[int, ExpertLayer], device: str, residents: int, rank: int = 0, **options: Any) -> HybridModel:
+    """A model with so many residents in each layer."""
+    given: dict[str, Any] = {"top_k": TOP_K, "dtype": torch.bfloat16, "adaptive": False, **options}
+    if residents:
+        width = -(-rank // 16) * 16
+        each = max(layer.packed_bytes // layer.num_experts for layer in layers.values()) + 512
+        sizes = [3 * (layer.hidden_size + layer.intermediate_size) for layer in layers.values()]
+        given["gpu_expert_memory"] = (each + 2 * width * max(sizes)) * residents * len(layers)
+        given["routing"] = profile(layers, residents)
+    return HybridModel(layers, device, max_lora_rank=rank, **given)
+
+
+def check_contract(device: str, fmt: str, rank: int) -> None:
+    """Every number of tokens with every mix."""
+    layer = small_layer(fmt, 512, 384)
+    lora = kernels.make_lora(512, 384, rank, torch.float32) if rank else None
+    weights = [w.to(device) for w in kernels.dequantized(layer)]
+    there = lora and ExpertLora(
+        {n: type(p)(p.a.detach().to(device), p.b.detach().to(device), p.scaling) for n, p in lora.pairs.items()}
+    )
+    worst = {}
+    for residents in (0, 2, kernels.EXPERTS):
+        for placement in ("stream", "auto") if residents == 2 else ("auto",):
+            model = make({0: layer}, device, residents, rank, placement=placement)
+            model.set_lora({0: lora} if lora else None)
+            for tokens in (*(range(1, 33) if placement == "auto" else ()), 256):
+                given = on(device, batch(tokens, 512, tokens))
+                expected = reference.moe(given[0].float(), *given[1:], *weights, there)
+                error = kernels.relative(model.layers[0](*given), expected)
+                name = f"{residents} resident, {placement if tokens > 32 else 'few'}"
+                worst[name] = max(worst.get(name, 0.0), error)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            model.check()
+            found = {lane: each["pairs"] for lane, each in model.status()["lanes"].items()}
+            worst[f"{residents} resident, few"] = worst.get(f"{residents} resident, few", 0.0)
+            if residents and not found["resident"]:
+                raise AssertionError(f"no resident was used: {found}")
+            model.close()
+    shown = "  ".join(f"{name} {100 * error:.3f}" for name, error in worst.items())
+    print(f"{fmt:6} r={rank:<3} {shown}", flush=True)
+    if not max(worst.values()) < TOLERANCE:
+        raise AssertionError(f"over {100 * TOLERANCE}%")
+
+
+class Captured:
+    """A CUDA graph of all layers of a model, each with inputs of its own; on the CPU a plain call."""
+
+    def __init__(self, model: HybridModel, batches: list[Batch]) -> None:
+        self.model, self.batches = model, batches
+        self.eager()
+        self.graph = None
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outs = self.eager()
+
+    def eager(self) -> list[torch.Tensor]:
+        """The layers in their order."""
+        return [experts(*given) for experts, given in zip(self.model.layers.values(), self.batches, strict=True)]
+
+    def replay(self) -> list[torch.Tensor]:
+        """What the graph gives."""
+        if self.graph is None:
+            return self.eager()
+        self.graph.replay()
+        torch.cuda.synchronize()
+        self.model.check()
+        return [out.clone() for out in self.outs]
+
+    def refill(self, batches: list[Batch]) -> None:
+        """Other inputs, in place."""
+        for mine, theirs in zip(self.batches, batches, strict=True):
+            for tensor, value in zip(mine, theirs, strict=True):
+                tensor.copy_(value)
+
+
+def check_capture(device: str, fmt: str, deferral: int) -> None:
+    """Replays are eager calls, whatever changed since the capture."""
+    layers = {n: small_layer(fmt, 512, 384) for n in range(LAYERS)}
+    model = make(layers, device, 2, 16, deferral=deferral)
+    model.decoding = lambda: True
+    torch.manual_seed(0)
+    loras = [None, *({n: kernels.make_lora(512, 384, rank, torch.float32) for n in layers} for rank in (16, 5))]
+    done = 0
+    for tokens in (1, 2, 7, 16, 32):
+        graph = Captured(model, [on(device, batch(tokens, 512, n)) for n in layers])
+        for seed, lora in enumerate(loras):
+            model.set_lora(lora)
+            graph.refill([batch(tokens, 512, 100 * seed + n) for n in layers])
+            if seed == 1:  # other experts come, between two replays
+                model.hot.residents.observe(layers[0], [0, 0, 0, 0, 1000])
+                model.hot.adapt(1 << 30)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                model.hot.follow()
+            for replayed, eager in zip(graph.replay(), graph.eager(), strict=True):
+                if not torch.equal(replayed, eager):
+                    raise AssertionError(f"{tokens} tokens, adapter {seed}: replay differs from eager")
+                done += 1
+    model.set_lora(None)
+    print(f"{fmt:6} deferral {deferral}: {done} outputs of replays are those of eager calls, bit for bit", flush=True)
+    model.close()
+
+
+def zipf(tokens: int, experts: int, top_k: int, exponent: float, generator: torch.Generator) -> torch.Tensor:
+    """`[T, k]` different experts of each token; expert e has the popularity (e + 1)^-exponent."""
+    popularity = torch.arange(1, experts + 1, dtype=torch.float64) ** -exponent
+    return torch.multinomial(popularity.expand(tokens, -1), top_k, generator=generator)
+
+
+def big_layers(args: argparse.Namespace, fmt: str) -> dict[int, ExpertLayer]:
+    """Random experts; few different matrices, for packing takes longer than timing."""
+    shapes = {n: (args.hidden, args.intermediate) if n == "down_proj" else (args.intermediate, args.hidden)
+              for n in kernels.PROJECTIONS}  # fmt: skip
+    matrices = {n: (torch.randn(shape) * shape[1] ** -0.5).bfloat16() for n, shape in shapes.items()}
+    made, packed = {}, {}
+    for number in range(args.layers):
+        layer = native.ExpertLayer(
+            native.runtime(), num_experts=args.experts, hidden_size=args.hidden,
+            intermediate_size=args.intermediate, format=fmt,
+        )  # fmt: skip
+        for expert, name in itertools.product(range(args.experts), kernels.PROJECTIONS):
+            if name not in packed:
+                layer.load(expert, name, matrices[name])
+                packed[name] = layer.export_packed(expert, name)
+            else:
+                layer.import_packed(expert, name, packed[name])
+        made[number] = layer
+    return made
+
+
+def milliseconds(call: Callable[[], Any], seconds: float, least: int = 5) -> float:
+    """Of one call, the median."""
+    times = []
+    began = time.perf_counter()
+    while len(times) < least or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def decode_graphs(model: HybridModel, args: argparse.Namespace, tokens: int) -> Iterator[Callable[[], None]]:
+    """Graphs of all layers with routing of their own: enough of them that no CPU cache holds the experts."""
+    generator = torch.Generator().manual_seed(tokens)
+    for _ in range(args.graphs):
+        batches = []
+        for _ in model.layers:
+            index = zipf(tokens, args.experts, args.top_k, args.zipf, generator)
+            x = torch.randn(tokens, args.hidden, generator=generator).bfloat16()
+            batches.append(on("cuda", (x, index.int(), torch.rand(tokens, args.top_k, generator=generator))))
+        graph = Captured(model, batches)
+        yield functools.partial(_replay, graph)
+
+
+def _replay(graph: Captured) -> None:
+    assert graph.graph is not None
+    graph.graph.replay()
+
+
+def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> list[str]:
+    """Milliseconds a layer, with and without residents; returns where the goal was missed."""
+    resident, missed = args.experts // 5, []
+    share = zipf(4096, args.experts, args.top_k, args.zipf, torch.Generator().manual_seed(0)).lt(resident)
+    print(
+        f"{fmt}: the hottest {resident} of {args.experts} experts take {100 * share.double().mean():.0f}% of the pairs"
+    )
+    options = {"top_k": args.top_k, "max_tokens": 32}
+    models = {0: make(layers, "cuda", 0, **options), resident: make(layers, "cuda", resident, **options)}
+    for tokens in args.tokens:
+        found = {}
+        for count, model in models.items():
+            calls = itertools.cycle(list(decode_graphs(model, args, tokens)))
+            found[count] = milliseconds(lambda c=calls: next(c)(), args.seconds) / len(layers)
+            model.check()
+        alone = hot_alone(models[resident], args, tokens)
+        gain = found[0] / found[resident]
+        print(
+            f"{fmt:6} decode {tokens:3} tokens  all on the CPU {1e3 * found[0]:7.1f} µs a layer  {resident} resident "
+            f"{1e3 * found[resident]:7.1f} µs, {gain:.2f}x  residents' kernels alone {1e3 * alone:6.1f} µs"
+            f"{'' if gain >= GOAL else '  UNDER ' + str(GOAL)}",
+            flush=True,
+        )
+        missed += [] if gain >= GOAL else [f"{fmt} decode {tokens}"]
+    for model in models.values():
+        model.close()
+    return missed
+
+
+def hot_alone(model: HybridModel, args: argparse.Namespace, tokens: int) -> float:
+    """Milliseconds a layer of routing's split and the residents' products, without the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).to("cuda")
+    x = torch.randn(tokens, args.hidden, generator=generator).bfloat16().to("cuda")
+    weights = torch.rand(tokens, args.top_k, generator=generator).to("cuda")
+
+    def run() -> None:
+        for hot in model.hot.layers:
+            blocks, _ = model.ops.route(hot, index)
+            model.ops.forward(hot, x, blocks, weights)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return milliseconds(graph.replay, 0.2) / len(model.layers)
+
+
+def time_prefill(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> None:
+    """Milliseconds a layer, decided by `auto`, and what it decided."""
+    model = make(layers, "cuda", args.experts // 5, top_k=args.top_k)
+    model.warm_up()
+    for tokens in args.prefill:
+        generator = torch.Generator().manual_seed(tokens)
+        index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).to("cuda")
+        x = torch.randn(tokens, args.hidden, generator=generator).bfloat16().to("cuda")
+        weights = torch.rand(tokens, args.top_k, generator=generator).to("cuda")
+
+        def step(x: torch.Tensor = x, index: torch.Tensor = index, weights: torch.Tensor = weights) -> None:
+            for experts in model.layers.values():
+                experts(x, index, weights)
+
+        for _ in range(8):  # auto tries its ways
+            step()
+        before = model.status()["lanes"]
+        spent = milliseconds(step, args.seconds) / len(layers)
+        after = model.status()["lanes"]
+        pairs = {lane: after[lane]["pairs"] - before[lane]["pairs"] for lane in after}
+        shares = ", ".join(f"{lane} {100 * n / sum(pairs.values()):.0f}%" for lane, n in pairs.items())
+        print(f"{fmt:6} prefill {tokens:5} tokens {spent:7.2f} ms a layer, pairs: {shares}", flush=True)
+    model.close()
+
+
+def _made_up_rates(*_: Any) -> Rates:
+    """Measuring takes seconds, and what is checked does not depend on it; by these the lanes are mixed."""
+    slow, quick = (
+        {work: Rate(*rate) for work in ("forward", "backward")} for rate in ((1e11, 1e11, 0), (1e12, 1e11, 0))
+    )
+    return Rates(slow, quick, 1e11, 1e11, 0)
+
+
+def main() -> None:
+    """Check, then time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cpu checks the script itself, without times")
+    parser.add_argument("--skip-times", action="store_true")
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=768)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--graphs", type=int, default=3, help="of different routing, in turns")
+    parser.add_argument("--zipf", type=float, default=0.9, help="exponent of the routing's popularity")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each timing")
+    parser.add_argument("--check-formats", nargs="+", default=["k4", "int8", "bf16", "fp8", "int4", "mxfp4"])
+    parser.add_argument("--formats", nargs="+", default=["k4", "int8"])
+    args = parser.parse_args()
+    failed: list[str] = []
+    started = time.perf_counter()
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            failed.extend(call() or [])
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+        print(f"    {time.perf_counter() - started:.0f} s", flush=True)
+
+    if not args.skip_checks:
+        measured, lanes.measured_rates = lanes.measured_rates, _made_up_rates
+        print("worst relative L2 error, %, of 1 to 32 tokens (few) and 256")
+        for fmt, rank in itertools.product(args.check_formats, (0, 20)):
+            attempt(f"{fmt} r={rank}", functools.partial(check_contract, args.device, fmt, rank))
+        for fmt, deferral in (("k4", 0), ("int8", 0), ("k4", 1)):
+            attempt(f"capture {fmt} deferral {deferral}", functools.partial(check_capture, args.device, fmt, deferral))
+        lanes.measured_rates = measured
+    for fmt in [] if args.skip_times or args.device == "cpu" else args.formats:
+        layers: dict[int, ExpertLayer] = {}
+        attempt(f"layers of {fmt}", lambda f=fmt, to=layers: to.update(big_layers(args, f)))
+        attempt(f"decode {fmt}", functools.partial(time_decode, args, layers, fmt))
+        attempt(f"prefill {fmt}", functools.partial(time_prefill, args, layers, fmt))
+    print("failed:", ", ".join(failed) if failed else "nothing")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Routed experts of hidden states on a GPU, as a server runs them; the CPU's torch stands in for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_kernels import EXPERTS, dequantized, make_layer, make_lora, relative
+
+from ktft import native, reference
+from ktft.lanes import lanes
+from ktft.lanes.deferral import lowest
+from ktft.lanes.rates import Rate, Rates
+from ktft.lora import ExpertLora
+from ktft.model.routing import Routing
+from ktft.serve import hybrid
+from ktft.serve.hybrid import HybridModel
+
+HIDDEN, INTERMEDIATE, TOP_K, LAYERS = 64, 160, 3, 3
+TOLERANCE = 0.005
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds; `test_calibrate.py` has its own tests."""
+    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
+    monkeypatch.setattr(lanes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+
+
+@pytest.fixture
+def layers() -> dict[int, native.ExpertLayer]:
+    """Numbers as of a model whose first layer is dense."""
+    return {n + 1: make_layer(HIDDEN, INTERMEDIATE, "k4", native.default_isa(), nodes=2) for n in range(LAYERS)}
+
+
+class Made:
+    """Makes models, and closes them."""
+
+    def __init__(self, layers: dict[int, native.ExpertLayer]) -> None:
+        self.layers, self.models = layers, list[HybridModel]()
+
+    def __call__(self, **options) -> HybridModel:
+        options = {"top_k": TOP_K, "dtype": torch.bfloat16, "max_tokens": 4, **options}
+        self.models.append(HybridModel(self.layers, "cpu", **options))
+        return self.models[-1]
+
+
+@pytest.fixture
+def make(layers: dict[int, native.ExpertLayer]) -> Iterator[Made]:
+    made = Made(layers)
+    yield made
+    for model in made.models:
+        model.close()
+
+
+def room(experts: int, rank: int = 0) -> int:
+    """GPU memory for so many."""
+    packed = make_layer(HIDDEN, INTERMEDIATE, "k4", native.default_isa(), nodes=2).packed_bytes // EXPERTS
+    return experts * (packed + 256 + (1 << 18 if rank else 0))
+
+
+def batch(tokens: int, experts: int = EXPERTS, seed: int = 3) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    index = torch.stack([torch.randperm(experts, generator=generator)[:TOP_K] for _ in range(tokens)])
+    return x, index.int(), torch.rand(tokens, TOP_K, generator=generator)
+
+
+def expected(layer: native.ExpertLayer, given: Batch, lora: ExpertLora | None = None) -> torch.Tensor:
+    x, index, weights = given
+    return reference.moe(x.float(), index, weights, *dequantized(layer), lora)
+
+
+HOT = Routing({1: [9, 0, 9, 0, 0], 2: [0, 9, 9, 9, 0], 3: [0, 0, 0, 0, 9]})
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+@pytest.mark.parametrize("tokens", [1, 4, 9])
+def test_few_and_many_tokens_with_and_without_residents(make: Made, tokens: int, rank: int) -> None:
+    lora = make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) if rank else None
+    given = batch(tokens)
+    for options in (
+        {},
+        {"gpu_expert_memory": room(6, rank), "routing": HOT, "max_lora_rank": 16, "placement": "stream"},
+    ):
+        model = make(**options)
+        model.set_lora({n: lora for n in model.layers} if lora else None)
+        for number, experts in model.layers.items():
+            with torch.inference_mode():
+                out = experts(*given)
+            assert out.dtype == torch.bfloat16
+            assert relative(out, expected(experts.layer, given, lora)) < TOLERANCE
+            assert model.status()["heat"][str(number)] == torch.bincount(given[1].flatten(), minlength=EXPERTS).tolist()
+        found = model.status()["lanes"]
+        assert sum(lane["pairs"] for lane in found.values()) == LAYERS * tokens * TOP_K
+        assert (found["resident"]["pairs"] > 0) == ("routing" in options)
+
+
+def test_padding_has_no_part(make: Made) -> None:
+    model = make(gpu_expert_memory=room(2), routing=HOT)
+    for tokens in (4, 9):
+        x, index, weights = batch(tokens)
+        valid = torch.arange(tokens) < tokens - 2
+        index[~valid] = 0
+        x[~valid] = torch.nan
+        before = sum(model.status()["heat"]["1"])
+        out = model.layers[1](x, index, weights, valid)
+        assert not out[~valid].any()
+        assert relative(out[valid], expected(model.layers[1].layer, (x[valid], index[valid], weights[valid]))) < 0.005
+        assert sum(model.status()["heat"]["1"]) - before == (tokens - 2) * TOP_K
+
+
+def test_an_adapter_takes_the_place_of_another_at_once(make: Made) -> None:
+    model, given = make(gpu_expert_memory=room(6, 16), routing=HOT, max_lora_rank=16), batch(4)
+    base = [experts(*given) for experts in model.layers.values()]
+    for seed, rank, names in ((1, 16, ("gate_proj", "up_proj", "down_proj")), (2, 3, ("down_proj",))):
+        torch.manual_seed(seed)
+        lora = make_lora(HIDDEN, INTERMEDIATE, rank, torch.bfloat16, names)
+        model.set_lora({2: lora})
+        outs = [experts(*given) for experts in model.layers.values()]
+        assert torch.equal(outs[0], base[0]) and torch.equal(outs[2], base[2])
+        assert relative(outs[1], expected(model.layers[2].layer, given, lora)) < TOLERANCE
+    with pytest.raises(ValueError, match=r"rank 17, residents .* have room for 16; .* max_lora_rank"):
+        model.set_lora({2: make_lora(HIDDEN, INTERMEDIATE, 17, torch.bfloat16)})
+    with pytest.raises(ValueError, match="experts of layer 7, where the model has none"):
+        model.set_lora({7: lora})
+    assert torch.equal(model.layers[2](*given), outs[1])  # the old one stays
+    model.set_lora(None)
+    assert all(torch.equal(experts(*given), was) for experts, was in zip(model.layers.values(), base, strict=True))
+
+
+def test_deferred_experts_are_added_one_layer_later(make: Made) -> None:
+    """By the sum of what the two layers' halves give, and never by the last layer."""
+    plain, model = make(), make(deferral=1, gpu_expert_memory=room(2), routing=Routing({1: [0, 0, 1, 0, 0]} | {
+        n: [0] * EXPERTS for n in (2, 3)
+    }))  # fmt: skip
+    model.decoding = lambda: True
+    batches = [batch(4, seed=seed) for seed in (1, 2, 3)]
+    light = [lowest(weights, 1) for _, _, weights in batches]
+    light[0] &= batches[0][1] != 2  # a resident is on time
+    light[2] = torch.zeros_like(light[2])
+
+    def part(i: int, mask: torch.Tensor) -> torch.Tensor:
+        x, index, weights = batches[i]
+        return expected(plain.layers[i + 1].layer, (x, index, weights.where(mask, 0.0)))
+
+    for _ in range(2):
+        for i, experts in enumerate(model.layers.values()):
+            wanted = part(i, ~light[i]) + (part(i - 1, light[i - 1]) if i else 0)
+            assert relative(experts(*batches[i]), wanted) < TOLERANCE
+    assert relative(model.layers[1](*batches[0]), expected(model.layers[1].layer, batches[0])) > 0.05
+    model.decoding = lambda: False  # a step that was broken off leaves nothing behind
+    assert relative(model.layers[1](*batches[0]), expected(model.layers[1].layer, batches[0])) < TOLERANCE
+
+
+def test_residents_follow_the_traffic_between_steps(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "ADAPT_SECONDS", 0.0)
+    model = make(gpu_expert_memory=room(3))
+    x, index, weights = batch(4)
+    index[:] = torch.tensor([0, 2, 4])
+    many = batch(9)
+    for _ in range(6):
+        for experts in model.layers.values():
+            experts(x, index, weights)
+    table = model.hot.layers[0].table
+    address, shown = table.data_ptr(), table.clone()
+    assert (shown == -1).all()
+    for _ in range(3):
+        for experts in model.layers.values():
+            assert relative(experts(*many), expected(experts.layer, many)) < TOLERANCE
+    held = model.status()["residents"]["experts"]
+    assert sum(len(each) for each in held.values()) == 3
+    assert all(set(each) <= {0, 2, 4} for each in held.values())
+    assert model.hot.layers[0].table.data_ptr() == address  # graphs read it there
+    for hot in model.hot.layers:
+        assert {e: s for e, s in enumerate(hot.table.tolist()) if s >= 0} == model.hot.residents.slots(hot.layer)
+
+    for _ in range(40):  # others are hit now: they come, few at a time, and outputs stay right
+        index[:] = torch.tensor([1, 3, 0])
+        for experts in model.layers.values():
+            out = experts(x, index, weights)
+        assert relative(out, expected(experts.layer, (x, index, weights))) < TOLERANCE
+        model.between_steps()
+    held = model.status()["residents"]["experts"]
+    assert all(set(each) <= {0, 1, 3} for each in held.values()) and model.status()["residents"]["moved"] > 3
+
+
+def test_warming_up_is_not_counted(make: Made) -> None:
+    model = make(gpu_expert_memory=room(3), routing=HOT)
+    model.warm_up(8)
+    status = model.status()
+    assert not any(map(sum, status["heat"].values()))
+    assert not any(lane["pairs"] for lane in status["lanes"].values())
+
+
+def test_profiles(make: Made, tmp_path: Path) -> None:
+    path = tmp_path / "expert_routing.json"
+    model = make()
+    model.layers[2](*batch(4))
+    model.routing().save(path)
+    again = Routing.load(path)
+    assert again.tokens[2] == torch.bincount(batch(4)[1].flatten(), minlength=EXPERTS).tolist()
+    assert again.tokens[1] == [0] * EXPERTS
+    with pytest.raises(ValueError, match="counts experts of 2 layers, the model has 3; layer 3 is only in the model"):
+        make(routing=Routing({1: [1] * EXPERTS, 2: [1] * EXPERTS}))
+    with pytest.raises(ValueError, match="counts 4 experts in layer 1, the model has 5"):
+        make(routing=Routing({n: [1] * 4 for n in (1, 2, 3)}))
+    for text in ("", "[]", '{"layout": 2, "layers": {}}', '{"layout": 1, "layers": {"0": [-1]}}', '{"layout": 1}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no routing profile"):
+            Routing.load(path)
+
+
+def test_bad_input(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="deferral is 3; a token has 3 experts"):
+        make(deferral=3)
+    with pytest.raises(ValueError, match="100 bytes hold no expert"):
+        make(gpu_expert_memory=100)
+    model = make(gpu_expert_memory="auto")  # the CPU has no memory of a GPU's
+    assert model.hot is None
+    monkeypatch.setattr(model, "capturing", lambda: True)
+    with pytest.raises(ValueError, match="a CUDA graph of 9 tokens is captured, the experts take graphs of at most 4"):
+        model.layers[1](*batch(9))
