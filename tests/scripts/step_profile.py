@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -211,8 +212,7 @@ def bench(args: argparse.Namespace) -> None:
         model = RUNNERS[runner](job)
         for tokens in args.tokens:
             title = f"{job.name}, {job.layers} layers, {tokens} tokens".strip()
-            step = lambda tokens=tokens: model.step(tokens)  # noqa: E731
-            profile_steps(args, title, step)
+            profile_steps(args, title, partial(model.step, tokens))
         del model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -242,6 +242,7 @@ def profile_steps(args: argparse.Namespace, title: str, step: Callable[[], Any])
 def train(args: argparse.Namespace) -> None:
     """LLaMA-Factory's own path, with the Trainer's callbacks."""
     import train_large
+
     from ktft.checkpoint.cache import MANIFEST
 
     large = train_large.arguments(
