@@ -145,6 +145,7 @@ class Lanes:
         """A pass has been given to its lanes, and the CPU's is over.
 
         Begins to copy experts that the next pass probably streams: that of the layer `following` places after this one.
+        The last layer's backward follows its forward, and the next step begins with the first one's.
         """
         self._last[run.layer, run.work] = run
         if run.events:
@@ -152,8 +153,8 @@ class Lanes:
         at = self.layers.index(run.layer) + following if run.layer in self.layers else -1
         if 0 <= at < len(self.layers):
             self._ahead(self.layers[at], "backward" if following < 0 else run.work)
-        elif at == len(self.layers):
-            self._ahead(run.layer, "backward")
+        elif run.layer in self.layers:
+            self._ahead(run.layer, "backward" if following > 0 else "forward")
 
     def _ahead(self, layer: ExpertLayer, work: str) -> None:
         before = self._last.get((layer, work))
@@ -196,6 +197,10 @@ class Lanes:
         """Count a trained micro-batch's rows by expert: residents are chosen by them."""
         if self._settings.gpu_expert_memory != 0:
             self._counted.append((layer, counts))
+
+    def begin_step(self) -> None:
+        """A step of training begins: what went on since the last one, such as evaluation, has no part in its time."""
+        self._choice.begin_step()
 
     def end_step(self) -> None:
         """Between two steps: residents are made, or follow the routing; what the step took is learned from."""

@@ -67,7 +67,11 @@ class LanedExperts:
         if meanwhile is not None:
             with run.settled():
                 meanwhile(hidden_states)
-        out = _Laned.apply(run, hidden_states, top_k_index, top_k_weights, *inputs[2:])
+        parameters = inputs[2:]
+        if run.gradients and any(tensor.requires_grad for tensor in parameters):
+            parameters = _Arrival.apply(run, *parameters)
+            parameters[0].grad_fn._set_sequence_nr(0)
+        out = _Laned.apply(run, hidden_states, top_k_index, top_k_weights, *parameters)
         assert isinstance(out, Tensor)
         if record is not None and torch.is_grad_enabled() and not out.requires_grad:
             record.count(run.index)
@@ -157,8 +161,13 @@ class _Run:
             self.owner.kept.keep(self.index, self.weights, self.lora, out)
         return out
 
-    def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> Gradients:
-        """Gradients of everything, on the devices of what they belong to."""
+    def backward(
+        self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor, arrives: bool
+    ) -> Gradients:
+        """Gradients of everything, on the devices of what they belong to.
+
+        Those of LoRA may be on their way: `arrives` promises that `arrive` is called before anyone reads them.
+        """
         lanes, layer = self.owner.lanes, self.owner.layer
         if self._saved is not None and self._forward is not None:
             run = lanes.again(self._forward, self.counts)
@@ -185,8 +194,9 @@ class _Run:
             grad_hidden += parts[0]
             grad_weights += parts[1]
         lanes.end(run, -1)
-        with spans.span("wait", self.owner.number):
-            lanes.gpu.finish()
+        # Autograd itself reads gradients that it has to cast, or to look for NaN in
+        if not arrives or torch.is_anomaly_enabled() or any(p.dtype != torch.float32 for p in parameters):
+            self.arrive()
         lanes.observe(layer, self.counts)
         if self.record is not None:
             self.record.count(self.index)
@@ -194,6 +204,11 @@ class _Run:
                 self.record.count_reached(index, weights, grad_output)
         lora = [grad.to(tensor.dtype) for grad, tensor in zip(lora_grads, parameters, strict=True)]
         return Gradients(grad_hidden.to(hidden.dtype), grad_weights.to(weights.dtype), lora)
+
+    def arrive(self) -> None:
+        """Until LoRA's gradients are there."""
+        with spans.span("wait", self.owner.number):
+            self.owner.lanes.gpu.finish()
 
     def _cpu_backward(self, arriving: Arriving, run: Pass, lora_grads: list[Tensor]) -> Gradients:
         layer, lanes, experts = self.owner.layer, self.owner.lanes, run.placement.cpu
@@ -290,8 +305,26 @@ class _Laned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
-        grads = ctx.run.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights)
+        arrives = any(ctx.needs_input_grad[4:])  # then these inputs are an `_Arrival`'s
+        grads = ctx.run.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights, arrives)
         return None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
+
+
+class _Arrival(torch.autograd.Function):
+    """LoRA's tensors as they are; in backward it waits for their gradients.
+
+    Its place in autograd's order is the last: attention's backward is given to the GPU before anyone waits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *ab: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        return ab
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.run.arrive()
+        return None, *grads
 
 
 def _routing(weights: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ class Run:
     def begin_step(self, look: bool) -> None:
         """A step begins, at which gradients are looked at or not."""
         self.began = self.mark
+        if self.lanes is not None:
+            self.lanes.begin_step()
         spans.RECORDER.on = True
         spans.add("data", None, self.began, time.perf_counter(), waited=True)
         self.watch.on = look
