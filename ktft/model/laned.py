@@ -21,6 +21,9 @@ from ktft.lora import ExpertLora
 from ktft.model.record import Record
 from ktft.native import ExpertLayer, Gradients
 
+_ALIGNED = 64
+"""Elements of fp32: 256 bytes."""
+
 
 @dataclass
 class LanedExperts:
@@ -96,6 +99,7 @@ class _Run:
         self._out: Tensor | None = None
         self._saved: Any = None  # the CPU lane's, under `retain`
         self._cpu: Future[Any] | None = None
+        self._idle: Future[None] | None = None  # of gradients of experts without rows
 
     def start(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Send host memory what it needs, decide, and set the CPU to work."""
@@ -136,8 +140,9 @@ class _Run:
 
     def wait(self) -> None:
         """Until the CPU works no more, whatever became of it."""
-        if self._cpu is not None:
-            self._cpu.exception()
+        for each in (self._cpu, self._idle):
+            if each is not None:
+                each.exception()
 
     def finish(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The GPU's experts, then the sum."""
@@ -161,9 +166,7 @@ class _Run:
             self.owner.kept.keep(self.index, self.weights, self.lora, out)
         return out
 
-    def backward(
-        self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor, arrives: bool
-    ) -> Gradients:
+    def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor, arrives: bool) -> Gradients:
         """Gradients of everything, on the devices of what they belong to.
 
         Those of LoRA may be on their way: `arrives` promises that `arrive` is called before anyone reads them.
@@ -176,11 +179,11 @@ class _Run:
         self._expect(run)
         grad_output = grad_output.to(hidden.dtype).contiguous()
         parameters = self.lora.parameters() if self.lora is not None else []
-        lora_grads = [lanes.crossing.pinned(tensor.shape, torch.float32) for tensor in parameters]
+        lora_grads = self._room([tensor.shape for tensor in parameters])
         if run.placement.cpu:
             self._cpu = lanes.submit(self._cpu_backward, self._to_host(grad_output, hidden), run, lora_grads)
         else:
-            _zero_idle(lora_grads, self.counts)
+            self._idle = lanes.submit(_zero_idle, lora_grads, self.counts)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
         with self.settled(), lanes.timed(run):
@@ -208,7 +211,18 @@ class _Run:
     def arrive(self) -> None:
         """Until LoRA's gradients are there."""
         with spans.span("wait", self.owner.number):
+            if self._idle is not None:
+                self._idle.result()
+                self._idle = None
             self.owner.lanes.gpu.finish()
+
+    def _room(self, shapes: list[torch.Size]) -> list[Tensor]:
+        """fp32 tensors in one piece of pinned memory, each aligned as a tensor of its own would be."""
+        if not shapes:
+            return []
+        sizes = [-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes]
+        parts = self.owner.lanes.crossing.pinned((sum(sizes),), torch.float32).split(sizes)
+        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _cpu_backward(self, arriving: Arriving, run: Pass, lora_grads: list[Tensor]) -> Gradients:
         layer, lanes, experts = self.owner.layer, self.owner.lanes, run.placement.cpu
@@ -333,9 +347,9 @@ def _routing(weights: Tensor) -> Tensor:
 
 def _zero_idle(lora_grads: list[Tensor], counts: list[int]) -> None:
     """What the CPU lane does besides its own experts."""
-    idle = torch.tensor([expert for expert, rows in enumerate(counts) if rows == 0], dtype=torch.int64)
-    for grad in lora_grads if len(idle) else ():
-        grad.index_fill_(0, idle, 0)
+    idle = [expert for expert, rows in enumerate(counts) if rows == 0]
+    for grad in lora_grads if idle else ():
+        grad.index_fill_(0, torch.tensor(idle), 0)
 
 
 def _not_finite(name: str, hidden: Tensor) -> str:
