@@ -7,7 +7,7 @@ and two more in backward. With the modules called on the way they are a tenth of
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -37,7 +37,7 @@ def _forward(module: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs or len(names) != 1 or not _is_plain(module, names[0], x.device.type):
         return Linear.forward(module, x, *args, **kwargs)
     name = names[0]
-    base, a, b = module.base_layer, module.lora_A[name], module.lora_B[name]
+    base, a, b = (cast(nn.Linear, each) for each in (module.base_layer, module.lora_A[name], module.lora_B[name]))
     result = linear(x, base.weight, base.bias)
     return result + linear(linear(x, a.weight), b.weight) * module.scaling[name]
 

@@ -102,6 +102,11 @@ class Lanes:
             )
         return True
 
+    def needs_cpu(self, layer: ExpertLayer) -> bool:
+        """Whether the layer's next forward probably has work for the CPU, as its last one had."""
+        before = self._last.get((layer, "forward"))
+        return before is None or bool(before.placement.cpu)
+
     def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Begin work on the CPU's own thread, which waits without holding up Python."""
         return self._cpu.submit(work, *args, **kwargs)
@@ -241,8 +246,8 @@ def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
         ValueError: an expert number out of range.
     """
     flat = top_k_index.flatten()
-    wrong = (flat < 0) | (flat >= layer.num_experts)
-    if bool(wrong.any()):
+    if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= layer.num_experts):
+        wrong = (flat < 0) | (flat >= layer.num_experts)
         raise ValueError(
             f"{layer.name}: a token is routed to expert {int(flat[wrong][0])}, but the layer's experts are 0 to "
             f"{layer.num_experts - 1}"

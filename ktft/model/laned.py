@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -89,6 +90,7 @@ class _Run:
 
     index: Tensor  # [T, k] int64, in host memory
     weights: Tensor  # [T, k] fp32, likewise
+    routing: Tensor  # the same on the device
     counts: list[int]
 
     def __init__(
@@ -104,14 +106,16 @@ class _Run:
     def start(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Send host memory what it needs, decide, and set the CPU to work."""
         owner, lanes = self.owner, self.owner.lanes
-        routing = lanes.crossing.to_host(index.to(torch.int64), weights.float(), torch.isfinite(hidden).all())
-        arriving = self._to_host(hidden)
+        self.routing = weights.float().contiguous()
+        # A sum that is finite proves that everything is, in one kernel
+        routing = lanes.crossing.to_host(index.to(torch.int64), self.routing, hidden.sum(dtype=torch.float32))
+        arriving = self._to_host(hidden) if lanes.needs_cpu(owner.layer) and not self._may_be_kept() else None
         with spans.span("wait", owner.number):
-            self.index, self.weights, finite = routing.wait()
-        if not finite:
+            self.index, self.weights, total = routing.wait()
+        if not math.isfinite(total) and not torch.isfinite(hidden).all():
             raise ValueError(_not_finite(owner.layer.name, hidden))
         self.counts = rows_of(owner.layer, self.index)
-        if self.gradients:
+        if self._may_be_kept():
             self._out = owner.kept.take(self.index, self.weights, self.lora)
         if self._out is not None:
             return
@@ -120,7 +124,10 @@ class _Run:
         self._forward = lanes.begin(owner.layer, self.counts, index.shape[1], self.lora, work)
         self._expect(self._forward)
         if self._forward.placement.cpu:
-            self._cpu = lanes.submit(self._cpu_forward, arriving, self._forward)
+            self._cpu = lanes.submit(self._cpu_forward, arriving or self._to_host(hidden), self._forward)
+
+    def _may_be_kept(self) -> bool:
+        return self.gradients and len(self.owner.kept) > 0
 
     def _cpu_forward(self, arriving: Arriving, run: Pass) -> Tensor:
         owner, experts = self.owner, run.placement.cpu
@@ -144,7 +151,7 @@ class _Run:
             if each is not None:
                 each.exception()
 
-    def finish(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def finish(self, hidden: Tensor, index: Tensor) -> Tensor:
         """The GPU's experts, then the sum."""
         if self._out is not None:
             return self._out
@@ -156,7 +163,7 @@ class _Run:
                 with self._copy_span(run), self._gpu_span(run, len(PROJECTIONS)):
                     routes = Routes(index, self.counts)
                     lanes.gpu.forward(
-                        run.layer, run.on_gpu, routes, hidden.contiguous(), _routing(weights), self.lora, total
+                        run.layer, run.on_gpu, routes, hidden.contiguous(), self.routing, self.lora, total
                     )
         if self._cpu is not None:
             total += self._to_device(self._cpu_result())[0]
@@ -189,7 +196,7 @@ class _Run:
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
                 with self._copy_span(run), self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
-                    given = Routes(index, self.counts), hidden.contiguous(), grad_output, _routing(weights)
+                    given = Routes(index, self.counts), hidden.contiguous(), grad_output, self.routing
                     lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
         if self._cpu is not None:
             found = self._cpu_result()
@@ -314,7 +321,7 @@ class _Laned(torch.autograd.Function):
         ctx.run = run
         # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
         ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
-        return run.finish(hidden_states, top_k_index, top_k_weights)
+        return run.finish(hidden_states, top_k_index)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -339,10 +346,6 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.run.arrive()
         return None, *grads
-
-
-def _routing(weights: Tensor) -> Tensor:
-    return weights.detach().float().contiguous()
 
 
 def _zero_idle(lora_grads: list[Tensor], counts: list[int]) -> None:

@@ -31,7 +31,7 @@ def fuse_norms(model: nn.Module) -> None:
         weight = getattr(module, "weight", None)
         named = type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.dim() == 1
         if _fused is not None and named and isinstance(_epsilon(module), float):
-            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(_forward, module)
 
 
 def _epsilon(module: Any) -> Any:
@@ -55,7 +55,8 @@ def _plain(module: nn.Module, hidden_states: Tensor) -> Tensor:
 def _normalized(module: nn.Module, hidden_states: Tensor) -> Tensor:
     """Rounded where transformers rounds: once normalized, and once more with the weight."""
     normalized: Tensor = _fused(hidden_states, hidden_states.shape[-1:], None, _epsilon(module))[0]
-    return module.weight * normalized
+    weighted: Tensor = module.weight * normalized  # type: ignore[operator]
+    return weighted
 
 
 @torch.no_grad()
