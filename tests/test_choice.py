@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ktft.lanes.choice import AGAIN, TRIALS, WAYS, Choice
+from ktft.lanes.choice import AGAIN, MORE, TRIALS, WAYS, Choice
 
 EXPECTED = {"auto": 1.0, "stream": 1.2, "cpu": 1.5}
 
@@ -34,7 +34,7 @@ def test_the_fastest_way_is_found(fastest: str) -> None:
     machine = Machine({way: 1.0 if way == fastest else 1.1 for way in WAYS})
     for _ in range(200):
         machine.step(512)
-    tried = 1 + TRIALS * len(WAYS)
+    tried = 1 + (TRIALS + MORE) * len(WAYS)
     assert machine.ways[tried:].count(fastest) >= len(machine.ways[tried:]) - 200 // AGAIN
 
 
@@ -75,3 +75,21 @@ def test_passes_outside_of_steps_go_some_way() -> None:
     assert choice.way(16, lambda: EXPECTED) in WAYS
     choice.end_step()
     choice.end_step()
+
+
+def test_evaluation_between_steps_has_no_part_in_their_time() -> None:
+    machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
+    for _ in range(40):
+        machine.choice.begin_step()
+        if machine.step(512) == "auto":
+            machine.choice.way(512, lambda: EXPECTED)  # evaluates, after the way that is to win
+            machine.now += 2.0
+    assert machine.ways[-10:].count("auto") == 10
+
+
+def test_near_ways_are_tried_more_often_than_far_ones() -> None:
+    machine = Machine({"auto": 1.0, "stream": 1.05, "cpu": 3.0})
+    for _ in range(1 + 2 * (TRIALS + MORE) + TRIALS):
+        machine.step(512)
+    assert machine.ways[1:].count("auto") == machine.ways[1:].count("stream") == TRIALS + MORE
+    assert machine.ways[1:].count("cpu") == TRIALS

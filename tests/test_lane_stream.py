@@ -120,6 +120,19 @@ def test_chunks_of_any_size_and_a_lane_for_several_layers(chunk: int, monkeypatc
     assert sum(sizes) == EXPERTS and max(sizes) <= chunk and max(sizes) - min(sizes) <= 1
 
 
+def test_what_a_buffer_holds_is_not_copied_again() -> None:
+    layer, other = (make_layer(HIDDEN, INTERMEDIATE, "k4", ISA) for _ in range(2))
+    lane, inputs = small(layer, 3), inputs_for((1, 9, 4, 2, 30), HIDDEN)
+    outputs, copied = [], []
+    for each in (layer, layer, other, layer):
+        before = lane.transfer.copied_bytes
+        with torch.no_grad():
+            outputs.append(Lane(lane)(each, *inputs))
+        copied.append(lane.transfer.copied_bytes - before)
+    assert copied == [layer.packed_bytes, 0, other.packed_bytes, layer.packed_bytes]
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[3])
+
+
 def test_only_the_experts_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their part of the output and gradients; other experts' LoRA gradients are not touched."""
     layer, lora = make_layer(HIDDEN, INTERMEDIATE, "int8", ISA), make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)

@@ -144,6 +144,35 @@ def test_gradient_accumulation(monkeypatch):
         assert relative(both, 2 * parameter.grad) < 1e-5
 
 
+@pytest.mark.parametrize("use_reentrant", [True, None])
+def test_lora_gradients_are_waited_for_last(monkeypatch: pytest.MonkeyPatch, use_reentrant: bool | None) -> None:
+    """What comes before the experts has its backward first; the gradients are the buffers that the lanes wrote."""
+    force(monkeypatch, *MIXES["stream"])
+    experts = make_experts()
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    x, index, weights = inputs_for(ROWS, HIDDEN)
+    order: list[str] = []
+
+    def block(hidden):
+        before = torch.tanh(hidden)
+        if before.requires_grad:
+            before.grad_fn.register_hook(lambda *_: order.append("before"))
+        return experts(before, index, weights, lora)
+
+    out = checkpoint(block, x, use_reentrant=True) if use_reentrant else block(x)
+    gpu = experts.laned.lanes.gpu
+    finish = gpu.finish
+    monkeypatch.setattr(gpu, "finish", lambda: (order.append("finish"), finish()))
+    for parameter in lora.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: order.append("accumulated"))
+    out.float().square().sum().backward()
+    if DEVICE.type == "cuda" and not use_reentrant:  # another thread has the nodes of CPU tensors
+        order.remove("before")
+        order.insert(0, "before")
+    assert order == ["before", "finish", *["accumulated"] * len(lora.parameters())]
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in lora.parameters()}) == 1
+
+
 def test_residents_take_part():
     experts = make_experts(placement="resident", gpu_expert_memory="1M")
     lanes = experts.laned.lanes

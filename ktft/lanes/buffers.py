@@ -85,7 +85,7 @@ class Buffers:
 
     def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
         self._transfer, self.chunk_bytes, self.limit = transfer, chunk_bytes, limit
-        self.packed, self.adapters, self.gathered = Ring(transfer), Ring(transfer), Ring(transfer, 1)
+        self.packed, self.adapters, self.gathered = Ring(transfer, frozen=True), Ring(transfer), Ring(transfer, 1)
         self._decoded = torch.empty(0, dtype=torch.uint8, device=transfer.device)
         self._plans: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, Plan]] = weakref.WeakKeyDictionary()
 

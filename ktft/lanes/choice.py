@@ -2,7 +2,8 @@
 
 The placer's rates say what each lane takes alone. They cannot say what lanes take from each other: threads that compute
 experts slow down the one that gives the GPU its work, by half where two of them share a core, and copies ahead of time
-cost nothing where attention lasts as long. So the ways that the rates find promising are tried, a step each in turns.
+cost nothing where attention lasts as long. So the ways that the rates find promising are tried, a step each in turns,
+and those that come out near each other some more times: what one step takes is a fourth off now and then.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 WAYS = ("auto", "stream", "cpu")
 """Modes of the placer: experts split as the rates say, all streamed that are not resident, all on the CPU."""
 PROMISING = 1.6
 """A way is tried that the rates expect to take no more than so many times the best one's time."""
-TRIALS = 2
+TRIALS, MORE = 2, 2
+"""Steps of each way, and further ones of those that are near the best one then."""
 AGAIN = 64
 """Steps after which the second best way, if it is near, is tried once more: a machine's neighbours come and go."""
 NEAR = 1.25
-_REMEMBERED = 3
+_REMEMBERED = TRIALS + MORE
 
 
 @dataclass
@@ -33,12 +35,19 @@ class _Size:
 
     def next(self) -> str:
         """The way of the next step."""
-        fewest = min(self.seconds, key=lambda way: len(self.seconds[way]))
+        fewest = self._fewest(self.seconds)
         if len(self.seconds[fewest]) < TRIALS:
             return fewest
-        best, *others = sorted(self.seconds, key=lambda way: min(self.seconds[way]))
-        near = others and min(self.seconds[others[0]]) < NEAR * min(self.seconds[best])
-        return others[0] if near and self.steps % AGAIN == 0 else best
+        least = {way: min(seconds) for way, seconds in self.seconds.items()}
+        best, *others = sorted(least, key=lambda way: least[way])
+        near = [way for way in others if least[way] < NEAR * least[best]]
+        fewest = self._fewest([best, *near])
+        if near and len(self.seconds[fewest]) < TRIALS + MORE:
+            return fewest
+        return near[0] if near and self.steps % AGAIN == 0 else best
+
+    def _fewest(self, ways: Iterable[str]) -> str:
+        return min(ways, key=lambda way: len(self.seconds[way]))
 
 
 class Choice:
@@ -69,6 +78,10 @@ class Choice:
             size = self._sizes[bucket]
             self._step = size, size.next(), self._clock()
         return self._step[1]
+
+    def begin_step(self) -> None:
+        """A step begins: passes since the last one were none of it."""
+        self._step = None
 
     def end_step(self) -> None:
         """The step is over."""

@@ -38,6 +38,9 @@ class KeptOutputs:
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque(maxlen=MOST)
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def keep(self, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None, out: Tensor) -> None:
         """Remember an output `[T, H]`, wherever it is, of routing `[T, k]` in host memory."""
         self._kept.append(_Kept((top_k_index, top_k_weights), lora, _state(lora), out, out._version))

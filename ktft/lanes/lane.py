@@ -90,6 +90,7 @@ class GpuLane:
         self.residents: Residents | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._ahead: deque[tuple[Plan, _Begun]] = deque()
+        self._returning: list[Tensor] = []  # that copies out may be writing: nobody else gets their memory
         self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
 
     @property
@@ -174,6 +175,7 @@ class GpuLane:
             ValueError: a LoRA tensor that cannot be copied, or gradients that cannot be copied to.
         """
         self._check(layer, lora, lora_grads)
+        self._returning += lora_grads
         with self._guard(layer, "backward"):
             for chunk in self._chunks(layer, experts, routes, lora):
                 rows = chunk.rows, hidden, top_k_weights, layer.swiglu
@@ -184,6 +186,7 @@ class GpuLane:
         """Wait until LoRA's gradients are where they belong, and its tensors may change."""
         self._returned.synchronize()
         self._arrived.synchronize()
+        self._returning.clear()
 
     def prefetch(self, layer: ExpertLayer, experts: Sequence[int], lora: ExpertLora | None) -> None:
         """Begin to copy packed experts that the layer's next call is likely to need, as far as the buffers go.

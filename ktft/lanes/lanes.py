@@ -102,6 +102,11 @@ class Lanes:
             )
         return True
 
+    def needs_cpu(self, layer: ExpertLayer) -> bool:
+        """Whether the layer's next forward probably has work for the CPU, as its last one had."""
+        before = self._last.get((layer, "forward"))
+        return before is None or bool(before.placement.cpu)
+
     def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Begin work on the CPU's own thread, which waits without holding up Python."""
         return self._cpu.submit(work, *args, **kwargs)
@@ -145,6 +150,7 @@ class Lanes:
         """A pass has been given to its lanes, and the CPU's is over.
 
         Begins to copy experts that the next pass probably streams: that of the layer `following` places after this one.
+        The last layer's backward follows its forward, and the next step begins with the first one's.
         """
         self._last[run.layer, run.work] = run
         if run.events:
@@ -152,8 +158,8 @@ class Lanes:
         at = self.layers.index(run.layer) + following if run.layer in self.layers else -1
         if 0 <= at < len(self.layers):
             self._ahead(self.layers[at], "backward" if following < 0 else run.work)
-        elif at == len(self.layers):
-            self._ahead(run.layer, "backward")
+        elif run.layer in self.layers:
+            self._ahead(run.layer, "backward" if following > 0 else "forward")
 
     def _ahead(self, layer: ExpertLayer, work: str) -> None:
         before = self._last.get((layer, work))
@@ -197,6 +203,10 @@ class Lanes:
         if self._settings.gpu_expert_memory != 0:
             self._counted.append((layer, counts))
 
+    def begin_step(self) -> None:
+        """A step of training begins: what went on since the last one, such as evaluation, has no part in its time."""
+        self._choice.begin_step()
+
     def end_step(self) -> None:
         """Between two steps: residents are made, or follow the routing; what the step took is learned from."""
         self._choice.end_step()
@@ -236,8 +246,8 @@ def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
         ValueError: an expert number out of range.
     """
     flat = top_k_index.flatten()
-    wrong = (flat < 0) | (flat >= layer.num_experts)
-    if bool(wrong.any()):
+    if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= layer.num_experts):
+        wrong = (flat < 0) | (flat >= layer.num_experts)
         raise ValueError(
             f"{layer.name}: a token is routed to expert {int(flat[wrong][0])}, but the layer's experts are 0 to "
             f"{layer.num_experts - 1}"

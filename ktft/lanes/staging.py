@@ -49,7 +49,10 @@ class Buffer:
 
     Attributes:
         copied, free: events: what was copied last is there; the products are done with it.
+        holds: what was copied last, if that never changes: the places, and the rows.
     """
+
+    holds: tuple[Sequence[Place], list[int]] | None = None
 
     def __init__(self, transfer: Transfer) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=transfer.device)
@@ -90,10 +93,11 @@ class Ring:
     Args:
         transfer: the device.
         count: how many buffers.
+        frozen: what is copied never changes: rows that a buffer is to be filled with again are there.
     """
 
-    def __init__(self, transfer: Transfer, count: int = 2) -> None:
-        self._transfer = transfer
+    def __init__(self, transfer: Transfer, count: int = 2, *, frozen: bool = False) -> None:
+        self._transfer, self._frozen = transfer, frozen
         self._buffers = [Buffer(transfer) for _ in range(count)]
         self._turn = 0
 
@@ -118,7 +122,7 @@ class Ring:
         self._transfer.synchronize()
         for buffer in self._buffers:
             buffer.free.synchronize()
-            buffer.memory, buffer.mirror = buffer.memory.new_empty(0), None
+            buffer.memory, buffer.mirror, buffer.holds = buffer.memory.new_empty(0), None, None
         for buffer in self._buffers:
             buffer.memory = torch.empty(size, dtype=torch.uint8, device=self._transfer.device)
             self._transfer.keep([buffer.memory], self._transfer.into)
@@ -145,11 +149,17 @@ class Ring:
         """Begin to copy the sources' rows into the next buffer, once the products are done with it."""
         place = places[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
+        holds = place.buffer.holds
+        if holds is not None and holds[0] is places and holds[1] == rows:
+            return place
+        place.buffer.holds = None
         place.buffer.free.wait(self._transfer.into)
         self._transfer.copy_in(rows, place.locked)
         if place.pageable:
             self._through_mirror(place, rows)
         place.buffer.copied.record(self._transfer.into)
+        if self._frozen:
+            place.buffer.holds = places, list(rows)
         return place
 
     def turn_back(self, count: int) -> None:

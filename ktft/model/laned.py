@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,9 @@ from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora
 from ktft.model.record import Record
 from ktft.native import ExpertLayer, Gradients
+
+_ALIGNED = 64
+"""Elements of fp32: 256 bytes."""
 
 
 @dataclass
@@ -69,7 +73,11 @@ class LanedExperts:
         if meanwhile is not None:
             with run.settled():
                 meanwhile(hidden_states)
-        out = _Laned.apply(run, hidden_states, top_k_index, top_k_weights, *inputs[2:])
+        parameters = inputs[2:]
+        if run.gradients and any(tensor.requires_grad for tensor in parameters):
+            parameters = _Arrival.apply(run, *parameters)
+            parameters[0].grad_fn._set_sequence_nr(0)
+        out = _Laned.apply(run, hidden_states, top_k_index, top_k_weights, *parameters)
         assert isinstance(out, Tensor)
         if record is not None and torch.is_grad_enabled() and not out.requires_grad:
             record.count(run.index)
@@ -84,6 +92,7 @@ class _Run:
 
     index: Tensor  # [T, k] int64, in host memory
     weights: Tensor  # [T, k] fp32, likewise
+    routing: Tensor  # the same on the device
     counts: list[int]
 
     def __init__(
@@ -94,18 +103,21 @@ class _Run:
         self._out: Tensor | None = None
         self._saved: Any = None  # the CPU lane's, under `retain`
         self._cpu: Future[Any] | None = None
+        self._idle: Future[None] | None = None  # of gradients of experts without rows
 
     def start(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Send host memory what it needs, decide, and set the CPU to work."""
         owner, lanes = self.owner, self.owner.lanes
-        routing = lanes.crossing.to_host(index.to(torch.int64), weights.float(), torch.isfinite(hidden).all())
-        arriving = self._to_host(hidden)
+        self.routing = weights.float().contiguous()
+        # A sum that is finite proves that everything is, in one kernel
+        routing = lanes.crossing.to_host(index.to(torch.int64), self.routing, hidden.sum(dtype=torch.float32))
+        arriving = self._to_host(hidden) if lanes.needs_cpu(owner.layer) and not self._may_be_kept() else None
         with spans.span("wait", owner.number):
-            self.index, self.weights, finite = routing.wait()
-        if not finite:
+            self.index, self.weights, total = routing.wait()
+        if not math.isfinite(total) and not torch.isfinite(hidden).all():
             raise ValueError(_not_finite(owner.layer.name, hidden))
         self.counts = rows_of(owner.layer, self.index)
-        if self.gradients:
+        if self._may_be_kept():
             self._out = owner.kept.take(self.index, self.weights, self.lora)
         if self._out is not None:
             return
@@ -114,7 +126,10 @@ class _Run:
         self._forward = lanes.begin(owner.layer, self.counts, index.shape[1], self.lora, work)
         self._expect(self._forward)
         if self._forward.placement.cpu:
-            self._cpu = lanes.submit(self._cpu_forward, arriving, self._forward)
+            self._cpu = lanes.submit(self._cpu_forward, arriving or self._to_host(hidden), self._forward)
+
+    def _may_be_kept(self) -> bool:
+        return self.gradients and len(self.owner.kept) > 0
 
     def _cpu_forward(self, arriving: Arriving, run: Pass) -> Tensor:
         owner, experts = self.owner, run.placement.cpu
@@ -134,10 +149,11 @@ class _Run:
 
     def wait(self) -> None:
         """Until the CPU works no more, whatever became of it."""
-        if self._cpu is not None:
-            self._cpu.exception()
+        for each in (self._cpu, self._idle):
+            if each is not None:
+                each.exception()
 
-    def finish(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def finish(self, hidden: Tensor, index: Tensor) -> Tensor:
         """The GPU's experts, then the sum."""
         if self._out is not None:
             return self._out
@@ -149,7 +165,7 @@ class _Run:
                 with self._copy_span(run), self._gpu_span(run, len(PROJECTIONS)):
                     routes = Routes(index, self.counts)
                     lanes.gpu.forward(
-                        run.layer, run.on_gpu, routes, hidden.contiguous(), _routing(weights), self.lora, total
+                        run.layer, run.on_gpu, routes, hidden.contiguous(), self.routing, self.lora, total
                     )
         if self._cpu is not None:
             total += self._to_device(self._cpu_result())[0]
@@ -161,8 +177,11 @@ class _Run:
             self.owner.kept.keep(self.index, self.weights, self.lora, out)
         return out
 
-    def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> Gradients:
-        """Gradients of everything, on the devices of what they belong to."""
+    def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor, arrives: bool) -> Gradients:
+        """Gradients of everything, on the devices of what they belong to.
+
+        Those of LoRA may be on their way: `arrives` promises that `arrive` is called before anyone reads them.
+        """
         lanes, layer = self.owner.lanes, self.owner.layer
         if self._saved is not None and self._forward is not None:
             run = lanes.again(self._forward, self.counts)
@@ -171,17 +190,17 @@ class _Run:
         self._expect(run)
         grad_output = grad_output.to(hidden.dtype).contiguous()
         parameters = self.lora.parameters() if self.lora is not None else []
-        lora_grads = [lanes.crossing.pinned(tensor.shape, torch.float32) for tensor in parameters]
+        lora_grads = self._room([tensor.shape for tensor in parameters])
         if run.placement.cpu:
             self._cpu = lanes.submit(self._cpu_backward, self._to_host(grad_output, hidden), run, lora_grads)
         else:
-            _zero_idle(lora_grads, self.counts)
+            self._idle = lanes.submit(_zero_idle, lora_grads, self.counts)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
                 with self._copy_span(run), self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
-                    given = Routes(index, self.counts), hidden.contiguous(), grad_output, _routing(weights)
+                    given = Routes(index, self.counts), hidden.contiguous(), grad_output, self.routing
                     lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
         if self._cpu is not None:
             found = self._cpu_result()
@@ -189,8 +208,9 @@ class _Run:
             grad_hidden += parts[0]
             grad_weights += parts[1]
         lanes.end(run, -1)
-        with spans.span("wait", self.owner.number):
-            lanes.gpu.finish()
+        # Autograd itself reads gradients that it has to cast, or to look for NaN in
+        if not arrives or torch.is_anomaly_enabled() or any(p.dtype != torch.float32 for p in parameters):
+            self.arrive()
         lanes.observe(layer, self.counts)
         if self.record is not None:
             self.record.count(self.index)
@@ -198,6 +218,22 @@ class _Run:
                 self.record.count_reached(index, weights, grad_output)
         lora = [grad.to(tensor.dtype) for grad, tensor in zip(lora_grads, parameters, strict=True)]
         return Gradients(grad_hidden.to(hidden.dtype), grad_weights.to(weights.dtype), lora)
+
+    def arrive(self) -> None:
+        """Until LoRA's gradients are there."""
+        with spans.span("wait", self.owner.number):
+            if self._idle is not None:
+                self._idle.result()
+                self._idle = None
+            self.owner.lanes.gpu.finish()
+
+    def _room(self, shapes: list[torch.Size]) -> list[Tensor]:
+        """fp32 tensors in one piece of pinned memory, each aligned as a tensor of its own would be."""
+        if not shapes:
+            return []
+        sizes = [-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes]
+        parts = self.owner.lanes.crossing.pinned((sum(sizes),), torch.float32).split(sizes)
+        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _cpu_backward(self, arriving: Arriving, run: Pass, lora_grads: list[Tensor]) -> Gradients:
         layer, lanes, experts = self.owner.layer, self.owner.lanes, run.placement.cpu
@@ -289,24 +325,38 @@ class _Laned(torch.autograd.Function):
         ctx.run = run
         # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
         ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
-        return run.finish(hidden_states, top_k_index, top_k_weights)
+        return run.finish(hidden_states, top_k_index)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
-        grads = ctx.run.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights)
+        arrives = any(ctx.needs_input_grad[4:])  # then these inputs are an `_Arrival`'s
+        grads = ctx.run.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights, arrives)
         return None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
 
 
-def _routing(weights: Tensor) -> Tensor:
-    return weights.detach().float().contiguous()
+class _Arrival(torch.autograd.Function):
+    """LoRA's tensors as they are; in backward it waits for their gradients.
+
+    Its place in autograd's order is the last: attention's backward is given to the GPU before anyone waits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *ab: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        return ab
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.run.arrive()
+        return None, *grads
 
 
 def _zero_idle(lora_grads: list[Tensor], counts: list[int]) -> None:
     """What the CPU lane does besides its own experts."""
-    idle = torch.tensor([expert for expert, rows in enumerate(counts) if rows == 0], dtype=torch.int64)
-    for grad in lora_grads if len(idle) else ():
-        grad.index_fill_(0, idle, 0)
+    idle = [expert for expert, rows in enumerate(counts) if rows == 0]
+    for grad in lora_grads if idle else ():
+        grad.index_fill_(0, torch.tensor(idle), 0)
 
 
 def _not_finite(name: str, hidden: Tensor) -> str:

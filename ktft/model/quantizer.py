@@ -32,6 +32,7 @@ from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
 from ktft.model.memory import require_memory
+from ktft.model.norms import fuse_norms
 from ktft.model.shared import shared_ahead
 
 logger = logging.getLogger(__name__)
@@ -262,6 +263,8 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             block = model.get_submodule(name.rpartition(".")[0])
             experts[number].run_in(lanes, number, shared_ahead(block, family.shared_experts))
         model.set_submodule(name, experts[number])
+    if lanes is not None:
+        fuse_norms(model)
     return experts
 
 

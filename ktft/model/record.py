@@ -22,15 +22,22 @@ class Record:
         tokens: `[num_experts]` int64, (token, expert) pairs by expert.
         rows: tokens, padding included.
         watching: also find which experts the loss depends on; costs one pass over the output's gradient.
-        reached: `[num_experts]` int64, pairs whose token had a gradient that is not zero, while `watching`.
     """
 
     def __init__(self, num_experts: int, layer: int | None = None) -> None:
         self.layer = layer
         self.tokens = torch.zeros(num_experts, dtype=torch.int64)
-        self.reached = torch.zeros(num_experts, dtype=torch.int64)
+        self._reached = torch.zeros(num_experts, dtype=torch.int64)
+        self._elsewhere: list[Tensor] = []  # what is to be added to it, on a device that may be busy with it
         self.rows = 0
         self.watching = False
+
+    @property
+    def reached(self) -> Tensor:
+        """`[num_experts]` int64, pairs whose token had a gradient, not zero, while `watching`; waits for a GPU."""
+        while self._elsewhere:
+            self._reached += self._elsewhere.pop().cpu()
+        return self._reached
 
     def count(self, top_k_index: Tensor) -> None:
         """Add a micro-batch's choices, `[T, k]` on the CPU."""
@@ -40,7 +47,9 @@ class Record:
     def count_reached(self, top_k_index: Tensor, top_k_weights: Tensor, grad_output: Tensor) -> None:
         """Add the pairs of `[T, k]` whose output the loss depends on, by the gradient `[T, H]` of the output.
 
-        All are on one device; a GPU is waited for.
+        All are on one device; a GPU is not waited for.
         """
         strength = grad_output.abs().amax(1, keepdim=True).float() * top_k_weights.abs().float()
-        self.reached += torch.bincount(top_k_index[strength > _NEGLIGIBLE], minlength=len(self.reached)).cpu()
+        pairs = (strength > _NEGLIGIBLE).flatten().to(torch.int64)
+        found = torch.zeros(len(self._reached), dtype=torch.int64, device=pairs.device)
+        self._elsewhere.append(found.scatter_add_(0, top_k_index.flatten().to(torch.int64), pairs))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import GROUPS, group_of
 from ktft.model.experts import experts_family
+from ktft.train.norms import norms
 from ktft.train.report import logger
 
 WINDOW = 10
@@ -58,6 +59,12 @@ class Trained:
     late: bool
     layer: str | None
 
+    @property
+    def gradient(self) -> Tensor:
+        """As `rows` has it."""
+        assert self.parameter.grad is not None
+        return self.rows(self.parameter.grad)
+
     def rows(self, tensor: Tensor) -> Tensor:
         """The tensor, or its gradient, as `[experts, elements]`; one row where it is no stack."""
         return tensor.detach().flatten(1) if self.layer is not None else tensor.detach().reshape(1, -1)
@@ -87,7 +94,8 @@ class GradientWatch:
 
     def __init__(self, parameters: Mapping[str, Trained]) -> None:
         self.on = False
-        self._norms: dict[str, Tensor] = {}
+        self._complete: dict[str, Trained] = {}  # that have a gradient, in backward's order
+        self._norms: dict[str, Tensor] | None = None
         self._hooks = [
             each.parameter.register_post_accumulate_grad_hook(functools.partial(self._look, each))
             for each in parameters.values()
@@ -95,15 +103,29 @@ class GradientWatch:
 
     def _look(self, each: Trained, parameter: Tensor) -> None:
         if self.on and GradientState().sync_gradients and parameter.grad is not None:
-            self._norms.pop(each.name, None)
-            rows = each.rows(parameter.grad)
-            self._norms[each.name] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+            self._complete.pop(each.name, None)
+            self._complete[each.name] = each
+            self._norms = None
+
+    def measure(self) -> None:
+        """Take the norms now: something is about to change the gradients."""
+        if self._norms is not None:
+            return
+        complete = [each for each in self._complete.values() if each.parameter.grad is not None]
+        of_cpu = [each for each in complete if each.parameter.device.type == "cpu"]
+        of_gpu = [each for each in complete if each.parameter.device.type != "cpu"]
+        found = dict(zip((e.name for e in of_cpu), norms([e.gradient for e in of_cpu], _row_norms), strict=True))
+        # Kernels of all are queued before the first is waited for
+        for each, norm in zip(of_gpu, [_row_norms(e.gradient) for e in of_gpu], strict=True):
+            found[each.name] = norm.to("cpu")
+        self._norms = {each.name: found[each.name] for each in complete}
 
     def take(self) -> dict[str, Tensor]:
         """Name -> norms on the CPU, `[experts]` or `[1]`, since this was last called."""
-        norms = {name: norm.to("cpu") for name, norm in self._norms.items()}
-        self._norms.clear()
-        return norms
+        self.measure()
+        taken, self._norms = self._norms, None
+        self._complete.clear()
+        return taken or {}
 
     def close(self) -> None:
         """Take no more."""
@@ -111,12 +133,17 @@ class GradientWatch:
             hook.remove()
 
 
-def group_norms(norms: Mapping[str, Tensor], parameters: Mapping[str, Trained]) -> dict[str, float]:
+def _row_norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+
+
+def group_norms(found: Mapping[str, Tensor], parameters: Mapping[str, Trained]) -> dict[str, float]:
     """Norm of the gradients of each group that has trained parameters."""
-    squares = {group: 0.0 for group in GROUPS if any(each.group == group for each in parameters.values())}
-    for name, norm in norms.items():
-        squares[parameters[name].group] += float(norm.double().square().sum())
-    return {group: square**0.5 for group, square in squares.items()}
+    present = {each.group for each in parameters.values()}
+    groups: dict[str, list[Tensor]] = {group: [torch.zeros(1)] for group in GROUPS if group in present}
+    for name, norm in found.items():
+        groups[parameters[name].group].append(norm)
+    return {group: float(torch.linalg.vector_norm(torch.cat(own).double())) for group, own in groups.items()}
 
 
 @dataclass
@@ -197,13 +224,16 @@ class Guards:
             GuardError: NaN or Inf, or a group or an expert without a gradient.
         """
         self._step, self._overflow = None, None
-        broken = next((name for name, norm in step.norms.items() if not norm.isfinite().all()), None)
+        every = torch.cat([torch.zeros(1), *step.norms.values()])
+        broken = None
+        if not every.isfinite().all():
+            broken = next(name for name, norm in step.norms.items() if not norm.isfinite().all())
         if broken is not None and step.scaled:
             self._overflow = broken  # the scaler should skip this step
             return
         if broken is not None:
             self._fail(self._not_finite(step, broken))
-        if not any(float(norm.max()) > 0 for norm in step.norms.values()):
+        if not every.any():
             return  # no sample had a label, for instance
         self._check_groups(step)
         self._check_experts(step)
@@ -271,7 +301,7 @@ class Guards:
         """
         for name, each in self.parameters.items():
             rows = each.rows(each.parameter)
-            finite = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).isfinite()
+            finite = _row_norms(rows).isfinite()
             if finite.all() or rows.isfinite().all():
                 continue
             expert = f" of expert {int((~finite).nonzero()[0])}" if each.layer else ""

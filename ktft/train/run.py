@@ -15,12 +15,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from ktft import spans
+from ktft.adapters.linear import restore, shorten
 from ktft.config import trace_file
 from ktft.lanes.lanes import Lanes
 from ktft.model.experts import find_experts, layer_number
 from ktft.model.record import Record
 from ktft.train.attention import AttentionSpans
 from ktft.train.guards import GradientWatch, Guards, Step, group_norms, rates_of, trained_parameters
+from ktft.train.norms import clip_grad_norm
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport, facts_of
 from ktft.train.run_times import Since, memory_now, times_of
@@ -74,6 +76,7 @@ class Run:
             module.record = Record(module.num_experts, layer_number(name))
         parameters = trained_parameters(model)
         spans.RECORDER.start(trace)
+        shorten(model)
         return cls(
             records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
             guards=Guards(parameters),
@@ -91,6 +94,8 @@ class Run:
     def begin_step(self, look: bool) -> None:
         """A step begins, at which gradients are looked at or not."""
         self.began = self.mark
+        if self.lanes is not None:
+            self.lanes.begin_step()
         spans.RECORDER.on = True
         spans.add("data", None, self.began, time.perf_counter(), waited=True)
         self.watch.on = look
@@ -145,6 +150,8 @@ class Run:
             self.trace.close()
         self.attention.close()
         self.watch.close()
+        if model is not None:
+            restore(model)
         for module in find_experts(model).values() if model is not None else ():
             module.record = None
         self.report.ended = how
@@ -280,10 +287,14 @@ class RunCallback(TrainerCallback):
 
 
 def install() -> None:
-    """Tell `RunCallback` of what Trainers send no event: the checkpoint resumed, an exception, the last save. Once."""
+    """Tell `RunCallback` of what Trainers send no event: the checkpoint resumed, an exception, clipping, the last save.
+
+    Once.
+    """
     if hasattr(transformers.Trainer._inner_training_loop, "_ktft_run"):
         return
     train, save = transformers.Trainer._inner_training_loop, transformers.Trainer.save_model
+    clip = transformers.Trainer._clip_grad_norm
 
     @functools.wraps(train)
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,6 +312,16 @@ def install() -> None:
         if not _internal_call and self.args.should_save:
             _callback(self).saved(Path(output_dir or self.args.output_dir))
 
+    @functools.wraps(clip)
+    def _clip_grad_norm(self: Any, model: nn.Module) -> Any:
+        run = _callback(self).run
+        if run is None:
+            return clip(self, model)
+        run.watch.measure()
+        self.accelerator.unscale_gradients()
+        return clip_grad_norm(model.parameters(), self.args.max_grad_norm)
+
+    transformers.Trainer._clip_grad_norm = _clip_grad_norm  # type: ignore[method-assign]
     _inner_training_loop._ktft_run = True  # type: ignore[attr-defined]
     transformers.Trainer._inner_training_loop = _inner_training_loop  # type: ignore[method-assign]
     transformers.Trainer.save_model = save_model  # type: ignore[method-assign]

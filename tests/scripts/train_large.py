@@ -205,8 +205,8 @@ def show(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     return problems + ([f"VRAM {vram / 1e9:.2f} GB is over the cap"] if vram > args.vram * 1e9 else [])
 
 
-def arguments() -> argparse.Namespace:
-    """The command line's."""
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line's, or those given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True, help="for checkpoint, data and adapter: 20 GB for k4")
     for name, value in (("layers", 48), ("experts", 128), ("top-k", 8), ("hidden-size", 2048)):
@@ -221,7 +221,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-expert-memory", default="0")
     parser.add_argument("--vram", type=float, default=24.0, help="GB that torch may take")
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="checksums on loading")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if args.vocabulary < TOKENIZER_SIZE:
         parser.error(f"--vocabulary must be at least {TOKENIZER_SIZE}")
     return args

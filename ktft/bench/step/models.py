@@ -15,6 +15,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Qwen3MoeConfig
 from transformers.initialization import no_init_weights
 
 from ktft import native
+from ktft.adapters.linear import shorten
 from ktft.adapters.peft import get_peft_model as get_ktft_peft_model
 from ktft.bench.cases import Case, Shape
 from ktft.bench.layers import make_index
@@ -173,7 +174,10 @@ def ktft_model(job: Job, device: torch.device) -> Any:
         fill_experts(module.layer)
     model.to(device)
     fill(model)
-    return get_ktft_peft_model(model, LoraConfig(r=job.rank, lora_alpha=2 * job.rank, target_modules="all-linear"))
+    config = LoraConfig(r=job.rank, lora_alpha=2 * job.rank, target_modules="all-linear")
+    model = get_ktft_peft_model(model, config)
+    shorten(model)
+    return model
 
 
 def attention_lora(model: Any, job: Job) -> Any:

@@ -1,0 +1,98 @@
+"""Norms: RMSNorm by torch's fused kernel, and norms of gradients by many threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+from ktft.model import norms
+from ktft.train.norms import clip_grad_norm
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(norms, "DEVICES", {"cpu"})
+    monkeypatch.setattr(norms, "_agree", {})
+    yield
+
+
+def run(module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = hidden.detach().requires_grad_()
+    with torch.autocast(hidden.device.type, dtype=torch.bfloat16):
+        out = module(hidden)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    found = torch.autograd.grad(out.float().square().sum(), [hidden, weight])
+    return out, *found
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_norm_gives_what_transformers_gives(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norms, "DEVICES", {device})
+    torch.manual_seed(0)
+    stock = Qwen3MoeRMSNorm(96).to(device, dtype)
+    nn.init.normal_(stock.weight, 1.0, 0.2)
+    fused = copy.deepcopy(stock)
+    norms.fuse_norms(fused)
+    clone = copy.deepcopy(fused)
+    for scale in (1e-3, 1.0, 300.0):
+        hidden = (torch.randn(2, 7, 96) * scale).to(device, dtype)
+        for mine, theirs in zip(run(fused, hidden), run(stock, hidden), strict=True):
+            assert mine.dtype == theirs.dtype
+            torch.testing.assert_close(mine, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    assert norms._agree == {(Qwen3MoeRMSNorm, dtype): True}
+    with torch.no_grad():
+        clone.weight.mul_(2)
+        assert torch.equal(clone(hidden), fused(hidden) * 2)
+
+
+def test_another_formula_stays_as_it_is() -> None:
+    module = GemmaRMSNorm(32)
+    nn.init.normal_(module.weight)
+    norms.fuse_norms(module)
+    hidden = torch.randn(5, 32)
+    assert torch.equal(module(hidden), GemmaRMSNorm.forward(module, hidden))
+    assert norms._agree == {(GemmaRMSNorm, torch.float32): False}
+
+
+def test_elsewhere_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "DEVICES", {"cuda"})
+    module = Qwen3MoeRMSNorm(32).bfloat16()
+    norms.fuse_norms(module)
+    hidden = torch.randn(5, 32, dtype=torch.bfloat16)
+    assert torch.equal(module(hidden), Qwen3MoeRMSNorm.forward(module, hidden)) and not norms._agree
+
+
+@pytest.mark.parametrize(("most", "written"), [(0.5, True), (1e4, False)])
+def test_clipping_is_torchs(most: float, written: bool) -> None:
+    torch.manual_seed(1)
+    mine = [nn.Parameter(torch.zeros(size)) for size in ((8, 33), (70001,), (1,))]
+    for parameter in mine:
+        parameter.grad = torch.randn_like(parameter)
+    theirs = copy.deepcopy(mine)
+    for parameter, own in zip(theirs, mine, strict=True):
+        assert own.grad is not None
+        parameter.grad = own.grad.clone()
+    mine.append(nn.Parameter(torch.zeros(3)))  # without a gradient
+    versions = [parameter.grad._version for parameter in mine if parameter.grad is not None]
+    norm = clip_grad_norm(iter(mine), most)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs, most))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, theirs, strict=False) if a.grad is not None)  # type: ignore[arg-type]
+    after = [parameter.grad._version for parameter in mine if parameter.grad is not None]
+    assert (after != versions) == written
+
+
+def test_a_norm_that_is_not_finite_clips_as_torch_does() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    assert clip_grad_norm([parameter], 1.0).isnan() and parameter.grad.isnan().all()
+    assert float(clip_grad_norm([nn.Parameter(torch.zeros(2))], 1.0)) == 0
