@@ -58,6 +58,12 @@ def serve(
     gpu_expert_memory: Annotated[str, typer.Option(help="GPU memory for experts that stay there, as 8G, or auto.")] = (
         "0"
     ),
+    routing_profile: Annotated[
+        Path | None, typer.Option(help="Counts that choose those experts. [expert_routing.json of the adapter, if any]")
+    ] = None,
+    deferral: Annotated[
+        int, typer.Option(min=0, help="Experts of a token that decode on a GPU may add one layer late; changes results.")
+    ] = 0,
     activation_bits: Annotated[int, typer.Option(help="16; or 8: faster on AMX with int8 experts, less exact.")] = 16,
     supervise: Annotated[bool, typer.Option("--supervise", help="Start again after a crash.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log, which else goes to a file.")] = False,
@@ -82,6 +88,8 @@ def serve(
             threads=threads,
             numa_nodes=numa_nodes,
             gpu_expert_memory=gpu_expert_memory,
+            routing=_routing(routing_profile, adapter),
+            deferral=deferral,
             activation_bits=activation_bits,
             max_lora_rank=max_lora_rank,
             swap_timeout=swap_timeout,
@@ -93,6 +101,14 @@ def serve(
     except (OSError, ValueError) as error:
         console.print(Text(str(error), style="red"), soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def _routing(profile: Path | None, adapter: Path | None) -> str | None:
+    from ktft.model.routing import ROUTING_NAME
+
+    if profile is None and adapter is not None and (adapter / ROUTING_NAME).is_file():
+        profile = adapter / ROUTING_NAME
+    return None if profile is None else str(profile)
 
 
 def _size(text: str | None) -> int | None:

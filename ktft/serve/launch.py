@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ktft.serve.checks import Findings, Options
+from ktft.serve.families import CONFIG_OVERRIDES, compilation_config
 from ktft.serve.processes import end_group
 from ktft.serve.progress import Progress, read_progress
 from ktft.serve.settings import ServeSettings, cpu_environment
@@ -51,10 +53,6 @@ would refuse every chat."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 _CPU = ("--enforce-eager",)  # what torch.compile gains there is small beside the experts, and takes a minute of start
-_GPU = (
-    "--compilation-config",
-    json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}),
-)
 
 
 class Failed(Exception):
@@ -82,12 +80,14 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         "--kv-cache-memory-bytes": found.kv_cache,
         "--shutdown-timeout": DRAIN,
         "--tool-call-parser": _tool_parser(Path(settings.checkpoint), found.model_type),
+        "--hf-overrides": _json(CONFIG_OVERRIDES.get(found.model_type)),
+        "--compilation-config": _json(compilation_config(found.model_type, found.gpu, options.max_num_seqs)),
     }
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     if given["--tool-call-parser"]:
         words.append("--enable-auto-tool-choice")
     words.append("--disable-uvicorn-access-log")
-    return [*words, *(_GPU if found.gpu else _CPU), *options.extra]
+    return [*words, *(() if found.gpu else _CPU), *options.extra]
 
 
 def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
@@ -96,6 +96,10 @@ def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
     files = [checkpoint / name for name in _TOKENIZERS]
     known = not token or any(token in file.read_text() for file in files if file.is_file())
     return parser if known else None
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value)
 
 
 def environment(settings: ServeSettings, options: Options, found: Findings) -> dict[str, str]:

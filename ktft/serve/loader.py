@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,10 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ktft.checkpoint.load import refuse
+from ktft.model.routing import Routing
 from ktft.native import ExpertLayer
 from ktft.serve.experts import serve
+from ktft.serve.hybrid import HybridModel
 from ktft.serve.linear import add_slots
 from ktft.serve.moe import KtftMoEMethod
 from ktft.serve.progress import READY, Progress, StatusFile
@@ -61,13 +65,53 @@ class KtftModelLoader(BaseModelLoader):
             ) from error
         lacking = dict(model.named_parameters()).keys() - (loaded or set())
         refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
+        device = next(model.parameters()).device
         with _as_usual():
-            serve(weights.load_experts(status.advance))
+            served = weights.load_experts(status.advance)
+            if device.type != "cpu":
+                status.write(Progress("Preparing the GPU"))
+                served.run_on(_hybrid(model, weights, settings, device, model_config.dtype))
+            serve(served)
             if settings.adapter_slots:
                 add_slots(model, get_current_vllm_config(), settings.max_lora_rank)
             if settings.adapter is not None:
                 status.write(Progress("Loading the adapter"))
                 set_adapter(model, settings.adapter)
+
+
+def _hybrid(
+    model: nn.Module, weights: ServedWeights, settings: ServeSettings, device: torch.device, dtype: torch.dtype
+) -> HybridModel:
+    """The experts of hidden states on a GPU, whose memory they take before vLLM measures what is left."""
+    top_k = {layer.moe_config.experts_per_token for layer in model.modules() if isinstance(layer, RoutedExperts)}
+    hybrid = HybridModel(
+        weights.layers,
+        device,
+        top_k=top_k.pop(),
+        dtype=dtype,
+        gpu_expert_memory=settings.gpu_expert_memory,
+        max_lora_rank=settings.max_lora_rank if settings.adapter_slots else 0,
+        routing=None if settings.routing is None else Routing.load(Path(settings.routing)),
+        deferral=settings.deferral,
+        activation_bits=settings.activation_bits,
+    )
+    hybrid.warm_up()
+    _check_each_step(model, hybrid)
+    return hybrid
+
+
+def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
+    """Before a step's logits are computed, raise what its experts met: in a CUDA graph none could say so themselves."""
+    compute_logits = model.compute_logits
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not hybrid.capturing():
+            torch.cuda.current_stream(hybrid.device).synchronize()
+            hybrid.check()
+            hybrid.between_steps()
+        return compute_logits(*args, **kwargs)  # type: ignore[operator]
+
+    model.compute_logits = checked  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

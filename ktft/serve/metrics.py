@@ -91,8 +91,7 @@ def _of_experts(status: dict[str, Any]) -> Iterator[Metric]:
     yield GaugeMetricFamily("ktft_experts_packed_bytes", "Routed experts in memory", status["packed_bytes"])
     lanes = {
         "seconds": CounterMetricFamily("ktft_expert_seconds", "Time in routed experts", labels=["lane"]),
-        "tokens": CounterMetricFamily("ktft_expert_tokens", "Tokens times layers, routed", labels=["lane"]),
-        "calls": CounterMetricFamily("ktft_expert_calls", "Layers computed", labels=["lane"]),
+        "pairs": CounterMetricFamily("ktft_expert_pairs", "Experts computed, a token each", labels=["lane"]),
     }
     for lane, counts in status["lanes"].items():
         for key, family in lanes.items():
@@ -103,3 +102,6 @@ def _of_experts(status: dict[str, Any]) -> Iterator[Metric]:
         for expert, tokens in enumerate(counts):
             heat.add_metric([layer, str(expert)], tokens)
     yield heat
+    if residents := status.get("residents"):
+        yield GaugeMetricFamily("ktft_resident_bytes", "GPU memory of resident experts", residents["bytes"])
+        yield CounterMetricFamily("ktft_residents_moved", "Experts that became resident later", residents["moved"])

@@ -26,7 +26,7 @@ STATUS = {
     "threads": 2,
     "numa_nodes": 1,
     "packed_bytes": 4096,
-    "lanes": {"cpu": {"calls": 3, "tokens": 12, "seconds": 0.5}},
+    "lanes": {"cpu": {"pairs": 12, "seconds": 0.5}},
     "heat": {"1": [4, 0], "2": [1, 7]},
 }
 
@@ -596,7 +596,7 @@ def test_status_and_metrics(serve: Run, tmp_path: Path) -> None:
         text = json.loads((await done(server, "/metrics")).body)
         for line in (
             'ktft_expert_seconds_total{lane="cpu"} 0.5',
-            'ktft_expert_tokens_total{lane="cpu"} 12.0',
+            'ktft_expert_pairs_total{lane="cpu"} 12.0',
             'ktft_expert_heat_total{expert="1",layer="2"} 7.0',
             'ktft_adapter_info{base="base",name="tuned"} 1.0',
             "ktft_adapter_swaps_total 1.0",

@@ -19,7 +19,7 @@ import pytest
 from adapters import random_adapter
 from typer.testing import CliRunner
 
-from ktft import config
+from ktft import versions
 from ktft.cli.main import app
 from ktft.serve import checks, launch
 from ktft.serve.checks import Findings, Options, check_extra, check_port, host_notes, kv_token_bytes
@@ -323,7 +323,7 @@ def test_nothing_outlives_a_parent_that_is_killed(parent: Callable[..., Parent])
 
 
 def test_the_command_that_installs_vllm_names_torch() -> None:
-    assert {config.pip_install_server(name).split(" torch==")[0] for name in config.SERVERS} == {
+    assert {versions.pip_install(name).split(" torch==")[0] for name in versions.TESTED_SERVERS} == {
         "pip install 'ktft[serve]'",
         "pip install 'ktft[serve-cpu]'",
     }
