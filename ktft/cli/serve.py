@@ -62,7 +62,8 @@ def serve(
         Path | None, typer.Option(help="Counts that choose those experts. [expert_routing.json of the adapter, if any]")
     ] = None,
     deferral: Annotated[
-        int, typer.Option(min=0, help="Experts of a token that decode on a GPU may add one layer late; changes results.")
+        int,
+        typer.Option(min=0, help="Experts of a token that decode on a GPU may add one layer late; changes results."),
     ] = 0,
     activation_bits: Annotated[int, typer.Option(help="16; or 8: faster on AMX with int8 experts, less exact.")] = 16,
     supervise: Annotated[bool, typer.Option("--supervise", help="Start again after a crash.")] = False,

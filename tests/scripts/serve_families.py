@@ -93,7 +93,7 @@ def served(checkpoint: Path) -> list[float]:
         max_num_seqs=2,
         disable_log_stats=True,
         hf_overrides=CONFIG_OVERRIDES.get(model_type),
-        compilation_config=compilation_config(model_type, torch.cuda.is_available()),
+        compilation_config=compilation_config(model_type, torch.cuda.is_available(), 2),
     )
     out = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=1, prompt_logprobs=0))
     found = out[0].prompt_logprobs[1:]

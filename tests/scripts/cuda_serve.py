@@ -1,0 +1,121 @@
+"""vLLM on a GPU with ktft's experts: `python tests/scripts/cuda_serve.py --directory DIR`.
+
+Writes a converted checkpoint of Qwen3-30B-A3B's layers with random weights (as train_large.py does) and generates with
+vLLM's own engine, each mode in a process of its own: eager, and with CUDA graphs of whole decode steps that hold the
+CPU's experts. The texts of both must be the same tokens. Prints tokens/s of decoding at each number of requests, the
+part of it that experts took, and what the lanes did. Exits 1 where tokens differ or a mode fails.
+
+    python tests/scripts/cuda_serve.py --directory /tmp/serve --layers 8 --requests 1 --requests 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
+        }
+    },
+}
+
+
+def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """What one process of vLLM made of the prompts, and how fast."""
+    from vllm import LLM, SamplingParams
+
+    from ktft.serve.experts import current
+    from ktft.serve.settings import ServeSettings
+
+    settings = ServeSettings(
+        str(args.directory / "model"), gpu_expert_memory=args.gpu_expert_memory, threads=args.threads
+    )
+    os.environ.update(settings.to_env())
+    began = time.perf_counter()
+    llm = LLM(
+        str(args.directory / "model"),
+        quantization="ktft",
+        load_format="ktft",
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,
+        gpu_memory_utilization=0.5,
+        attention_backend="TRITON_ATTN",
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **MODES[mode],
+    )
+    found: dict[str, Any] = {"load": time.perf_counter() - began, "tokens": {}, "rates": {}, "seconds": {}}
+    for requests in args.requests:
+        prompts = [{"prompt_token_ids": [7 + request, *range(10, 40)]} for request in range(requests)]
+        rates, outputs = [], []
+        for length in (args.length, 1, args.length, 1, args.length):
+            parameters = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+            before, began = current().status()["lanes"], time.perf_counter()
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+            rates.append((length, time.perf_counter() - began))
+            after = current().status()["lanes"]
+        prefill = min(seconds for length, seconds in rates if length == 1)
+        whole = min(seconds for length, seconds in rates if length > 1)
+        found["tokens"][requests] = [list(output.outputs[0].token_ids) for output in outputs]
+        found["rates"][requests] = requests * (args.length - 1) / (whole - prefill)
+        found["seconds"][requests] = {lane: after[lane]["seconds"] - before[lane]["seconds"] for lane in after}
+        print(
+            f"{mode}: {requests} requests: {found['rates'][requests]:.1f} tokens/s decoding, "
+            f"{(whole - prefill) / (args.length - 1) * 1e3:.2f} ms a step, prefill {prefill * 1e3:.1f} ms; "
+            f"experts' seconds in the last {found['seconds'][requests]}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True, help="for the checkpoint; kept")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--format", default="k4")
+    parser.add_argument("--length", type=int, default=33, help="tokens to generate")
+    parser.add_argument("--requests", type=int, action="append", help="at once; default 1, 4 and 16")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--gpu-expert-memory", default=0)
+    parser.add_argument("--mode", choices=list(MODES), help="internal: what one process does")
+    args = parser.parse_args()
+    args.requests = args.requests or [1, 4, 16]
+    if args.mode:
+        result = json.dumps(generate(args, args.mode))
+        (args.directory / f"{args.mode}.json").write_text(result)
+        return 0
+    if not (args.directory / "model" / "ktft.json").exists():
+        from train_large import write_checkpoint
+
+        shape = {"experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768, "vocabulary": 151936}
+        write_checkpoint(argparse.Namespace(**vars(args), **shape, cutoff=1024), args.directory / "model")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    found = {}
+    for mode in MODES:
+        command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
+        failed = subprocess.run(command, timeout=300).returncode
+        if failed:
+            print(f"{mode}: ended with {failed}")
+            return 1
+        found[mode] = json.loads((args.directory / f"{mode}.json").read_text())
+    same = found["eager"]["tokens"] == found["graphs"]["tokens"]
+    print("tokens of both modes are", "the same" if same else "DIFFERENT")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
