@@ -142,12 +142,13 @@ class Buffers:
             sizes = experts, layer.hidden_size, layer.intermediate_size
             return ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, META)
 
-        one = 3 * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
+        held = residents(layer) if residents is not None else []
+        places = 3 if held else 2  # of packed bytes
+        one = places * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
         most = -(-layer.num_experts // LEAST_CHUNKS)
         capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
         capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # of chunks alike
         weights = shapes(capacity)
-        held = residents(layer) if residents is not None else []
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
             self._plans.clear()
         return Plan(
