@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# transformers 5 writes a config.json without it, and vLLM would then have no place for e_score_correction_bias
-_BIASED_ROUTER = {"topk_method": "noaux_tc"}
-CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {"deepseek_v3": _BIASED_ROUTER, "kimi_k2": _BIASED_ROUTER}
+# What these families are in transformers' code, and what transformers 5 leaves out of the config.json that it writes:
+# vLLM would have no place for e_score_correction_bias, and take softmax for the router's sigmoid
+_SIGMOID_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+CONFIG_OVERRIDES: dict[str, dict[str, Any]] = dict.fromkeys(("deepseek_v3", "kimi_k2", "glm_moe_dsa"), _SIGMOID_ROUTER)
 """`model_type` -> what goes over its config, for `--hf-overrides`."""
 
 INTERLEAVED_ROPE = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm_moe_dsa", "ernie4_5_moe")
