@@ -53,7 +53,9 @@ CPP_RANKS = {
 GATEWAYS = {
     "ktft._C": {"ktft/native/extension.py"},
     "llamafactory": {"ktft/train/llamafactory.py"},
-    "vllm": {f"ktft/serve/{name}.py" for name in ("plugin", "loader", "quantization", "moe", "linear", "engine", "worker")},
+    "vllm": {
+        f"ktft/serve/{name}.py" for name in ("plugin", "loader", "quantization", "moe", "linear", "engine", "worker")
+    },
 }
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
