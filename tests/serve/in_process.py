@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from ktft.serve import experts
 from ktft.serve.settings import ServeSettings
 
 IDS = list(range(3, 35))
@@ -68,7 +69,7 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
     """Serve a checkpoint. `settings` are `ServeSettings`'s, `options` vLLM's."""
     settings = {"threads": 1, "adapter_swap": True} | settings
     environment = ENVIRONMENT | ServeSettings(str(checkpoint), **settings).to_env()
-    with patch.dict(os.environ, environment):
+    with patch.dict(os.environ, environment), patch.object(experts, "_current", None):
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 

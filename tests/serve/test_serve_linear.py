@@ -1,0 +1,148 @@
+"""LoRA on vLLM's own linear layers against PEFT's on torch's, without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.utils.network_utils import get_open_port
+
+from ktft.serve.adapter import SliceLora
+from ktft.serve.linear import A, B, KtftLinearMethod
+
+HIDDEN, RANK = 64, 8
+Make = Callable[[torch.dtype], Any]
+LAYERS: dict[str, Make] = {
+    "qkv": lambda dtype: QKVParallelLinear(HIDDEN, 16, 4, 2, bias=True, params_dtype=dtype),
+    "merged": lambda dtype: MergedColumnParallelLinear(HIDDEN, [96, 96], bias=False, params_dtype=dtype),
+    "row": lambda dtype: RowParallelLinear(HIDDEN, 32, bias=False, params_dtype=dtype),
+    "replicated": lambda dtype: ReplicatedLinear(HIDDEN, 1, bias=True, params_dtype=dtype),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+        yield
+        cleanup_dist_env_and_memory()
+
+
+def make(name: str, dtype: torch.dtype, fixed: int | None) -> tuple[Any, Tensor, Tensor | None]:
+    """A layer with a slot, and its weight and bias, which vLLM packs away."""
+    torch.manual_seed(0)
+    layer = LAYERS[name](dtype)
+    weight = torch.randn(layer.weight.shape).to(dtype) / 8
+    layer.weight.data.copy_(weight)
+    bias = None if layer.bias is None else torch.randn(layer.bias.shape).to(dtype)
+    if bias is not None:
+        layer.bias.data.copy_(bias)
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.quant_method = KtftLinearMethod(layer, fixed)
+    return layer, weight, bias
+
+
+def lora(layer: Any, ranks: dict[int, int], seed: int = 1) -> list[SliceLora]:
+    """Random LoRA on these parts of a layer's output."""
+    torch.manual_seed(seed)
+    bounds = layer.quant_method.slot.bounds
+    return [
+        SliceLora(start := bounds[part], stop := bounds[part + 1], torch.randn(r, HIDDEN), torch.randn(stop - start, r))
+        for part, r in ranks.items()
+    ]
+
+
+def by_peft(x: Tensor, weight: Tensor, bias: Tensor | None, slices: list[SliceLora]) -> Tensor:
+    """The same by PEFT, which has a module for each part."""
+    out = nn.functional.linear(x, weight, bias)
+    for each in slices:
+        part = nn.Sequential(nn.Linear(HIDDEN, each.stop - each.start, bias=bias is not None, dtype=x.dtype))
+        part[0].weight.data.copy_(weight[each.start : each.stop])
+        if bias is not None:
+            part[0].bias.data.copy_(bias[each.start : each.stop])
+        model: Any = get_peft_model(part, LoraConfig(r=len(each.a), lora_alpha=len(each.a), target_modules=["0"]))
+        inner = model.base_model.model[0]
+        inner.lora_A["default"].weight.data = each.a
+        inner.lora_B["default"].weight.data = each.b
+        with torch.no_grad():
+            out[..., each.start : each.stop] = model(x)
+    return out
+
+
+@pytest.mark.parametrize("fixed", [None, RANK], ids=["free", "fixed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("qkv", {0: 4, 1: 8, 2: 1}), ("qkv", {1: 2}), ("merged", {1: 3}), ("row", {0: 8}), ("replicated", {0: 2})],
+)
+def test_is_what_peft_computes(name: str, ranks: dict[int, int], dtype: torch.dtype, fixed: int | None) -> None:
+    """Ranks differ between what is fused, and some of it has none; then none again, and the product alone."""
+    layer, weight, bias = make(name, dtype, fixed)
+    x = torch.randn(5, HIDDEN).to(dtype)
+    plain = layer(x)[0]
+    slices = lora(layer, ranks)
+    layer.quant_method.put(layer, layer.quant_method.stacked(slices))
+    got, expected = layer(x)[0], by_peft(x, weight, bias, slices)
+    unit = torch.finfo(dtype).eps
+    assert got.dtype == dtype
+    assert (got - expected).float().norm() < 2 * unit * expected.float().norm()
+    for start, stop in zip(layer.quant_method.slot.bounds[:-1], layer.quant_method.slot.bounds[1:], strict=True):
+        changed = not torch.equal(got[:, start:stop], plain[:, start:stop])
+        assert changed == any(each.start == start for each in slices)
+    if name != "replicated":  # where vLLM's own product of bf16 rows with one column reads the wrong ones
+        wide = torch.cat([x, x], dim=1)
+        apart = layer(wide[:, HIDDEN:])[0]
+        assert torch.allclose(apart, got, rtol=2 * unit, atol=4 * unit), "rows need not follow each other"
+    layer.quant_method.put(layer, layer.quant_method.stacked([]))
+    assert torch.equal(layer(x)[0], plain)
+
+
+def test_a_slice_over_several_parts() -> None:
+    """Where the server cuts finer than transformers, as in linear attention's fused input."""
+    layer, weight, _ = make("merged", torch.float32, RANK)
+    whole = [SliceLora(0, 192, torch.randn(4, HIDDEN), torch.randn(192, 4))]
+    layer.quant_method.put(layer, layer.quant_method.stacked(whole))
+    x = torch.randn(3, HIDDEN)
+    assert torch.allclose(layer(x)[0], by_peft(x, weight, None, whole), atol=1e-4)
+
+
+def test_compiled_code_sees_another_adapter() -> None:
+    """With a fixed rank the tensors stay where they are, as a CUDA graph needs it."""
+    layer, weight, bias = make("qkv", torch.float32, RANK)
+    compiled = torch.compile(lambda x: layer(x)[0], backend="eager", fullgraph=True)
+    x = torch.randn(5, HIDDEN)
+    plain, places = compiled(x), [getattr(layer, name).data_ptr() for name in (A, B)]
+    for seed in (1, 2):
+        slices = lora(layer, {0: 4, 2: 8}, seed)
+        layer.quant_method.put(layer, layer.quant_method.stacked(slices))
+        assert torch.allclose(compiled(x), by_peft(x, weight, bias, slices), atol=1e-4)
+    layer.quant_method.put(layer, layer.quant_method.stacked([]))
+    assert torch.equal(compiled(x), plain)
+    assert places == [getattr(layer, name).data_ptr() for name in (A, B)]
+
+
+def test_no_adapter_costs_nothing_where_nothing_is_captured() -> None:
+    layer, _, _ = make("qkv", torch.float32, None)
+    assert getattr(layer, A).numel() == getattr(layer, B).numel() == 0 and layer.quant_method.rank == 0
