@@ -111,7 +111,9 @@ def examine(family: str) -> str:
             command = [sys.executable, __file__, "--side", side, "--checkpoint", folder]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             if done.returncode:
-                Path(f"{tempfile.gettempdir()}/serve_families.{family}.{side}.log").write_text(done.stdout + done.stderr)
+                Path(f"{tempfile.gettempdir()}/serve_families.{family}.{side}.log").write_text(
+                    done.stdout + done.stderr
+                )
                 lines = [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"Error\b.*: ", line)]
                 return f"{family}: {side}: failed: {lines[-1][:400] if lines else done.returncode}"
             found[side] = json.loads(done.stdout.splitlines()[-1])
