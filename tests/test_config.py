@@ -12,15 +12,13 @@ from conftest import RunCli
 
 from ktft.config import (
     KT_KEYS,
-    SERVERS,
-    SERVING_VERSIONS,
-    TESTED_VERSIONS,
     TOP_LEVEL_KEYS,
     Settings,
     parse_kt_config,
     trace_file,
     use_triton,
 )
+from ktft.versions import SERVING_VERSIONS, TESTED_SERVERS, TESTED_VERSIONS
 
 
 def test_defaults() -> None:
@@ -152,7 +150,7 @@ def test_tested_versions_are_those_of_the_package() -> None:
     assert {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in training.items()} <= pins
     serving = {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in SERVING_VERSIONS.items()}
     assert servers <= serving <= pins | servers
-    assert SERVING_VERSIONS.keys() - TESTED_VERSIONS.keys() == set(SERVERS)
+    assert SERVING_VERSIONS.keys() - TESTED_VERSIONS.keys() == TESTED_SERVERS.keys()
 
 
 @pytest.mark.parametrize(

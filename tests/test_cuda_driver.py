@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 import subprocess
 import sys
 import threading
@@ -11,66 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_cuda import Fake
 
 from ktft import config
 from ktft.native import cuda
 from ktft.native.cuda import CudaError, Driver, Rows
-
-FAKE = r"""
-#include <stdio.h>
-#include <string.h>
-static char calls[1 << 16]; static int devices = 2, fail_after = -1, failure; static __thread void* current;
-#define NOTE(...) { size_t used = strlen(calls); snprintf(calls + used, sizeof calls - used, __VA_ARGS__); \
-                    if (fail_after >= 0 && fail_after-- == 0) return failure; }
-typedef unsigned long long dptr;
-const char* fake_calls(void) { return calls; }
-void fake_reset(int count, int after, int code) { calls[0] = 0; devices = count; fail_after = after; failure = code; }
-int cuInit(unsigned flags) { return flags ? 1 : 0; }
-int cuDeviceGetCount(int* n) { *n = devices; return 0; }
-int cuDeviceGet(int* handle, int i) { *handle = 40 + i; return 0; }
-int cuGetErrorName(int e, const char** s) { *s = e == 712 ? "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" : 0; return 0; }
-int cuGetErrorString(int e, const char** s) { *s = e == 712 ? "part or all of it is mapped" : 0; return 0; }
-int cuDevicePrimaryCtxRetain(void** c, int handle) {
-  NOTE("retain %d\n", handle); *c = (char*)0 + 1000 + handle; return 0; }
-int cuCtxGetCurrent(void** c) { *c = current; return 0; }
-int cuCtxSetCurrent(void* c) { NOTE("current %d\n", (int)((char*)c - (char*)0)); current = c; return 0; }
-int cuMemHostRegister_v2(void* p, size_t n, unsigned flags) { NOTE("register %p %zu %u\n", p, n, flags); return 0; }
-int cuMemHostUnregister(void* p) { NOTE("unregister %p\n", p); return 0; }
-int cuMemcpyHtoDAsync_v2(dptr to, const void* from, size_t n, void* s) {
-  NOTE("in %zu stream %d\n", n, (int)((char*)s - (char*)0)); memcpy((void*)to, from, n); return 0; }
-int cuMemcpyDtoHAsync_v2(void* to, dptr from, size_t n, void* s) {
-  NOTE("out %zu stream %d\n", n, (int)((char*)s - (char*)0)); memcpy(to, (void*)from, n); return 0; }
-int cuMemcpyDtoDAsync_v2(dptr to, dptr from, size_t n, void* s) {
-  NOTE("within %zu stream %d\n", n, (int)((char*)s - (char*)0)); memcpy((void*)to, (void*)from, n); return 0; }
-"""
-
-
-class Fake:
-    """The library: where it is, what was called, and what is to fail."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.driver = str(path), ctypes.CDLL(str(path))
-        self.driver.fake_calls.restype = ctypes.c_char_p
-        self.reset()
-
-    def reset(self, devices: int = 2, fail_after: int = -1, failure: int = 0) -> None:
-        self.driver.fake_reset(devices, fail_after, failure)
-
-    @property
-    def calls(self) -> list[str]:
-        return self.driver.fake_calls().decode().splitlines()
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("cuda")
-    (folder / "fake.c").write_text(FAKE)
-    command = [compiler, "-shared", "-fPIC", "-w", "-o", str(folder / "libfake.so"), str(folder / "fake.c")]
-    subprocess.run(command, check=True)
-    return Fake(folder / "libfake.so")
 
 
 def in_thread(work: object) -> None:

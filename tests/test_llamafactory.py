@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import ktft
-from ktft import config as ktft_config
+from ktft import versions
 from ktft.cli.main import app
 from ktft.model.experts import find_experts
 from ktft.train.llamafactory import settings_of
@@ -352,7 +352,7 @@ def test_argument_forms_and_untested_versions(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="training in 2 processes.*CUDA_VISIBLE_DEVICES"):
         get_train_args(given)
-    monkeypatch.setitem(ktft_config.TESTED_VERSIONS, "llamafactory", ("0.9.6", "0.9.7"))
+    monkeypatch.setitem(versions.TESTED_VERSIONS, "llamafactory", ("0.9.6", "0.9.7"))
     with pytest.raises(ValueError, match=r"llamafactory 0\.9\.5 is installed.*pip install 'llamafactory>=0\.9\.6"):
         get_train_args(given)
     monkeypatch.delenv("WORLD_SIZE")

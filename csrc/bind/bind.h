@@ -10,5 +10,6 @@ void bind_moe(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_bench(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
+void bind_hybrid(pybind11::module_& m);
 
 }  // namespace ktft

@@ -19,7 +19,7 @@ void bind_cuda(py::module_& m) {
       .def_readonly("bytes", &RowCopy::bytes);
   m.def("copy_on_host", &copy_on_host, py::arg("rows"), py::arg("matrices"), py::arg("gather"), py::arg("threads"),
         py::call_guard<py::gil_scoped_release>());
-  py::class_<CudaDriver>(m, "CudaDriver")
+  py::class_<CudaDriver, std::shared_ptr<CudaDriver>>(m, "CudaDriver")
       .def(py::init<const std::string&>(), py::arg("library"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("devices", &CudaDriver::devices)
       .def("register_host", &CudaDriver::register_host, py::arg("device"), py::arg("address"), py::arg("bytes"),

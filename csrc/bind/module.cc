@@ -7,4 +7,5 @@ PYBIND11_MODULE(_C, m) {
   ktft::bind_optim(m);
   ktft::bind_bench(m);
   ktft::bind_cuda(m);
+  ktft::bind_hybrid(m);
 }

@@ -66,6 +66,9 @@ CudaDriver::CudaDriver(const std::string& library) {
   resolve(handle, library, "cuMemcpyHtoDAsync_v2", to_device_);
   resolve(handle, library, "cuMemcpyDtoHAsync_v2", to_host_);
   resolve(handle, library, "cuMemcpyDtoDAsync_v2", on_device_);
+  resolve(handle, library, "cuLaunchHostFunc", call_host_);
+  resolve(handle, library, "cuMemHostGetDevicePointer_v2", device_pointer_);
+  resolve(handle, library, "cuStreamWaitValue32_v2", wait_value_);
   check(init(0), "cuInit");
   int devices = 0;
   check(count(&devices), "cuDeviceGetCount");
@@ -121,6 +124,19 @@ int CudaDriver::copy(int device, CopyDirection direction, const std::vector<int>
                       " (copy " + std::to_string(i + 1) + " of " + std::to_string(all.size()) + ")");
   }
   return int(all.size());
+}
+
+void CudaDriver::call_host(int device, void (*fn)(void*), void* data, uintptr_t stream) {
+  const Current current(*this, device);
+  check(call_host_(reinterpret_cast<void*>(stream), fn, data), "cuLaunchHostFunc");
+}
+
+void CudaDriver::wait_for(int device, const void* word, uint32_t value, uintptr_t stream) {
+  constexpr unsigned kEqual = 1;  // CU_STREAM_WAIT_VALUE_EQ
+  const Current current(*this, device);
+  unsigned long long at = 0;
+  check(device_pointer_(&at, const_cast<void*>(word), 0), "cuMemHostGetDevicePointer");
+  check(wait_value_(reinterpret_cast<void*>(stream), at, value, kEqual), "cuStreamWaitValue32");
 }
 
 }  // namespace ktft

@@ -20,8 +20,9 @@ class CudaError : public std::runtime_error {
 
 enum class CopyDirection { kToDevice, kToHost, kOnDevice };
 
-// Copies and registrations of memory. Any thread may call: each call makes the primary context of its device current,
-// the one that torch uses, and leaves the thread's own afterwards as it was, if it had one.
+// Copies, registrations of memory and calls of the host in stream order. Any thread may call: each call makes the
+// primary context of its device current, the one that torch uses, and leaves the thread's own afterwards as it was, if
+// it had one.
 class CudaDriver {
  public:
   // Opens the library and initializes the driver. Throws CudaError, which says what is missing.
@@ -40,6 +41,13 @@ class CudaDriver {
   int copy(int device, CopyDirection direction, const std::vector<int>& rows, const std::vector<RowCopy>& matrices,
            uintptr_t stream);
 
+  // Has the host call fn(data) once the stream is there; what comes after it in the stream waits for it to return. It
+  // must neither throw nor call CUDA.
+  void call_host(int device, void (*fn)(void*), void* data, uintptr_t stream);
+
+  // What comes after it in the stream waits until the word, in registered memory, has the value.
+  void wait_for(int device, const void* word, uint32_t value, uintptr_t stream);
+
  private:
   using Context = void*;
   class Current;
@@ -56,6 +64,9 @@ class CudaDriver {
   int (*to_device_)(unsigned long long, const void*, size_t, void*);
   int (*to_host_)(void*, unsigned long long, size_t, void*);
   int (*on_device_)(unsigned long long, unsigned long long, size_t, void*);
+  int (*call_host_)(void*, void (*)(void*), void*);
+  int (*device_pointer_)(unsigned long long*, void*, unsigned);
+  int (*wait_value_)(void*, unsigned long long, uint32_t, unsigned);
   std::mutex mutex_;
   std::vector<Context> contexts_;  // primary ones, retained at first use
   std::vector<int> handles_;       // CUdevice by ordinal

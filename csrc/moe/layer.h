@@ -29,6 +29,9 @@ class MoeLayer {
   static ExpertShape checked(ExpertShape shape, const std::string& name);
 
   const PackedExperts& weights() const { return weights_; }
+  const std::string& name() const { return name_; }
+  // Throws when the adapters do not fit the layer.
+  void check_lora(const Lora* lora) const;
   bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);
   void export_canonical(int expert, Projection projection, uint8_t* out) const;
@@ -46,7 +49,6 @@ class MoeLayer {
 
  private:
   void check_expert(int expert) const;
-  void check_lora(const Lora* lora) const;
   void check_bits(int activation_bits, Keep keep) const;
 
   std::shared_ptr<Runtime> runtime_;

@@ -4,25 +4,10 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include <chrono>
+#include "numa/spin.h"
 
 namespace ktft {
 namespace {
-
-// Between two phases of a layer a worker spins; longer than this it sleeps, so idle pools and busy cores cost nothing.
-constexpr auto kSpin = std::chrono::microseconds(50);
-
-template <class Done>
-bool spin(const Done& done) {
-  const auto end = std::chrono::steady_clock::now() + kSpin;
-  do {
-    for (int i = 0; i < 64; i++) {
-      if (done()) return true;
-      __builtin_ia32_pause();
-    }
-  } while (std::chrono::steady_clock::now() < end);
-  return done();
-}
 
 void bind_to(const std::vector<int>& cpus) {
   cpu_set_t set;
@@ -36,7 +21,7 @@ void bind_to(const std::vector<int>& cpus) {
 }  // namespace
 
 Pool::Pool(const std::vector<std::vector<int>>& node_cpus, const std::vector<int>& threads)
-    : owner_(getpid()), counters_(node_cpus.size()) {
+    : owner_(getpid()), first_cpus_(node_cpus[0]), counters_(node_cpus.size()) {
   for (size_t node = 0; node < threads.size(); node++)
     for (int i = 0; i < threads[node]; i++) {
       const int thread = total_++;
@@ -60,6 +45,10 @@ Pool::~Pool() {
   }
 }
 
+void Pool::bind_caller() const { bind_to(first_cpus_); }
+
+std::chrono::nanoseconds Pool::spin_for(std::chrono::nanoseconds most) { return spin_for_.exchange(most); }
+
 void Pool::work(int node, int thread) {
   const int n = nodes();
   try {
@@ -76,7 +65,7 @@ void Pool::work(int node, int thread) {
 
 void Pool::loop(int node, int thread) {
   for (uint32_t seen = 0;;) {
-    if (!spin([&] { return round_.load(std::memory_order_acquire) != seen; })) round_.wait(seen);
+    if (!spin(spin_for_.load(), [&] { return round_.load(std::memory_order_acquire) != seen; })) round_.wait(seen);
     seen = round_.load(std::memory_order_acquire);
     if (stop_) return;
     work(node, thread);
@@ -98,7 +87,7 @@ void Pool::run(const std::vector<int>& counts, const Task& fn) {
   work(0, 0);
   if (!alone) {
     for (int left; (left = busy_.load(std::memory_order_acquire)) != 0;)
-      if (!spin([&] { return busy_.load(std::memory_order_acquire) == 0; })) busy_.wait(left);
+      if (!spin(spin_for_.load(), [&] { return busy_.load(std::memory_order_acquire) == 0; })) busy_.wait(left);
   }
   if (error_) std::rethrow_exception(error_);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -33,6 +34,13 @@ class Pool {
   // The same for tasks that belong to no node.
   void run(int count, const std::function<void(int task, int thread)>& fn);
 
+  // Lets the calling thread float over the first node's CPUs only, as its workers do.
+  void bind_caller() const;
+
+  // How long a worker spins for the next job before it sleeps; returns what it was. Waking them all costs as much as a
+  // layer of few tokens.
+  std::chrono::nanoseconds spin_for(std::chrono::nanoseconds most);
+
  private:
   struct alignas(64) Counter {
     std::atomic<int> next{0};
@@ -42,6 +50,9 @@ class Pool {
 
   int total_ = 0;
   long owner_;  // a forked child has no workers: it runs every task itself
+  std::vector<int> first_cpus_;
+  // Idle pools and busy cores cost nothing after this: it bridges the phases of a layer
+  std::atomic<std::chrono::nanoseconds> spin_for_{std::chrono::microseconds(50)};
   std::vector<std::thread> workers_;
   std::vector<Counter> counters_;
   const std::vector<int>* counts_ = nullptr;

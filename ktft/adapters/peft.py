@@ -38,8 +38,8 @@ from ktft.adapters.lora import UNMERGED, KtftExpertsLora, check_options
 from ktft.adapters.reach import reach_of, resolve
 from ktft.adapters.several import SeveralAdapters, check_name, trainability_kept
 from ktft.adapters.whole_modules import take_precision
-from ktft.config import require_tested
 from ktft.model.experts import KtftExperts
+from ktft.versions import require_tested
 
 logger = logging.getLogger("ktft")
 

@@ -132,8 +132,8 @@ class Family:
     Attributes:
         name: what people call it.
         model_types: values of `model_type` in config.json; a text model within another may have its own.
-        experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; where its versions
-            differ, their names with | between them.
+        experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; where
+            transformers' versions differ, their names with | between them.
         layouts: how its checkpoints hold the experts; several where releases and re-saved checkpoints differ.
         swiglu: the activation that stands for `hidden_act: silu`.
         biases: whether the experts' projections have biases.

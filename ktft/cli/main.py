@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ktft import config
+from ktft import config, versions
 from ktft.cli import bench
 from ktft.cli.chat import chat
 from ktft.cli.export import export
@@ -217,7 +217,7 @@ def train(
     if file.suffix not in (".yaml", ".yml"):
         raise refuse(f"{file}: LLaMA-Factory reads .yaml or .yml, not {file.suffix or 'a file without a suffix'}")
     if importlib.util.find_spec("llamafactory") is None:
-        raise refuse(f"LLaMA-Factory is not installed: {config.pip_install('llamafactory')}")
+        raise refuse(f"LLaMA-Factory is not installed: {versions.pip_install('llamafactory')}")
     # LLaMA-Factory finds torchrun on PATH: it must be the one of this environment, activated or not.
     environment = os.environ | {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
     # -P: a file of the working directory (a torch.py, say) must not shadow a package.

@@ -214,7 +214,9 @@ class LoadPlan:
         self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
         self.title = f"{doing} experts ({self.expert_format})"
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
-        kind = set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list  # set from transformers 5.17 on
+        kind = (
+            set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list
+        )  # set from transformers 5.17 on
         model._keys_to_ignore_on_load_unexpected = kind([*ignored, r"\.experts\.", IGNORED.pattern])
 
     def load_experts(self) -> None:

@@ -5,6 +5,7 @@ Everything here takes and returns CPU tensors.
 
 from ktft.native.ceilings import StreamedMemory, compute_ceilings
 from ktft.native.extension import FORMATS
+from ktft.native.hybrid import HostExperts, HostExpertsError
 from ktft.native.layer import ELSEWHERE, ExpertLayer, Gradients
 from ktft.native.machine import Runtime, cpu_features, default_isa, isas, kernels, packed_bytes, runtime, topology
 from ktft.native.packed import PackedMatrix, PackedSlice
@@ -14,6 +15,8 @@ __all__ = [
     "FORMATS",
     "ExpertLayer",
     "Gradients",
+    "HostExperts",
+    "HostExpertsError",
     "PackedMatrix",
     "PackedSlice",
     "Runtime",

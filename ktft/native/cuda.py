@@ -48,6 +48,11 @@ class Driver:
         self._driver = core.CudaDriver(library)
 
     @property
+    def handle(self) -> Any:
+        """As the core takes it."""
+        return self._driver
+
+    @property
     def devices(self) -> int:
         """How many there are."""
         return int(self._driver.devices)

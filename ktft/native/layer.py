@@ -75,6 +75,11 @@ class ExpertLayer:
         )
 
     @property
+    def handle(self) -> Any:
+        """As the core takes it."""
+        return self._layer
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of packed weights, scales and biases."""
         return int(self._layer.bytes)
@@ -251,7 +256,7 @@ class ExpertLayer:
                 `activation_bits` 8 where it cannot be.
         """
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
-        native_lora, _keep_alive = self._lora(lora)
+        native_lora, _keep_alive = self.native_lora(lora)
         out = torch.empty_like(x) if out is None else _fits(out, x, "out")
         saved = self._layer.forward(
             x.data_ptr(),
@@ -303,7 +308,7 @@ class ExpertLayer:
         parameters = lora.parameters() if lora is not None else []
         # torch.zeros would wake threads that then spin
         grads = lora_grads or [torch.empty(tensor.shape, dtype=torch.float32) for tensor in parameters]
-        native_lora, keep_alive = self._lora(lora, grads, elsewhere)
+        native_lora, keep_alive = self.native_lora(lora, grads, elsewhere)
         grad_hidden = torch.empty_like(x) if grad_hidden is None else _fits(grad_hidden, x, "grad_hidden")
         grad_weights = torch.empty(index.shape, dtype=torch.float32)
         self._layer.backward(
@@ -331,7 +336,7 @@ class ExpertLayer:
             )
         return x.contiguous(), index.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
 
-    def _lora(
+    def native_lora(
         self, lora: ExpertLora | None, grads: list[Tensor] | None = None, elsewhere: Tensor | None = None
     ) -> tuple[Any, list[Tensor]]:
         """The native view of the adapters, and the tensors it points into."""

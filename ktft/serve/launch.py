@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ktft.serve.checks import Findings, Options
+from ktft.serve.families import CONFIG_OVERRIDES, compilation_config
 from ktft.serve.processes import end_group
 from ktft.serve.progress import Progress, read_progress
 from ktft.serve.settings import ServeSettings, cpu_environment
@@ -82,6 +84,8 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         "--kv-cache-memory-bytes": found.kv_cache,
         "--shutdown-timeout": DRAIN,
         "--tool-call-parser": _tool_parser(Path(settings.checkpoint), found.model_type),
+        "--hf-overrides": _json(CONFIG_OVERRIDES.get(found.model_type)),
+        "--compilation-config": _json(compilation_config(found.model_type, found.gpu)),
     }
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     if given["--tool-call-parser"]:
@@ -96,6 +100,10 @@ def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
     files = [checkpoint / name for name in _TOKENIZERS]
     known = not token or any(token in file.read_text() for file in files if file.is_file())
     return parser if known else None
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value)
 
 
 def environment(settings: ServeSettings, options: Options, found: Findings) -> dict[str, str]:

@@ -52,7 +52,13 @@ class KtftModelLoader(BaseModelLoader):
             weights = ServedWeights(settings)
         _check_experts(model, weights)
         status.write(Progress("Loading the weights around the experts"))
-        loaded = model.load_weights(_as_usual_each(weights.dense(model_config.dtype)))  # type: ignore[operator]
+        try:
+            loaded = model.load_weights(_as_usual_each(weights.dense(model_config.dtype)))  # type: ignore[operator]
+        except KeyError as error:
+            raise ValueError(
+                f"vLLM's {type(model).__name__} has no place for the weight {error}, which transformers' model has: it "
+                "reads config.json otherwise"
+            ) from error
         lacking = dict(model.named_parameters()).keys() - (loaded or set())
         refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
         with _as_usual():

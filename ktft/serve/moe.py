@@ -14,7 +14,6 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ktft.model.experts import layer_number
 from ktft.serve.experts import current
 
-
 ACTIVATIONS = ("silu", "swigluoai")
 """Those of vLLM that `ktft.swiglu.Swiglu` is; its constants are compared by `ktft.serve.loader`."""
 
@@ -52,7 +51,7 @@ class KtftMoEMethod(FusedMoEMethodBase):
             if found:
                 raise ValueError(f"{layer.layer_name}: vLLM asks for {what}, which ktft's experts do not do")
 
-    def create_weights(self, layer: RoutedExperts, **kwargs: Any) -> None:  # type: ignore[override]
+    def create_weights(self, layer: RoutedExperts, **kwargs: Any) -> None:
         """None: the experts are not torch's."""
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:

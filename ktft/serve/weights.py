@@ -1,4 +1,4 @@
-"""A checkpoint as a server reads it: the weights around the experts plain, the experts packed, all checks of training."""
+"""A checkpoint as a server reads it: weights around the experts plain, experts packed, with all checks of training."""
 
 from __future__ import annotations
 

@@ -27,12 +27,13 @@ from ktft import native
 from ktft.adapters.lora import UNMERGED
 from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
-from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, require_tested, world_size
+from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, world_size
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
 from ktft.train.recipe import Recipe, recipe_of_arguments, training_reserve
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch, get_peft_model, load_adapter
+from ktft.versions import require_tested
 
 _ADAPTED = "_ktft_adapted"
 _SETTINGS = "_ktft_settings"

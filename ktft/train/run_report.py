@@ -21,11 +21,11 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from ktft import native, system
 from ktft.checkpoint.files import write_whole
-from ktft.config import TESTED_VERSIONS
 from ktft.model.experts import experts_family
 from ktft.train.guards import WINDOW, Guards
 from ktft.train.report import Report, logger
 from ktft.train.run_times import BUSY, ROOM, TIMES, Row, RunSums, lane_rates
+from ktft.versions import TESTED_VERSIONS
 
 JSON_NAME, PAGE_NAME = "ktft_report.json", "ktft_report.html"
 LAYOUT = 2

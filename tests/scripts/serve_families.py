@@ -34,11 +34,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HEADS,
     "qwen3vl": HEADS,
     "dsv2": MLA,
-    "dsv3": MLA | {"topk_method": "noaux_tc"},
-    "kimi_k2": MLA | {"topk_method": "noaux_tc"},
+    "dsv3": MLA,
+    "kimi_k2": MLA,
     "glm4": HEADS,
     "glm5": MLA,
-    "minimax": HEADS,
+    "minimax": HEADS | {"rotary_dim": 16},
     "gpt_oss": HEADS,
     "mixtral": TWO_HEADS,
     "olmoe": {"num_attention_heads": 2, "num_key_value_heads": 2},
@@ -75,10 +75,13 @@ def trained(checkpoint: Path) -> list[list[float]]:
 
 def served(checkpoint: Path) -> list[float]:
     """The first of these by vLLM."""
+    import torch
     from vllm import LLM, SamplingParams
 
+    from ktft.serve.families import CONFIG_OVERRIDES, compilation_config
     from ktft.serve.settings import ServeSettings
 
+    model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
     os.environ.update(ServeSettings(str(checkpoint), expert_format="bf16", threads=1).to_env())
     llm = LLM(
         str(checkpoint),
@@ -89,6 +92,8 @@ def served(checkpoint: Path) -> list[float]:
         max_model_len=128,
         max_num_seqs=2,
         disable_log_stats=True,
+        hf_overrides=CONFIG_OVERRIDES.get(model_type),
+        compilation_config=compilation_config(model_type, torch.cuda.is_available()),
     )
     out = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=1, prompt_logprobs=0))
     found = out[0].prompt_logprobs[1:]

@@ -1,4 +1,4 @@
-"""vLLM with ktft's experts: the served model is the one that training computes, and what cannot be served is refused."""
+"""vLLM with ktft's experts: what it serves is the model that training computes; what cannot be served is refused."""
 
 from __future__ import annotations
 

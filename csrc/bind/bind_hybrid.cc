@@ -1,0 +1,41 @@
+#include <pybind11/stl.h>
+
+#include "bind/bind.h"
+#include "hybrid/host_experts.h"
+
+namespace py = pybind11;
+
+namespace ktft {
+
+void bind_hybrid(py::module_& m) {
+  py::enum_<StreamWait>(m, "StreamWait")
+      .value("host_function", StreamWait::kHostFunction)
+      .value("word", StreamWait::kWord);
+  py::class_<HostExperts>(m, "HostExperts")
+      .def(py::init([](std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaDriver> driver, int device, int max_tokens,
+                       int hidden, int top_k, Dtype dtype, int slots, int activation_bits, StreamWait wait) {
+             return std::make_unique<HostExperts>(std::move(runtime), std::move(driver), device,
+                                                  HostExpertsShape{max_tokens, hidden, top_k, dtype, slots},
+                                                  activation_bits, wait);
+           }),
+           py::arg("runtime"), py::arg("driver"), py::arg("device"), py::arg("max_tokens"), py::arg("hidden"),
+           py::arg("top_k"), py::arg("dtype"), py::arg("slots"), py::arg("activation_bits"), py::arg("wait"))
+      .def(
+          "submit",
+          [](HostExperts& experts, MoeLayer& layer, uintptr_t hidden, uintptr_t index, size_t index_bytes,
+             uintptr_t weights, int tokens, int slot,
+             uintptr_t stream) { experts.submit(layer, {hidden, index, index_bytes, weights, tokens}, slot, stream); },
+          py::arg("layer"), py::arg("hidden"), py::arg("index"), py::arg("index_bytes"), py::arg("weights"),
+          py::arg("tokens"), py::arg("slot"), py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("wait", &HostExperts::wait, py::arg("layer"), py::arg("tokens"), py::arg("slot"), py::arg("out"),
+           py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("set_lora", &HostExperts::set_lora, py::arg("layer"), py::arg("lora"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("error", &HostExperts::error)
+      .def("counts", &HostExperts::counts, py::arg("layer"))
+      .def("seconds", &HostExperts::seconds, py::arg("layer"))
+      .def_property_readonly("arena_bytes", &HostExperts::arena_bytes)
+      .def("close", &HostExperts::close, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace ktft

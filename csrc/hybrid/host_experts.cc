@@ -1,0 +1,268 @@
+#include "hybrid/host_experts.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <new>
+
+#include "numa/spin.h"
+
+namespace ktft {
+namespace {
+
+// Between the layers of a decode step, and between steps, the threads stay awake; longer than this they sleep.
+constexpr auto kSpin = std::chrono::milliseconds(2);
+constexpr uint32_t kRunning = 0, kDone = 1;
+constexpr size_t kLine = 64, kIndexBytes = sizeof(int64_t);
+
+constexpr size_t in_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+}  // namespace
+
+HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaDriver> driver, int device,
+                         const HostExpertsShape& shape, int activation_bits, StreamWait how)
+    : runtime_(std::move(runtime)),
+      driver_(std::move(driver)),
+      device_(device),
+      shape_(shape),
+      activation_bits_(activation_bits),
+      how_(how),
+      owner_(getpid()),
+      slots_(std::max(shape.slots, 1)),
+      queue_(slots_.size() + 1) {
+  KTFT_CHECK(shape.max_tokens > 0 && shape.hidden > 0 && shape.top_k > 0 && shape.slots > 0, "max_tokens is ",
+             shape.max_tokens, ", hidden_size ", shape.hidden, ", top_k ", shape.top_k, ", slots ", shape.slots,
+             ": all must be positive");
+  const size_t tokens = size_t(shape.max_tokens), routes = tokens * shape.top_k;
+  const size_t rows = in_lines(tokens * shape.hidden * dtype_bytes(shape.dtype));
+  const size_t index = in_lines(routes * kIndexBytes), weights = in_lines(routes * sizeof(float));
+  const size_t bytes = kLine + rows + index + weights + rows;
+  arena_ = NodeBuffer(bytes * slots_.size(), runtime_->node_ids[0]);
+  std::memset(arena_.data(), 0, arena_.size());
+  for (size_t i = 0; i < slots_.size(); i++) {
+    char* const at = arena_.data() + i * bytes;
+    Slot& slot = slots_[i];
+    slot.done = new (at) std::atomic<uint32_t>(kDone);
+    slot.hidden = at + kLine;
+    slot.index = slot.hidden + rows;
+    slot.weights = slot.index + index;
+    slot.out = slot.weights + weights;
+    slot.wide_index.resize(routes);
+  }
+  if (driver_) driver_->register_host(device_, reinterpret_cast<uintptr_t>(arena_.data()), arena_.size());
+  spun_for_ = runtime_->pool.spin_for(kSpin);
+  thread_ = std::thread([this] { work(); });
+}
+
+HostExperts::~HostExperts() {
+  try {
+    close();
+  } catch (const std::exception&) {  // the driver is gone at the end of a process
+  }
+}
+
+void HostExperts::close() {
+  if (!thread_.joinable()) return;
+  if (getpid() != owner_) return thread_.detach();
+  push(nullptr);
+  thread_.join();
+  runtime_->pool.spin_for(spun_for_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  blocks_.clear();
+  if (driver_) driver_->unregister_host(device_, reinterpret_cast<uintptr_t>(arena_.data()));
+}
+
+HostExperts::Layer& HostExperts::layer_of(MoeLayer& layer) {
+  std::unique_ptr<Layer>& known = layers_[&layer];
+  if (!known) {
+    const int hidden = layer.weights().shape().hidden;
+    if (hidden != shape_.hidden) layers_.erase(&layer);
+    KTFT_CHECK(hidden == shape_.hidden, layer.name(), ": hidden_size is ", hidden, ", host experts were made for ",
+               shape_.hidden);
+    known = std::make_unique<Layer>(layer);
+  }
+  return *known;
+}
+
+HostExperts::Slot& HostExperts::slot_at(int slot) {
+  KTFT_CHECK(slot >= 0 && slot < shape_.slots, "there is no slot ", slot, ", host experts have ", shape_.slots);
+  return slots_[slot];
+}
+
+void HostExperts::check_open(const MoeLayer& layer) const {
+  KTFT_CHECK(thread_.joinable() && getpid() == owner_, layer.name(),
+             ": host experts are closed, or belong to the process this one was forked from");
+}
+
+HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes) {
+  KTFT_CHECK(tokens > 0 && tokens <= shape_.max_tokens, layer.name(), ": ", tokens,
+             " tokens, host experts take 1 to max_tokens = ", shape_.max_tokens);
+  Slot& place = slot_at(slot);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Layer& known = layer_of(layer);
+  std::unique_ptr<Block>& block = blocks_[{&layer, tokens, slot, index_bytes}];
+  if (!block) block.reset(new Block{this, &known, &place, tokens, index_bytes});
+  return *block;
+}
+
+void HostExperts::copy(CopyDirection direction, const std::vector<RowCopy>& matrices, uintptr_t stream) {
+  if (driver_)
+    driver_->copy(device_, direction, {0}, matrices, stream);
+  else
+    copy_on_host({0}, matrices, direction == CopyDirection::kToDevice, 1);
+}
+
+void HostExperts::call_host(void (*fn)(void*), Block& block, uintptr_t stream) {
+  if (driver_)
+    driver_->call_host(device_, fn, &block, stream);
+  else
+    fn(&block);
+}
+
+void HostExperts::submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, uintptr_t stream) {
+  check_open(layer);
+  Block& block = block_of(layer, routes.tokens, slot, routes.index_bytes);
+  const Slot& at = *block.slot;
+  const size_t count = size_t(routes.tokens) * shape_.top_k;
+  const auto whole = [](const void* host, uintptr_t device, size_t bytes) {
+    return RowCopy{reinterpret_cast<uintptr_t>(host), device, bytes, bytes, bytes};
+  };
+  copy(CopyDirection::kToHost,
+       {whole(at.hidden, routes.hidden, size_t(routes.tokens) * shape_.hidden * dtype_bytes(shape_.dtype)),
+        whole(at.index, routes.index, count * routes.index_bytes),
+        whole(at.weights, routes.weights, count * sizeof(float))},
+       stream);
+  call_host(&HostExperts::submitted, block, stream);
+  block.slot->last = &block;
+}
+
+void HostExperts::wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream) {
+  check_open(layer);
+  Block* const last = slot_at(slot).last;
+  KTFT_CHECK(last && last->layer->native == &layer && last->tokens == tokens, layer.name(), ": ", tokens,
+             " tokens of it are not what was last submitted to slot ", slot, ", so there is nothing to wait for");
+  Block& block = *last;
+  if (driver_ && how_ == StreamWait::kWord)
+    driver_->wait_for(device_, block.slot->done, kDone, stream);
+  else
+    call_host(&HostExperts::awaited, block, stream);
+  const size_t bytes = size_t(tokens) * shape_.hidden * dtype_bytes(shape_.dtype);
+  copy(CopyDirection::kToDevice, {{reinterpret_cast<uintptr_t>(block.slot->out), out, bytes, bytes, bytes}}, stream);
+}
+
+void HostExperts::submitted(void* data) noexcept {
+  Block& block = *static_cast<Block*>(data);
+  if (block.slot->done->exchange(kRunning) == kDone) return block.owner->push(&block);
+  block.owner->fail(block.layer->native->name(), "its slot was submitted to while the job before was not done");
+}
+
+void HostExperts::awaited(void* data) noexcept {
+  const std::atomic<uint32_t>& done = *static_cast<Block*>(data)->slot->done;
+  const auto is_done = [&] { return done.load(std::memory_order_acquire) == kDone; };
+  while (!spin(kSpin, is_done)) done.wait(kRunning);
+}
+
+void HostExperts::fail(const std::string& where, const char* what) noexcept {
+  const std::lock_guard<std::mutex> lock(error_mutex_);
+  if (failed_) return;
+  try {
+    error_ = std::string(what).starts_with(where) ? what : where + ": " + what;
+  } catch (...) {  // no memory for the text: the word says it
+  }
+  failed_ = true;
+}
+
+std::string HostExperts::error() const {
+  if (!failed_) return "";
+  const std::lock_guard<std::mutex> lock(error_mutex_);
+  return error_.empty() ? "out of memory" : error_;
+}
+
+void HostExperts::push(Block* block) {
+  const std::lock_guard<std::mutex> lock(push_mutex_);
+  const uint32_t at = pushed_.load(std::memory_order_relaxed);
+  queue_[at % queue_.size()] = block;
+  pushed_.store(at + 1, std::memory_order_release);
+  pushed_.notify_one();
+}
+
+void HostExperts::work() {
+  runtime_->pool.bind_caller();
+  for (uint32_t next = 0;; next++) {
+    const auto is_pushed = [&] { return pushed_.load(std::memory_order_acquire) != next; };
+    while (!spin(kSpin, is_pushed)) pushed_.wait(next);
+    Block* const block = queue_[next % queue_.size()];
+    if (!block) return;
+    run(*block);
+  }
+}
+
+void HostExperts::run(Block& block) {
+  const auto begin = std::chrono::steady_clock::now();
+  {
+    const std::lock_guard<std::mutex> lock(run_mutex_);
+    if (!failed_) try {
+        compute(block);
+      } catch (const std::exception& e) {
+        fail(block.layer->native->name(), e.what());
+      } catch (...) {
+        fail(block.layer->native->name(), "the kernels threw something that is no exception");
+      }
+    if (failed_) std::memset(block.slot->out, 0, size_t(block.tokens) * shape_.hidden * dtype_bytes(shape_.dtype));
+    const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
+    block.layer->nanoseconds.fetch_add(took.count(), std::memory_order_relaxed);
+    finished_.fetch_add(1, std::memory_order_release);
+  }
+  block.slot->done->store(kDone, std::memory_order_release);
+  block.slot->done->notify_all();
+}
+
+void HostExperts::compute(Block& block) {
+  Slot& slot = *block.slot;
+  Layer& layer = *block.layer;
+  const size_t routes = size_t(block.tokens) * shape_.top_k;
+  bool any = false;
+  for (size_t i = 0; i < routes; i++) {
+    const int64_t expert = block.index_bytes == kIndexBytes ? reinterpret_cast<const int64_t*>(slot.index)[i]
+                                                            : reinterpret_cast<const int32_t*>(slot.index)[i];
+    slot.wide_index[i] = expert;
+    any |= expert != kElsewhere;
+    if (expert >= 0 && expert < int64_t(layer.counts.size()))
+      layer.counts[expert].fetch_add(1, std::memory_order_relaxed);
+  }
+  if (!any) {  // not even the pool's threads are asked
+    std::memset(slot.out, 0, size_t(block.tokens) * shape_.hidden * dtype_bytes(shape_.dtype));
+    return;
+  }
+  layer.native->forward({slot.hidden, shape_.dtype, slot.wide_index.data(),
+                         reinterpret_cast<const float*>(slot.weights), block.tokens, shape_.top_k},
+                        layer.lora ? &*layer.lora : nullptr, Keep::kNothing, activation_bits_, slot.out);
+}
+
+void HostExperts::set_lora(MoeLayer& layer, const Lora* lora) {
+  layer.check_lora(lora);
+  std::unique_lock<std::mutex> lock(mutex_);
+  Layer& known = layer_of(layer);
+  lock.unlock();
+  for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+    const std::lock_guard<std::mutex> between(run_mutex_);
+    if (pushed_.load() != finished_.load()) continue;
+    known.lora = lora ? std::optional<Lora>(*lora) : std::nullopt;
+    return;
+  }
+}
+
+std::vector<int64_t> HostExperts::counts(MoeLayer& layer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Layer& known = layer_of(layer);
+  std::vector<int64_t> out;
+  for (const std::atomic<int64_t>& count : known.counts) out.push_back(count.load(std::memory_order_relaxed));
+  return out;
+}
+
+double HostExperts::seconds(MoeLayer& layer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return double(layer_of(layer).nanoseconds.load(std::memory_order_relaxed)) * 1e-9;
+}
+
+}  // namespace ktft

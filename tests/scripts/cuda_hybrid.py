@@ -1,0 +1,352 @@
+"""CPU experts in the order of a CUDA stream, on a GPU: what they give, cost and reach, printed part by part.
+
+    python tests/scripts/cuda_hybrid.py [--out hybrid.json] [--formats int8 k4] [--layers 12] [--threads 8 15 16]
+
+Needs a CUDA GPU, torch and ktft's core, and with 12 layers about 8 GB of host memory. Parts: (1) eager calls and
+replayed graphs give the native layer's own bits, at 1 to 32 tokens, with and without LoRA, adapters and errors
+included; (2) microseconds that a layer without experts costs in a replayed graph, for each way to wait; (3) a layer's
+time at the shape of Qwen3-30B-A3B in a replayed graph, beside direct calls and the bound of reading the chosen experts.
+A part that fails is shown, and the others go on; exits 1 if any did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft import native
+from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora, LoraPair
+from ktft.native import ELSEWHERE, ExpertLayer, HostExperts, HostExpertsError, StreamedMemory
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, RANK = 128, 2048, 768, 8, 8
+WAITS = ("host_function", "word")
+EMPTY_LAYERS = 48
+found: dict[str, Any] = {}
+failed: list[str] = []
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """One part of it, whose failure is shown and counted."""
+    print(f"\n== {name}", flush=True)
+    begin = time.perf_counter()
+    try:
+        yield
+    except Exception:
+        failed.append(name)
+        traceback.print_exc(file=sys.stdout)
+    print(f"   ({time.perf_counter() - begin:.1f} s)", flush=True)
+
+
+def new_layer(runtime: native.Runtime, fmt: str, experts: int, hidden: int, intermediate: int) -> ExpertLayer:
+    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
+    return ExpertLayer(runtime, **sizes, format=fmt, name=f"{fmt} experts")
+
+
+def packed(runtime: native.Runtime, fmt: str, hidden: int, intermediate: int) -> dict[tuple[int, str], Tensor]:
+    """Three random experts in the canonical layout, for every expert of every layer."""
+    layer, drawn = new_layer(runtime, fmt, 3, hidden, intermediate), {}
+    for expert in range(3):
+        for name in PROJECTIONS:
+            rows, cols = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
+            layer.load(expert, name, torch.randn(rows, cols) * cols**-0.5)
+            drawn[expert, name] = layer.export_packed(expert, name)
+    return drawn
+
+
+def filled(runtime: native.Runtime, fmt: str, drawn: dict[tuple[int, str], Tensor], shape: tuple[int, int, int]):
+    layer = new_layer(runtime, fmt, *shape)
+    for expert in range(shape[0]):
+        for name in PROJECTIONS:
+            layer.import_packed(expert, name, drawn[expert % 3, name])
+    return layer
+
+
+def random_lora(experts: int, hidden: int, intermediate: int, seed: int) -> ExpertLora:
+    generator, pairs = torch.Generator().manual_seed(seed), {}
+    for name in PROJECTIONS:
+        inputs, outputs = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
+        a = torch.randn(experts, RANK, inputs, generator=generator) * inputs**-0.5
+        pairs[name] = LoraPair(a, torch.randn(experts, outputs, RANK, generator=generator) * 0.1, 2.0)
+    return ExpertLora(pairs)
+
+
+class Inputs:
+    """A call's inputs on the device, drawn anew in place."""
+
+    def __init__(self, tokens: int, experts: int, hidden: int, index_dtype: torch.dtype = torch.int64) -> None:
+        self.experts = experts
+        self.x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        self.index = torch.empty(tokens, TOP_K, device="cuda", dtype=index_dtype)
+        self.weights = torch.empty(tokens, TOP_K, device="cuda")
+        self.draw(0)
+
+    def draw(self, seed: int, elsewhere: float = 0.0) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        tokens, drawn = len(self.x), {"generator": generator, "device": "cuda"}
+        self.x.copy_(torch.randn(self.x.shape, **drawn))
+        index = torch.rand(tokens, self.experts, **drawn).argsort(1)[:, :TOP_K]
+        self.index.copy_(index.masked_fill(torch.rand(index.shape, **drawn) < elsewhere, ELSEWHERE))
+        self.weights.copy_(torch.rand(self.weights.shape, **drawn))
+
+    def direct(self, layer: ExpertLayer, lora: ExpertLora | None) -> Tensor:
+        return layer.forward(self.x.cpu(), self.index.cpu(), self.weights.cpu(), lora, "none")[0]
+
+
+def through(host: HostExperts, layer: ExpertLayer, at: Inputs, between: Callable[[], None] = lambda: None) -> Tensor:
+    stream = torch.cuda.current_stream().cuda_stream
+    host.submit(layer, at.x, at.index, at.weights, stream=stream)
+    between()
+    return host.wait(layer, len(at.x), stream=stream)
+
+
+def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = work()
+    return graph, out
+
+
+def same(name: str, actual: Tensor, expected: Tensor) -> None:
+    if not torch.equal(actual.cpu(), expected):
+        error = (actual.cpu().float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-9)
+        raise AssertionError(f"{name}: not the native layer's bits, relative difference {error:.2e}")
+
+
+def compare(host: HostExperts, layer: ExpertLayer, tokens: int, loras: list[ExpertLora | None]) -> int:
+    """Eager calls, replays and direct calls at one size, adapters changed between replays; how many were equal."""
+    square = torch.randn(1024, 1024, device="cuda")
+    at = Inputs(tokens, layer.num_experts, layer.hidden_size, torch.int32 if tokens % 2 else torch.int64)
+
+    def work() -> Tensor:
+        return through(host, layer, at, lambda: square @ square)
+
+    work()
+    graph, out = captured(work)
+    for seed, lora in enumerate(loras):
+        torch.cuda.synchronize()
+        host.set_lora(layer, lora)
+        at.draw(seed + 10 * tokens, elsewhere=(0.0, 0.5, 1.0)[(seed + tokens) % 3])
+        eager = work()
+        graph.replay()
+        torch.cuda.synchronize()
+        host.check()
+        expected = at.direct(layer, lora)
+        same(f"{layer.format}, {tokens} tokens, eager", eager, expected)
+        same(f"{layer.format}, {tokens} tokens, graph", out, expected)
+    return 2 * len(loras)
+
+
+def refuse(host: HostExperts, layer: ExpertLayer) -> None:
+    """An expert out of range in a replay comes up, and outputs are zero from then on."""
+    at = Inputs(8, layer.num_experts, layer.hidden_size)
+    graph, out = captured(lambda: through(host, layer, at))
+    at.index[3, 2] = layer.num_experts
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        try:
+            host.check()
+        except HostExpertsError as error:
+            print(f"   raised: {error}")
+        else:
+            raise AssertionError("an expert out of range in a replay was not noticed")
+        if out.any():
+            raise AssertionError("after an error outputs must be zero")
+        at.draw(1)
+
+
+def correctness(runtime: native.Runtime, wait: str) -> None:
+    """Formats x tokens x adapters."""
+    shape, compared = (16, 512, 256), 0
+    sizes = {"max_tokens": 32, "hidden_size": shape[1], "top_k": TOP_K, "dtype": torch.bfloat16}
+    loras = [None, random_lora(*shape, seed=1), random_lora(*shape, seed=2)]
+    for fmt in ("bf16", "int8", "k4"):
+        layer = filled(runtime, fmt, packed(runtime, fmt, *shape[1:]), shape)
+        host = HostExperts(runtime, "cuda", **sizes, wait=wait)
+        compared += sum(compare(host, layer, tokens, loras) for tokens in range(1, 33))
+        refuse(host, layer)
+        host.close()
+    print(f"   {compared} outputs are the native layer's bits, 1 to 32 tokens, eager and replayed, waiting by {wait}")
+
+
+def milliseconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median of a call, which the device has done."""
+    run()
+    torch.cuda.synchronize()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        taken.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(taken)
+
+
+def overhead(runtime: native.Runtime, wait: str) -> None:
+    """Layers whose experts are all elsewhere, in one graph."""
+    shape = (16, HIDDEN, 256)
+    layer = filled(runtime, "k4", packed(runtime, "k4", *shape[1:]), shape)
+    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
+    host = HostExperts(runtime, "cuda", **sizes, wait=wait)
+    for tokens in (1, 8, 32):
+        at = Inputs(tokens, shape[0], HIDDEN, torch.int32)
+        at.index.fill_(ELSEWHERE)
+        graph, _ = captured(lambda at=at: [through(host, layer, at) for _ in range(EMPTY_LAYERS)])
+        replayed = milliseconds(graph.replay, 50) / EMPTY_LAYERS * 1e3
+        eager = milliseconds(lambda at=at: [through(host, layer, at) for _ in range(EMPTY_LAYERS)], 20)
+        eager *= 1e3 / EMPTY_LAYERS
+        print(f"   {wait:13} {tokens:2} tokens: {replayed:6.1f} us a layer replayed, {eager:6.1f} eager", flush=True)
+        found.setdefault("overhead_us", {}).setdefault(wait, {})[tokens] = replayed
+        host.check()
+        del graph
+    host.close()
+
+
+def copies_alone() -> None:
+    """What the copies of a layer cost in a graph without any host function."""
+    host_x, host_index, host_weights = (
+        torch.empty(1, n, dtype=d, pin_memory=True)
+        for n, d in ((HIDDEN, torch.bfloat16), (TOP_K, torch.int32), (TOP_K, torch.float32))
+    )
+    at = Inputs(1, EXPERTS, HIDDEN, torch.int32)
+
+    def work() -> None:
+        for _ in range(EMPTY_LAYERS):
+            for to, source in ((host_x, at.x), (host_index, at.index), (host_weights, at.weights), (at.x, host_x)):
+                to.copy_(source, non_blocking=True)
+
+    graph, _ = captured(work)
+    taken = milliseconds(graph.replay, 50) / EMPTY_LAYERS * 1e3
+    print(f"   four copies of a layer at 1 token: {taken:.1f} us")
+    found["copies_us"] = taken
+
+
+def overlap(runtime: native.Runtime, layers: list[ExpertLayer], wait: str) -> None:
+    """GPU work between submit and wait runs beside the CPU's."""
+    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
+    host, at = HostExperts(runtime, "cuda", **sizes, wait=wait), Inputs(8, EXPERTS, HIDDEN)
+    square, out = torch.randn(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
+
+    def multiply() -> None:
+        torch.mm(square, square, out=out)
+
+    both, _ = captured(lambda: [through(host, layer, at, multiply) for layer in layers])
+    cpu, _ = captured(lambda: [through(host, layer, at) for layer in layers])
+    gpu, _ = captured(lambda: [multiply() for _ in layers])
+    times = {name: milliseconds(graph.replay, 10) for name, graph in (("both", both), ("cpu", cpu), ("gpu", gpu))}
+    print(
+        f"   {wait}: CPU experts {times['cpu']:.2f} ms, GPU products {times['gpu']:.2f} ms, both {times['both']:.2f} ms"
+    )
+    found.setdefault("overlap_ms", {})[wait] = times
+    if times["both"] > 0.85 * (times["cpu"] + times["gpu"]):
+        raise AssertionError("the GPU's work between submit and wait does not overlap the CPU's")
+    del both, cpu, gpu
+    host.close()
+
+
+def bandwidth(fmt: str, threads: int, layers: list[ExpertLayer], wait: str, lora: bool, tokens_of: list[int]) -> None:
+    """A layer's time in a replayed graph and of direct calls, against the bytes of its chosen experts."""
+    runtime = layers[0].runtime
+    read = max(StreamedMemory(runtime, 1 << 30).read() for _ in range(2))
+    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
+    host = HostExperts(runtime, "cuda", **sizes, wait=wait)
+    adapters = random_lora(EXPERTS, HIDDEN, INTERMEDIATE, 3) if lora else None
+    for layer in layers:
+        host.set_lora(layer, adapters)
+    for tokens in tokens_of:
+        calls = [Inputs(tokens, EXPERTS, HIDDEN, torch.int32) for _ in layers]
+        for number, at in enumerate(calls):
+            at.draw(number)
+        graph, _ = captured(lambda calls=calls: [through(host, la, at) for la, at in zip(layers, calls, strict=True)])
+        graph.replay()
+        torch.cuda.synchronize()
+        runtime.take_phases()
+        before = sum(host.seconds(layer) for layer in layers)
+        graph.replay()
+        torch.cuda.synchronize()
+        busy = (sum(host.seconds(layer) for layer in layers) - before) / len(layers) * 1e6
+        phases = {name: round(s / len(layers) * 1e6, 1) for name, s in runtime.take_phases().items()}
+        replayed = milliseconds(graph.replay, 12) / len(layers) * 1e3
+        on_cpu = [(at.x.cpu(), at.index.long().cpu(), at.weights.cpu()) for at in calls]
+
+        def direct(on_cpu: list[tuple[Tensor, ...]] = on_cpu) -> None:
+            for layer, call in zip(layers, on_cpu, strict=True):
+                layer.forward(*call, adapters, "none")
+
+        alone = milliseconds(direct, 12) / len(layers) * 1e3
+        chosen = statistics.mean(len(at.index.unique()) for at in calls)
+        size = chosen * layers[0].packed_bytes / EXPERTS
+        bound = size / read * 1e6
+        row = {"format": fmt, "threads": runtime.threads, "wait": wait, "lora": lora, "tokens": tokens,
+               "experts": chosen, "us": replayed, "direct_us": alone, "busy_us": busy, "bound_us": bound,
+               "percent": 100 * bound / replayed, "read_gb_s": read / 1e9, "phases_us": phases}  # fmt: skip
+        found.setdefault("bandwidth", []).append(row)
+        print(
+            f"   {fmt} {runtime.threads:2} threads {wait:13} {'LoRA' if lora else '    '} {tokens:2} tokens "
+            f"{chosen:5.1f} experts {size / 1e6:6.1f} MB: {replayed:7.1f} us a layer, {row['percent']:5.1f}% of "
+            f"the bound {bound:6.1f} us at {read / 1e9:.0f} GB/s; job {busy:.1f}, direct {alone:.1f} us; {phases}",
+            flush=True,
+        )
+        del graph
+    host.check()
+    host.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="where to write everything found, as JSON")
+    parser.add_argument("--formats", nargs="+", default=["k4", "int8"])
+    parser.add_argument("--layers", type=int, default=12, help="of the shape of Qwen3-30B-A3B, so that no cache helps")
+    parser.add_argument("--threads", type=int, nargs="+", help="by default the physical cores, and one and two fewer")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    args = parser.parse_args()
+    cores = native.topology()["cores"]
+    cpus = sum(len(node["cpus"]) for node in native.topology()["nodes"])
+    counts = args.threads or sorted({max(n, 1) for n in (cores, cores - 1, cores - 2)}, reverse=True)
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    print(f"{device}, {native.default_isa()}, {cores} cores, {cpus} CPUs")
+    runtime = native.runtime(max(cores - 1, 1))
+    for wait in WAITS:
+        with part(f"1. the native layer's bits, waiting by {wait}"):
+            correctness(runtime, wait)
+    with part("2. a layer without experts"):
+        copies_alone()
+        for wait in WAITS:
+            overhead(runtime, wait)
+    for fmt in args.formats:
+        with part(f"3. {fmt} at Qwen3-30B-A3B's shape, {args.layers} layers"):
+            drawn = packed(runtime, fmt, HIDDEN, INTERMEDIATE)
+            shape = (EXPERTS, HIDDEN, INTERMEDIATE)
+            for number, threads in enumerate(counts):
+                layers = [filled(native.runtime(threads), fmt, drawn, shape) for _ in range(args.layers)]
+                print(f"   {args.layers} layers of {layers[0].packed_bytes / 1e9:.2f} GB are in memory", flush=True)
+                first = number == 0 and fmt == args.formats[0]
+                if first:
+                    for wait in WAITS:
+                        overlap(layers[0].runtime, layers, wait)
+                for wait in WAITS:
+                    bandwidth(fmt, threads, layers, wait, False, args.tokens if wait == WAITS[0] else [1, 8])
+                bandwidth(fmt, threads, layers, WAITS[0], True, [1, 8, 32] if first else [1])
+                del layers
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(found | {"failed": failed}, file, indent=1)
+    print(f"\nfailed: {failed or 'nothing'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

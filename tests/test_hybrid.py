@@ -1,0 +1,315 @@
+"""CPU experts in stream order: the native layer's bits, on the CPU and through a driver that needs no GPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fake_cuda import Fake
+from test_kernels import EXPERTS, TOP_K, inputs_for, make_layer, make_lora
+
+from ktft import native
+from ktft.native import ELSEWHERE, ExpertLayer, HostExperts, HostExpertsError
+from ktft.native.cuda import CudaError, Driver
+
+HIDDEN, INTERMEDIATE, TOKENS = 64, 96, 32
+SIZES = {"max_tokens": TOKENS, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
+
+
+def layer_of(fmt: str = "k4", threads: int = 2) -> ExpertLayer:
+    return make_layer(HIDDEN, INTERMEDIATE, fmt, native.default_isa(), threads, name=f"layers.7.{fmt}")
+
+
+@pytest.fixture(params=["cpu", "host_function", "word"])
+def host(request: pytest.FixtureRequest) -> Iterator[HostExperts]:
+    """Without a driver, and with one in both ways to wait."""
+    options = {}
+    if request.param != "cpu":
+        fake: Fake = request.getfixturevalue("fake")
+        fake.reset()
+        options = {"driver": Driver(fake.path), "wait": request.param}
+    host = HostExperts(native.runtime(2, 1, native.default_isa()), "cpu", **SIZES, **options)
+    yield host
+    host.close()
+
+
+def inputs(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    index = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].contiguous()
+    return x, index, torch.rand(tokens, TOP_K, generator=generator)
+
+
+def direct(layer: ExpertLayer, x, index, weights, lora=None) -> torch.Tensor:
+    return layer.forward(x, index, weights, lora, "none")[0]
+
+
+def through(host: HostExperts, layer: ExpertLayer, x, index, weights, slot: int = 0) -> torch.Tensor:
+    host.submit(layer, x, index, weights, slot=slot, stream=5)
+    return host.wait(layer, len(x), slot=slot, stream=5)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "k4"])
+def test_the_layers_own_bits(host: HostExperts, fmt: str) -> None:
+    layer = layer_of(fmt)
+    lora = make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32)
+    for tokens, adapters in [(1, None), (3, lora), (TOKENS, lora), (2, None), (0, None)]:
+        host.set_lora(layer, adapters)
+        x, index, weights = inputs(tokens, seed=tokens)
+        index[:, 0][::2] = ELSEWHERE
+        for dtype in (torch.int64, torch.int32):
+            out = through(host, layer, x, index.to(dtype), weights)
+            assert torch.equal(out, direct(layer, x, index, weights, adapters))
+    x, index, weights = inputs(4)
+    assert not through(host, layer, x, torch.full_like(index, ELSEWHERE), weights).any()
+    host.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    layer = layer_of()
+    host = HostExperts(layer.runtime, "cpu", **SIZES | {"dtype": dtype})
+    x, index, weights = inputs(3)
+    assert torch.equal(through(host, layer, x.to(dtype), index, weights), direct(layer, x.to(dtype), index, weights))
+    host.close()
+
+
+def test_slots_overlap(host: HostExperts) -> None:
+    """One job may be waited for after the next was submitted, as deferred experts are."""
+    first, second = layer_of("k4"), layer_of("int8")
+    a, b = inputs(3, seed=1), inputs(5, seed=2)
+    host.submit(first, *a, slot=1)
+    host.submit(second, *b, slot=0)
+    late = host.wait(second, 5, slot=0)
+    assert torch.equal(host.wait(first, 3, slot=1), direct(first, *a)) and torch.equal(late, direct(second, *b))
+
+
+@pytest.mark.parametrize("wait", ["host_function", "word"])
+def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, wait: str) -> None:
+    fake.reset()
+    layers = [layer_of("k4"), layer_of("int8")]
+    host = HostExperts(layers[0].runtime, "cpu", **SIZES, driver=Driver(fake.path), wait=wait)
+    x, index, weights = inputs(4)
+    with fake.capture():
+        outs = [through(host, layer, x, index, weights) for layer in layers]
+    eager = through(host, layers[0], *inputs(4, seed=9))  # between capture and replay, and of the same size
+    assert torch.equal(eager, direct(layers[0], *inputs(4, seed=9)))
+    lora = make_lora(HIDDEN, INTERMEDIATE, 4, torch.bfloat16)
+    for seed, adapters in enumerate([None, lora, None]):
+        for tensor, value in zip((x, index, weights), inputs(4, seed), strict=True):
+            tensor.copy_(value)
+        host.set_lora(layers[1], adapters)
+        gc.collect()
+        fake.replay()
+        host.check()
+        assert torch.equal(outs[0], direct(layers[0], x, index, weights))
+        assert torch.equal(outs[1], direct(layers[1], x, index, weights, adapters))
+    index[2, 1] = EXPERTS
+    fake.replay()
+    for _ in range(2):
+        with pytest.raises(HostExpertsError, match=rf"layers\.7\.k4: .*expert {EXPERTS}, but the layer's experts are"):
+            host.check()
+    assert not outs[0].any() and not outs[1].any()  # the second layer's job was skipped
+    host.close()
+
+
+def test_nan_is_an_error_with_the_layers_name_once(host: HostExperts) -> None:
+    layer = layer_of("int8")
+    x, index, weights = inputs(3)
+    x[1, 5] = float("nan")
+    assert not through(host, layer, x, index, weights).any()
+    with pytest.raises(HostExpertsError, match=r"^layers\.7\.int8: hidden states hold NaN or Inf \(token 1 of 3\)"):
+        host.check()
+    assert not through(host, layer, *inputs(2)).any()  # nothing is computed any more
+
+
+def test_heat_and_time_are_counted(host: HostExperts) -> None:
+    layer = layer_of()
+    total = torch.zeros(EXPERTS, dtype=torch.int64)
+    assert torch.equal(host.counts(layer), total) and host.seconds(layer) == 0
+    for tokens in (1, 5, 8):
+        x, index, weights = inputs(tokens, seed=tokens)
+        index[0, 0] = ELSEWHERE
+        through(host, layer, x, index, weights)
+        total += torch.bincount(index[index != ELSEWHERE], minlength=EXPERTS)
+    assert torch.equal(host.counts(layer), total)
+    before = host.seconds(layer)
+    through(host, layer, *inputs(8))
+    assert 0 < before < host.seconds(layer) < 10
+
+
+def test_what_is_enqueued(fake: Fake) -> None:
+    fake.reset()
+    layer, (x, index, weights) = layer_of(), inputs(3)
+    for wait, waits in [("host_function", "host stream 5"), ("word", "until 1 stream 5")]:
+        host = HostExperts(layer.runtime, "cpu", **SIZES, driver=Driver(fake.path), wait=wait)
+        fake.reset()
+        through(host, layer, x, index.int(), weights)
+        assert [call for call in fake.calls if "stream" in call] == [
+            f"out {3 * HIDDEN * 2} stream 5",
+            f"out {3 * TOP_K * 4} stream 5",
+            f"out {3 * TOP_K * 4} stream 5",
+            "host stream 5",
+            waits,
+            f"in {3 * HIDDEN * 2} stream 5",
+        ]
+        fake.reset()
+        host.close()
+        host.close()
+        assert len([call for call in fake.calls if call.startswith("unregister")]) == 1
+
+
+@pytest.mark.parametrize(("after", "call"), [(0, "cuMemcpyDtoHAsync"), (3, "cuLaunchHostFunc")])
+def test_what_the_driver_refuses_is_an_error(fake: Fake, after: int, call: str) -> None:
+    fake.reset()
+    layer, (x, index, weights) = layer_of(), inputs(3)
+    driver = Driver(fake.path)
+    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=driver)
+    through(host, layer, x, index, weights)  # the thread has its context
+    fake.reset(fail_after=after, failure=999)
+    with pytest.raises(CudaError, match=f"{call}.* failed: error 999"):
+        host.submit(layer, x, index, weights)
+    fake.reset()
+    assert torch.equal(through(host, layer, x, index, weights), direct(layer, x, index, weights))
+    fake.reset(fail_after=0, failure=712)
+    with pytest.raises(CudaError, match=r"cuMemHostRegister of \d+ bytes at"):
+        HostExperts(layer.runtime, "cpu", **SIZES, driver=driver)
+    fake.reset()
+    host.close()
+
+
+def test_a_slot_in_use_is_an_error(fake: Fake) -> None:
+    """Two submits to one slot without a wait between: the second would overwrite what is being computed."""
+    fake.reset()
+    layer = make_layer(512, 768, "bf16", native.default_isa(), 1)
+    host = HostExperts(layer.runtime, "cpu", **SIZES | {"hidden_size": 512}, driver=Driver(fake.path))
+    x, index, weights = inputs_for((32, 32), 512)
+    args = (x.detach()[:TOKENS], index[:TOKENS], weights.detach()[:TOKENS])
+    for _ in range(20):  # each takes longer than it takes to submit the next
+        host.submit(layer, *args)
+    host.wait(layer, TOKENS)
+    with pytest.raises(HostExpertsError, match="its slot was submitted to while the job before was not done"):
+        host.check()
+    host.close()
+
+
+BAD = [
+    ({"x": torch.zeros(3, HIDDEN)}, r"hidden_states must be contiguous \[3, 64\] torch.bfloat16 on cpu, got \[3, 64\]"),
+    ({"x": torch.zeros(3, 32).bfloat16()}, r"got \[3, 32\] torch.bfloat16"),
+    ({"x": torch.zeros(HIDDEN, 3).bfloat16().T}, "hidden_states must be contiguous"),
+    ({"index": torch.zeros(2, TOP_K, dtype=torch.int64)}, r"top_k_index must be contiguous \[3, 2\]"),
+    ({"index": torch.zeros(3, TOP_K)}, r"torch.int32 or torch.int64 on cpu, got \[3, 2\] torch.float32"),
+    ({"weights": torch.zeros(3, TOP_K).half()}, "top_k_weights must be contiguous"),
+    ({"x": torch.zeros(33, HIDDEN).bfloat16(), "index": torch.zeros(33, TOP_K, dtype=torch.int64),
+      "weights": torch.zeros(33, TOP_K)}, "33 tokens, host experts take 1 to max_tokens = 32"),
+    ({"slot": 2}, "there is no slot 2, host experts have 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_calls(host: HostExperts, change: dict, message: str) -> None:
+    layer, (x, index, weights) = layer_of(), inputs(3)
+    args = {"x": x, "index": index, "weights": weights, "slot": 0} | change
+    with pytest.raises(ValueError, match=f"^(layers.7.k4: |){message}|{message}"):
+        host.submit(layer, args["x"], args["index"], args["weights"], slot=args["slot"])
+
+
+def test_bad_waits_and_layers(host: HostExperts) -> None:
+    layer, other = layer_of(), layer_of("int8")
+    with pytest.raises(ValueError, match="3 tokens of it are not what was last submitted to slot 0"):
+        host.wait(layer, 3)
+    host.submit(layer, *inputs(3))
+    for bad in ((layer, 2), (other, 3)):
+        with pytest.raises(ValueError, match="so there is nothing to wait for"):
+            host.wait(*bad)
+    host.wait(layer, 3)
+    with pytest.raises(ValueError, match="its runtime is another"):
+        host.submit(layer_of(threads=1), *inputs(3))
+    wide = make_layer(96, 96, "int8", native.default_isa(), 2)
+    with pytest.raises(ValueError, match="hidden_size is 96, host experts were made for 64"):
+        host.counts(wide)
+    host.close()
+    with pytest.raises(ValueError, match="host experts are closed"):
+        host.submit(layer, *inputs(3))
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": 0}, {"slots": 0}, {"top_k": -1}, {"dtype": torch.int8}])
+def test_bad_sizes(change: dict) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        HostExperts(native.runtime(2, 1, native.default_isa()), "cpu", **SIZES | change)
+
+
+def test_bad_adapters_change_nothing(host: HostExperts) -> None:
+    layer, call = layer_of(), inputs(3)
+    lora = make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32)
+    host.set_lora(layer, lora)
+    for bad, message in [
+        (make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32, dropout=0.1), "layers.7.k4: lora_dropout is 0.1"),
+        (make_lora(HIDDEN + 32, INTERMEDIATE, 8, torch.float32), r"layers.7.k4: LoRA A is \[8, 96\]"),
+        (make_lora(HIDDEN, INTERMEDIATE, 257, torch.float32), "LoRA rank is 257"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            host.set_lora(layer, bad)
+    assert torch.equal(through(host, layer, *call), direct(layer, *call, lora))
+
+
+def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:
+    """Every output is of one adapter or the other, never of a mixture."""
+    layer, call = layer_of(), inputs(8)
+    loras = [make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32) for _ in range(2)]
+    expected = [direct(layer, *call, lora) for lora in loras]
+    host.set_lora(layer, loras[0])
+    stop = threading.Event()
+
+    def swap() -> None:
+        for number in range(100_000):
+            host.set_lora(layer, loras[number % 2])
+            if stop.wait(0.001):
+                return
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    for _ in range(100):
+        out = through(host, layer, *call)
+        assert any(torch.equal(out, one) for one in expected)
+    stop.set()
+    thread.join()
+    host.check()
+
+
+def test_steady_calls_take_no_memory() -> None:
+    layer = layer_of(threads=1)
+    host = HostExperts(layer.runtime, "cpu", **SIZES)
+    host.set_lora(layer, make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32))
+    call = inputs(8)
+    for _ in range(5):
+        through(host, layer, *call)
+    before, faults = layer.runtime.workspace_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        through(host, layer, *call)
+    assert layer.runtime.workspace_bytes == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 50
+    host.close()
+
+
+def test_a_forked_child_is_refused(host: HostExperts) -> None:
+    layer, call = layer_of(), inputs(3)
+    through(host, layer, *call)
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            host.submit(layer, *call)
+        except ValueError as error:
+            os.write(write, str(error).encode())
+        finally:
+            host.close()
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert re.search("belong to the process this one was forked from", os.read(read, 1000).decode())
+    assert torch.equal(through(host, layer, *call), direct(layer, *call))
