@@ -1,7 +1,7 @@
 """A served model whose kernels fail, again and again: `ktft serve --supervise` brings it back, with its adapter.
 
-Starts the real server on a tiny checkpoint in which one token's embedding is NaN, loads an adapter, and asks for that
-token: the request must get a 5xx, the server must come back by itself and serve the same adapter, with the same
+Starts the real server on a tiny checkpoint on which one token's hidden states overflow, loads an adapter, and asks for
+that token: the request must get a 5xx, the server must come back by itself and serve the same adapter, with the same
 log-probabilities as before. Then the parent is killed with SIGKILL, and nothing may be left. Some minutes on two cores.
 
     python tests/scripts/serve_crash.py [--crashes 2]
@@ -20,26 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from safetensors.torch import load_file, save_file
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "serve")]
 from adapters import random_adapter  # noqa: E402
+from fragile import TOKEN, write_fragile  # noqa: E402
 from tiny import write_checkpoint  # noqa: E402
 
-TOKEN, PORT = 100, 8765
+PORT = 8765
 URL = f"http://127.0.0.1:{PORT}"
-
-
-def fragile(folder: Path) -> Path:
-    """A checkpoint with NaN in the embedding of `TOKEN`."""
-    checkpoint = write_checkpoint("qwen3moe", folder / "fragile", head_dim=32)
-    for file in checkpoint.glob("*.safetensors"):
-        tensors = load_file(file)
-        if "model.embed_tokens.weight" in tensors:
-            tensors["model.embed_tokens.weight"][TOKEN] = torch.nan
-            save_file(tensors, file, metadata={"format": "pt"})
-    return checkpoint
 
 
 def ask(prompt: list[int]) -> httpx.Response:
@@ -65,7 +53,8 @@ def main() -> None:
     crashes = parser.parse_args().crashes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoint, log = fragile(folder), folder / "log.txt"
+        tiny = write_checkpoint("qwen3moe", folder / "tiny", head_dim=32)
+        checkpoint, log = write_fragile(tiny, folder / "fragile"), folder / "log.txt"
         adapter = random_adapter(checkpoint, folder / "tuned")
         others = processes()
         command = [str(Path(sys.executable).with_name("ktft")), "serve", str(checkpoint), "--port", str(PORT)]

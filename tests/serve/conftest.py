@@ -66,7 +66,7 @@ def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[tuple[Ser
     command = [str(Path(sys.executable).with_name("ktft")), "serve", str(checkpoint), "--port", str(port), "--verbose"]
     command += ["--threads", "1", "--max-model-len", "256", "--max-num-seqs", "8", *options]
     # structured answers of random weights would be white space without end
-    command += ["--", "--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}']
+    command += ["--", "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
