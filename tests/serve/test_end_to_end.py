@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from adapters import random_adapter
-from tiny import write_checkpoint, write_data
+from conftest import Server, serving
+from tiny import write_data
 
 TRAINING_BIN = os.environ.get("KTFT_TRAINING_BIN")
 QUESTIONS = [f"add {number} and {number + 1}" for number in (0, 3, 7, 12)]
-STARTS_WITHIN, ENDS_WITHIN = 300, 60  # seconds
 MEAN_LIMIT = 0.05  # nats: merging rounds every weight to bf16 once more
 
 pytestmark = pytest.mark.skipif(not TRAINING_BIN, reason="KTFT_TRAINING_BIN names no training environment")
@@ -56,10 +49,9 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("run")
-    found = Trained(folder / "base", folder / "adapter", folder / "merged")
-    write_checkpoint("qwen3moe", found.base, head_dim=32)
+    found = Trained(served_checkpoint, folder / "adapter", folder / "merged")
     settings = {
         "model_name_or_path": str(found.base),
         "stage": "sft",
@@ -88,74 +80,49 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return found
 
 
-@contextmanager
-def serving(log: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`ktft serve` of this environment; it must end with 0 when it is told to."""
-    command = [str(Path(sys.executable).parent / "ktft"), "serve", *map(str, arguments)]
-    command += ["--expert-format", "bf16", "--threads", "1", "--max-model-len", "256", "--kv-cache-memory", "64M"]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield process
-        process.terminate()
-        assert process.wait(ENDS_WITHIN) == 0, log.read_text()[-4000:]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait(ENDS_WITHIN)
-
-
-def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    end = time.monotonic() + STARTS_WITHIN
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-4000:]
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(0.3)
-    pytest.fail(f"not ready in {STARTS_WITHIN} s:\n{log.read_text()[-4000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
-def urls(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Where `unmerged` (base and adapter) and `merged` are served; they start together."""
-    logs = tmp_path_factory.mktemp("logs")
-    models = {"unmerged": (trained.base, "--adapter", trained.adapter), "merged": (trained.merged,)}
-    with ExitStack() as stack:
-        started = {}
-        for name, arguments in models.items():
-            port, log = free_port(), logs / f"{name}.log"
-            process = stack.enter_context(serving(log, *arguments, "--port", str(port)))
-            started[name] = (process, f"http://127.0.0.1:{port}", log)
-        for each in started.values():
-            wait(*each)
-        yield {name: url for name, (_, url, _) in started.items()}
+def merged_server(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The merged model, by `ktft serve`."""
+    with serving(trained.merged, tmp_path_factory.mktemp("server"), "--expert-format", "bf16") as (server, _):
+        yield server
 
 
-def answers(url: str, model: str) -> list[dict[str, Any]]:
-    """Each question's greedy answer: its text, tokens and their log-probabilities."""
+@pytest.fixture
+def adapted(server: Server, trained: Trained) -> Iterator[str]:
+    """The name of the trained adapter, which the server of the base model has loaded meanwhile."""
+    body = {"lora_name": "trained", "lora_path": str(trained.adapter)}
+    loaded = server.post("/v1/load_lora_adapter", **body)
+    assert loaded.status_code == 200, loaded.text
+    yield "trained"
+    server.post("/v1/unload_lora_adapter", lora_name="trained").raise_for_status()
+
+
+def answers(server: Server, model: str) -> list[dict[str, Any]]:
+    """Each question's greedy answer: tokens and their log-probabilities."""
     found = []
     for question in QUESTIONS:
         body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 12}
         more = {"temperature": 0, "logprobs": True, "return_token_ids": True}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body | more, timeout=120)
+        answer = server.post("/v1/chat/completions", **body, **more)
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        found.append({"text": choice["message"]["content"], "tokens": choice["token_ids"], "logprobs": logprobs})
+        found.append({"tokens": choice["token_ids"], "logprobs": logprobs})
     return found
 
 
-def test_merged_and_unmerged_answer_alike(trained: Trained, urls: dict[str, str]) -> None:
-    unmerged = answers(urls["unmerged"], trained.adapter.name)
-    merged = answers(urls["merged"], trained.merged.name)
+def verify(server: Server, trained: Trained) -> tuple[int, dict[str, Any]]:
+    """`ktft verify --serve` of base and adapter, in the training environment."""
+    options = ["--adapter", str(trained.adapter), "--format", "bf16", "--threads", "1", "--json"]
+    done = training("ktft", "verify", str(trained.base), "--serve", server.url, *options)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_merged_and_unmerged_answer_alike(
+    trained: Trained, server: Server, merged_server: Server, adapted: str
+) -> None:
+    unmerged, merged = answers(server, adapted), answers(merged_server, trained.merged.name)
     assert [each["tokens"] for each in unmerged] == [each["tokens"] for each in merged]
     differences = [
         abs(a - b)
@@ -165,34 +132,17 @@ def test_merged_and_unmerged_answer_alike(trained: Trained, urls: dict[str, str]
     assert sum(differences) / len(differences) < MEAN_LIMIT
 
 
-@pytest.mark.parametrize("served", ["unmerged", "merged"])
-def test_the_server_is_the_trained_model(trained: Trained, urls: dict[str, str], served: str) -> None:
+def test_both_are_the_model_that_was_trained(
+    trained: Trained, server: Server, merged_server: Server, adapted: str
+) -> None:
     """Log-probabilities of training's model, base and adapter, within the noise of bf16."""
-    report = verify(urls[served], trained.base, "--adapter", trained.adapter)
-    assert report["passed"] and report["verdict"] == "adapter applied"
-    assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
-    assert report["tokens"] > 500 and report["continued"] > 100
+    for each in (server, merged_server):
+        status, report = verify(each, trained)
+        assert status == 0 and report["verdict"] == "adapter applied", report["problems"]
+        assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
+        assert report["tokens"] > 500 and report["continued"] > 100
 
 
-def verify(url: str, model: Path, *options: str | Path) -> dict[str, Any]:
-    """`ktft verify --serve`, in the training environment."""
-    command = ["verify", str(model), "--serve", url, "--format", "bf16", "--threads", "1", "--json"]
-    done = training("ktft", *command, *map(str, options))
-    assert done.returncode in (0, 1), done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert report["passed"] == (done.returncode == 0)
-    return report
-
-
-def test_another_adapter_and_none(trained: Trained, urls: dict[str, str], tmp_path: Path) -> None:
-    """The server changes its adapter; what verify says of the trained one follows."""
-    url = urls["unmerged"]
-    other = random_adapter(trained.base, tmp_path / "other", 0.3)
-    loaded = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": str(other)}, timeout=60)
-    assert loaded.status_code == 200, loaded.text
-    report = verify(url, trained.base, "--adapter", trained.adapter)
-    assert report["verdict"] == "off" and report["model"] == "other"
-    httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "other"}, timeout=60).raise_for_status()
-    report = verify(url, trained.base, "--adapter", trained.adapter)
-    assert report["verdict"] == "adapter NOT applied" and "adapter NOT applied" in report["problems"][0]
-    assert verify(url, trained.base)["verdict"] == "the same model"
+def test_an_adapter_that_is_not_applied(trained: Trained, server: Server) -> None:
+    status, report = verify(server, trained)
+    assert status == 1 and report["verdict"] == "adapter NOT applied", report

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ktft.bench.cases import Shape
@@ -44,7 +44,6 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     words = [PAD, END, *(f"w{number}" for number in range(2, VOCABULARY))]
     raw = Tokenizer(models.WordLevel(vocab={word: number for number, word in enumerate(words)}, unk_token=PAD))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    raw.decoder = decoders.WordPiece(prefix="")
     raw.add_special_tokens([PAD, END])
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, pad_token=PAD)
     fast.chat_template = CHAT_TEMPLATE

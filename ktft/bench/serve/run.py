@@ -82,7 +82,7 @@ def _time_group(
                 for name, server in list(servers.items()):
                     say(f"{load.clients} clients, round {turn + 1}/{plan.rounds}: {name}")
                     try:
-                        found = server.client.round(load, 1000 * number + turn)
+                        found = server.client.round(load, seed=1000 * number + turn + WARM_ROUNDS)
                     except ServerFailed as error:
                         _give_up(name, error, absent)
                         del servers[name]
