@@ -23,7 +23,7 @@ void bind_cuda(py::module_& m) {
       .def(py::init<const std::string&>(), py::arg("library"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("devices", &CudaDriver::devices)
       .def("register_host", &CudaDriver::register_host, py::arg("device"), py::arg("address"), py::arg("bytes"),
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("mapped") = false, py::call_guard<py::gil_scoped_release>())
       .def("unregister_host", &CudaDriver::unregister_host, py::arg("device"), py::arg("address"),
            py::call_guard<py::gil_scoped_release>())
       .def("copy", &CudaDriver::copy, py::arg("device"), py::arg("direction"), py::arg("rows"), py::arg("matrices"),

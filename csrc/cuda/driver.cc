@@ -94,10 +94,10 @@ CudaDriver::Context CudaDriver::primary(int device) {
   return context;
 }
 
-void CudaDriver::register_host(int device, uintptr_t address, size_t bytes) {
-  constexpr unsigned kPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE
+void CudaDriver::register_host(int device, uintptr_t address, size_t bytes, bool mapped) {
+  constexpr unsigned kPortable = 1, kDeviceMap = 2;  // CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
   const Current current(*this, device);
-  check(host_register_(reinterpret_cast<void*>(address), bytes, kPortable),
+  check(host_register_(reinterpret_cast<void*>(address), bytes, kPortable | (mapped ? kDeviceMap : 0)),
         "cuMemHostRegister of " + std::to_string(bytes) + " bytes at " + hex(address));
 }
 
@@ -131,12 +131,17 @@ void CudaDriver::call_host(int device, void (*fn)(void*), void* data, uintptr_t 
   check(call_host_(reinterpret_cast<void*>(stream), fn, data), "cuLaunchHostFunc");
 }
 
-void CudaDriver::wait_for(int device, const void* word, uint32_t value, uintptr_t stream) {
-  constexpr unsigned kEqual = 1;  // CU_STREAM_WAIT_VALUE_EQ
+uintptr_t CudaDriver::device_address(int device, const void* mapped) {
   const Current current(*this, device);
   unsigned long long at = 0;
-  check(device_pointer_(&at, const_cast<void*>(word), 0), "cuMemHostGetDevicePointer");
-  check(wait_value_(reinterpret_cast<void*>(stream), at, value, kEqual), "cuStreamWaitValue32");
+  check(device_pointer_(&at, const_cast<void*>(mapped), 0), "cuMemHostGetDevicePointer");
+  return at;
+}
+
+void CudaDriver::wait_for(int device, uintptr_t word, uint32_t value, uintptr_t stream) {
+  constexpr unsigned kEqual = 1;  // CU_STREAM_WAIT_VALUE_EQ
+  const Current current(*this, device);
+  check(wait_value_(reinterpret_cast<void*>(stream), word, value, kEqual), "cuStreamWaitValue32");
 }
 
 }  // namespace ktft

@@ -32,8 +32,9 @@ class CudaDriver {
 
   int devices() const { return int(contexts_.size()); }
 
-  // Locks host memory where it lies, so that copies of it run asynchronously at full rate, for every device.
-  void register_host(int device, uintptr_t address, size_t bytes);
+  // Locks host memory where it lies, so that copies of it run asynchronously at full rate, for every device; `mapped`:
+  // the device can read it.
+  void register_host(int device, uintptr_t address, size_t bytes, bool mapped = false);
   void unregister_host(int device, uintptr_t address);
 
   // Begins copies on a stream (a raw handle) of the device, in order; returns how many there were. Nothing is awaited:
@@ -45,8 +46,10 @@ class CudaDriver {
   // must neither throw nor call CUDA.
   void call_host(int device, void (*fn)(void*), void* data, uintptr_t stream);
 
-  // What comes after it in the stream waits until the word, in registered memory, has the value.
-  void wait_for(int device, const void* word, uint32_t value, uintptr_t stream);
+  // Where the device sees mapped memory.
+  uintptr_t device_address(int device, const void* mapped);
+  // What comes after it in the stream waits until the word at a device address has the value.
+  void wait_for(int device, uintptr_t word, uint32_t value, uintptr_t stream);
 
  private:
   using Context = void*;

@@ -49,7 +49,9 @@ HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaD
     slot.out = slot.weights + weights;
     slot.wide_index.resize(routes);
   }
-  if (driver_) driver_->register_host(device_, reinterpret_cast<uintptr_t>(arena_.data()), arena_.size());
+  if (driver_) driver_->register_host(device_, reinterpret_cast<uintptr_t>(arena_.data()), arena_.size(), true);
+  if (driver_ && how_ == StreamWait::kWord)
+    for (Slot& slot : slots_) slot.done_on_device = driver_->device_address(device_, slot.done);
   spun_for_ = runtime_->pool.spin_for(kSpin);
   thread_ = std::thread([this] { work(); });
 }
@@ -143,7 +145,7 @@ void HostExperts::wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uin
              " tokens of it are not what was last submitted to slot ", slot, ", so there is nothing to wait for");
   Block& block = *last;
   if (driver_ && how_ == StreamWait::kWord)
-    driver_->wait_for(device_, block.slot->done, kDone, stream);
+    driver_->wait_for(device_, block.slot->done_on_device, kDone, stream);
   else
     call_host(&HostExperts::awaited, block, stream);
   const size_t bytes = size_t(tokens) * shape_.hidden * dtype_bytes(shape_.dtype);

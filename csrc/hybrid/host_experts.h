@@ -77,7 +77,8 @@ class HostExperts {
   };
   struct Block;
   struct Slot {
-    std::atomic<uint32_t>* done;  // 1, or 0 from a job's submission to its end; in the arena, where the GPU can read it
+    std::atomic<uint32_t>* done;  // 1, or 0 from a job's submission to its end; in the arena
+    uintptr_t done_on_device = 0;
     char *hidden, *index, *weights, *out;
     std::vector<int64_t> wide_index;
     std::atomic<Block*> last{nullptr};  // enqueued
