@@ -1,4 +1,5 @@
-# ktft from a bare checkout: every target first makes what it needs, once, in .venv.
+# ktft from a bare checkout: every target first makes what it needs, once, in .venv; for tests of serving also in
+# .venv-serve, since vLLM on the CPU needs a transformers that LLaMA-Factory refuses.
 #   make demo    a small MoE, trained with LoRA through llamafactory-cli
 #   make test    all tests         make lint    style, types, C++ format
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
@@ -13,19 +14,24 @@ TORCH ?= torch==2.13.0
 # torchvision and torchaudio have no CPU builds to match; LLaMA-Factory needs the second to import.
 STUBS ?= ./ci/stubs/torchvision ./ci/stubs/torchaudio
 EXTRAS := llamafactory dev
+# vLLM's build for CPUs asks for them too, and text needs none.
+SERVE_STUBS ?= $(STUBS) ./ci/stubs/torchcodec
+SERVE_VENV ?= .venv-serve
+SERVE_BIN := $(SERVE_VENV)/bin
 
 # Twice quiet: errors, a failed compilation among them, are still shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test lint bench sanitize native format clean
+.PHONY: demo test lint bench sanitize native serving format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
 
-test: native
-	$(BIN)/python -m pytest tests
+test: native serving
+	$(BIN)/python -m pytest tests --ignore tests/serve
+	$(SERVE_BIN)/python -m pytest tests/serve
 
 lint: native
 	$(BIN)/ruff check .
@@ -71,5 +77,21 @@ $(VENV)/.native: $(VENV)/.environment $(NATIVE_SOURCES)
 	@$(PIP) install --no-build-isolation --no-deps --editable .
 	@touch $@
 
+serving: $(SERVE_VENV)/.native
+
+$(SERVE_VENV)/.environment: $(VENV)/.environment
+	@echo "ktft: environment for serving in $(SERVE_VENV) (0.6 GB to download the first time, some minutes) ..."
+	@$(PYTHON) -m venv $(SERVE_VENV)
+	@$(BIN)/python ci/requirements.py serve-cpu test > $(SERVE_VENV)/requirements.txt
+	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
+	@touch $@
+
+# The core of .venv, compiled once: an editable wheel from the same build folder.
+$(SERVE_VENV)/.native: $(SERVE_VENV)/.environment $(VENV)/.native
+	@rm -rf build/editable
+	@$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/editable")' > build/editable.log 2>&1 || { cat build/editable.log; exit 1; }
+	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(SERVE_VENV) build

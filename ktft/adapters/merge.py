@@ -23,7 +23,7 @@ from ktft.adapters.merge_records import Records
 from ktft.adapters.merge_shards import ShardMerge
 from ktft.adapters.merge_survival import DROWNED, WEAK, GroupOutcome, by_group
 from ktft.adapters.merge_weights import BF16, SAME
-from ktft.adapters.saved import SavedAdapter
+from ktft.adapters.saved import SavedAdapter, require_untouched_base
 from ktft.checkpoint.cache import sha256
 from ktft.checkpoint.files import TEMPORARY, locked, sync_directory, to_json, write_whole
 from ktft.checkpoint.identity import identify
@@ -35,8 +35,6 @@ from ktft.model.quantizer import LoadPlan
 STATE = "merge.unfinished.json"
 PACKED = tuple(name for name in EXPERT_FORMATS if name != BF16)
 FORMATS = (SAME, BF16, *PACKED)
-INITS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base weights as they are."""
 
 
 class Merge:
@@ -152,11 +150,7 @@ def _check_mergeable(adapter: SavedAdapter) -> None:
     Raises:
         ValueError: with the cure.
     """
-    if (init := adapter.config.init_lora_weights) not in INITS:
-        raise ValueError(
-            f"{adapter.directory / CONFIG}: init_lora_weights={init!r} changed the base weights before training, so "
-            "the adapter does not belong on BASE; save it with PEFT's path_initial_model_for_weight_conversion first"
-        )
+    require_untouched_base(adapter)
     tied: Any = adapter.model.all_tied_weights_keys
     for name in (*adapter.whole, *(f"{place.name}.weight" for place in adapter.linears)):
         if name in tied or name in tied.values():

@@ -34,7 +34,6 @@ from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts
 from ktft.model.shape import shape_of
-from ktft.native import ExpertLayer
 
 PREFIX = "base_model.model."
 """What PEFT puts before a module's name in an adapter file."""
@@ -45,6 +44,8 @@ REFUSED = UNSUPPORTED | {
     "alora_invocation_tokens": "activated LoRA",
 }
 """PEFT's options that add what has no place here, and what people call them."""
+INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base weights as they are."""
 
 
 @dataclass(frozen=True)
@@ -203,14 +204,28 @@ class SavedAdapter:
             out.copy_(self.read(place.tensor(kind)))
         return stacked
 
-    def lora(self, layer: ExpertLayer) -> ExpertLora | None:
-        """The LoRA on this layer's experts, which are called `layer.name` in the model. None if it has none."""
+    def lora(self, experts: str) -> ExpertLora | None:
+        """The LoRA on the routed experts that this module holds, fp32. None if it has none."""
         pairs = {}
-        for projection in self.expert_projections(layer.name):
-            places = [self.places[f"{layer.name}.{expert}.{projection}"] for expert in range(layer.num_experts)]
+        for projection in self.expert_projections(experts):
+            count = self.experts[experts].num_experts
+            places = [self.places[f"{experts}.{expert}.{projection}"] for expert in range(count)]
             a, b = (self.stack(places, kind) for kind in KINDS)
             pairs[projection] = LoraPair(a, b, places[0].scaling)
         return ExpertLora(pairs) if pairs else None
+
+
+def require_untouched_base(adapter: SavedAdapter) -> None:
+    """Refuse an adapter whose initialization took something out of the base model's weights.
+
+    Raises:
+        ValueError: with the cure.
+    """
+    if (init := adapter.config.init_lora_weights) not in INITS:
+        raise ValueError(
+            f"{adapter.directory / CONFIG}: init_lora_weights={init!r} changed the base weights before training, so "
+            "the adapter does not belong on BASE; save it with PEFT's path_initial_model_for_weight_conversion first"
+        )
 
 
 def _tensors_in(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -132,7 +132,8 @@ class Family:
     Attributes:
         name: what people call it.
         model_types: values of `model_type` in config.json; a text model within another may have its own.
-        experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces.
+        experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; where its versions
+            differ, their names with | between them.
         layouts: how its checkpoints hold the experts; several where releases and re-saved checkpoints differ.
         swiglu: the activation that stands for `hidden_act: silu`.
         biases: whether the experts' projections have biases.
@@ -151,6 +152,11 @@ class Family:
     shared_experts: tuple[str, ...] = ("shared_experts",)
     router: str = "gate"
     without_lora: tuple[str, ...] = ("gate",)
+
+    @property
+    def experts_classes(self) -> tuple[str, ...]:
+        """Names of `experts_class`."""
+        return tuple(self.experts_class.split("|"))
 
     def layout(self, names: Iterable[str]) -> Layout:
         """The layout of the checkpoint that has these tensors; the first if none is found."""
@@ -197,10 +203,10 @@ ROWS = (
         layouts=(replace(in_language_model(STACKED), transposed=None), in_language_model(SEPARATE)),
     ),
     Family("DeepSeek-V2", ("deepseek_v2",), "DeepseekV2Experts"),
-    Family("DeepSeek-V3", ("deepseek_v3",), "DeepseekV3NaiveMoe"),
-    Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe"),
-    Family("GLM-4-MoE", ("glm4_moe",), "Glm4MoeNaiveMoe"),
-    Family("GLM-5", ("glm_moe_dsa",), "GlmMoeDsaNaiveMoe", without_lora=("gate", "indexer")),
+    Family("DeepSeek-V3", ("deepseek_v3",), "DeepseekV3NaiveMoe|DeepseekV3Experts"),
+    Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe|DeepseekV3Experts"),
+    Family("GLM-4-MoE", ("glm4_moe",), "Glm4MoeNaiveMoe|Glm4MoeExperts"),
+    Family("GLM-5", ("glm_moe_dsa",), "GlmMoeDsaNaiveMoe|GlmMoeDsaExperts", without_lora=("gate", "indexer")),
     Family("MiniMax-M2", ("minimax_m2",), "MiniMaxM2Experts", layouts=(MIXTRAL,)),
     Family(
         "gpt-oss",

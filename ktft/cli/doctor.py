@@ -120,22 +120,35 @@ def gpu() -> Iterator[Row]:
 
 
 def packages() -> Iterator[Row]:
-    from packaging.version import Version
-
     from ktft import config
 
     yield Row("python", "ok", platform.python_version())
-    for name, (lower, upper) in config.TESTED_VERSIONS.items():
-        cure = config.pip_install(name)
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+    servers = [name for name in config.SERVERS if _version(name)]
+    for name, tested in (config.TESTED_VERSIONS | {name: config.SERVING_VERSIONS[name] for name in servers}).items():
+        version, cure = _version(name), config.pip_install(name)
+        serving = config.SERVING_VERSIONS.get(name, tested) if servers else tested
+        if version is None:
             yield Row(name, "warn" if name in OPTIONAL_PACKAGES else "fail", "not installed", cure)
-            continue
-        if Version(lower) <= Version(version) < Version(upper):
+        elif _within(version, tested):
             yield Row(name, "ok", version)
+        elif _within(version, serving):
+            value = f"{version}; serves with {servers[0]}, trains from {tested[0]} to below {tested[1]}"
+            yield Row(name, "ok", value)
         else:
-            yield Row(name, "fail", f"{version}; tested from {lower} to below {upper}", cure)
+            yield Row(name, "fail", f"{version}; tested from {serving[0]} to below {serving[1]}", cure)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _within(version: str, tested: tuple[str, str]) -> bool:
+    from packaging.version import Version
+
+    return Version(tested[0]) <= Version(version) < Version(tested[1])
 
 
 def hook() -> Iterator[Row]:

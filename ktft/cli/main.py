@@ -19,8 +19,10 @@ from rich.text import Text
 
 from ktft import config
 from ktft.cli import bench
+from ktft.cli.chat import chat
 from ktft.cli.export import export
 from ktft.cli.plan import plan
+from ktft.cli.serve import serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +34,8 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.command()(plan)
 app.command()(export)
+app.command()(serve)
+app.command()(chat)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERSION_PACKAGES = ("torch", "transformers", "peft", "accelerate", "llamafactory")

@@ -23,9 +23,39 @@ def show(steps: Iterator[tuple[str, int]], total: int, console: Console) -> None
 @contextmanager
 def progress_bar(total: int, console: Console) -> Iterator[Callable[[str, int], None]]:
     """For work that reports by itself: what to call with (what is worked on, bytes that are done with)."""
-    described, bar = TextColumn("{task.description}"), BarColumn()
-    with Progress(
-        described, bar, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console
-    ) as progress:
+    with _bar(console) as progress:
         task = progress.add_task("starting", total=total)
         yield lambda step, nbytes: progress.update(task, description=step, advance=nbytes)
+
+
+class Phases:
+    """A bar for work of another process, which has phases; a line each where the output is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._phase = console, ""
+        self._bar: Progress | None = None
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """Show how far it is: bytes, 0 of 0 where there are none to count."""
+        new, self._phase = phase != self._phase, phase
+        if not self._console.is_terminal:
+            if new:
+                self._console.print(f"{phase} ...", highlight=False, soft_wrap=True)
+            return
+        if self._bar is None or new:
+            self.end()
+            self._bar = _bar(self._console)
+            self._bar.add_task(phase, total=total or None)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total or None)
+
+    def end(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _bar(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=console)

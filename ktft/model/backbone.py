@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 
-from ktft.checkpoint.load import any_match, check_shapes, locate, refuse
+from ktft.checkpoint.load import any_match, check_shapes, locate, naming, refuse
 from ktft.checkpoint.reader import CheckpointReader, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
 
@@ -85,6 +85,23 @@ class Backbone:
         """Scheme and tensors by role of one of the model's weights; None if the checkpoint has none of its own."""
         return self._sources.get(name, self._sources.get(self._prefix + name))
 
+    def read(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Each weight by the name that a plain checkpoint has; those that are quantized dequantized to `dtype`.
+
+        Raises:
+            ValueError: NaN or Inf; the message names file and tensor.
+        """
+        with self.checkpoint:
+            for scheme, parts in self._sources.values():
+                codes = parts["codes"]
+                tensors = {role: self.checkpoint.read(entry.name) for role, entry in parts.items()}
+                if scheme is PLAIN_SCHEME:
+                    refuse_not_finite(tensors["codes"], codes)
+                    yield codes.name, tensors["codes"]
+                    continue
+                with naming(codes):
+                    yield f"{scheme.stem_of(codes.name)}.weight", scheme.decode(tensors).dequantize().to(dtype)
+
     def conversions(self) -> list[WeightConverter]:
         """For transformers: how the scheme's tensors become weights. None of a plain checkpoint."""
         scheme = self.checkpoint.scheme
@@ -126,9 +143,15 @@ class Backbone:
             if tensor.dtype != self._dtypes[self._prefix + name]:
                 weight = model.get_parameter_or_buffer(name)
                 weight.data = weight.data.to(self._dtypes[self._prefix + name])
-            if not all(math.isfinite(bound) for bound in tensor.aminmax()):  # NaN spreads to both
-                entry = source[1]["codes"]
-                raise ValueError(f"{entry.file}: {entry.name} holds NaN or Inf; download the file again")
+            refuse_not_finite(tensor, source[1]["codes"])
+
+
+def refuse_not_finite(tensor: Tensor, entry: TensorEntry) -> None:
+    """Raise ValueError, which names file and tensor, if there is NaN or Inf in it."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    if not all(math.isfinite(bound) for bound in tensor.aminmax()):  # NaN spreads to both
+        raise ValueError(f"{entry.file}: {entry.name} holds NaN or Inf; download the file again")
 
 
 class _Dequantize(ConversionOps):

@@ -122,14 +122,14 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
     """
     found = []
     for name, module in model.named_modules():
-        if type(module).__name__ == family.experts_class:
+        if type(module).__name__ in family.experts_classes:
             experts, rows, cols = module.get_parameter("down_proj").shape
             sizes = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
             found.append((layer_number(name), name, (experts, *sizes)))
     if not found:
         config: Any = model.config
         raise ValueError(
-            f"{type(model).__name__} (model_type {config.model_type!r}) has no {family.experts_class} to replace; "
+            f"{type(model).__name__} (model_type {config.model_type!r}) has no {family.experts_classes[0]} to replace; "
             "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
         )
     return found

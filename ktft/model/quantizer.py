@@ -157,7 +157,7 @@ class KtftHfQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._plan = LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
-        _check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
+        check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
         if self._plan.backbone.conversions():
             self.pre_quantized = True  # else transformers casts integers and scales to the model's dtype
 
@@ -173,8 +173,12 @@ class KtftHfQuantizer(HfQuantizer):
         return model
 
 
-def _check_memory(model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int, device_map: Any) -> None:
-    """Refuse a model that would not fit, before its weights are read."""
+def check_memory(model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int, device_map: Any) -> None:
+    """Refuse a model that would not fit, before its weights are read.
+
+    Raises:
+        ValueError: how much it needs and how much there is.
+    """
     places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
     needed = sum(layer.packed_bytes for layer in plan.layers.values())
     if all(str(place) == "cpu" for place in places):
@@ -210,11 +214,8 @@ class LoadPlan:
         self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
         self.title = f"{doing} experts ({self.expert_format})"
         # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
-        model._keys_to_ignore_on_load_unexpected = [
-            *ignored,
-            r"\.experts\.",
-            IGNORED.pattern,
-        ]
+        kind = set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list  # set from transformers 5.17 on
+        model._keys_to_ignore_on_load_unexpected = kind([*ignored, r"\.experts\.", IGNORED.pattern])
 
     def load_experts(self) -> None:
         """Read each expert weight once, in the order of the files, and pack it, unless it is packed already."""

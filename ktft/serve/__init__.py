@@ -1,1 +1,1 @@
-"""Serving: experts of a model that an inference engine runs."""
+"""`ktft serve`: vLLM serves a model whose routed experts ktft computes."""

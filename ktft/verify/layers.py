@@ -146,7 +146,7 @@ class LayerVerifier:
         lora = (
             random_lora(layer, torch.Generator().manual_seed(SEED + number))
             if self.adapter is None
-            else self.adapter.lora(layer)
+            else self.adapter.lora(layer.name)
         )
         contract = check_contract(layer, lora, self.top_k, self.tokens, SEED + number)
         problems = [each.problem(number) for each in contract if not each.passed]

@@ -143,7 +143,7 @@ def check_layers(
         old, new = before.layers.pop(number), after.layers.pop(number)
         generator = torch.Generator().manual_seed(SEED + number)
         inputs = _random_inputs(old, top_k, generator)
-        lora = saved.lora(old)
+        lora = saved.lora(old.name)
         for nbytes in before.experts.load({number: old}):
             yield f"checking layer {number}", nbytes
         expected = old.forward(*inputs, lora, "none")[0]

@@ -1,0 +1,204 @@
+"""`ktft serve`: refusals, progress, and what is said while it runs. torch is imported when the command runs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ktft.cli.progress import Phases
+
+if TYPE_CHECKING:
+    from ktft.serve.checks import Findings, Options
+    from ktft.serve.launch import Failed, Place, Watcher
+    from ktft.serve.settings import ServeSettings
+
+FORMATS = "bf16, int8, fp8, k4, int4 or mxfp4. [a converted MODEL's own, else int8]"
+
+
+def serve(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, as released, merged or converted.")],
+    extra: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- VLLM ARGUMENTS]", help="Further arguments of vLLM.")
+    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Directory of an adapter to serve, unmerged.")] = None,
+    adapter_name: Annotated[str | None, typer.Option(help="What requests call it. [its directory's name]")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the base model. [its directory's name]")
+    ] = None,
+    expert_format: Annotated[str | None, typer.Option(help=FORMATS)] = None,
+    expert_checkpoint: Annotated[Path | None, typer.Option(help="Where the experts are, if not in MODEL.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="Key that requests must give. [none is needed]")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt and its answer. [the model's, if they fit]")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that are computed at once.")] = 32,
+    kv_cache_memory: Annotated[str | None, typer.Option(help="For the KV cache, as 8G. [part of what is left]")] = None,
+    adapter_swap: Annotated[
+        bool, typer.Option("--adapter-swap", help="Let adapters be loaded while it runs; --adapter does too.")
+    ] = False,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
+    swap_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that requests and a change of the adapter wait for each other.")
+    ] = 60.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to split experts over. [all]")] = None,
+    gpu_expert_memory: Annotated[str, typer.Option(help="GPU memory for experts that stay there, as 8G, or auto.")] = (
+        "0"
+    ),
+    activation_bits: Annotated[int, typer.Option(help="16; or 8: faster on AMX with int8 experts, less exact.")] = 16,
+    supervise: Annotated[bool, typer.Option("--supervise", help="Start again after a crash.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log, which else goes to a file.")] = False,
+) -> None:
+    """Serve a model with an OpenAI-compatible API, its experts computed by ktft, with or without an adapter.
+
+    Exits with 0 when it was told to end (Ctrl-C, SIGTERM), 1 if the server could not start or died, 2 on bad input.
+    """
+    from ktft.serve.checks import Options
+    from ktft.serve.settings import ServeSettings
+
+    console = Console(stderr=True)
+    try:
+        settings = ServeSettings(
+            checkpoint=str(model),
+            served_name=served_model_name,
+            adapter=None if adapter is None else str(adapter),
+            adapter_name=adapter_name,
+            adapter_swap=adapter_swap or adapter is not None,
+            expert_format=expert_format,
+            expert_checkpoint=None if expert_checkpoint is None else str(expert_checkpoint),
+            threads=threads,
+            numa_nodes=numa_nodes,
+            gpu_expert_memory=gpu_expert_memory,
+            activation_bits=activation_bits,
+            max_lora_rank=max_lora_rank,
+            swap_timeout=swap_timeout,
+        )
+        options = Options(
+            host, port, max_model_len, max_num_seqs, _size(kv_cache_memory), api_key or None, tuple(extra or ())
+        )
+        run(settings, options, console, supervise=supervise, verbose=verbose)
+    except (OSError, ValueError) as error:
+        console.print(Text(str(error), style="red"), soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _size(text: str | None) -> int | None:
+    from ktft.config import parse_size
+
+    return None if text is None else parse_size(text)
+
+
+def run(
+    settings: ServeSettings,
+    options: Options,
+    console: Console,
+    *,
+    supervise: bool = False,
+    verbose: bool = False,
+) -> None:
+    """Check, start, and serve until told to end.
+
+    Raises:
+        ValueError, OSError: nothing was started.
+        typer.Exit: it could not start, or died; the user was told.
+    """
+    from ktft.serve import launch
+
+    found = _checked(settings, options, console)
+    with _files(console, verbose) as (place, progress):
+        watcher = _watcher(console, progress, options)
+        launch.run(settings, options, found, place, watcher, verbose=verbose, supervise=supervise)
+
+
+@contextmanager
+def started(settings: ServeSettings, options: Options, console: Console) -> Iterator[str]:
+    """A server for as long as the block lasts. Yields its address.
+
+    Raises:
+        ValueError, OSError, typer.Exit: see `run`.
+    """
+    from ktft.serve.launch import Server, url
+
+    found, never = _checked(settings, options, console), threading.Event()
+    with _files(console, verbose=False) as (place, progress):
+        server = Server(settings, options, found, place)
+        try:
+            server.wait_ready(never, _watcher(console, progress, options).loading)
+            progress.end()
+            yield url(options)
+        finally:
+            server.end(never)
+
+
+def _checked(settings: ServeSettings, options: Options, console: Console) -> Findings:
+    from ktft.serve.checks import check
+
+    with console.status(f"checking {settings.checkpoint} ..."):
+        found = check(settings, options)
+    for note in found.notes:
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+    return found
+
+
+def _watcher(console: Console, progress: Phases, options: Options) -> Watcher:
+    from ktft.serve.launch import Watcher, url
+    from ktft.serve.progress import READY, Progress
+
+    def loading(state: Progress) -> None:
+        phase = "Starting the engine" if state.phase == READY else state.phase
+        progress(phase, *((0, 0) if state.phase == READY else (state.done, state.total)))
+
+    def ready(settings: ServeSettings) -> None:
+        progress.end()
+        served = settings.served_adapter
+        name = f"{served[0]} (adapter of {settings.base_name})" if served else settings.base_name
+        console.print(Text(f"serving {name} at {url(options)}/v1; Ctrl-C ends it", style="green"), soft_wrap=True)
+
+    def crashed(failure: Failed, pause: float) -> None:
+        progress.end()
+        _tell(console, failure)
+        console.print(Text(f"starting it again in {pause:.0f} s", style="yellow"), soft_wrap=True)
+
+    return Watcher(loading, ready, crashed)
+
+
+def _tell(console: Console, failure: Failed) -> None:
+    for line in failure.lines:
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    console.print(Text(str(failure), style="red"), soft_wrap=True)
+
+
+@contextmanager
+def _files(console: Console, verbose: bool) -> Iterator[tuple[Place, Phases]]:
+    """A directory for a server's files, which goes unless it fails, and a bar that shows how far it is."""
+    from ktft.serve.launch import Failed, Place
+
+    place, progress = Place(Path(tempfile.mkdtemp(prefix="ktft-serve-"))), Phases(console)
+    try:
+        yield place, progress
+    except Failed as failure:
+        progress.end()
+        _tell(console, failure)
+        if not verbose:
+            console.print(Text(f"all of its log: {place.log}"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except BaseException:
+        shutil.rmtree(place.directory, ignore_errors=True)
+        raise
+    else:
+        shutil.rmtree(place.directory, ignore_errors=True)
+    finally:
+        progress.end()

@@ -1,0 +1,242 @@
+"""A saved adapter and the modules of a server's model: every tensor of the one has its place in the other.
+
+Servers fuse linear layers, and name some otherwise than transformers does. What they call them, and which do not apply
+LoRA, they say in a `Target`; nothing here knows the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from ktft.adapters.below import require_merged
+from ktft.adapters.files import CONFIG
+from ktft.adapters.lora import KINDS
+from ktft.adapters.saved import PREFIX, Place, SavedAdapter, require_untouched_base
+from ktft.checkpoint.cache import sha256
+from ktft.checkpoint.families import group_of
+from ktft.checkpoint.files import to_json
+from ktft.checkpoint.identity import identify
+from ktft.lora import ExpertLora
+from ktft.model.experts import experts_family, layer_number
+from ktft.system import available_memory, readable
+
+MERGE = "merge it into the base model (ktft merge BASE {adapter} OUT) and serve OUT"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A linear layer that applies LoRA: its input's size, and those of the parts of its output that were fused."""
+
+    input_size: int
+    parts: tuple[int, ...]
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where parts begin and end in the output."""
+        return (0, *accumulate(self.parts))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server's model as adapters see it.
+
+    Attributes:
+        slots: the linear layers that apply LoRA, by the server's names.
+        refused: those that do not, and why.
+        packed: last name of a fused layer -> last names of what is in it, in the order of its output.
+        rename: transformers' name of a module -> the server's, fused layers apart.
+        max_rank: the largest rank that a slot takes.
+        experts: layer number -> (number of experts, hidden size, intermediate size).
+    """
+
+    slots: Mapping[str, Slot]
+    refused: Mapping[str, str]
+    packed: Mapping[str, Sequence[str]]
+    rename: Callable[[str], str]
+    max_rank: int
+    experts: Mapping[int, tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class SliceLora:
+    """LoRA on rows `start` to `stop` of a linear layer's output; fp32, on the CPU, the scaling is in `b`."""
+
+    start: int
+    stop: int
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a place's LoRA goes: rows of a slot's output."""
+
+    slot: str
+    start: int
+    stop: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter's tensors in memory: on experts by layer number, on linear layers by slot."""
+
+    experts: dict[int, ExpertLora]
+    linears: dict[str, list[SliceLora]]
+
+
+class ServedAdapter:
+    """An adapter directory, all of whose tensors have a place in a server's model.
+
+    Args:
+        directory: as ktft's training saves it.
+        checkpoint: the base model that is served.
+        target: what serves it.
+
+    Attributes:
+        saved: the adapter.
+        identity: SHA-256 of its settings and of its file's header, in which the checksums of all tensors are, and
+            samples.
+
+    Raises:
+        ValueError: what `SavedAdapter` refuses; it does not belong on this base model; or the server would not apply
+            one of its tensors. The message names the tensor and the cure.
+    """
+
+    def __init__(self, directory: Path, checkpoint: Path, target: Target) -> None:
+        self.saved = SavedAdapter(directory, AutoConfig.from_pretrained(checkpoint))
+        self.target = target
+        self._cure = MERGE.format(adapter=self.saved.directory)
+        require_untouched_base(self.saved)
+        if self.saved.below:
+            command = f"ktft serve {{base}} --adapter {directory}"
+            require_merged(self.saved.directory, self.saved.below, checkpoint, command)
+        for name in self.saved.whole:
+            raise ValueError(
+                f"{self.saved.file.files[0]} holds {PREFIX}{name}, trained whole (modules_to_save, additional_target), "
+                f"which cannot be served beside the base model's; {self._cure}"
+            )
+        if not self.saved.places:
+            raise ValueError(f"{self.saved.directory} has no LoRA to serve")
+        self._numbers = {name: self._number(name) for name in self.saved.experts}
+        self._seats = [self._seat(place) for place in self.saved.linears]
+        self._check_each_once()
+        config = {CONFIG: sha256(self.saved.directory / CONFIG)}
+        self.identity = hashlib.sha256(to_json(identify(self.saved.file.files) | config)).hexdigest()
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def _number(self, experts: str) -> int:
+        module, number = self.saved.experts[experts], layer_number(experts)
+        sizes = (module.num_experts, module.hidden_size, module.intermediate_size)
+        if (served := self.target.experts.get(number)) != sizes:
+            raise ValueError(
+                f"{self.saved.directory} has LoRA on {experts} with (experts, hidden size, intermediate size) {sizes}, "
+                f"the server's layer {number} has {served or 'no routed experts'}"
+            )
+        return number
+
+    def _seat(self, place: Place) -> _Seat:
+        """Where LoRA on a linear layer goes: into the slot of its name, or its rows of a fused one's."""
+        name, tensor = self._slot_of(place), place.tensor(KINDS[0])
+        slot = self.target.slots[name]
+        start, rows = self._rows(place, name)
+        stop = start + place.fan_out
+        fits = place.fan_in == slot.input_size and rows == slot.bounds[-1] and {start, stop} <= set(slot.bounds)
+        if not fits:
+            raise ValueError(
+                f"{tensor} is for a layer of {place.fan_in} inputs and rows {start} to {stop} of {rows}; the server's "
+                f"{name} has {slot.input_size} inputs and parts of {slot.parts}"
+            )
+        if place.r > self.target.max_rank:
+            raise ValueError(
+                f"{tensor} has rank {place.r}, the server takes {self.target.max_rank} at most; start it with "
+                f"--max-lora-rank {place.r}"
+            )
+        return _Seat(name, start, stop, place)
+
+    def _slot_of(self, place: Place) -> str:
+        name = self.target.rename(place.name)
+        parent = name.rpartition(".")[0]
+        fused = (f"{parent}.{packed}" for packed, leaves in self.target.packed.items() if place.leaf in leaves)
+        names = [name, *fused]
+        if found := next((each for each in names if each in self.target.slots), None):
+            return found
+        reasons = (self.target.refused[each] for each in names if each in self.target.refused)
+        raise ValueError(
+            f"the server would not apply {place.tensor(KINDS[0])}: "
+            f"{next(reasons, f'its model has no linear layer {name}')}; {self._cure}, or train without {place.leaf} in "
+            "lora_target"
+        )
+
+    def _rows(self, place: Place, slot: str) -> tuple[int, int]:
+        """The first row of a linear layer's output in its slot's, and the rows of all that is fused there."""
+        if slot == self.target.rename(place.name):
+            return 0, place.fan_out
+        parent, leaves = place.name.rpartition(".")[0], list(self.target.packed[slot.rpartition(".")[2]])
+        sizes = [self.saved.linear_place(f"{parent}.{leaf}").fan_out for leaf in leaves]
+        return sum(sizes[: leaves.index(place.leaf)]), sum(sizes)
+
+    def _check_each_once(self) -> None:
+        """Every tensor of the file goes to one place, and no place gets two."""
+        taken = Counter(row for seat in self._seats for row in ((seat.slot, seat.start), (seat.slot, -seat.stop)))
+        if doubled := [key for key, count in taken.items() if count > 1]:
+            names = [seat.place.name for seat in self._seats if seat.slot == doubled[0][0]]
+            raise ValueError(f"{' and '.join(names)} of {self.saved.directory} overlap in the server's {doubled[0][0]}")
+        seated = {seat.place.tensor(kind) for seat in self._seats for kind in KINDS}
+        seated |= {place.tensor(kind) for place in self.saved.places.values() if place.experts for kind in KINDS}
+        if left := sorted(self.saved.file.tensors.keys() ^ seated):
+            raise ValueError(f"{self.saved.file.files[0]}: {left[0]} has no place in the server's model; {self._cure}")
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """Number of tensors by group of the model's parameters, as `group_of` calls them."""
+        family = experts_family(self.saved.model)
+        return dict(Counter(group_of(name, family) for name in self.saved.file.tensors))
+
+    @property
+    def name(self) -> str:
+        """What to call it: its directory's name."""
+        return self.saved.directory.resolve().name
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that occur."""
+        return sorted({place.r for place in self.saved.places.values()})
+
+    def read(self) -> LoadedAdapter:
+        """Read and check every tensor.
+
+        Raises:
+            ValueError: one is damaged, NaN or Inf; or there is too little memory beside what is served now.
+        """
+        need = sum(4 * place.r * (place.fan_in + place.fan_out) for place in self.saved.places.values())
+        if need > (free := available_memory()):
+            raise ValueError(
+                f"{self.saved.directory} takes {readable(need)} of memory, {readable(free)} are free beside the "
+                "adapter that is served, which stays until this one is whole; unload that one first"
+            )
+        experts = {number: lora for name, number in self._numbers.items() if (lora := self.saved.lora(name))}
+        linears: dict[str, list[SliceLora]] = {}
+        for seat in self._seats:
+            a, b = (self.saved.read(seat.place.tensor(kind)).float() for kind in KINDS)
+            linears.setdefault(seat.slot, []).append(SliceLora(seat.start, seat.stop, a, b * seat.place.scaling))
+        return LoadedAdapter(experts, linears)
+
+    def rows(self) -> dict[str, list[tuple[str, int, int]]]:
+        """Group of the model's parameters -> (slot, start, stop) of every linear layer with LoRA."""
+        family = experts_family(self.saved.model)
+        found: dict[str, list[tuple[str, int, int]]] = {}
+        for seat in self._seats:
+            group = group_of(seat.place.name, family)
+            found.setdefault(group, []).append((seat.slot, seat.start, seat.stop))
+        return found

@@ -1,0 +1,130 @@
+"""The routed experts that a server computes: engine-agnostic, one `ServedModel` in a process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft.lora import ExpertLora
+from ktft.native import ExpertLayer, Runtime
+
+
+class ServedExperts:
+    """One layer's routed experts, without gradients, with at most one adapter.
+
+    Args:
+        layer: the packed experts.
+        number: of the layer in the model.
+        activation_bits: see `ktft.native.ExpertLayer.forward`.
+
+    Attributes:
+        lora: of the adapter that is served; None for the base.
+        heat: `[num_experts]` int64, (token, expert) pairs by expert since the start.
+        calls, tokens, seconds: since the start, on the CPU.
+    """
+
+    def __init__(self, layer: ExpertLayer, number: int, activation_bits: int = 16) -> None:
+        self.layer, self.number, self.activation_bits = layer, number, activation_bits
+        self.lora: ExpertLora | None = None
+        self.heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
+        self.calls = self.tokens = 0
+        self.seconds = 0.0
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]` in the input's dtype.
+
+        Raises:
+            ValueError: wrong shapes or dtypes, an expert number out of range, NaN or Inf in hidden states.
+        """
+        if hidden_states.device.type != "cpu":
+            raise ValueError(f"{self.layer.name}: hidden states are on {hidden_states.device}; they must be on the CPU")
+        begin = time.perf_counter()
+        out, _ = self.layer.forward(
+            hidden_states, top_k_index, top_k_weights, self.lora, "none", activation_bits=self.activation_bits
+        )
+        self.seconds += time.perf_counter() - begin
+        self.calls += 1
+        self.tokens += len(hidden_states)
+        chosen = top_k_index.flatten()
+        self.heat += torch.bincount(chosen[chosen >= 0], minlength=len(self.heat))
+        return out
+
+
+class ServedModel:
+    """All routed experts of a process.
+
+    Args:
+        layers: by the layer's number.
+        runtime: whose threads compute them.
+    """
+
+    def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime) -> None:
+        self.layers, self.runtime = dict(layers), runtime
+        self.adapter: Mapping[str, Any] | None = None
+
+    def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
+        """Put an adapter's expert LoRA, by layer, in place of the last one's; None goes back to the base.
+
+        Layers that it does not have compute the base. Nothing must be computing meanwhile.
+
+        Args:
+            adapter: what is known of it, for `status`; JSON's values.
+
+        Raises:
+            ValueError: it has a layer that the model has not; then nothing is changed.
+        """
+        odd = sorted(set(lora or {}) - self.layers.keys())
+        if odd:
+            raise ValueError(f"the adapter has expert LoRA for layer {odd[0]}, which has no routed experts here")
+        for number, experts in self.layers.items():
+            experts.lora = None if lora is None else lora.get(number)
+        self.adapter = None if lora is None else adapter
+
+    def status(self) -> dict[str, Any]:
+        """Work since the start, for `/metrics`: all values are JSON's.
+
+        `lanes` has calls, (layer, token) rows and seconds by where they ran, `heat` a layer's (token, expert) pairs by
+        expert.
+        """
+        layers = self.layers.values()
+        first = next(iter(layers)).layer
+        return {
+            "adapter": None if self.adapter is None else dict(self.adapter),
+            "expert_format": first.format,
+            "isa": self.runtime.isa,
+            "threads": self.runtime.threads,
+            "numa_nodes": self.runtime.nodes,
+            "packed_bytes": sum(experts.layer.packed_bytes for experts in layers),
+            "lanes": {
+                "cpu": {
+                    "calls": sum(experts.calls for experts in layers),
+                    "tokens": sum(experts.tokens for experts in layers),
+                    "seconds": sum(experts.seconds for experts in layers),
+                }
+            },
+            "heat": {str(number): experts.heat.tolist() for number, experts in sorted(self.layers.items())},
+        }
+
+
+_current: ServedModel | None = None
+
+
+def serve(model: ServedModel) -> None:
+    """Make it the process's `current`."""
+    global _current
+    _current = model
+
+
+def current() -> ServedModel:
+    """The model whose experts this process computes.
+
+    Raises:
+        RuntimeError: none is loaded.
+    """
+    if _current is None:
+        raise RuntimeError("this process has loaded no routed experts; vLLM's worker is the one that does")
+    return _current

@@ -1,0 +1,92 @@
+"""A model served in this process, without HTTP: vLLM's `LLM` with ktft's plugin, as `ktft serve` sets it up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ktft.serve.settings import ServeSettings
+
+IDS = list(range(3, 35))
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
+
+
+class Served:
+    """A model in this process.
+
+    Attributes:
+        llm: vLLM's.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def set_adapter(self, path: Path | None) -> dict[str, Any] | None:
+        """Through vLLM, as the server does it."""
+        (done,) = self.llm.collective_rpc("ktft_set_adapter", args=(None if path is None else str(path),))
+        self.llm.reset_prefix_cache()
+        adapter: dict[str, Any] | None = done["adapter"]
+        return adapter
+
+    def status(self) -> dict[str, Any]:
+        (status,) = self.llm.collective_rpc("ktft_status")
+        return dict(status)
+
+    @property
+    def model(self) -> Any:
+        """vLLM's."""
+        (model,) = self.llm.apply_model(lambda model: model)
+        return model
+
+    def logprobs(self, ids: Sequence[int] = IDS) -> Tensor:
+        """Of each token of a prompt but the first."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (out,) = self.llm.generate([{"prompt_token_ids": list(ids)}], parameters, use_tqdm=False)
+        return torch.tensor([found[i].logprob for i, found in zip(ids[1:], out.prompt_logprobs[1:], strict=True)])
+
+    def greedy(self, ids: Sequence[int] = IDS, tokens: int = 8) -> tuple[list[int], list[float]]:
+        """What it says, and how sure it is of each token."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+        (out,) = self.llm.generate([{"prompt_token_ids": list(ids)}], parameters, use_tqdm=False)
+        (said,) = out.outputs
+        return list(said.token_ids), [each[i].logprob for i, each in zip(said.token_ids, said.logprobs, strict=True)]
+
+
+@contextmanager
+def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
+    """Serve a checkpoint. `settings` are `ServeSettings`'s, `options` vLLM's."""
+    settings = {"threads": 1, "adapter_swap": True} | settings
+    environment = ENVIRONMENT | ServeSettings(str(checkpoint), **settings).to_env()
+    with patch.dict(os.environ, environment):
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        llm = LLM(
+            str(checkpoint),
+            **{
+                "quantization": "ktft",
+                "load_format": "ktft",
+                "worker_extension_cls": "ktft.serve.worker.KtftWorker",
+                "enforce_eager": True,
+                "max_model_len": 128,
+                "dtype": "bfloat16",
+            }
+            | (options or {}),
+        )
+        try:
+            yield Served(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()

@@ -1,0 +1,105 @@
+"""Settings on their way to the server's processes, and the plugin that does nothing where there are none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktft.config import SERVE_ENV
+from ktft.serve.progress import Progress, StatusFile, read_progress
+from ktft.serve.settings import ServeSettings, cpu_environment
+
+
+def test_settings_come_back_from_the_environment(tmp_path: Path) -> None:
+    settings = ServeSettings(
+        str(tmp_path),
+        expert_format="int8",
+        threads=3,
+        gpu_expert_memory="8G",
+        activation_bits=8,
+        adapter=str(tmp_path),
+        deferral=2,
+    )
+    assert ServeSettings.from_env(settings.to_env()) == settings
+    assert settings.gpu_expert_memory == 8 << 30
+    assert settings.experts.expert_format == "int8" and settings.experts.threads == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoint": "nowhere"}, "checkpoint is 'nowhere', which is not a directory"),
+        ({"adapter": "nowhere"}, "adapter is 'nowhere', which is not a directory"),
+        ({"routing": "nowhere"}, "routing is 'nowhere', which is not a file"),
+        ({"expert_checkpoint": "nowhere"}, "expert_checkpoint is 'nowhere', which is not a directory"),
+        ({"expert_format": "int3"}, "expert_format is 'int3'; supported: bf16, int8"),
+        ({"threads": 0}, "threads is 0; give a whole number"),
+        ({"activation_bits": 4}, "activation_bits is 4; supported: 16 and 8"),
+        ({"max_lora_rank": 257}, "max_lora_rank is 257; give a whole number from 1 to 256"),
+        ({"deferral": -1}, "deferral is -1; give a whole number of experts"),
+        ({"gpu_expert_memory": "lots"}, "gpu_expert_memory is 'lots'; give a size"),
+        ({"thread": 2}, "unknown key 'KTFT_SERVE.thread'; the nearest valid key is 'threads'"),
+    ],
+)
+def test_bad_settings(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    text = json.dumps({"checkpoint": str(tmp_path)} | given)
+    with pytest.raises(ValueError) as error:
+        ServeSettings.from_env({SERVE_ENV: text})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "KTFT_SERVE is not set; start the server with ktft serve"),
+        ("{", "KTFT_SERVE is not JSON"),
+        ("[1]", "it must be a JSON object with at least checkpoint"),
+    ],
+)
+def test_damaged_environment(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServeSettings.from_env({SERVE_ENV: text})
+
+
+def test_threads_of_vllm_are_those_of_ktft(tmp_path: Path) -> None:
+    environment = cpu_environment(ServeSettings(str(tmp_path), threads=3))
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_status_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    assert read_progress(path) is None
+    status = StatusFile(str(path))
+    status.write(Progress("packing", 1, 10))
+    status.advance(Progress("packing", 2, 10))  # too soon after the last one
+    assert read_progress(path) == Progress("packing", 1, 10)
+    status.advance(Progress("packing", 10, 10))
+    assert read_progress(path) == Progress("packing", 10, 10)
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+    StatusFile(None).write(Progress("nobody reads it"))
+
+
+def test_plugin_is_cheap_and_silent_where_ktft_does_not_serve() -> None:
+    """vLLM calls it in every process of every server, whatever that serves."""
+    code = (
+        "import sys; from ktft.serve.plugin import register; register();"
+        "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
+    )
+    environment = {"PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_vllm_finds_the_plugin() -> None:
+    from importlib.metadata import entry_points
+
+    (point,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "ktft"]
+    assert point.value == "ktft.serve.plugin:register"
+    assert callable(point.load())

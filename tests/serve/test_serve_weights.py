@@ -1,0 +1,142 @@
+"""What a server loads is what training loads: any source format, a converted checkpoint, experts from elsewhere; and
+what it says about checkpoints that it cannot take.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantize import SCHEMES, quantize, read_all
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from ktft.cli.main import app
+from ktft.config import PROJECTIONS
+from ktft.model.experts import find_experts
+from ktft.model.quantizer import KtftConfig
+from ktft.native import ExpertLayer
+from ktft.serve.progress import Progress
+from ktft.serve.settings import ServeSettings
+from ktft.serve.weights import ServedWeights
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # wide enough for groups of 128 and blocks of fp8
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    return write_checkpoint("qwen3moe", tmp_path_factory.mktemp("plain"), head_dim=32, **sizes)
+
+
+def weights(checkpoint: Path, **settings: Any) -> ServedWeights:
+    return ServedWeights(ServeSettings(str(checkpoint), threads=1, **settings))
+
+
+def loaded(checkpoint: Path, **settings: Any) -> tuple[dict[str, Tensor], dict[int, ExpertLayer], list[Progress]]:
+    """Weights around the experts in fp32, layers, and what was told meanwhile."""
+    served, told = weights(checkpoint, **settings), []
+    dense = dict(served.dense(torch.float32))
+    served.load_experts(told.append)
+    return dense, served.layers, told
+
+
+def experts_of(layers: dict[int, ExpertLayer]) -> dict[str, Tensor]:
+    return {
+        f"model.layers.{number}.mlp.experts.{expert}.{projection}.weight": layer.dequantize(expert, projection)
+        for number, layer in layers.items()
+        for expert in range(layer.num_experts)
+        for projection in PROJECTIONS
+    }
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name].float(), tensor.float()), name
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_every_source_format_arrives_as_in_training(plain: Path, tmp_path: Path, scheme: str | None) -> None:
+    """The same tensors as in the model that training loads of the same directory."""
+    source, values = plain, {name: tensor.float() for name, tensor in read_all(plain).items()}
+    if scheme is not None:
+        source, _, values = quantize(plain, tmp_path, scheme)
+    dense, layers, told = loaded(source, expert_format="bf16")
+    assert_same(dense, {name: tensor for name, tensor in values.items() if ".experts." not in name})
+    config = KtftConfig(expert_format="bf16", threads=1)
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.float32)
+    trained = {int(name.split(".")[2]): module.layer for name, module in find_experts(model).items()}
+    assert_same(experts_of(layers), experts_of(trained))
+    assert told[0].done == 0 and told[-1].done == told[-1].total > 0
+    assert all(a.done <= b.done and a.phase == "Packing experts (bf16)" for a, b in zip(told, told[1:], strict=False))
+
+
+def test_converted_checkpoint_and_experts_from_elsewhere(plain: Path, tmp_path: Path) -> None:
+    target = tmp_path / "converted"
+    done = CliRunner().invoke(app, ["convert", str(plain), str(target), "--format", "k4", "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    expected = loaded(plain, expert_format="k4")
+    for actual in (loaded(target), loaded(plain, expert_checkpoint=str(target))):
+        assert_same(actual[0], expected[0])
+        assert_same(experts_of(actual[1]), experts_of(expected[1]))
+        assert {each.phase for each in actual[2]} == {"Loading packed experts (k4)"}
+    with pytest.raises(ValueError, match="holds experts in k4, but expert_format is int8"):
+        weights(target, expert_format="int8")
+
+
+def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    shutil.copytree(source, target)
+    for shard in target.glob("*.safetensors"):
+        tensors = load_file(shard)
+        change(tensors)
+        save_file(tensors, shard, metadata={"format": "pt"})
+    for index in target.glob("*.index.json"):
+        index.unlink()
+    merged: dict[str, Tensor] = {}
+    for shard in sorted(target.glob("*.safetensors")):
+        merged |= load_file(shard)
+        shard.unlink()
+    save_file(merged, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(EXPERT, None), f"lacks expert tensors: {EXPERT}"),
+        (lambda t: t.pop(ROUTER, None), f"lacks tensors that the model needs: {ROUTER}"),
+        (lambda t: t.update({"model.layers.1.mlp.odd.weight": torch.ones(1)}), "no place for: model.layers.1.mlp.odd"),
+        (lambda t: ROUTER in t and t.update({ROUTER: t[ROUTER][1:].clone()}), f"{ROUTER} has shape (7, 128)"),
+        (lambda t: EXPERT in t and t[EXPERT][3].fill_(float("nan")), f"{EXPERT}: "),
+        (lambda t: ROUTER in t and t[ROUTER][3].fill_(float("inf")), f"{ROUTER} holds NaN or Inf"),
+    ],
+    ids=["lacks an expert", "lacks a router", "left over", "shape", "NaN in an expert", "Inf in a router"],
+)
+def test_bad_checkpoints_are_named(plain: Path, tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        loaded(changed(plain, tmp_path / "bad", change), expert_format="bf16")
+    assert message in str(error.value)
+
+
+def test_truncated_shard_and_too_little_memory(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(plain, tmp_path / "cut")
+    shard = sorted((tmp_path / "cut").glob("*.safetensors"))[0]
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 100)
+    with pytest.raises(ValueError, match=f"{shard.name} is truncated"):
+        weights(tmp_path / "cut")
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "100K")
+    with pytest.raises((ValueError, MemoryError), match="the model in expert_format int8"):
+        weights(plain)
