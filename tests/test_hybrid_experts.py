@@ -17,6 +17,7 @@ from ktft.lora import ExpertLora
 from ktft.model.routing import Routing
 from ktft.serve import hybrid
 from ktft.serve.hybrid import HybridModel
+from ktft.serve.settings import ServeSettings
 
 HIDDEN, INTERMEDIATE, TOP_K, LAYERS = 64, 160, 3, 3
 TOLERANCE = 0.005
@@ -201,6 +202,11 @@ def test_profiles(make: Made, tmp_path: Path) -> None:
     model = make()
     model.layers[2](*batch(4))
     model.routing().save(path)
+    settings = ServeSettings(str(tmp_path), gpu_expert_memory=room(2, 1), routing=str(path), max_lora_rank=8)
+    made = HybridModel.of(settings, make.layers, "cpu", TOP_K, torch.bfloat16)
+    make.models.append(made)
+    assert made.status()["residents"]["experts"] == {"1": [], "2": made.status()["residents"]["experts"]["2"], "3": []}
+    assert made.status()["expert_format"] == "k4" and made.status()["adapter"] is None
     again = Routing.load(path)
     assert again.tokens[2] == torch.bincount(batch(4)[1].flatten(), minlength=EXPERTS).tolist()
     assert again.tokens[1] == [0] * EXPERTS

@@ -99,6 +99,13 @@ class ServedModel:
             "threads": self.runtime.threads,
             "numa_nodes": self.runtime.nodes,
             "packed_bytes": sum(experts.layer.packed_bytes for experts in layers),
+            **self.work(),
+        }
+
+    def work(self) -> dict[str, Any]:
+        """The part of `status` that changes with every step."""
+        layers = self.layers.values()
+        return {
             "lanes": {
                 "cpu": {
                     "calls": sum(experts.calls for experts in layers),
