@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from ktft.lanes.deferral import lowest
 from ktft.lanes.rates import Rate, Rates
 from ktft.lora import ExpertLora
 from ktft.model.routing import Routing
+from ktft.native.hybrid import HostExpertsError
 from ktft.serve import hybrid
 from ktft.serve.hybrid import HybridModel
 from ktft.serve.settings import ServeSettings
@@ -230,3 +233,22 @@ def test_bad_input(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "capturing", lambda: True)
     with pytest.raises(ValueError, match="a CUDA graph of 9 tokens is captured, the experts take graphs of at most 4"):
         model.layers[1](*batch(9))
+
+
+def test_a_job_that_fails_ends_the_process(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs cannot raise: what they computed with NaN in the hidden states must not be served as zeros."""
+    ended = threading.Event()
+
+    def end(status: int) -> None:
+        if status == 1:
+            ended.set()
+
+    monkeypatch.setattr(hybrid.os, "_exit", end)
+    model = make()
+    model.watch()
+    model.layers[1](*batch(4))
+    assert not ended.wait(0.3)
+    x, index, weights = batch(4)
+    with contextlib.suppress(HostExpertsError):
+        model.layers[1](x.fill_(torch.nan), index, weights)
+    assert ended.wait(10)

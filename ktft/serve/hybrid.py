@@ -8,6 +8,8 @@ it. A call with more tokens goes through the training step's lanes, which look a
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from ktft.lora import ExpertLora
 from ktft.model.laned import LanedExperts
 from ktft.model.routing import Routing
 from ktft.native import ELSEWHERE, ExpertLayer
-from ktft.native.hybrid import HostExperts
+from ktft.native.hybrid import HostExperts, HostExpertsError
 from ktft.serve.experts import ServedModel
 from ktft.serve.heat import Heat
 from ktft.serve.resident import HotExperts, HotLayer, operations
@@ -35,6 +37,8 @@ logger = logging.getLogger("ktft")
 
 MAX_TOKENS = 32
 """Of a call that is captured in a CUDA graph: decode's largest batch."""
+WATCH_SECONDS = 0.05
+"""Between two looks whether a job on the CPU failed."""
 ADAPT_SECONDS = 2.0
 ADAPT_BYTES = 64 << 20
 """What may change of the residents, and how often: about 1 ms of PCIe, 0.1% of its time."""
@@ -210,6 +214,7 @@ class HybridModel(ServedModel):
         }
         self.heat = Heat(ordered, self.host, self.hot, top_k)
         self.decoding: Callable[[], bool] = self.capturing
+        self._closed = threading.Event()
         self._owed: tuple[ExpertLayer, int] | None = None
         self._adapted = time.monotonic()
         if routing is not None:
@@ -330,6 +335,21 @@ class HybridModel(ServedModel):
             self._adapted = time.monotonic()
             self.heat.ask()
 
+    def watch(self) -> None:
+        """End this process soon after a job of the CPU's experts fails: a graph that is replayed cannot raise.
+
+        The outputs after a failure are zeros; without their process no request gets one for an answer.
+        """
+        threading.Thread(target=self._watch, name="ktft-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_SECONDS):
+            try:
+                self.host.check()
+            except HostExpertsError as error:
+                logger.critical("the experts on the CPU failed, this process ends: %s", error)
+                os._exit(1)
+
     def check(self) -> None:
         """Raise what the CPU's experts met; after a step whose stream was synchronized. Its output is wrong then."""
         self.host.check()
@@ -389,4 +409,5 @@ class HybridModel(ServedModel):
 
     def close(self) -> None:
         """Give threads and locked memory back; no graph may be replayed after that."""
+        self._closed.set()
         self.host.close()

@@ -17,6 +17,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ktft.checkpoint.load import refuse
 from ktft.native import ExpertLayer
 from ktft.serve.experts import serve
+from ktft.serve.hybrid import HybridModel
 from ktft.serve.linear import add_slots
 from ktft.serve.moe import KtftMoEMethod
 from ktft.serve.progress import READY, Progress, StatusFile
@@ -56,7 +57,14 @@ class KtftModelLoader(BaseModelLoader):
         lacking = dict(model.named_parameters()).keys() - (loaded or set())
         refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
         with _as_usual():
-            serve(weights.load_experts(status.advance))
+            served = weights.load_experts(status.advance)
+            device = next(model.parameters()).device
+            if device.type == "cuda":
+                status.write(Progress("Taking GPU memory for experts"))
+                served = HybridModel.of(settings, weights.layers, device, _top_k(model), model_config.dtype)
+                served.warm_up()
+                served.watch()
+            serve(served)
             if settings.adapter_slots:
                 add_slots(model, get_current_vllm_config(), settings.max_lora_rank)
             if settings.adapter is not None:
@@ -115,6 +123,11 @@ def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
                 f"layer {number}: vLLM's {type(model).__name__} has the routed experts {found.get(number)}, "
                 f"transformers' model {expected.get(number)}; this vLLM cannot serve it through ktft"
             )
+
+
+def _top_k(model: nn.Module) -> int:
+    """Experts of a token, as vLLM routes."""
+    return next(m.moe_config.experts_per_token for m in model.modules() if isinstance(m, RoutedExperts))
 
 
 @contextmanager
