@@ -15,8 +15,10 @@ from ktft.lanes.deferral import lowest
 from ktft.lanes.rates import Rate, Rates
 from ktft.lora import ExpertLora
 from ktft.model.routing import Routing
+from ktft.native.hybrid import HostExpertsError
 from ktft.serve import hybrid
 from ktft.serve.hybrid import HybridModel
+from ktft.serve.settings import ServeSettings
 
 HIDDEN, INTERMEDIATE, TOP_K, LAYERS = 64, 160, 3, 3
 TOLERANCE = 0.005
@@ -201,6 +203,11 @@ def test_profiles(make: Made, tmp_path: Path) -> None:
     model = make()
     model.layers[2](*batch(4))
     model.routing().save(path)
+    settings = ServeSettings(str(tmp_path), gpu_expert_memory=room(2, 1), routing=str(path), max_lora_rank=8)
+    made = HybridModel.of(settings, make.layers, "cpu", TOP_K, torch.bfloat16)
+    make.models.append(made)
+    assert made.status()["residents"]["experts"] == {"1": [], "2": made.status()["residents"]["experts"]["2"], "3": []}
+    assert made.status()["expert_format"] == "k4" and made.status()["adapter"] is None
     again = Routing.load(path)
     assert again.tokens[2] == torch.bincount(batch(4)[1].flatten(), minlength=EXPERTS).tolist()
     assert again.tokens[1] == [0] * EXPERTS
@@ -224,3 +231,14 @@ def test_bad_input(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "capturing", lambda: True)
     with pytest.raises(ValueError, match="a CUDA graph of 9 tokens is captured, the experts take graphs of at most 4"):
         model.layers[1](*batch(9))
+
+
+def test_a_job_that_fails_is_raised_by_the_check_after_its_step(make: Made) -> None:
+    """Graphs cannot raise: what they computed with NaN in the hidden states must not be served as zeros."""
+    model = make()
+    model.layers[1](*batch(4))
+    model.check()
+    x, index, weights = batch(4)
+    with pytest.raises(HostExpertsError, match="NaN|Inf|finite"):
+        model.layers[1](x.fill_(torch.nan), index, weights)
+        model.check()

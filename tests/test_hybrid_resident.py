@@ -38,14 +38,19 @@ def start(hot: HotExperts, *experts: int) -> None:
 
 
 def check_mix(
-    ops: HotOperations, layer: ExpertLayer, lora: ExpertLora | None = None, oracle=reference.moe, device: str = "cpu"
+    ops: HotOperations,
+    layer: ExpertLayer,
+    lora: ExpertLora | None = None,
+    oracle=reference.moe,
+    device: str = "cpu",
+    tokens: int = 4,
 ) -> None:
     """Some residents, and the CPU for the others: together they are the layer."""
     torch.manual_seed(5)
     hot = hot_experts(layer, rank=40 if lora else 0, device=device)
     start(hot, 4, 0, 3)
     hot.set_lora({0: lora} if lora else {})
-    x, (index, weights) = torch.randn(4, layer.hidden_size).bfloat16(), routing(4)
+    x, (index, weights) = torch.randn(tokens, layer.hidden_size).bfloat16(), routing(tokens)
     blocks, away = ops.route(hot.layers[0], index.to(device))
     assert torch.equal(away.cpu(), index.masked_fill(torch.isin(index, torch.tensor([4, 0, 3])), ELSEWHERE))
     here = ops.forward(hot.layers[0], x.to(device), blocks, weights.to(device))

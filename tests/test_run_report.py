@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 import ktft
 from ktft.model.experts import find_experts
 from ktft.model.record import Record
+from ktft.model.routing import Routing, find_routing
 from ktft.spans import LANES, Sum
 from ktft.train import run_report
 from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, RunReport, Series
@@ -103,6 +104,10 @@ def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list
     report = read(output)
     assert (report["layout"], report["ended"], report["resumed"]) == (2, "finished", [])
     assert report["expert_tokens"] == {"layers": [1, 2], "tokens": [count.tolist() for count in counts]}
+    for directory in (output, output / "checkpoint-6"):
+        path = find_routing(None, base, directory)
+        assert path == directory / "expert_routing.json"
+        assert Routing.load(path).tokens == {1: counts[0].tolist(), 2: counts[1].tolist()}
 
     history = [entry for entry in run.state.log_history if "loss" in entry]
     logged, steps = report["logged"], report["steps"]

@@ -72,6 +72,12 @@ class Routing:
                 )
 
 
+def find_routing(*directories: Path | None) -> Path | None:
+    """The first profile that lies in one of these, an adapter's and a checkpoint's for instance; None without one."""
+    paths = (directory / ROUTING_NAME for directory in directories if directory is not None)
+    return next((path for path in paths if path.is_file()), None)
+
+
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, Runtime
-from ktft.serve.hybrid import HybridExperts, HybridModel
 
 
 class ServedExperts:
@@ -24,8 +23,7 @@ class ServedExperts:
 
     Attributes:
         lora: of the adapter that is served; None for the base.
-        hybrid: computes hidden states that are on a GPU; None where there is none.
-        heat: `[num_experts]` int64, (token, expert) pairs by expert since the start, of hidden states on the CPU.
+        heat: `[num_experts]` int64, (token, expert) pairs by expert since the start.
         seconds: that those took.
     """
 
@@ -33,7 +31,6 @@ class ServedExperts:
         self.layer, self.number, self.activation_bits = layer, number, activation_bits
         self.lora: ExpertLora | None = None
         self.heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
-        self.hybrid: HybridExperts | None = None
         self.seconds = 0.0
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -42,8 +39,6 @@ class ServedExperts:
         Raises:
             ValueError: wrong shapes or dtypes, an expert number out of range, NaN or Inf in hidden states.
         """
-        if self.hybrid is not None:
-            return self.hybrid(hidden_states, top_k_index, top_k_weights)
         if hidden_states.device.type != "cpu":
             raise ValueError(f"{self.layer.name}: hidden states are on {hidden_states.device}; they must be on the CPU")
         begin = time.perf_counter()
@@ -62,21 +57,11 @@ class ServedModel:
     Args:
         layers: by the layer's number.
         runtime: whose threads compute them.
-
-    Attributes:
-        hybrid: all layers, where hidden states are on a GPU.
     """
 
     def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime) -> None:
         self.layers, self.runtime = dict(layers), runtime
-        self.hybrid: HybridModel | None = None
         self.adapter: Mapping[str, Any] | None = None
-
-    def run_on(self, hybrid: HybridModel) -> None:
-        """Take hidden states that are on a GPU from now on."""
-        self.hybrid = hybrid
-        for number, experts in self.layers.items():
-            experts.hybrid = hybrid.layers[number]
 
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
         """Put an adapter's expert LoRA, by layer, in place of the last one's; None goes back to the base.
@@ -87,13 +72,11 @@ class ServedModel:
             adapter: what is known of it, for `status`; JSON's values.
 
         Raises:
-            ValueError: it has a layer that the model has not, or does not fit; then nothing is changed.
+            ValueError: it has a layer that the model has not; then nothing is changed.
         """
         odd = sorted(set(lora or {}) - self.layers.keys())
         if odd:
             raise ValueError(f"the adapter has expert LoRA for layer {odd[0]}, which has no routed experts here")
-        if self.hybrid is not None:
-            self.hybrid.set_lora(lora)
         for number, experts in self.layers.items():
             experts.lora = None if lora is None else lora.get(number)
         self.adapter = None if lora is None else adapter
@@ -101,24 +84,31 @@ class ServedModel:
     def status(self) -> dict[str, Any]:
         """Work since the start, for `/metrics`: all values are JSON's.
 
-        `lanes` has (token, expert) pairs and seconds by where they ran, `heat` a layer's pairs by expert; `residents`
-        and `deferral` are there where hidden states are on a GPU, see `HybridModel.status`.
+        `lanes` has (token, expert) pairs and seconds by where they ran, `heat` a layer's (token, expert) pairs by
+        expert.
         """
         layers = self.layers.values()
         first = next(iter(layers)).layer
-        about = {
+        return {
             "adapter": None if self.adapter is None else dict(self.adapter),
             "expert_format": first.format,
             "isa": self.runtime.isa,
             "threads": self.runtime.threads,
             "numa_nodes": self.runtime.nodes,
             "packed_bytes": sum(experts.layer.packed_bytes for experts in layers),
+            **self.work(),
         }
-        if self.hybrid is not None:
-            return about | self.hybrid.status()
-        pairs = sum(int(experts.heat.sum()) for experts in layers)
-        return about | {
-            "lanes": {"cpu": {"pairs": pairs, "seconds": sum(experts.seconds for experts in layers)}},
+
+    def work(self) -> dict[str, Any]:
+        """The part of `status` that changes with every step."""
+        layers = self.layers.values()
+        return {
+            "lanes": {
+                "cpu": {
+                    "pairs": sum(int(experts.heat.sum()) for experts in layers),
+                    "seconds": sum(experts.seconds for experts in layers),
+                }
+            },
             "heat": {str(number): experts.heat.tolist() for number, experts in sorted(self.layers.items())},
         }
 

@@ -26,13 +26,14 @@ class Heat:
         layers: of the model, in order.
         host: counts few tokens on the CPU.
         hot: counts few tokens on the GPU; None where none are resident.
+        top_k: experts of a token.
     """
 
-    def __init__(self, layers: Sequence[ExpertLayer], host: HostExperts, hot: HotExperts | None) -> None:
-        self._layers, self._host, self._hot = layers, host, hot
+    def __init__(self, layers: Sequence[ExpertLayer], host: HostExperts, hot: HotExperts | None, top_k: int) -> None:
+        self._layers, self._host, self._hot, self._top_k = layers, host, hot, top_k
         most = max(layer.num_experts for layer in layers)
         self._many = torch.zeros(len(layers), most, dtype=torch.int64)
-        self._pairs = dict.fromkeys(LANES, 0)
+        self._pairs, self._calls = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0)
         self._seconds = dict.fromkeys(LANES, 0.0)
         self._unread: deque[Pass] = deque(maxlen=4096)
         self._asked: tuple[Tensor, Any] | None = None
@@ -43,7 +44,8 @@ class Heat:
         """Forget what was counted: it was made up. Waits for the device."""
         self._start = self._few()
         self._many.zero_()
-        self._pairs, self._seconds = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0.0)
+        self._pairs, self._calls = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0)
+        self._seconds = dict.fromkeys(LANES, 0.0)
         self._unread.clear()
         self._before = torch.zeros_like(self._many)
 
@@ -51,7 +53,9 @@ class Heat:
         """A layer's prefill has been given to its lanes."""
         self._many[place, : len(counts)] += torch.tensor(counts)
         for lane in LANES:
-            self._pairs[lane] += sum(counts[expert] for expert in getattr(run.placement, lane))
+            experts = getattr(run.placement, lane)
+            self._pairs[lane] += sum(counts[expert] for expert in experts)
+            self._calls[lane] += bool(experts)
         self._seconds["cpu"] += run.cpu_seconds
         if run.events:
             self._unread.append(run)
@@ -87,7 +91,10 @@ class Heat:
         return [row[: layer.num_experts].tolist() for row, layer in zip(now, self._layers, strict=True)]
 
     def lanes(self) -> dict[str, dict[str, float]]:
-        """Pairs and seconds by lane. Residents' seconds are prefill's: what CUDA graphs run is not timed."""
+        """Pairs of a token and an expert, tokens (pairs over `top_k`), seconds and calls by lane.
+
+        Calls, and all of residents' seconds, are prefill's: what CUDA graphs replay is neither seen nor timed.
+        """
         host = self._host_counts()
         pairs = dict(self._pairs)
         pairs["resident"] += 0 if self._hot is None else int(self._hot.heat.sum())
@@ -97,7 +104,15 @@ class Heat:
             pairs["cpu"] -= int(self._start[1].sum())
         seconds = dict(self._seconds)
         seconds["cpu"] += sum(self._host.seconds(layer) for layer in self._layers)
-        return {lane: {"pairs": pairs[lane], "seconds": seconds[lane]} for lane in LANES}
+        return {
+            lane: {
+                "pairs": pairs[lane],
+                "tokens": pairs[lane] / self._top_k,
+                "seconds": seconds[lane],
+                "calls": self._calls[lane],
+            }
+            for lane in LANES
+        }
 
     def _host_counts(self) -> Tensor:
         found = torch.zeros_like(self._many)

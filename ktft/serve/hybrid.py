@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from ktft.model.laned import LanedExperts
 from ktft.model.routing import Routing
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.native.hybrid import HostExperts
+from ktft.serve.experts import ServedModel
 from ktft.serve.heat import Heat
 from ktft.serve.resident import HotExperts, HotLayer, operations
+from ktft.serve.settings import ServeSettings
 from ktft.system import readable
 
 logger = logging.getLogger("ktft")
@@ -129,8 +132,8 @@ def _sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-class HybridModel:
-    """All routed experts of a process whose hidden states are on a GPU.
+class HybridModel(ServedModel):
+    """All routed experts of a process whose hidden states are on a GPU; a `ServedModel` otherwise.
 
     GPU memory is taken here, before an engine measures what is left for its KV cache; call `warm_up` before that too.
 
@@ -186,6 +189,7 @@ class HybridModel:
         self.top_k, self.dtype = top_k, dtype
         ordered = [layers[number] for number in sorted(layers)]
         runtime, hidden = ordered[0].runtime, ordered[0].hidden_size
+        super().__init__({}, runtime)
         self.host = HostExperts(
             runtime,
             self.device,
@@ -201,8 +205,10 @@ class HybridModel:
         self.lanes.take(self.device)
         self.ops = operations(self.device)
         self.hot = self._residents(self.lanes.gpu, gpu_expert_memory, ordered, max_lora_rank)
-        self.layers = {n: HybridExperts(self, n, i, layers[n]) for i, n in enumerate(sorted(layers))}
-        self.heat = Heat(ordered, self.host, self.hot)
+        self.layers: dict[int, HybridExperts] = {  # type: ignore[assignment]
+            n: HybridExperts(self, n, i, layers[n]) for i, n in enumerate(sorted(layers))
+        }
+        self.heat = Heat(ordered, self.host, self.hot, top_k)
         self.decoding: Callable[[], bool] = self.capturing
         self._owed: tuple[ExpertLayer, int] | None = None
         self._adapted = time.monotonic()
@@ -210,6 +216,36 @@ class HybridModel:
             routing.check({number: layer.num_experts for number, layer in layers.items()}, "the routing profile")
             if self.hot is not None:
                 self.hot.start({layers[number]: tokens for number, tokens in routing.tokens.items()})
+
+    @classmethod
+    def of(
+        cls,
+        settings: ServeSettings,
+        layers: Mapping[int, ExpertLayer],
+        device: torch.device | str,
+        top_k: int,
+        dtype: torch.dtype,
+    ) -> HybridModel:
+        """As a server's settings have it.
+
+        Raises:
+            OSError, ValueError: the routing profile cannot be read, or is of another model; as the constructor.
+        """
+        routing = None
+        if settings.routing is not None:
+            routing = Routing.load(Path(settings.routing))
+            routing.check({number: layer.num_experts for number, layer in layers.items()}, settings.routing)
+        return cls(
+            layers,
+            device,
+            top_k=top_k,
+            dtype=dtype,
+            gpu_expert_memory=settings.gpu_expert_memory,
+            max_lora_rank=settings.max_lora_rank,
+            routing=routing,
+            deferral=settings.deferral,
+            activation_bits=settings.activation_bits,
+        )
 
     def _residents(
         self, lane: GpuLane, memory: int | str, layers: Sequence[ExpertLayer], max_rank: int
@@ -298,15 +334,18 @@ class HybridModel:
         """Raise what the CPU's experts met; after a step whose stream was synchronized. Its output is wrong then."""
         self.host.check()
 
-    def set_lora(self, loras: Mapping[int, ExpertLora] | None) -> None:
+    def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
         """Give the layers, by number, other adapters; those not named get none. All at once, captured graphs included.
 
         Nothing may be at work: drain first.
 
+        Args:
+            adapter: what is known of it, for `status`.
+
         Raises:
             ValueError: a layer that does not exist, or adapters that do not fit; then the old ones stay.
         """
-        loras = dict(loras or {})
+        loras = dict(lora or {})
         odd = sorted(loras.keys() - self.layers.keys())
         if odd:
             raise ValueError(f"the adapter has experts of layer {odd[0]}, where the model has none")
@@ -316,8 +355,9 @@ class HybridModel:
         try:
             self._set(loras)
         except Exception:
-            self._set({number: lora for number, lora in before.items() if lora is not None})
+            self._set({number: old for number, old in before.items() if old is not None})
             raise
+        self.adapter = None if lora is None else adapter
 
     def _set(self, loras: Mapping[int, ExpertLora]) -> None:
         if self.hot is not None:
@@ -330,8 +370,8 @@ class HybridModel:
         """What was counted so far, as a profile for the next start. Waits for the device."""
         return Routing(dict(zip(self.layers, self.heat.totals(), strict=True)))
 
-    def status(self) -> dict[str, Any]:
-        """For `/metrics`: pairs and seconds by lane, pairs by layer and expert, residents. Waits for the device."""
+    def work(self) -> dict[str, Any]:
+        """As of `ServedModel`, with residents and deferral. Waits for the device."""
         residents = {}
         if self.hot is not None:
             slots = {n: self.hot.residents.slots(e.layer) for n, e in self.layers.items()}
@@ -340,8 +380,12 @@ class HybridModel:
                 "moved": self.hot.residents.moved,
                 "experts": {str(number): sorted(held) for number, held in slots.items()},
             }
-        heat = {str(number): tokens for number, tokens in self.routing().tokens.items()}
-        return {"lanes": self.heat.lanes(), "heat": heat, "residents": residents, "deferral": self.deferral}
+        return {
+            "lanes": self.heat.lanes(),
+            "heat": {str(number): list(tokens) for number, tokens in self.routing().tokens.items()},
+            "residents": residents,
+            "deferral": self.deferral,
+        }
 
     def close(self) -> None:
         """Give threads and locked memory back; no graph may be replayed after that."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ktft.checkpoint.load import refuse
-from ktft.model.routing import Routing
 from ktft.native import ExpertLayer
 from ktft.serve.experts import serve
 from ktft.serve.hybrid import HybridModel
@@ -65,39 +63,20 @@ class KtftModelLoader(BaseModelLoader):
             ) from error
         lacking = dict(model.named_parameters()).keys() - (loaded or set())
         refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
-        device = next(model.parameters()).device
         with _as_usual():
             served = weights.load_experts(status.advance)
-            if device.type != "cpu":
-                status.write(Progress("Preparing the GPU"))
-                served.run_on(_hybrid(model, weights, settings, device, model_config.dtype))
+            device = next(model.parameters()).device
+            if device.type == "cuda":
+                status.write(Progress("Taking GPU memory for experts"))
+                served = HybridModel.of(settings, weights.layers, device, _top_k(model), model_config.dtype)
+                served.warm_up()
+                _check_each_step(model, served)
             serve(served)
             if settings.adapter_slots:
                 add_slots(model, get_current_vllm_config(), settings.max_lora_rank)
             if settings.adapter is not None:
                 status.write(Progress("Loading the adapter"))
                 set_adapter(model, settings.adapter)
-
-
-def _hybrid(
-    model: nn.Module, weights: ServedWeights, settings: ServeSettings, device: torch.device, dtype: torch.dtype
-) -> HybridModel:
-    """The experts of hidden states on a GPU, whose memory they take before vLLM measures what is left."""
-    top_k = {layer.moe_config.experts_per_token for layer in model.modules() if isinstance(layer, RoutedExperts)}
-    hybrid = HybridModel(
-        weights.layers,
-        device,
-        top_k=top_k.pop(),
-        dtype=dtype,
-        gpu_expert_memory=settings.gpu_expert_memory,
-        max_lora_rank=settings.max_lora_rank if settings.adapter_slots else 0,
-        routing=None if settings.routing is None else Routing.load(Path(settings.routing)),
-        deferral=settings.deferral,
-        activation_bits=settings.activation_bits,
-    )
-    hybrid.warm_up()
-    _check_each_step(model, hybrid)
-    return hybrid
 
 
 def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
@@ -165,6 +144,11 @@ def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
                 f"layer {number}: vLLM's {type(model).__name__} has the routed experts {found.get(number)}, "
                 f"transformers' model {expected.get(number)}; this vLLM cannot serve it through ktft"
             )
+
+
+def _top_k(model: nn.Module) -> int:
+    """Experts of a token, as vLLM routes."""
+    return next(m.moe_config.experts_per_token for m in model.modules() if isinstance(m, RoutedExperts))
 
 
 @contextmanager
