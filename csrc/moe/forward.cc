@@ -132,9 +132,6 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
   const PackedMatrix down = call.weights.matrix(0, chunk.expert, kDown);
   const float* const scale = how.scaled ? down.row_scale : nullptr;
   const int end = how.pass == Pass::kForward ? chunk.rows : pad_rows(chunk.rows);  // only backward sums over rows
-  // LoRA's products and quantization read turned rows; the weights' own may not.
-  const bool few = how.pass == Pass::kForward && vec.turned && chunk.rows <= kFewRows;
-  const bool only_rows = few && !call.lora && !call.int8 && reads_rows(call.weights.format(), chunk.rows, hidden, 0);
   int bad = -1;
   // Rows come from anywhere, and a store to a line that is in no cache waits for it as a load does: both are fetched
   // one strip ahead.
@@ -142,7 +139,7 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
     const size_t bytes = size_t(hidden) * dtype_bytes(tokens.dtype);
     for (int r = t; r < std::min(t + kTileRows, chunk.rows); r++)
       prefetch(static_cast<const char*>(tokens.data) + call.routes.token(chunk.begin + r) * bytes, bytes);
-    if (!only_rows) prefetch(out + activation_elements(t, hidden), size_t(kTileRows) * hidden * sizeof(bf16));
+    prefetch(out + activation_elements(t, hidden), size_t(kTileRows) * hidden * sizeof(bf16));
   };
   fetch_strip(0);
   for (int t = 0; t < end; t += kTileRows) {
@@ -157,9 +154,8 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
       vec.scale_row(hidden, at[r], scale, scaled + size_t(r) * hidden);
       at[r] = scaled + size_t(r) * hidden;
     }
-    if (!only_rows)
-      (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden, out + activation_elements(t, hidden));
-    if (few)
+    (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden, out + activation_elements(t, hidden));
+    if (how.pass == Pass::kForward && vec.turned && chunk.rows <= kFewRows)
       for (int r = 0; r < chunk.rows; r++) place_few_row(at[r], r, hidden, out);
   }
   return bad;
