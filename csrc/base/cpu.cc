@@ -38,6 +38,7 @@ CpuFeatures detect() {
   f.avx2 = ymm && bit(b7, 5);
   f.avx512 = zmm && bit(b7, 16) && bit(b7, 17) && bit(b7, 30) && bit(b7, 31);  // F, DQ, BW, VL
   f.avx512_vnni = f.avx512 && bit(c7, 11);
+  f.avx512_vbmi = f.avx512 && bit(c7, 1);
   f.amx_tile = tiles && bit(d7, 24) && request_amx_tiles();
   f.amx_bf16 = f.amx_tile && bit(d7, 22);
   f.amx_int8 = f.amx_tile && bit(d7, 25);
@@ -53,7 +54,7 @@ bool runs(Isa isa) {
     case Isa::kAvx2: return f.avx2 && f.fma && f.f16c;
     case Isa::kAvx512: return f.avx512;
     case Isa::kAvx512Bf16: return f.avx512_bf16 && f.avx512_vnni;
-    case Isa::kAmxBf16: return f.amx_bf16 && f.avx512_bf16 && f.avx512_vnni;
+    case Isa::kAmxBf16: return f.amx_bf16 && f.avx512_bf16 && f.avx512_vnni && f.avx512_vbmi;
   }
   return false;
 }
@@ -73,6 +74,7 @@ std::vector<std::pair<std::string, bool>> cpu_feature_list() {
           {"avx512", f.avx512},
           {"avx512_bf16", f.avx512_bf16},
           {"avx512_vnni", f.avx512_vnni},
+          {"avx512_vbmi", f.avx512_vbmi},
           {"amx_tile", f.amx_tile},
           {"amx_bf16", f.amx_bf16},
           {"amx_int8", f.amx_int8}};

@@ -10,7 +10,7 @@
 namespace ktft {
 
 struct CpuFeatures {
-  bool avx2, fma, f16c, avx512, avx512_bf16, avx512_vnni, amx_tile, amx_bf16, amx_int8;
+  bool avx2, fma, f16c, avx512, avx512_bf16, avx512_vnni, avx512_vbmi, amx_tile, amx_bf16, amx_int8;
 };
 
 // AMX counts as usable only when the operating system grants its tile state (arch_prctl, Linux 5.16).

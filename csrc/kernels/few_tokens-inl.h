@@ -13,15 +13,23 @@
 
 namespace ktft {
 
-// Tokens up to which this is faster, as measured; at most kFewRows.
-constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 4, 4, 4};
-constexpr int kDotPieces = 16;      // of a strip, decoded at a time: 16 KB of L1
 constexpr int kDotAhead = 8 << 10;  // bytes that weights are fetched ahead; strips follow each other in memory
 constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // of W for each number of tokens: as many sums as stay in registers
 
 // Memory of one piece; tiles' parts that are not pieces count with them.
 template <class Codec>
 constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kFormat).tile_cols / 32);
+
+// What a call fetches ahead: its own rows of W, which lie one after another, then those of its next product. Behind the
+// last of these it fetches nothing new: what follows in memory is another thread's work.
+struct DotAhead {
+  const uint8_t *end, *next;
+
+  const uint8_t* of(const uint8_t* at) const {
+    const int64_t past = at + kDotAhead - end;
+    return past < 0 ? at + kDotAhead : next ? next + past : at;
+  }
+};
 
 // A row of a strip's pieces, and row t of a turned strip, whose pair i is dword 16 i + t.
 static inline void copy_row(const bf16* at, int cols, bf16* out) {
@@ -41,7 +49,7 @@ static inline int low_rank_cols(const GemmArgs& a) {
 // rows are decoded here. `ahead`: memory to fetch meanwhile, or null.
 template <class V, class Codec, int R, int M>
 void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, const bf16* x, int begin, int pieces,
-              const char* ahead, float* sums) {
+              const uint8_t* ahead, float* sums) {
   typename V::F acc[R][M];
   for (int r = 0; r < R; r++)
     for (int t = 0; t < M; t++) acc[r][t] = V::load(sums + ((row + r) * M + t) * V::kWidth);
@@ -78,12 +86,13 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
 
 // results[r][t] += the products of one strip of W and M rows of X. `panel` has room for kDotPieces.
 template <class V, class Codec, int M>
-void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, float* results) {
+void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, const DotAhead& further, float* results) {
   constexpr bool kInPlace = Codec::kFormat == Format::kBf16, kWidens = Codec::kFormat == Format::kInt8;
   constexpr int R = kDotRows[M];
   alignas(64) float sums[kTileRows * M * V::kWidth] = {};
-  const char* ahead = reinterpret_cast<const char*>(w.tile(strip, 0)) + kDotAhead;
-  for (int begin = 0; begin < w.cols; begin += kDotPieces * 32, ahead += kDotPieces * kPieceBytes<Codec>) {
+  const uint8_t* tiles = w.tile(strip, 0);
+  for (int begin = 0; begin < w.cols; begin += kDotPieces * 32, tiles += kDotPieces * kPieceBytes<Codec>) {
+    const uint8_t* const ahead = further.of(tiles);
     const int pieces = std::min(kDotPieces, (w.cols - begin) / 32);
     const bf16* weights = nullptr;
     if constexpr (kInPlace) {
@@ -103,13 +112,14 @@ void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, flo
 
 // The same of W's codes and rows of X in fixed point, tile by tile.
 template <class V, class Codec, int M>
-void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, float* results) {
+void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, const DotAhead& further, float* results) {
   constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
   alignas(64) float sums[kTileRows * M * 16] = {};
   const uint8_t* tile = w.tile(strip, 0);
   for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes) {
-    if constexpr (!kSpreads<M>) prefetch(tile + kDotAhead, kTileBytes);
-    dot_tile<V, Codec, M>(tile, x + i * M, tile + kDotAhead, sums);
+    const uint8_t* const ahead = further.of(tile);
+    if constexpr (!kSpreads<M>) prefetch(ahead, kTileBytes);
+    dot_tile<V, Codec, M>(tile, x + i * M, ahead, sums);
   }
   for (int i = 0; i < kTileRows * M; i++) {
     typename V::F sum = V::zero();
@@ -150,28 +160,28 @@ void dot_forward(const GemmArgs& a) {
       else
         copy_row(term.low_rank + t * 32, term.lora->cols, to);
     }
+    const GemmTerm* const next = i + 1 < a.count ? &a.terms[i + 1] : nullptr;
+    const DotAhead further{w.tile((term.out_begin + a.out_count) / kTileRows, 0),
+                           next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr};
     for (int out = 0; out < a.out_count; out += kTileRows) {
       float results[kTileRows * M] = {};
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;
-      if (term.lora) dot_strip<V, Bf16Codec, M>(*term.lora, lora_strip, low_rank, panel, results);
+      if (term.lora) dot_strip<V, Bf16Codec, M>(*term.lora, lora_strip, low_rank, panel, {}, results);
       if constexpr (kDotsCodes<V, Codec>)
-        dot_codes_strip<V, Codec, M>(w, strip, fixed, results);
+        dot_codes_strip<V, Codec, M>(w, strip, fixed, further, results);
       else
-        dot_strip<V, Codec, M>(w, strip, x, panel, results);
+        dot_strip<V, Codec, M>(w, strip, x, panel, further, results);
       store_dots<V, M>(results, a, out, term.c);
     }
   }
 }
 
-// Whether few_tokens_forward takes the call: its rows of X lie in the scratch memory behind the decoded pieces.
+// Whether few_tokens_forward takes the call.
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
-  static_assert(kMostDotTokens[int(Codec::kFormat)] <= kFewRows);
-  if (!(kHasTiles<V> || kDotsCodes<V, Codec>) || a.tokens > kMostDotTokens[int(Codec::kFormat)]) return false;
-  const int cols = a.terms[0].w->cols;
-  const int64_t row = kDotsCodes<V, Codec> ? fixed_bytes(cols) : cols * int64_t(sizeof(bf16));
-  const int64_t low_rank = low_rank_cols(a) * int64_t(sizeof(bf16)), panel = kDotPieces * kPieceElements * 2;
-  return panel + a.tokens * (row + low_rank) <= int64_t(kGemmScratch);
+  static_assert(kMostDotTokens[int(Codec::kFormat)] <= kFewRows && sizeof(FixedPoint) == kFixedPointCols * 3);
+  return (kHasTiles<V> || kDotsCodes<V, Codec>) &&
+         reads_rows(Codec::kFormat, a.tokens, a.terms[0].w->cols, low_rank_cols(a));
 }
 
 template <class V, class Codec, int M = kMostDotTokens[int(Codec::kFormat)]>

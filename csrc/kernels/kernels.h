@@ -35,6 +35,8 @@ static inline PackedMatrix activation_matrix(bf16* pieces, int rows, int cols) {
 // Of a call with at most kFewRows tokens, tile ISAs read rows, not columns: the unused second strip of such an X holds
 // them once more, as rows of its pieces, not turned. Whoever writes a turned X for the layer's weights writes both.
 constexpr int kFewRows = 4;
+// Tokens up to which a format's rows are read: as many as are faster so, as measured.
+constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 4, 4, 4};
 static inline void place_few_row(const bf16* row, int index, int cols, bf16* x) {
   bf16* at = x + strip_elements(cols) + index * 32;
   for (int c = 0; c < cols; c += 32, at += kPieceElements) std::memcpy(at, row + c, 32 * sizeof(bf16));
@@ -69,6 +71,15 @@ struct GemmArgs {
 };
 // Decoded panels and spare pieces.
 constexpr size_t kGemmScratch = size_t(kReductionBlock + 2 * kMaxTokens) * 64 * sizeof(bf16);
+
+// Whether a tile ISA's forward call reads rows of X, and nothing of the turned X: they lie in the scratch memory, in at
+// most three bytes a value and whole 128 columns, beside `low_rank` elements each and decoded pieces of W.
+constexpr int kDotPieces = 16;  // of a strip, decoded at a time: 16 KB of L1
+static constexpr bool reads_rows(Format format, int tokens, int cols, int low_rank) {
+  const int64_t row = int64_t(ceil_div(cols, 128)) * 128 * 3 + low_rank * int64_t(sizeof(bf16));
+  return tokens <= kMostDotTokens[int(format)] &&
+         kDotPieces * kPieceElements * 2 + tokens * row <= int64_t(kGemmScratch);
+}
 
 struct GemmKernel {
   Isa isa;

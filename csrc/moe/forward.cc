@@ -9,7 +9,7 @@
 namespace ktft {
 namespace {
 
-constexpr int kTokensPerTask = 16;
+constexpr int kTokensPerTask = 16, kColsPerTask = 1024;  // of combine, when tokens alone are too few tasks
 constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr Projection kDown = Projection::kDown;
 
@@ -323,26 +323,30 @@ void combine(const Call& call, const std::vector<bf16*>& y, bool weighted, void*
   const Phase phase(call.runtime.phases, "combine");
   const Routes& routes = call.routes;
   const int hidden = call.weights.shape().hidden, nodes = int(y.size()), top_k = routes.top_k;
-  call.runtime.pool.run(ceil_div(routes.tokens, kTokensPerTask), [&](int task, int thread) {
+  const int blocks = ceil_div(routes.tokens, kTokensPerTask);
+  const int parts = blocks < call.runtime.pool.threads() ? ceil_div(hidden, kColsPerTask) : 1;
+  call.runtime.pool.run(blocks * parts, [&](int task, int thread) {
+    const int first = task / parts * kTokensPerTask, col = task % parts * kColsPerTask;
+    const int cols = parts == 1 ? hidden : std::min(kColsPerTask, hidden - col);
     Scratch& scratch = call.runtime.scratch[thread];
     scratch.reset();
-    float* const spare = scratch.take<float>(size_t(hidden));
+    float* const spare = scratch.take<float>(size_t(cols));
     std::vector<const bf16*> rows(size_t(top_k) * nodes);
     std::vector<float> weights(rows.size());
-    for (int t = task * kTokensPerTask; t < std::min(routes.tokens, (task + 1) * kTokensPerTask); t++) {
+    for (int t = first; t < std::min(routes.tokens, first + kTokensPerTask); t++) {
       int count = 0;
       for (int i = 0; i < top_k * nodes; i++) {
         const int route = t * top_k + i / nodes, row = routes.route_row[route];
         if (row == kElsewhere) continue;
-        rows[count] = y[i % nodes] + size_t(row) * hidden;
+        rows[count] = y[i % nodes] + size_t(row) * hidden + col;
         weights[count++] = weighted ? call.top_k_weights[route] : 1.f;
       }
-      const size_t at = size_t(t) * hidden;
+      const size_t at = size_t(t) * hidden + col;
       float* const sum = dtype == Dtype::kF32 ? static_cast<float*>(out) + at : spare;
-      call.vec().weighted_sum(hidden, count, rows.data(), weights.data(), sum);
-      if (dtype == Dtype::kBf16) call.vec().narrow(hidden, sum, static_cast<bf16*>(out) + at);
+      call.vec().weighted_sum(cols, count, rows.data(), weights.data(), sum);
+      if (dtype == Dtype::kBf16) call.vec().narrow(cols, sum, static_cast<bf16*>(out) + at);
       if (dtype == Dtype::kF16)
-        for (int c = 0; c < hidden; c++) static_cast<uint16_t*>(out)[at + c] = float_to_half(sum[c]);
+        for (int c = 0; c < cols; c++) static_cast<uint16_t*>(out)[at + c] = float_to_half(sum[c]);
     }
   });
 }

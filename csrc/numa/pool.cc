@@ -63,13 +63,21 @@ void Pool::work(int node, int thread) {
   }
 }
 
+bool Pool::enter() {
+  uint32_t at = inside_.load(std::memory_order_relaxed);
+  while (at & kOpen)
+    if (inside_.compare_exchange_weak(at, at + 1, std::memory_order_acquire, std::memory_order_relaxed)) return true;
+  return false;
+}
+
 void Pool::loop(int node, int thread) {
   for (uint32_t seen = 0;;) {
     if (!spin(spin_for_.load(), [&] { return round_.load(std::memory_order_acquire) != seen; })) round_.wait(seen);
     seen = round_.load(std::memory_order_acquire);
     if (stop_) return;
+    if (!enter()) continue;
     work(node, thread);
-    if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1) busy_.notify_one();
+    if (inside_.fetch_sub(1, std::memory_order_acq_rel) == 1) inside_.notify_one();
   }
 }
 
@@ -80,14 +88,15 @@ void Pool::run(const std::vector<int>& counts, const Task& fn) {
   error_ = nullptr;
   const bool alone = workers_.empty() || getpid() != owner_;
   if (!alone) {
-    busy_.store(int(workers_.size()), std::memory_order_relaxed);
+    inside_.store(kOpen, std::memory_order_release);
     round_.fetch_add(1, std::memory_order_release);
     round_.notify_all();
   }
   work(0, 0);
   if (!alone) {
-    for (int left; (left = busy_.load(std::memory_order_acquire)) != 0;)
-      if (!spin(spin_for_.load(), [&] { return busy_.load(std::memory_order_acquire) == 0; })) busy_.wait(left);
+    inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    for (uint32_t left; (left = inside_.load(std::memory_order_acquire)) != 0;)
+      if (!spin(spin_for_.load(), [&] { return inside_.load(std::memory_order_acquire) == 0; })) inside_.wait(left);
   }
   if (error_) std::rethrow_exception(error_);
 }

@@ -45,7 +45,10 @@ class Pool {
   struct alignas(64) Counter {
     std::atomic<int> next{0};
   };
+  static constexpr uint32_t kOpen = 1u << 31;
   void work(int node, int thread);
+  // Takes part in the job, if it is still open.
+  bool enter();
   void loop(int node, int thread);
 
   int total_ = 0;
@@ -58,7 +61,9 @@ class Pool {
   const std::vector<int>* counts_ = nullptr;
   const Task* task_ = nullptr;
   alignas(64) std::atomic<uint32_t> round_{0};
-  alignas(64) std::atomic<int> busy_{0};
+  // Workers in the present job, and kOpen until no task is left: nobody waits for a worker that sleeps or has lost its
+  // core before it took one.
+  alignas(64) std::atomic<uint32_t> inside_{0};
   std::atomic<bool> stop_{false};
   std::mutex error_mutex_;
   std::exception_ptr error_;

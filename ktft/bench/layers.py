@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,6 +28,12 @@ class Batch:
     index: Tensor
     weights: Tensor
     grad_output: Tensor
+
+    def around(self, num_experts: int) -> Iterator[Batch]:
+        """Endlessly the same tokens, each time at other experts: those of few tokens would stay in the caches."""
+        stride = len(self.index.unique())
+        shifted = [replace(self, index=(self.index + first) % num_experts) for first in range(0, num_experts, stride)]
+        return itertools.cycle(shifted)
 
 
 class Runner(Protocol):

@@ -74,22 +74,24 @@ def _weight_bytes(ktft: Ktft, batch: Batch) -> dict[str, int]:
     return counted
 
 
-def _steps(once: Callable[[], Times], repeats: int) -> Times:
-    times = [once() for _ in range(repeats)]
+def _steps(once: Callable[[Batch], Times], batches: Iterator[Batch], repeats: int) -> Times:
+    times = [once(next(batches)) for _ in range(repeats)]
     return {step: statistics.median(one[step] for one in times) for step in times[0]}
 
 
-def _run(ktft: Ktft, peers: dict[str, Runner], batch: Batch, memory: native.StreamedMemory, repeats: int) -> Run:
+def _run(
+    ktft: Ktft, peers: dict[str, Runner], batches: Iterator[Batch], memory: native.StreamedMemory, repeats: int
+) -> Run:
     layer = ktft.layers[0]
-    rows = min(-(-batch.index.numel() // layer.num_experts), MOST_ROWS)
+    rows = min(-(-next(batches).index.numel() // layer.num_experts), MOST_ROWS)
     time.sleep(SETTLE_SECONDS)
     registers, hot = native.compute_ceilings(layer.runtime)
     streamed = memory.gemm(rows, layer.hidden_size)
-    ours = _steps(partial(_once_ours, ktft, batch), repeats)
+    ours = _steps(partial(_once_ours, ktft), batches, repeats)
     theirs = {}
     for name, peer in peers.items():
         time.sleep(SETTLE_SECONDS)
-        theirs[name] = _steps(partial(_once, peer, batch), repeats)
+        theirs[name] = _steps(partial(_once, peer), batches, repeats)
     return Run(registers, hot, streamed, ours, theirs)
 
 
@@ -172,9 +174,10 @@ def measure(
     errors = accuracy.errors(ktft, batch)
     weight_bytes = _weight_bytes(ktft, batch)
     reads = [memory.read() for _ in range(2)]
-    warm = _run(ktft, peers, batch, memory, WARM_REPEATS).ktft["forward+backward"]
+    batches = batch.around(case.shape.num_experts)
+    warm = _run(ktft, peers, batches, memory, WARM_REPEATS).ktft["forward+backward"]
     repeats = max(1, min(MOST_REPEATS, round(RUN_SECONDS / warm)))
-    timed = [_run(ktft, peers, batch, memory, repeats) for _ in range(runs)]
+    timed = [_run(ktft, peers, batches, memory, repeats) for _ in range(runs)]
     reads += [memory.read() for _ in range(2)]
     read = statistics.median(reads)
     return [_record(case, step, timed, ktft, batch, read, errors[step], weight_bytes[step], absent) for step in errors]
