@@ -5,6 +5,8 @@ CPU's torch stands in for it.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import test_kernels
@@ -232,3 +234,28 @@ def test_a_kernel_error_reaches_the_caller(monkeypatch):
 def test_copies_of_a_model_share_its_lanes():
     experts = make_experts()
     assert copy.deepcopy(experts).laned.lanes is experts.laned.lanes
+
+
+@pytest.mark.parametrize("use_reentrant", [True, None])
+def test_a_step_leaves_nothing_to_the_garbage_collector(use_reentrant: bool | None) -> None:
+    """Tensors in a cycle hold a GPU's memory until Python looks for cycles, which may be many steps later."""
+    experts = make_experts().train()
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    x, index, weights = inputs_for(ROWS, HIDDEN)
+    seen = []
+
+    def block(hidden):
+        out = experts(torch.tanh(hidden), index, weights, lora)
+        seen.append(weakref.ref(out))
+        return out.clone()
+
+    gc.collect()
+    gc.disable()
+    try:
+        out = checkpoint(block, x, use_reentrant=True) if use_reentrant else block(x)
+        out.float().square().sum().backward()
+        del out
+        left = [ref() for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
+    assert not left

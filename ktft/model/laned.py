@@ -156,7 +156,8 @@ class _Run:
     def finish(self, hidden: Tensor, index: Tensor) -> Tensor:
         """The GPU's experts, then the sum."""
         if self._out is not None:
-            return self._out
+            out, self._out = self._out, None  # autograd makes it this run's own: a cycle that only gc would end
+            return out
         lanes, run = self.owner.lanes, self._forward
         assert run is not None
         total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
