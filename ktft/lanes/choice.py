@@ -3,12 +3,14 @@
 The placer's rates say what each lane takes alone. They cannot say what lanes take from each other: threads that compute
 experts slow down the one that gives the GPU its work, by half where two of them share a core, and copies ahead of time
 cost nothing where attention lasts as long. So the ways that the rates find promising are tried, a step each in turns,
-and those that come out near each other some more times: what one step takes is a fourth off now and then.
+and those that come out near each other some more times. Medians decide: what one step takes is a fourth off now and
+then, in both directions.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +20,7 @@ WAYS = ("auto", "stream", "cpu")
 """Modes of the placer: experts split as the rates say, all streamed that are not resident, all on the CPU."""
 PROMISING = 1.6
 """A way is tried that the rates expect to take no more than so many times the best one's time."""
-TRIALS, MORE = 2, 2
+TRIALS, MORE = 3, 5
 """Steps of each way, and further ones of those that are near the best one then."""
 AGAIN = 64
 """Steps after which the second best way, if it is near, is tried once more: a machine's neighbours come and go."""
@@ -38,9 +40,9 @@ class _Size:
         fewest = self._fewest(self.seconds)
         if len(self.seconds[fewest]) < TRIALS:
             return fewest
-        least = {way: min(seconds) for way, seconds in self.seconds.items()}
-        best, *others = sorted(least, key=lambda way: least[way])
-        near = [way for way in others if least[way] < NEAR * least[best]]
+        usual = {way: statistics.median(seconds) for way, seconds in self.seconds.items()}
+        best, *others = sorted(usual, key=lambda way: usual[way])
+        near = [way for way in others if usual[way] < NEAR * usual[best]]
         fewest = self._fewest([best, *near])
         if near and len(self.seconds[fewest]) < TRIALS + MORE:
             return fewest

@@ -19,7 +19,7 @@ from ktft.bench.step.process import Worker, WorkerError
 
 # Threads of the process that ran before may still spin: kt-kernel's do for 50 ms.
 SETTLE_SECONDS = 0.15
-WARM_STEPS = 14  # that do not count: buffers grow, lanes learn their rates, `auto` tries its ways
+WARM_STEPS = 20  # that do not count: buffers grow, lanes learn their rates, `auto` tries its ways
 AROUND = 2  # runs of ktft before and after a peer's, which its ratio is taken from
 
 
