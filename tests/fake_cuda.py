@@ -13,6 +13,7 @@ import pytest
 
 FAKE = r"""
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 static char calls[1 << 16]; static int devices = 2, fail_after = -1, failure; static __thread void* current;
@@ -33,34 +34,43 @@ int cuCtxSetCurrent(void* c) { NOTE("current %d\n", (int)((char*)c - (char*)0));
 int cuMemHostRegister_v2(void* p, size_t n, unsigned flags) { NOTE("register %p %zu %u\n", p, n, flags); return 0; }
 int cuMemHostUnregister(void* p) { NOTE("unregister %p\n", p); return 0; }
 /* A stream does at once what it is given, or, while it is captured, when the tape is replayed. */
-static struct { void* to; const void* from; size_t n; void (*fn)(void*); void* data; } tape[1024];
-static int taped, capturing;
+static struct { void* to; const void* from; size_t n; void (*fn)(void*); void* data; unsigned value; } tape[1024];
+static int taped, capturing, words = 1;
 static void* host(void* i) { tape[(size_t)i].fn(tape[(size_t)i].data); return 0; }
+static void put(void* i) { __atomic_store_n((unsigned*)tape[(size_t)i].to, tape[(size_t)i].value, __ATOMIC_RELEASE); }
+static void until(void* i) {
+  while (__atomic_load_n((unsigned*)tape[(size_t)i].to, __ATOMIC_ACQUIRE) != tape[(size_t)i].value) sched_yield(); }
 static void play(size_t i) {
   pthread_t thread;
   if (!tape[i].fn) memcpy(tape[i].to, tape[i].from, tape[i].n);
+  else if (tape[i].fn == put || tape[i].fn == until) tape[i].fn((void*)i);
   else if (!pthread_create(&thread, 0, host, (void*)i)) pthread_join(thread, 0);
 }
-static int enqueue(void* to, const void* from, size_t n, void (*fn)(void*), void* data) {
+static int enqueue(void* to, const void* from, size_t n, void (*fn)(void*), void* data, unsigned value) {
   if (taped == 1024) return 2;
   tape[taped].to = to; tape[taped].from = from; tape[taped].n = n; tape[taped].fn = fn; tape[taped].data = data;
+  tape[taped].value = value;
   if (capturing) taped++; else play(taped);
   return 0;
 }
+void fake_words(int on) { words = on; }
+int cuDeviceGetAttribute(int* value, int which, int handle) { *value = which == 122 && words; return 0; }
 void fake_capture(int on) { capturing = on; if (on) taped = 0; }
 void fake_replay(void) { for (int i = 0; i < taped; i++) play(i); }
 int cuMemcpyHtoDAsync_v2(dptr to, const void* from, size_t n, void* s) {
-  NOTE("in %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue((void*)to, from, n, 0, 0); }
+  NOTE("in %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue((void*)to, from, n, 0, 0, 0); }
 int cuMemcpyDtoHAsync_v2(void* to, dptr from, size_t n, void* s) {
-  NOTE("out %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue(to, (void*)from, n, 0, 0); }
+  NOTE("out %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue(to, (void*)from, n, 0, 0, 0); }
 int cuMemcpyDtoDAsync_v2(dptr to, dptr from, size_t n, void* s) {
-  NOTE("within %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue((void*)to, (void*)from, n, 0, 0); }
+  NOTE("within %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue((void*)to, (void*)from, n, 0, 0, 0); }
 int cuLaunchHostFunc(void* s, void (*fn)(void*), void* data) {
-  NOTE("host stream %d\n", (int)((char*)s - (char*)0)); return enqueue(0, 0, 0, fn, data); }
-int cuMemHostGetDevicePointer_v2(dptr* d, void* p, unsigned flags) { *d = (dptr)p; return flags; }
-static void until(void* word) { while (!__atomic_load_n((unsigned*)word, __ATOMIC_ACQUIRE)); }
+  NOTE("host stream %d\n", (int)((char*)s - (char*)0)); return enqueue(0, 0, 0, fn, data, 0); }
+int cuMemHostGetDevicePointer_v2(dptr* d, void* p, unsigned flags) {
+  NOTE("address %p\n", p); *d = (dptr)p; return flags; }
+int cuStreamWriteValue32_v2(void* s, dptr word, unsigned value, unsigned flags) {
+  NOTE("word %u stream %d\n", value, (int)((char*)s - (char*)0)); return enqueue((void*)word, 0, 0, put, 0, value); }
 int cuStreamWaitValue32_v2(void* s, dptr word, unsigned value, unsigned flags) {
-  NOTE("until %u stream %d\n", value, (int)((char*)s - (char*)0)); return enqueue(0, 0, 0, until, (void*)word); }
+  NOTE("until %u stream %d\n", value, (int)((char*)s - (char*)0)); return enqueue((void*)word, 0, 0, until, 0, value); }
 """
 
 
@@ -72,8 +82,9 @@ class Fake:
         self.driver.fake_calls.restype = ctypes.c_char_p
         self.reset()
 
-    def reset(self, devices: int = 2, fail_after: int = -1, failure: int = 0) -> None:
+    def reset(self, devices: int = 2, fail_after: int = -1, failure: int = 0, words: bool = True) -> None:
         self.driver.fake_reset(devices, fail_after, failure)
+        self.driver.fake_words(int(words))
 
     @contextmanager
     def capture(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,7 @@ from ktft.native import ELSEWHERE, ExpertLayer, HostExperts, HostExpertsError
 from ktft.native.cuda import CudaError, Driver
 
 HIDDEN, INTERMEDIATE, TOKENS = 64, 96, 32
+WAYS = ("words", "host_functions")
 SIZES = {"max_tokens": TOKENS, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
 
 
@@ -27,14 +29,14 @@ def layer_of(fmt: str = "k4", threads: int = 2) -> ExpertLayer:
     return make_layer(HIDDEN, INTERMEDIATE, fmt, native.default_isa(), threads, name=f"layers.7.{fmt}")
 
 
-@pytest.fixture(params=["cpu", "host_function", "word"])
+@pytest.fixture(params=["cpu", *WAYS])
 def host(request: pytest.FixtureRequest) -> Iterator[HostExperts]:
-    """Without a driver, and with one in both ways to wait."""
+    """Without a driver, and with one in both ways."""
     options = {}
     if request.param != "cpu":
         fake: Fake = request.getfixturevalue("fake")
         fake.reset()
-        options = {"driver": Driver(fake.path), "wait": request.param}
+        options = {"driver": Driver(fake.path), "through": request.param}
     host = HostExperts(native.runtime(2, 1, native.default_isa()), "cpu", **SIZES, **options)
     yield host
     host.close()
@@ -91,11 +93,11 @@ def test_slots_overlap(host: HostExperts) -> None:
     assert torch.equal(host.wait(first, 3, slot=1), direct(first, *a)) and torch.equal(late, direct(second, *b))
 
 
-@pytest.mark.parametrize("wait", ["host_function", "word"])
-def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, wait: str) -> None:
+@pytest.mark.parametrize("through_what", WAYS)
+def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, through_what: str) -> None:
     fake.reset()
     layers = [layer_of("k4"), layer_of("int8")]
-    host = HostExperts(layers[0].runtime, "cpu", **SIZES, driver=Driver(fake.path), wait=wait)
+    host = HostExperts(layers[0].runtime, "cpu", **SIZES, driver=Driver(fake.path), through=through_what)
     x, index, weights = inputs(4)
     with fake.capture():
         outs = [through(host, layer, x, index, weights) for layer in layers]
@@ -145,33 +147,52 @@ def test_heat_and_time_are_counted(host: HostExperts) -> None:
     assert 0 < before < host.seconds(layer) < 10
 
 
-def test_what_is_enqueued(fake: Fake) -> None:
-    fake.reset()
+@pytest.mark.parametrize("words", [True, False])
+def test_what_is_enqueued(fake: Fake, words: bool) -> None:
+    """Words, or host functions where the driver has no words."""
+    fake.reset(words=words)
     layer, (x, index, weights) = layer_of(), inputs(3)
-    for wait, waits in [("host_function", "host stream 5"), ("word", "until 1 stream 5")]:
-        host = HostExperts(layer.runtime, "cpu", **SIZES, driver=Driver(fake.path), wait=wait)
-        fake.reset()
-        through(host, layer, x, index.int(), weights)
+    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=Driver(fake.path))
+    assert host.through == ("words" if words else "host_functions")
+    fake.reset()
+    for block in (1, 1, 2):
+        through(host, layer, x, index.int() if block == 1 else index, weights)
         assert [call for call in fake.calls if "stream" in call] == [
             f"out {3 * HIDDEN * 2} stream 5",
+            f"out {3 * TOP_K * (4 if block == 1 else 8)} stream 5",
             f"out {3 * TOP_K * 4} stream 5",
-            f"out {3 * TOP_K * 4} stream 5",
-            "host stream 5",
-            waits,
+            f"word {block} stream 5" if words else "host stream 5",
+            "until 0 stream 5" if words else "host stream 5",
             f"in {3 * HIDDEN * 2} stream 5",
         ]
         fake.reset()
-        host.close()
-        host.close()
-        assert len([call for call in fake.calls if call.startswith("unregister")]) == 1
+    host.close()
+    host.close()
+    assert len([call for call in fake.calls if call.startswith("unregister")]) == 1
 
 
-@pytest.mark.parametrize(("after", "call"), [(0, "cuMemcpyDtoHAsync"), (3, "cuLaunchHostFunc")])
-def test_what_the_driver_refuses_is_an_error(fake: Fake, after: int, call: str) -> None:
+def test_words_the_driver_has_not_are_refused(fake: Fake) -> None:
+    fake.reset(words=False)
+    runtime = native.runtime(2, 1, native.default_isa())
+    with pytest.raises(ValueError, match="cannot read and write words of host memory: use host_functions"):
+        HostExperts(runtime, "cpu", **SIZES, driver=Driver(fake.path), through="words")
+    assert fake.calls[-1].startswith("unregister")
+    fake.reset()
+
+
+@pytest.mark.parametrize(
+    ("way", "after", "call"),
+    [
+        ("words", 0, "cuMemcpyDtoHAsync"),
+        ("words", 3, "cuStreamWriteValue32"),
+        ("host_functions", 3, "cuLaunchHostFunc"),
+    ],
+)
+def test_what_the_driver_refuses_is_an_error(fake: Fake, way: str, after: int, call: str) -> None:
     fake.reset()
     layer, (x, index, weights) = layer_of(), inputs(3)
     driver = Driver(fake.path)
-    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=driver)
+    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=driver, through=way)
     through(host, layer, x, index, weights)  # the thread has its context
     fake.reset(fail_after=after, failure=999)
     with pytest.raises(CudaError, match=f"{call}.* failed: error 999"):
@@ -180,23 +201,70 @@ def test_what_the_driver_refuses_is_an_error(fake: Fake, after: int, call: str) 
     assert torch.equal(through(host, layer, x, index, weights), direct(layer, x, index, weights))
     fake.reset(fail_after=0, failure=712)
     with pytest.raises(CudaError, match=r"cuMemHostRegister of \d+ bytes at"):
-        HostExperts(layer.runtime, "cpu", **SIZES, driver=driver)
+        HostExperts(layer.runtime, "cpu", **SIZES, driver=driver, through=way)
     fake.reset()
     host.close()
 
 
-def test_a_slot_in_use_is_an_error(fake: Fake) -> None:
-    """Two submits to one slot without a wait between: the second would overwrite what is being computed."""
+def test_memory_is_unlocked_when_it_has_no_address_on_the_device(fake: Fake) -> None:
     fake.reset()
-    layer = make_layer(512, 768, "bf16", native.default_isa(), 1)
-    host = HostExperts(layer.runtime, "cpu", **SIZES | {"hidden_size": 512}, driver=Driver(fake.path))
+    runtime, driver = native.runtime(2, 1, native.default_isa()), Driver(fake.path)
+    HostExperts(runtime, "cpu", **SIZES, driver=driver).close()  # the thread has its context
+    fake.reset(fail_after=1, failure=999)
+    with pytest.raises(CudaError, match="cuMemHostGetDevicePointer failed"):
+        HostExperts(runtime, "cpu", **SIZES, driver=driver)
+    assert [call.split()[0] for call in fake.calls] == ["register", "address", "unregister"]
+    assert fake.calls[0].split()[1] == fake.calls[2].split()[1]
+    fake.reset()
+
+
+def big_job() -> tuple[ExpertLayer, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """It takes far longer than it takes to submit the next."""
     x, index, weights = inputs_for((32, 32), 512)
-    args = (x.detach()[:TOKENS], index[:TOKENS], weights.detach()[:TOKENS])
-    for _ in range(20):  # each takes longer than it takes to submit the next
-        host.submit(layer, *args)
+    call = x.detach()[:TOKENS], index[:TOKENS], weights.detach()[:TOKENS]
+    return make_layer(512, 768, "bf16", native.default_isa(), 1), call
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_that_was_not_waited_for_is_done_before_the_next(fake: Fake, way: str) -> None:
+    """What came between submit and wait may fail: the slot can be used again, and its next output is right."""
+    fake.reset()
+    layer, (x, index, weights) = big_job()
+    host = HostExperts(layer.runtime, "cpu", **SIZES | {"hidden_size": 512}, driver=Driver(fake.path), through=way)
+    for _ in range(3):
+        host.submit(layer, x, index, weights)
+    assert torch.equal(through(host, layer, -x, index, weights), direct(layer, -x, index, weights))
+    host.check()
+    host.close()
+
+
+def test_a_slot_in_use_is_an_error(fake: Fake) -> None:
+    """Replays of a graph on streams that nothing orders would overwrite what is being computed."""
+    fake.reset()
+    layer, call = big_job()
+    sizes = SIZES | {"hidden_size": 512}
+    host = HostExperts(layer.runtime, "cpu", **sizes, driver=Driver(fake.path), through="host_functions")
+    with fake.capture():
+        host.submit(layer, *call)
+    for _ in range(20):
+        fake.replay()
     host.wait(layer, TOKENS)
     with pytest.raises(HostExpertsError, match="its slot was submitted to while the job before was not done"):
         host.check()
+    host.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_idle_thread_sleeps_and_still_answers(fake: Fake, way: str) -> None:
+    fake.reset()
+    layer, call = layer_of(threads=1), inputs(3)
+    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=Driver(fake.path), through=way)
+    expected = direct(layer, *call)
+    time.sleep(0.02)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    assert torch.equal(through(host, layer, *call), expected)
     host.close()
 
 

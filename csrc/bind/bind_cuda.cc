@@ -22,6 +22,7 @@ void bind_cuda(py::module_& m) {
   py::class_<CudaDriver, std::shared_ptr<CudaDriver>>(m, "CudaDriver")
       .def(py::init<const std::string&>(), py::arg("library"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("devices", &CudaDriver::devices)
+      .def("has_words", &CudaDriver::has_words, py::arg("device"))
       .def("register_host", &CudaDriver::register_host, py::arg("device"), py::arg("address"), py::arg("bytes"),
            py::arg("mapped") = false, py::call_guard<py::gil_scoped_release>())
       .def("unregister_host", &CudaDriver::unregister_host, py::arg("device"), py::arg("address"),

@@ -8,18 +8,16 @@ namespace py = pybind11;
 namespace ktft {
 
 void bind_hybrid(py::module_& m) {
-  py::enum_<StreamWait>(m, "StreamWait")
-      .value("host_function", StreamWait::kHostFunction)
-      .value("word", StreamWait::kWord);
+  py::enum_<Through>(m, "Through").value("words", Through::kWords).value("host_functions", Through::kHostFunctions);
   py::class_<HostExperts>(m, "HostExperts")
       .def(py::init([](std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaDriver> driver, int device, int max_tokens,
-                       int hidden, int top_k, Dtype dtype, int slots, int activation_bits, StreamWait wait) {
+                       int hidden, int top_k, Dtype dtype, int slots, int activation_bits, Through through) {
              return std::make_unique<HostExperts>(std::move(runtime), std::move(driver), device,
                                                   HostExpertsShape{max_tokens, hidden, top_k, dtype, slots},
-                                                  activation_bits, wait);
+                                                  activation_bits, through);
            }),
            py::arg("runtime"), py::arg("driver"), py::arg("device"), py::arg("max_tokens"), py::arg("hidden"),
-           py::arg("top_k"), py::arg("dtype"), py::arg("slots"), py::arg("activation_bits"), py::arg("wait"))
+           py::arg("top_k"), py::arg("dtype"), py::arg("slots"), py::arg("activation_bits"), py::arg("through"))
       .def(
           "submit",
           [](HostExperts& experts, MoeLayer& layer, uintptr_t hidden, uintptr_t index, size_t index_bytes,

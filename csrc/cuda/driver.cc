@@ -68,7 +68,9 @@ CudaDriver::CudaDriver(const std::string& library) {
   resolve(handle, library, "cuMemcpyDtoDAsync_v2", on_device_);
   resolve(handle, library, "cuLaunchHostFunc", call_host_);
   resolve(handle, library, "cuMemHostGetDevicePointer_v2", device_pointer_);
-  resolve(handle, library, "cuStreamWaitValue32_v2", wait_value_);
+  resolve(handle, library, "cuDeviceGetAttribute", attribute_);
+  write_value_ = reinterpret_cast<decltype(write_value_)>(dlsym(handle, "cuStreamWriteValue32_v2"));
+  wait_value_ = reinterpret_cast<decltype(wait_value_)>(dlsym(handle, "cuStreamWaitValue32_v2"));
   check(init(0), "cuInit");
   int devices = 0;
   check(count(&devices), "cuDeviceGetCount");
@@ -138,7 +140,22 @@ uintptr_t CudaDriver::device_address(int device, const void* mapped) {
   return at;
 }
 
-void CudaDriver::wait_for(int device, uintptr_t word, uint32_t value, uintptr_t stream) {
+bool CudaDriver::has_words(int device) {
+  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: that of 32 bits alone went with the first version of the calls
+  constexpr int kStreamMemoryOperations = 122;
+  const Current current(*this, device);
+  int can = 0;
+  check(attribute_(&can, kStreamMemoryOperations, handles_[device]), "cuDeviceGetAttribute");
+  return can && write_value_ && wait_value_;
+}
+
+void CudaDriver::write_word(int device, uintptr_t word, uint32_t value, uintptr_t stream) {
+  constexpr unsigned kDefault = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT: with a memory barrier before it
+  const Current current(*this, device);
+  check(write_value_(reinterpret_cast<void*>(stream), word, value, kDefault), "cuStreamWriteValue32");
+}
+
+void CudaDriver::wait_for_word(int device, uintptr_t word, uint32_t value, uintptr_t stream) {
   constexpr unsigned kEqual = 1;  // CU_STREAM_WAIT_VALUE_EQ
   const Current current(*this, device);
   check(wait_value_(reinterpret_cast<void*>(stream), word, value, kEqual), "cuStreamWaitValue32");

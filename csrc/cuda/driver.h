@@ -48,8 +48,12 @@ class CudaDriver {
 
   // Where the device sees mapped memory.
   uintptr_t device_address(int device, const void* mapped);
-  // What comes after it in the stream waits until the word at a device address has the value.
-  void wait_for(int device, uintptr_t word, uint32_t value, uintptr_t stream);
+  // Whether the device's streams read and write words of mapped memory.
+  bool has_words(int device);
+  // Once the stream is there, and all before it is seen by the host, the word at a device address gets the value.
+  void write_word(int device, uintptr_t word, uint32_t value, uintptr_t stream);
+  // What comes after it in the stream waits until the word has the value.
+  void wait_for_word(int device, uintptr_t word, uint32_t value, uintptr_t stream);
 
  private:
   using Context = void*;
@@ -69,6 +73,9 @@ class CudaDriver {
   int (*on_device_)(unsigned long long, unsigned long long, size_t, void*);
   int (*call_host_)(void*, void (*)(void*), void*);
   int (*device_pointer_)(unsigned long long*, void*, unsigned);
+  int (*attribute_)(int*, int, int);
+  // Null where the driver is older than they are
+  int (*write_value_)(void*, unsigned long long, uint32_t, unsigned);
   int (*wait_value_)(void*, unsigned long long, uint32_t, unsigned);
   std::mutex mutex_;
   std::vector<Context> contexts_;  // primary ones, retained at first use

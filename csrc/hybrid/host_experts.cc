@@ -12,24 +12,27 @@ namespace {
 
 // Between the layers of a decode step, and between steps, the threads stay awake; longer than this they sleep.
 constexpr auto kSpin = std::chrono::milliseconds(2);
-constexpr uint32_t kRunning = 0, kDone = 1;
+// What an idle thread sleeps between two looks at the words, which nobody wakes it for.
+constexpr auto kNap = std::chrono::microseconds(50), kLongestNap = std::chrono::microseconds(1000);
+constexpr uint32_t kDone = 0;
 constexpr size_t kLine = 64, kIndexBytes = sizeof(int64_t);
+
+constexpr const char* kSlotInUse = "its slot was submitted to while the job before was not done";
 
 constexpr size_t in_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 }  // namespace
 
 HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaDriver> driver, int device,
-                         const HostExpertsShape& shape, int activation_bits, StreamWait how)
+                         const HostExpertsShape& shape, int activation_bits, Through through)
     : runtime_(std::move(runtime)),
       driver_(std::move(driver)),
       device_(device),
       shape_(shape),
       activation_bits_(activation_bits),
-      how_(how),
+      through_(driver_ ? through : Through::kHostFunctions),
       owner_(getpid()),
-      slots_(std::max(shape.slots, 1)),
-      queue_(slots_.size() + 1) {
+      slots_(std::max(shape.slots, 1)) {
   KTFT_CHECK(shape.max_tokens > 0 && shape.hidden > 0 && shape.top_k > 0 && shape.slots > 0, "max_tokens is ",
              shape.max_tokens, ", hidden_size ", shape.hidden, ", top_k ", shape.top_k, ", slots ", shape.slots,
              ": all must be positive");
@@ -42,7 +45,7 @@ HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaD
   for (size_t i = 0; i < slots_.size(); i++) {
     char* const at = arena_.data() + i * bytes;
     Slot& slot = slots_[i];
-    slot.done = new (at) std::atomic<uint32_t>(kDone);
+    slot.word = new (at) std::atomic<uint32_t>(kDone);
     slot.hidden = at + kLine;
     slot.index = slot.hidden + rows;
     slot.weights = slot.index + index;
@@ -50,10 +53,22 @@ HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaD
     slot.wide_index.resize(routes);
   }
   if (driver_) driver_->register_host(device_, reinterpret_cast<uintptr_t>(arena_.data()), arena_.size(), true);
-  if (driver_ && how_ == StreamWait::kWord)
-    for (Slot& slot : slots_) slot.done_on_device = driver_->device_address(device_, slot.done);
-  spun_for_ = runtime_->pool.spin_for(kSpin);
+  try {
+    start();
+  } catch (...) {
+    if (driver_) driver_->unregister_host(device_, reinterpret_cast<uintptr_t>(arena_.data()));
+    throw;
+  }
+}
+
+void HostExperts::start() {
+  if (through_ == Through::kWords) {
+    KTFT_CHECK(driver_->has_words(device_), "streams of CUDA device ", device_,
+               " cannot read and write words of host memory: use host_functions");
+    for (Slot& slot : slots_) slot.word_on_device = driver_->device_address(device_, slot.word);
+  }
   thread_ = std::thread([this] { work(); });
+  spun_for_ = runtime_->pool.spin_for(kSpin);
 }
 
 HostExperts::~HostExperts() {
@@ -66,10 +81,11 @@ HostExperts::~HostExperts() {
 void HostExperts::close() {
   if (!thread_.joinable()) return;
   if (getpid() != owner_) return thread_.detach();
-  push(nullptr);
+  closing_ = true;
   thread_.join();
   runtime_->pool.spin_for(spun_for_);
   const std::lock_guard<std::mutex> lock(mutex_);
+  numbered_.clear();
   blocks_.clear();
   if (driver_) driver_->unregister_host(device_, reinterpret_cast<uintptr_t>(arena_.data()));
 }
@@ -103,7 +119,10 @@ HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot,
   const std::lock_guard<std::mutex> lock(mutex_);
   Layer& known = layer_of(layer);
   std::unique_ptr<Block>& block = blocks_[{&layer, tokens, slot, index_bytes}];
-  if (!block) block.reset(new Block{this, &known, &place, tokens, index_bytes});
+  if (!block) {
+    block.reset(new Block{this, uint32_t(numbered_.size() + 1), &known, &place, tokens, index_bytes});
+    numbered_.push_back(block.get());
+  }
   return *block;
 }
 
@@ -124,7 +143,8 @@ void HostExperts::call_host(void (*fn)(void*), Block& block, uintptr_t stream) {
 void HostExperts::submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, uintptr_t stream) {
   check_open(layer);
   Block& block = block_of(layer, routes.tokens, slot, routes.index_bytes);
-  const Slot& at = *block.slot;
+  Slot& at = *block.slot;
+  if (!at.waited) enqueue_wait(*at.last, stream);  // what came between the two calls has failed
   const size_t count = size_t(routes.tokens) * shape_.top_k;
   const auto whole = [](const void* host, uintptr_t device, size_t bytes) {
     return RowCopy{reinterpret_cast<uintptr_t>(host), device, bytes, bytes, bytes};
@@ -134,8 +154,20 @@ void HostExperts::submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, 
         whole(at.index, routes.index, count * routes.index_bytes),
         whole(at.weights, routes.weights, count * sizeof(float))},
        stream);
-  call_host(&HostExperts::submitted, block, stream);
-  block.slot->last = &block;
+  if (through_ == Through::kWords)
+    driver_->write_word(device_, at.word_on_device, block.number, stream);
+  else
+    call_host(&HostExperts::submitted, block, stream);
+  at.last = &block;
+  at.waited = false;
+}
+
+void HostExperts::enqueue_wait(Block& block, uintptr_t stream) {
+  if (through_ == Through::kWords)
+    driver_->wait_for_word(device_, block.slot->word_on_device, kDone, stream);
+  else
+    call_host(&HostExperts::awaited, block, stream);
+  block.slot->waited = true;
 }
 
 void HostExperts::wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream) {
@@ -144,24 +176,22 @@ void HostExperts::wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uin
   KTFT_CHECK(last && last->layer->native == &layer && last->tokens == tokens, layer.name(), ": ", tokens,
              " tokens of it are not what was last submitted to slot ", slot, ", so there is nothing to wait for");
   Block& block = *last;
-  if (driver_ && how_ == StreamWait::kWord)
-    driver_->wait_for(device_, block.slot->done_on_device, kDone, stream);
-  else
-    call_host(&HostExperts::awaited, block, stream);
+  enqueue_wait(block, stream);
   const size_t bytes = size_t(tokens) * shape_.hidden * dtype_bytes(shape_.dtype);
   copy(CopyDirection::kToDevice, {{reinterpret_cast<uintptr_t>(block.slot->out), out, bytes, bytes, bytes}}, stream);
 }
 
 void HostExperts::submitted(void* data) noexcept {
   Block& block = *static_cast<Block*>(data);
-  if (block.slot->done->exchange(kRunning) == kDone) return block.owner->push(&block);
-  block.owner->fail(block.layer->native->name(), "its slot was submitted to while the job before was not done");
+  if (block.slot->word->exchange(block.number) == kDone) return;
+  block.owner->fail(block.layer->native->name(), kSlotInUse);
 }
 
 void HostExperts::awaited(void* data) noexcept {
-  const std::atomic<uint32_t>& done = *static_cast<Block*>(data)->slot->done;
-  const auto is_done = [&] { return done.load(std::memory_order_acquire) == kDone; };
-  while (!spin(kSpin, is_done)) done.wait(kRunning);
+  const std::atomic<uint32_t>& word = *static_cast<Block*>(data)->slot->word;
+  const auto is_done = [&] { return word.load(std::memory_order_acquire) == kDone; };
+  while (!spin(kSpin, is_done))
+    if (const uint32_t number = word.load()) word.wait(number);
 }
 
 void HostExperts::fail(const std::string& where, const char* what) noexcept {
@@ -180,27 +210,41 @@ std::string HostExperts::error() const {
   return error_.empty() ? "out of memory" : error_;
 }
 
-void HostExperts::push(Block* block) {
-  const std::lock_guard<std::mutex> lock(push_mutex_);
-  const uint32_t at = pushed_.load(std::memory_order_relaxed);
-  queue_[at % queue_.size()] = block;
-  pushed_.store(at + 1, std::memory_order_release);
-  pushed_.notify_one();
-}
-
 void HostExperts::work() {
   runtime_->pool.bind_caller();
-  for (uint32_t next = 0;; next++) {
-    const auto is_pushed = [&] { return pushed_.load(std::memory_order_acquire) != next; };
-    while (!spin(kSpin, is_pushed)) pushed_.wait(next);
-    Block* const block = queue_[next % queue_.size()];
-    if (!block) return;
-    run(*block);
+  std::chrono::nanoseconds awake = kSpin;
+  auto nap = kNap;
+  for (size_t at = 0;;) {
+    const bool closing = closing_;  // before the look: what was submitted before it is found
+    Slot* slot = nullptr;
+    if (spin(closing ? std::chrono::nanoseconds(0) : awake, [&] { return (slot = next_job(at)) != nullptr; })) {
+      run(*slot);
+      at = size_t(slot - slots_.data());
+      awake = kSpin;
+      nap = kNap;
+      continue;
+    }
+    if (closing) return;
+    std::this_thread::sleep_for(nap);
+    awake = std::chrono::nanoseconds(0);
+    nap = std::min(2 * nap, kLongestNap);
   }
 }
 
-void HostExperts::run(Block& block) {
+HostExperts::Slot* HostExperts::next_job(size_t after) {
+  for (size_t i = 1; i <= slots_.size(); i++) {
+    Slot& slot = slots_[(after + i) % slots_.size()];
+    if (slot.word->load(std::memory_order_acquire) != kDone) return &slot;
+  }
+  return nullptr;
+}
+
+void HostExperts::run(Slot& slot) {
   const auto begin = std::chrono::steady_clock::now();
+  uint32_t number = slot.word->load(std::memory_order_acquire);
+  std::unique_lock<std::mutex> known(mutex_);
+  Block& block = *numbered_[number - 1];
+  known.unlock();
   {
     const std::lock_guard<std::mutex> lock(run_mutex_);
     if (!failed_) try {
@@ -213,10 +257,9 @@ void HostExperts::run(Block& block) {
     if (failed_) std::memset(block.slot->out, 0, size_t(block.tokens) * shape_.hidden * dtype_bytes(shape_.dtype));
     const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
     block.layer->nanoseconds.fetch_add(took.count(), std::memory_order_relaxed);
-    finished_.fetch_add(1, std::memory_order_release);
   }
-  block.slot->done->store(kDone, std::memory_order_release);
-  block.slot->done->notify_all();
+  if (!slot.word->compare_exchange_strong(number, kDone)) fail(block.layer->native->name(), kSlotInUse);
+  slot.word->notify_all();
 }
 
 void HostExperts::compute(Block& block) {
@@ -248,7 +291,7 @@ void HostExperts::set_lora(MoeLayer& layer, const Lora* lora) {
   lock.unlock();
   for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
     const std::lock_guard<std::mutex> between(run_mutex_);
-    if (pushed_.load() != finished_.load()) continue;
+    if (next_job(0)) continue;
     known.lora = packed;
     return;
   }

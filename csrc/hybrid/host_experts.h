@@ -1,13 +1,14 @@
 // Experts in CPU memory as work in the order of a CUDA stream, captured in CUDA graphs like any other. A stream's part
-// of a layer is: copies of hidden states and routing to the host, a host function that hands the job to a thread here,
-// then, later in the stream, a wait until the job is done and the copy of the sum back.
+// of a layer is: copies of hidden states and routing to the host, the job's number written to a word that a thread here
+// looks at, then, later in the stream, a wait until the word is 0 again, the job done, and the copy of the sum back.
 //
 // Graphs hold raw pointers, so all memory they see is made before and stays until close(): the arena, sized to the
 // largest call, and one argument block for each (layer, tokens, slot) that was ever submitted.
 //
-// Host functions take no GIL, call no CUDA and throw nothing. CUDA may run all of a process's on one thread. A wait
-// there can hold up other streams' host functions, yet never for ever: a job is with its thread, which needs neither
-// CUDA nor Python, before the wait that follows it in stream order begins.
+// The GPU itself writes and reads the words. Where it cannot, host functions do: they take no GIL, call no CUDA and
+// throw nothing. CUDA may run all of a process's on one thread. A wait there can hold up other streams' host functions,
+// yet never for ever: a job is with its thread, which needs neither CUDA nor Python, before the wait that follows it in
+// stream order begins.
 #pragma once
 
 #include <map>
@@ -21,8 +22,8 @@
 
 namespace ktft {
 
-// How a stream waits for a job: a host function that returns when it is done, or the GPU reads a word.
-enum class StreamWait { kHostFunction, kWord };
+// Who writes and reads a slot's word in stream order.
+enum class Through { kWords, kHostFunctions };
 
 struct HostExpertsShape {
   int max_tokens, hidden, top_k;
@@ -42,12 +43,13 @@ class HostExperts {
  public:
   // Without a driver, calls are done when they return and addresses are the host's.
   HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaDriver> driver, int device,
-              const HostExpertsShape& shape, int activation_bits, StreamWait how);
+              const HostExpertsShape& shape, int activation_bits, Through through);
   ~HostExperts();
   HostExperts(const HostExperts&) = delete;
   HostExperts& operator=(const HostExperts&) = delete;
 
-  // Enqueue. A slot is free for the next submit once the wait for the last has passed in stream order.
+  // Enqueue. A slot is free for the next submit once the wait for the last has passed in stream order; a job that was
+  // never waited for is then.
   void submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, uintptr_t stream);
   void wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream);
 
@@ -63,7 +65,7 @@ class HostExperts {
 
   size_t arena_bytes() const { return arena_.size(); }
 
-  // Ends the thread after what is queued, and gives the memory back: no stream may still hold anything of it.
+  // Ends the thread after what was submitted, and gives the memory back: no stream may still hold anything of it.
   void close();
 
  private:
@@ -77,14 +79,16 @@ class HostExperts {
   };
   struct Block;
   struct Slot {
-    std::atomic<uint32_t>* done;  // 1, or 0 from a job's submission to its end; in the arena
-    uintptr_t done_on_device = 0;
+    std::atomic<uint32_t>* word;  // the number of the block whose job is not done yet, or 0; in the arena
+    uintptr_t word_on_device = 0;
     char *hidden, *index, *weights, *out;
     std::vector<int64_t> wide_index;
     std::atomic<Block*> last{nullptr};  // enqueued
+    std::atomic<bool> waited{true};     // and its wait too
   };
   struct Block {
     HostExperts* owner;
+    uint32_t number;  // from 1 on
     Layer* layer;
     Slot* slot;
     int tokens;
@@ -97,12 +101,14 @@ class HostExperts {
   void check_open(const MoeLayer& layer) const;
   void copy(CopyDirection direction, const std::vector<RowCopy>& matrices, uintptr_t stream);
   void call_host(void (*fn)(void*), Block& block, uintptr_t stream);
+  void enqueue_wait(Block& block, uintptr_t stream);
+  void start();
   static void submitted(void* block) noexcept;
   static void awaited(void* block) noexcept;
   void fail(const std::string& where, const char* what) noexcept;
-  void push(Block* block);
   void work();
-  void run(Block& block);
+  Slot* next_job(size_t after);
+  void run(Slot& slot);
   void compute(Block& block);
 
   std::shared_ptr<Runtime> runtime_;
@@ -110,21 +116,19 @@ class HostExperts {
   const int device_;
   const HostExpertsShape shape_;
   const int activation_bits_;
-  const StreamWait how_;
+  const Through through_;
   const long owner_;  // a forked child has no thread
   std::chrono::nanoseconds spun_for_;
   NodeBuffer arena_;
   std::vector<Slot> slots_;
 
-  std::mutex mutex_;  // of layers_ and blocks_, whose elements stay where they are
+  std::mutex mutex_;  // of what follows, whose elements stay where they are
   std::unordered_map<MoeLayer*, std::unique_ptr<Layer>> layers_;
   std::map<std::tuple<MoeLayer*, int, int, size_t>, std::unique_ptr<Block>> blocks_;
+  std::vector<Block*> numbered_;  // block i + 1
 
-  std::mutex push_mutex_;
-  std::vector<Block*> queue_;  // a ring with a place for every slot, and for the null that ends the thread
-  alignas(64) std::atomic<uint32_t> pushed_{0};
-  alignas(64) std::atomic<uint32_t> finished_{0};
   std::mutex run_mutex_;  // held while a job runs
+  std::atomic<bool> closing_{false};
 
   std::atomic<bool> failed_{false};
   mutable std::mutex error_mutex_;

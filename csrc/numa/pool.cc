@@ -4,6 +4,8 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <numeric>
+
 #include "numa/spin.h"
 
 namespace ktft {
@@ -86,7 +88,7 @@ void Pool::run(const std::vector<int>& counts, const Task& fn) {
   counts_ = &counts;
   task_ = &fn;
   error_ = nullptr;
-  const bool alone = workers_.empty() || getpid() != owner_;
+  const bool alone = workers_.empty() || std::accumulate(counts.begin(), counts.end(), 0) <= 1 || getpid() != owner_;
   if (!alone) {
     inside_.store(kOpen, std::memory_order_release);
     round_.fetch_add(1, std::memory_order_release);

@@ -57,6 +57,14 @@ class Driver:
         """How many there are."""
         return int(self._driver.devices)
 
+    def has_words(self, device: int) -> bool:
+        """Whether the device's streams can write and read words of host memory.
+
+        Raises:
+            CudaError: there is no such device.
+        """
+        return bool(self._driver.has_words(device))
+
     def register(self, device: int, address: int, size: int) -> None:
         """Lock host memory in place, so that copies of it are asynchronous and at full rate: a second for some GB.
 

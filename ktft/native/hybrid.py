@@ -33,10 +33,11 @@ class HostExperts:
         slots: jobs that can be on their way at the same time.
         activation_bits: as `ExpertLayer.forward` takes it.
         driver: CUDA's; by default the process's own for a CUDA device, and none for the CPU.
-        wait: how the stream waits for a job: `host_function`, or `word` in memory that the GPU reads.
+        through: how a stream hands over a job and waits for it: `words` of memory that the GPU writes and reads, or
+            `host_functions`, which take tens of microseconds more. By default words, where the driver has them.
 
     Raises:
-        ValueError: a size that is not positive, or a dtype that the kernels do not take.
+        ValueError: a size that is not positive, a dtype that the kernels do not take, or `words` the driver has not.
         CudaError: there is no driver, or it refused.
     """
 
@@ -52,7 +53,7 @@ class HostExperts:
         slots: int = 2,
         activation_bits: int = 16,
         driver: Driver | None = None,
-        wait: str = "host_function",
+        through: str | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"hidden states must be fp32, bf16 or fp16, not {dtype}")
@@ -63,17 +64,21 @@ class HostExperts:
             self.device = torch.device("cuda", torch.cuda.current_device())
         if on_gpu and driver is None:
             driver = cuda.driver(config.cuda_library())
+        ordinal = self.device.index or 0
+        if through is None:
+            through = "words" if driver and driver.has_words(ordinal) else "host_functions"
+        self.through = through
         self._native = core.HostExperts(
             runtime.handle,
             driver and driver.handle,
-            self.device.index or 0,
+            ordinal,
             max_tokens,
             hidden_size,
             top_k,
             DTYPES[dtype],
             slots,
             activation_bits,
-            getattr(core.StreamWait, wait),
+            getattr(core.Through, through),
         )
         self._layers: set[ExpertLayer] = set()  # that graphs point to
 
