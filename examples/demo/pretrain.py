@@ -34,6 +34,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Deepse
         "n_shared_experts": 1,
         "n_group": 4,
         "topk_group": 2,
+        "topk_method": "noaux_tc",  # as in the released config.json: how other programs know the router's bias
         "routed_scaling_factor": 2.0,
         "max_position_embeddings": 1024,
     }

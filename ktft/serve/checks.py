@@ -272,13 +272,19 @@ def check_adapter(settings: ServeSettings, model: Model) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def kv_token_bytes(model_config: Any) -> int:
-    """Bytes of KV cache that a token takes, in 16 bits, in all layers that keep one."""
+def kv_token_bytes(model_config: Any, *, gpu: bool) -> int:
+    """Bytes of KV cache that a token takes, in 16 bits, in all layers that keep one.
+
+    Latent vectors are kept on a GPU alone; see `ktft.serve.launch.environment`.
+    """
     text = model_config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = sum("linear" not in kind for kind in kinds)
-    if latent := getattr(text, "kv_lora_rank", None):
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent and gpu:
         return int(2 * layers * (latent + text.qk_rope_head_dim))
+    if latent:
+        return int(2 * 2 * layers * text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * 2 * layers * heads * head_dim)
@@ -302,7 +308,7 @@ def size_up(
     if gpu:  # vLLM measures what is left of the GPU's memory
         return options.max_model_len, options.kv_cache, []
     left = available_memory() - loaded
-    per_token = kv_token_bytes(model.config)
+    per_token = kv_token_bytes(model.config, gpu=gpu)
     own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0)) or None
     wished = options.max_model_len or own
     if options.kv_cache is None:

@@ -108,6 +108,8 @@ def environment(settings: ServeSettings, options: Options, found: Findings) -> d
     own["VLLM_API_KEY"] = options.api_key or ""
     if not found.gpu:
         own |= cpu_environment(settings)
+        # its latent attention on the CPU ends the engine where the latent vector is not 512 long
+        own.setdefault("VLLM_MLA_DISABLE", "1")
         own.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the argument
     return own
 

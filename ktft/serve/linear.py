@@ -145,7 +145,10 @@ def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int
 def _absorbed(model: nn.Module) -> dict[str, str]:
     """Names of layers whose weights attention has multiplied into others when it was loaded, and what to say."""
     layers = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
-    reason = "multi-head latent attention multiplies this layer's weights into others when the server loads them"
+    reason = (
+        "multi-head latent attention multiplies this layer's weights into others when the server loads them, unless "
+        "VLLM_MLA_DISABLE=1 is in its environment, which takes a larger KV cache"
+    )
     return {name: reason for name, layer in linear_layers(model) if id(layer) in layers}
 
 

@@ -160,7 +160,7 @@ def test_addresses() -> None:
 def test_the_context_is_what_the_cache_holds(served_checkpoint: Path) -> None:
     settings = ServeSettings(str(served_checkpoint))
     model = checks.read_model(settings)
-    per_token = kv_token_bytes(model.config)
+    per_token = kv_token_bytes(model.config, gpu=False)
     assert per_token == 2 * 2 * 3 * 2 * 32  # keys and values, 16 bits, layers, heads, their size
     length, cache, notes = checks.size_up(settings, Options(), model, gpu=False)
     assert (length, notes) == (512, []) and cache is not None and cache >= 256 << 20
