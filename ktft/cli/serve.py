@@ -59,7 +59,7 @@ def serve(
         "0"
     ),
     routing_profile: Annotated[
-        Path | None, typer.Option(help="Counts that choose those experts. [expert_routing.json of the adapter, if any]")
+        Path | None, typer.Option(help="Counts that choose those experts. [expert_routing.json of adapter or MODEL]")
     ] = None,
     deferral: Annotated[
         int,
@@ -89,7 +89,7 @@ def serve(
             threads=threads,
             numa_nodes=numa_nodes,
             gpu_expert_memory=gpu_expert_memory,
-            routing=_routing(routing_profile, adapter),
+            routing=_routing(routing_profile, adapter, model),
             deferral=deferral,
             activation_bits=activation_bits,
             max_lora_rank=max_lora_rank,
@@ -104,12 +104,11 @@ def serve(
         raise typer.Exit(2) from None
 
 
-def _routing(profile: Path | None, adapter: Path | None) -> str | None:
-    from ktft.model.routing import ROUTING_NAME
+def _routing(profile: Path | None, *directories: Path | None) -> str | None:
+    from ktft.model.routing import find_routing
 
-    if profile is None and adapter is not None and (adapter / ROUTING_NAME).is_file():
-        profile = adapter / ROUTING_NAME
-    return None if profile is None else str(profile)
+    found = profile or find_routing(*directories)
+    return None if found is None else str(found)
 
 
 def _size(text: str | None) -> int | None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ktft.checkpoint.files import write_whole
 
@@ -23,10 +24,13 @@ class Routing:
 
     tokens: Mapping[int, Sequence[int]]
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON's values: `{"layout": 1, "layers": {"3": [of expert 0, ...]}}`."""
+        return {"layout": LAYOUT, "layers": {str(layer): list(each) for layer, each in sorted(self.tokens.items())}}
+
     def save(self, path: Path) -> None:
-        """Write them as JSON, the whole file or nothing: `{"layout": 1, "layers": {"3": [of expert 0, ...]}}`."""
-        layers = {str(number): list(tokens) for number, tokens in sorted(self.tokens.items())}
-        write_whole(path, (json.dumps({"layout": LAYOUT, "layers": layers}) + "\n").encode())
+        """Write them as JSON, the whole file or nothing."""
+        write_whole(path, (json.dumps(self.to_dict()) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Routing:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ktft import config, versions
+from ktft.model.routing import Routing
+from ktft.serve.families import SERVED
 from ktft.serve.settings import ServeSettings
 
 GIB = 1 << 30
@@ -31,6 +33,13 @@ REFUSED = {
         for name in ("host", "port", "served-model-name", "max-model-len", "max-num-seqs", "api-key", "max-lora-rank")
     },
     "kv-cache-memory-bytes": _OWN.format("--kv-cache-memory"),
+    "config": "ktft checks arguments, and would not see that file's; give them here",
+    "hf-overrides": "it would take the place of ktft's own; change config.json",
+    **dict.fromkeys(
+        ("compilation-config", "optimization-level", "cudagraph-capture-sizes", "max-cudagraph-capture-size"),
+        "ktft chooses operations that are right for the model, and a CUDA graph for each number of sequences, since "
+        "experts would compute padding; --enforce-eager does without graphs",
+    ),
     "load-format": "ktft loads the model itself",
     "quantization": "experts' weights are chosen by --expert-format",
     "worker-extension-cls": "ktft has its own",
@@ -75,6 +84,8 @@ _SHORT = {
     "q": "quantization",
     "sc": "speculative-config",
     "asc": "api-server-count",
+    "cc": "compilation-config",
+    "O": "optimization-level",
 }
 
 
@@ -132,7 +143,13 @@ def check(settings: ServeSettings, options: Options) -> Findings:
     gpu = package == "vllm"
     if gpu:
         _check_gpu()
+    elif settings.gpu_expert_memory or settings.deferral:
+        raise ValueError(
+            "--gpu-expert-memory and --deferral need a GPU, and vLLM for CPUs is installed; leave them out"
+        )
     model = read_model(settings)
+    check_family(settings, model)
+    check_routing(settings, model)
     if settings.adapter is not None:
         check_adapter(settings, model)
     max_model_len, kv_cache, more = size_up(settings, options, model, gpu=gpu)
@@ -172,9 +189,12 @@ def check_extra(extra: Iterable[str]) -> None:
         if match is None:
             continue
         name = match[1].replace("_", "-")
-        name = _SHORT.get(name, name) if not argument.startswith("--") else name.removeprefix("no-")
-        if reason := REFUSED.get(name):
-            raise ValueError(f"{argument.partition('=')[0]} cannot be passed on to vLLM: {reason}")
+        if argument.startswith("--"):  # vLLM takes beginnings of names, too
+            reasons = [reason for key, reason in REFUSED.items() if key.startswith(name.removeprefix("no-"))]
+        else:  # -O3
+            reasons = [REFUSED[_SHORT[short]] for short in (name, name.rstrip("0123456789")) if short in _SHORT]
+        if reasons:
+            raise ValueError(f"{argument.partition('=')[0]} cannot be passed on to vLLM: {reasons[0]}")
 
 
 def check_port(host: str, port: int) -> None:
@@ -244,6 +264,27 @@ def read_model(settings: ServeSettings) -> Model:
     shape, _ = shape_of(model_config)
     plan = outline(settings.checkpoint, settings.experts)
     return Model(model_config, shape, plan.expert_format)
+
+
+def check_family(settings: ServeSettings, model: Model) -> None:
+    """Raise ValueError for a model of a family that was not measured."""
+    if (model_type := model.config.model_type) not in SERVED:
+        raise ValueError(
+            f"{settings.checkpoint} is of model_type {model_type!r}, which was not shown to be computed by vLLM as in "
+            f"training. Served are {', '.join(SERVED)}"
+        )
+
+
+def check_routing(settings: ServeSettings, model: Model) -> None:
+    """Raise ValueError if the routing profile is of another model, or too many experts may come late."""
+    layers = model.shape.moe
+    if settings.routing is not None:
+        path = Path(settings.routing)
+        Routing.load(path).check({number: layer.num_experts for number, layer in layers.items()}, path)
+    if settings.deferral >= (top_k := min(layer.top_k for layer in layers.values())):
+        raise ValueError(
+            f"--deferral is {settings.deferral}; a token has {top_k} experts, of which one at least must be on time"
+        )
 
 
 def check_adapter(settings: ServeSettings, model: Model) -> None:

@@ -1,8 +1,11 @@
-"""What vLLM must be told of some families, and of the GPU, beside what config.json says."""
+"""Which families vLLM serves as they were trained, and what it must be told of some, and of the GPU."""
 
 from __future__ import annotations
 
 from typing import Any
+
+SERVED = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` whose log-probabilities were measured to be training's: docs/serve-families.md."""
 
 # What these families are in transformers' code, and what transformers 5 leaves out of the config.json that it writes:
 # vLLM would have no place for e_score_correction_bias, and take softmax for the router's sigmoid

@@ -25,7 +25,7 @@ from ktft.serve.settings import ServeSettings
 from ktft.serve.worker import reason_of
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-MODELS, METRICS, STATUS = "/v1/models", "/metrics", "/ktft/status"
+MODELS, METRICS, STATUS, ROUTING = "/v1/models", "/metrics", "/ktft/status", "/ktft/routing"
 _RESET_TRIES, _RESET_PAUSE = 100, 0.05  # seconds: blocks of requests that were aborted are freed within a step
 
 
@@ -88,6 +88,9 @@ class Gate:
         elif method == "GET" and path == STATUS:
             await self._metrics.refresh(engine)
             await requests.answer_json(send, self._metrics.to_dict())
+        elif method == "GET" and path == ROUTING:
+            await self._metrics.refresh(engine)
+            await requests.answer_json(send, self._metrics.routing().to_dict())
         else:
             if path == METRICS:
                 await self._metrics.refresh(engine)

@@ -11,6 +11,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ktft.model.routing import Routing
+from ktft.serve.requests import Refusal
+
 MAX_AGE = 1.0  # seconds that a worker's answer is shown
 _PATIENCE = 5.0  # seconds that a scrape waits for it: an engine in a long step answers after the step
 
@@ -70,6 +73,16 @@ class Metrics(Collector):
             "requests_waiting": gate.admission.waiting,
             "engine": self._status,
         }
+
+    def routing(self) -> Routing:
+        """What was routed since the start, as `ktft serve --routing-profile` takes it.
+
+        Raises:
+            Refusal: 503, no worker answered.
+        """
+        if self._status is None:
+            raise Refusal(503, "the engine has not answered; try again", retry_after=5)
+        return Routing({int(layer): counts for layer, counts in self._status["heat"].items()})
 
     def collect(self) -> Iterator[Metric]:
         """As prometheus_client asks for it."""

@@ -129,6 +129,7 @@ def test_keys_guard_everything_that_computes_or_tells(
         ("/v1/unload_lora_adapter", {"lora_name": "tuned"}),
         ("/v1/models", None),
         ("/ktft/status", None),
+        ("/ktft/routing", None),
     ]
 
     async def test(server: Server) -> None:
@@ -154,6 +155,7 @@ def test_status_and_metrics(serve: Run, tmp_path: Path) -> None:
         assert status["adapter"] == {"name": "tuned", "path": path}
         assert status["adapter_swaps"] == 1 and status["requests_in_flight"] == 0
         assert status["engine"] == STATUS
+        assert json.loads((await done(server, "/ktft/routing")).body) == {"layout": 1, "layers": STATUS["heat"]}
         text = json.loads((await done(server, "/metrics")).body)
         for line in (
             'ktft_expert_seconds_total{lane="cpu"} 0.5',
@@ -176,6 +178,7 @@ def test_a_dead_engine_leaves_the_other_metrics(serve: Run, tmp_path: Path) -> N
         server.engine.errored = True
         text = json.loads((await done(server, "/metrics")).body)
         assert "ktft_requests_in_flight 0.0" in text and "ktft_expert_seconds" not in text
+        assert (await done(server, "/ktft/routing")).status == 503
         response = await load(server, path)
         assert response.status == 503
         assert "EngineCore" in response.error["message"]

@@ -19,6 +19,7 @@ from fragile import TOKEN, write_fragile
 from typer.testing import CliRunner
 
 from ktft.cli.main import app
+from ktft.model.routing import ROUTING_NAME, Routing
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -288,6 +289,15 @@ def test_metrics(server: Server) -> None:
     assert sum(float(value) for name, value in lines.items() if name.startswith("ktft_expert_heat_total")) > 0
     assert lines[f'ktft_adapter_info{{base="{server.name}",name=""}}'] == "1.0"
     assert any(name.startswith("vllm:") for name in lines)
+
+
+def test_what_was_routed_as_a_file(server: Server, tmp_path: Path) -> None:
+    logprobs(server, server.name)
+    path = tmp_path / ROUTING_NAME
+    path.write_bytes(httpx.get(f"{server.url}/ktft/routing").raise_for_status().content)
+    found = Routing.load(path)
+    found.check(dict.fromkeys(range(3), 8), path)
+    assert all(sum(counts) > 0 for counts in found.tokens.values())
 
 
 def test_chat_reads_lines_and_commands(server: Server, adapter: Path) -> None:
