@@ -12,17 +12,18 @@ EXPECTED = {"auto": 1.0, "stream": 1.2, "cpu": 1.5}
 
 
 class Machine:
-    """Takes so many seconds a step, by way, 3% noise added; `ways` has what each step went."""
+    """Takes so many seconds a step, by way, 3% noise added, or `first` after another way; `ways` has each step's."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
-        self.now, self.seconds, self.ways = 0.0, seconds, list[str]()
+        self.now, self.seconds, self.first, self.ways = 0.0, seconds, dict[str, float](), list[str]()
         self.choice, self.noise = Choice(lambda: self.now), random.Random(0)
 
     def step(self, tokens: int, expected: dict[str, float] = EXPECTED) -> str:
         way = self.choice.way(tokens, lambda: expected)
         for _ in range(3):  # further layers
             assert self.choice.way(tokens, lambda: expected) == way
-        self.now += self.seconds[way] * self.noise.uniform(1, 1.03)
+        seconds = self.seconds if self.ways[-1:] == [way] else self.seconds | self.first
+        self.now += seconds[way] * self.noise.uniform(1, 1.03)
         self.choice.end_step()
         self.now += 5.0  # saving, evaluating
         self.ways.append(way)
@@ -34,8 +35,8 @@ def test_the_fastest_way_is_found(fastest: str) -> None:
     machine = Machine({way: 1.0 if way == fastest else 1.1 for way in WAYS})
     for _ in range(200):
         machine.step(512)
-    tried = 1 + (TRIALS + MORE) * len(WAYS)
-    assert machine.ways[tried:].count(fastest) >= len(machine.ways[tried:]) - 200 // AGAIN
+    tried = (2 + TRIALS + MORE) * len(WAYS)
+    assert machine.ways[tried:].count(fastest) >= len(machine.ways[tried:]) - 2 * (200 // AGAIN)
 
 
 def test_what_the_rates_rule_out_is_not_tried() -> None:
@@ -99,7 +100,16 @@ def test_evaluation_between_steps_has_no_part_in_their_time() -> None:
 
 def test_near_ways_are_tried_more_often_than_far_ones() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.05, "cpu": 3.0})
-    for _ in range(1 + 2 * (TRIALS + MORE) + TRIALS):
+    for _ in range(3 * (1 + TRIALS) + 2 * (1 + MORE)):
         machine.step(512)
-    assert machine.ways[1:].count("auto") == machine.ways[1:].count("stream") == TRIALS + MORE
-    assert machine.ways[1:].count("cpu") == TRIALS
+    assert machine.ways.count("auto") == machine.ways.count("stream") == TRIALS + MORE + 2
+    assert machine.ways.count("cpu") == TRIALS + 1
+
+
+def test_a_way_is_judged_by_steps_that_follow_its_own() -> None:
+    """Streaming finds experts where the step before left them, if that streamed too."""
+    machine = Machine({"auto": 1.0, "stream": 0.8, "cpu": 3.0})
+    machine.first = {"auto": 1.0, "stream": 1.6, "cpu": 3.0}
+    for _ in range(40):
+        machine.step(512)
+    assert machine.ways[-10:] == ["stream"] * 10

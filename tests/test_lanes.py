@@ -131,6 +131,23 @@ def test_a_kept_output_needs_the_same_adapters(monkeypatch):
         assert torch.equal(later, experts(x, index, weights, lora))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_of_two_kept_outputs_is_found(monkeypatch, order):
+    """Reentrant checkpointing of two micro-batches whose forwards come before both backwards."""
+    experts = make_experts()
+    experts.train()
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    batches = [inputs_for(rows, HIDDEN) for rows in (ROWS, ROWS[::-1])]
+    with torch.no_grad():
+        outputs = [experts(*batch, lora) for batch in batches]
+    calls = []
+    forward = native.ExpertLayer.forward
+    monkeypatch.setattr(native.ExpertLayer, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    for batch, out in list(zip(batches, outputs, strict=True))[::order]:
+        assert torch.equal(experts(*batch, lora), out)
+    assert not calls
+
+
 def test_gradient_accumulation(monkeypatch):
     force(monkeypatch, *MIXES["both"])
     experts = make_experts()

@@ -2,8 +2,9 @@
 
 The placer's rates say what each lane takes alone. They cannot say what lanes take from each other: threads that compute
 experts slow down the one that gives the GPU its work, by half where two of them share a core, and copies ahead of time
-cost nothing where attention lasts as long. So the ways that the rates find promising are tried, a step each in turns,
-and those that come out near each other some more times. Medians decide: what one step takes is a fourth off now and
+cost nothing where attention lasts as long. So the ways that the rates find promising are tried, some steps each, and
+those that come out near each other some more. A step after one that went another way finds none of the experts which
+that one would have left on the GPU, so it does not count. Medians decide: what one step takes is a fourth off now and
 then, in both directions.
 """
 
@@ -13,43 +14,56 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 WAYS = ("auto", "stream", "cpu")
 """Modes of the placer: experts split as the rates say, all streamed that are not resident, all on the CPU."""
 PROMISING = 1.6
 """A way is tried that the rates expect to take no more than so many times the best one's time."""
-TRIALS, MORE = 3, 5
-"""Steps of each way, and further ones of those that are near the best one then."""
+TRIALS, MORE = 2, 3
+"""Steps that count of each way, and further ones of those that are near the best one then."""
 AGAIN = 64
 """Steps after which the second best way, if it is near, is tried once more: a machine's neighbours come and go."""
 NEAR = 1.25
-_REMEMBERED = TRIALS + MORE
 
 
 @dataclass
 class _Size:
     """What is known of batches of about one size: seconds of the last steps by way, and steps in all."""
 
-    seconds: dict[str, deque[float]] = field(default_factory=dict)
+    seconds: dict[str, deque[float]]
     steps: int = 0
+    before: str | None = None  # the last step's way
 
     def next(self) -> str:
         """The way of the next step."""
-        fewest = self._fewest(self.seconds)
-        if len(self.seconds[fewest]) < TRIALS:
-            return fewest
-        usual = {way: statistics.median(seconds) for way, seconds in self.seconds.items()}
-        best, *others = sorted(usual, key=lambda way: usual[way])
-        near = [way for way in others if usual[way] < NEAR * usual[best]]
-        fewest = self._fewest([best, *near])
-        if near and len(self.seconds[fewest]) < TRIALS + MORE:
-            return fewest
-        return near[0] if near and self.steps % AGAIN == 0 else best
+        lacking = self._lacking()
+        if lacking:
+            return self.before if self.before in lacking else lacking[0]
+        best, *near = self._near()
+        return near[0] if near and self.steps % AGAIN < 2 else best
 
-    def _fewest(self, ways: Iterable[str]) -> str:
-        return min(ways, key=lambda way: len(self.seconds[way]))
+    def add(self, way: str, seconds: float) -> None:
+        """A step is over."""
+        if way == self.before:
+            self.seconds[way].append(seconds)
+        self.before = way
+        self.steps += 1
+
+    def _lacking(self) -> list[str]:
+        """Ways to be tried before one is chosen."""
+        new = [way for way, seconds in self.seconds.items() if len(seconds) < TRIALS]
+        if new:
+            return new
+        near = self._near()
+        return [way for way in near if len(near) > 1 and len(self.seconds[way]) < TRIALS + MORE]
+
+    def _near(self) -> list[str]:
+        """The best way and those near it, by their medians."""
+        usual = {way: statistics.median(seconds) for way, seconds in self.seconds.items()}
+        ranked = sorted(usual, key=lambda way: usual[way])
+        return [way for way in ranked if way == ranked[0] or usual[way] < NEAR * usual[ranked[0]]]
 
 
 class Choice:
@@ -76,7 +90,8 @@ class Choice:
             if bucket not in self._sizes:
                 seconds = expected()
                 worth = PROMISING * min(seconds.values())
-                self._sizes[bucket] = _Size({way: deque(maxlen=_REMEMBERED) for way in WAYS if seconds[way] <= worth})
+                ways = [way for way in WAYS if seconds[way] <= worth]
+                self._sizes[bucket] = _Size({way: deque(maxlen=TRIALS + MORE) for way in ways})
             size = self._sizes[bucket]
             self._step = size, size.next(), self._clock()
         return self._step[1]
@@ -90,6 +105,4 @@ class Choice:
         if self._step is None:
             return
         (size, way, began), self._step = self._step, None
-        if size.steps:  # the first one of a size makes buffers and kernels
-            size.seconds[way].append(self._clock() - began)
-        size.steps += 1
+        size.add(way, self._clock() - began)

@@ -19,7 +19,7 @@ MOST = 2
 """Outputs kept of one layer: DPO's reference runs between the policy's forward and its backward."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth value: each is only itself
 class _Kept:
     inputs: tuple[Tensor, Tensor]
     lora: ExpertLora | None  # holds its tensors, so that no other gets their identity
