@@ -113,3 +113,17 @@ def test_a_way_is_judged_by_steps_that_follow_its_own() -> None:
     for _ in range(40):
         machine.step(512)
     assert machine.ways[-10:] == ["stream"] * 10
+
+
+def test_a_step_after_a_pause_says_nothing() -> None:
+    """Each second step follows a save that leaves caches cold, half as long again."""
+    machine = Machine({"auto": 1.1, "stream": 1.0, "cpu": 3.0})
+    for _ in range(20):
+        machine.step(512)
+    for _ in range(30):
+        machine.now += 100.0
+        machine.seconds = {"auto": 1.6, "stream": 1.5, "cpu": 3.0}
+        machine.step(512)
+        machine.seconds = {"auto": 1.1, "stream": 1.0, "cpu": 3.0}
+        machine.step(512)
+    assert machine.ways[20:].count("stream") >= 58

@@ -4,8 +4,8 @@ The placer's rates say what each lane takes alone. They cannot say what lanes ta
 experts slow down the one that gives the GPU its work, by half where two of them share a core, and copies ahead of time
 cost nothing where attention lasts as long. So the ways that the rates find promising are tried, some steps each, and
 those that come out near each other some more. A step after one that went another way finds none of the experts which
-that one would have left on the GPU, so it does not count. Medians decide: what one step takes is a fourth off now and
-then, in both directions.
+that one would have left on the GPU, and one after a pause finds caches and clocks cold: these do not count. Medians
+decide: what one step takes is a fourth off now and then, in both directions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from dataclasses import dataclass
 
 WAYS = ("auto", "stream", "cpu")
 """Modes of the placer: experts split as the rates say, all streamed that are not resident, all on the CPU."""
-PROMISING = 1.6
+PROMISING = 2.0
 """A way is tried that the rates expect to take no more than so many times the best one's time."""
-TRIALS, MORE = 2, 3
+TRIALS, MORE = 3, 2
 """Steps that count of each way, and further ones of those that are near the best one then."""
 AGAIN = 64
 """Steps after which the second best way, if it is near, is tried once more: a machine's neighbours come and go."""
 NEAR = 1.25
+PAUSE, PAUSES = 3.0, 16
+"""A step counts if what passed since the last one is at most so many times the shortest of so many such pauses."""
 
 
 @dataclass
@@ -44,9 +46,9 @@ class _Size:
         best, *near = self._near()
         return near[0] if near and self.steps % AGAIN < 2 else best
 
-    def add(self, way: str, seconds: float) -> None:
+    def add(self, way: str, seconds: float, paused: bool) -> None:
         """A step is over."""
-        if way == self.before:
+        if way == self.before and not paused:
             self.seconds[way].append(seconds)
         self.before = way
         self.steps += 1
@@ -66,6 +68,14 @@ class _Size:
         return [way for way in ranked if way == ranked[0] or usual[way] < NEAR * usual[ranked[0]]]
 
 
+@dataclass(frozen=True)
+class _Step:
+    size: _Size
+    way: str
+    began: float
+    paused: bool
+
+
 class Choice:
     """One model's, for all of its layers: a step goes one way.
 
@@ -76,7 +86,9 @@ class Choice:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._sizes: dict[int, _Size] = {}
-        self._step: tuple[_Size, str, float] | None = None
+        self._step: _Step | None = None
+        self._ended: float | None = None
+        self._pauses: deque[float] = deque(maxlen=PAUSES)
 
     def way(self, tokens: int, expected: Callable[[], Mapping[str, float]]) -> str:
         """The way of the step at hand, which begins with its first call.
@@ -92,9 +104,9 @@ class Choice:
                 worth = PROMISING * min(seconds.values())
                 ways = [way for way in WAYS if seconds[way] <= worth]
                 self._sizes[bucket] = _Size({way: deque(maxlen=TRIALS + MORE) for way in ways})
-            size = self._sizes[bucket]
-            self._step = size, size.next(), self._clock()
-        return self._step[1]
+            size, now = self._sizes[bucket], self._clock()
+            self._step = _Step(size, size.next(), now, self._paused(now))
+        return self._step.way
 
     def begin_step(self) -> None:
         """A step begins: passes since the last one were none of it."""
@@ -104,5 +116,12 @@ class Choice:
         """The step is over."""
         if self._step is None:
             return
-        (size, way, began), self._step = self._step, None
-        size.add(way, self._clock() - began)
+        step, self._step, ended = self._step, None, self._clock()
+        step.size.add(step.way, ended - step.began, step.paused)
+        self._ended = ended
+
+    def _paused(self, now: float) -> bool:
+        if self._ended is None:
+            return True
+        self._pauses.append(now - self._ended)
+        return self._pauses[-1] > PAUSE * min(self._pauses)
