@@ -379,10 +379,12 @@ def test_steady_calls_take_no_memory() -> None:
     for _ in range(5):
         through(host, layer, *call)
     before, faults = layer.runtime.workspace_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(100):
+    calls = 100
+    for _ in range(calls):
         through(host, layer, *call)
     assert layer.runtime.workspace_bytes == before
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 50
+    # Anything as large as a call's workspace would fault dozens of times; sanitizers keep freed memory for a while
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 2 * calls
     host.close()
 
 
