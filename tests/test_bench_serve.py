@@ -75,7 +75,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     one, three = (json.loads(line) for line in out.read_text().splitlines())
     assert (one["clients"], three["clients"], one["rounds"]) == (1, 3, 2)
-    assert one["prompt_tokens"] == 7 and one["output_tokens"] == 6, "as the server counted"
+    assert one["model"] == "tiny" and one["prompt_tokens"] == 7 and one["output_tokens"] == 6, "as the server counted"
     for record in (one, three):
         assert 1e3 * FIRST <= record["ttft_ms"] <= record["ttft_p95_ms"] and record["itl_ms"] >= 1e3 * BETWEEN
     assert one["prefill_tokens_per_second"] <= 7 / FIRST and one["decode_tokens_per_second"] <= 1 / BETWEEN

@@ -256,7 +256,7 @@ def serve(
     from ktft.bench.serve.checkpoint import describe, write_checkpoint
     from ktft.bench.serve.client import ServerFailed
     from ktft.bench.serve.run import Plan, run, take_turns
-    from ktft.bench.serve.servers import PEERS
+    from ktft.bench.serve.servers import PEERS, Running
 
     names = tuple(each.name for each in PEERS)
     peers = [] if peer == ["none"] else _chosen("--peer", peer, names, names if url is None else ())
@@ -271,7 +271,7 @@ def serve(
                 status.update(f"writing {layers} layers of {shape} ...")
                 model = write_checkpoint(chosen, layers, Path(scratch))
             else:
-                title = ""
+                title = Running(url, served_model_name).client.model
             if model is not None:
                 held, vocabulary = describe(model)
             loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]

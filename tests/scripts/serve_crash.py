@@ -55,7 +55,8 @@ def main() -> None:
         folder = Path(name)
         tiny = write_checkpoint("qwen3moe", folder / "tiny", head_dim=32)
         checkpoint, log = write_fragile(tiny, folder / "fragile"), folder / "log.txt"
-        adapter = random_adapter(checkpoint, folder / "tuned")
+        # On experts alone: attention must not reach the place that overflows
+        adapter = random_adapter(checkpoint, folder / "tuned", target_modules=["gate_proj", "up_proj", "down_proj"])
         others = processes()
         command = [str(Path(sys.executable).with_name("ktft")), "serve", str(checkpoint), "--port", str(PORT)]
         command += ["--supervise", "--threads", "1", "--adapter-swap", "--max-model-len", "256"]
