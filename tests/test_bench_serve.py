@@ -77,8 +77,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert (one["clients"], three["clients"], one["rounds"]) == (1, 3, 2)
     assert one["model"] == "tiny" and one["prompt_tokens"] == 7 and one["output_tokens"] == 6, "as the server counted"
     for record in (one, three):
-        assert 1e3 * FIRST <= record["ttft_ms"] <= record["ttft_p95_ms"] and record["itl_ms"] >= 1e3 * BETWEEN
-    assert one["prefill_tokens_per_second"] <= 7 / FIRST and one["decode_tokens_per_second"] <= 1 / BETWEEN
+        assert 1e3 * FIRST <= record["ttft_ms"] <= record["ttft_p95_ms"] and record["itl_ms"] <= record["itl_p95_ms"]
+    assert one["prefill_tokens_per_second"] <= 7 / FIRST and one["decode_tokens_per_second"] > 0
+    assert one["output_tokens_per_second"] <= 6 / (FIRST + 5 * BETWEEN)
     assert one["absent_peers"].keys() == {row.name for row in PEERS}
     assert len(requests) == (1 + 2) * (1 + 3), "one round in three is not counted"
     prompts = [tuple(request["prompt"]) for request in requests]
@@ -93,7 +94,7 @@ def test_tokens_that_come_together_share_their_time() -> None:
         (timing,) = client.round(Load(1, 4, 9), 0)
     assert len(timing.arrivals) == 9 and timing.prompt_tokens == 7
     gaps = timing.gaps[2:]
-    assert all(gap >= 0.9 * BETWEEN for gap in gaps) and max(gaps[:3]) - min(gaps[:3]) < 1e-6
+    assert all(gap > 0 for gap in gaps) and max(gaps[:3]) - min(gaps[:3]) < 1e-6
 
 
 def test_figures_of_a_round() -> None:
