@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-SERVED = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+SERVED = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "kimi_k2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
 """Values of `model_type` whose log-probabilities were measured to be training's: docs/serve-families.md."""
 
 # What these families are in transformers' code, and what transformers 5 leaves out of the config.json that it writes:

@@ -29,11 +29,11 @@ MLA: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_hea
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2moe": TWO_HEADS,
     "qwen3moe": HEADS,
-    "qwen3next": HEADS,
+    "qwen3next": {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "qwen3_5": HEADS,
     "qwen3_5_text": HEADS,
     "qwen3vl": HEADS,
-    "dsv2": MLA,
+    "dsv2": MLA | {"routed_scaling_factor": 8.0},  # else experts change next to nothing
     "dsv3": MLA,
     "kimi_k2": MLA,
     "glm4": HEADS,
