@@ -30,6 +30,8 @@ DRAIN = 15  # seconds that requests in flight have when the server is told to en
 QUICK, TRIES = 300.0, 5  # a server that ran for fewer seconds has crashed quickly; give up after so many in a row
 _POLL = 0.1
 _SHOWN = 15  # lines of the log
+# Of Triton's bindings, dozens of lines after whatever went wrong
+_LEAKS = re.compile(r"nanobind: | - leaked |See https://nanobind| - \.\.\. skipped remainder")
 _CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|error: argument .+)$")
 
 _HERMES, _QWEN3_XML = ("hermes", ""), ("qwen3_xml", "<tool_call>")
@@ -201,7 +203,8 @@ class Server:
     def require_alive(self, what: str) -> None:
         """Raise `Failed` if it has ended. vLLM ends with 0 even when its engine has died."""
         if (code := self._process.poll()) is not None:
-            raise Failed(f"the server {what}: {self._reason(code)}", () if self.verbose else self._log()[-_SHOWN:])
+            said = [] if self.verbose else [line for line in self._log() if not _LEAKS.match(line)]
+            raise Failed(f"the server {what}: {self._reason(code)}", said[-_SHOWN:])
 
     def _reason(self, code: int) -> str:
         progress = read_progress(self.place.status)

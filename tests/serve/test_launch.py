@@ -311,6 +311,7 @@ def test_a_death_is_a_failure_although_vllm_exits_with_0(parent: Callable[..., P
     assert "the server has died: ValueError: hidden states hold NaN" in said
     (folder,) = server.files
     assert f"all of its log: {folder / 'server.log'}" in said
+    assert "EngineDeadError: see above" in said and "leaked" not in said
     assert "EngineDeadError" in (folder / "server.log").read_text()
 
 
