@@ -24,6 +24,7 @@ from ktft.bench.serve.client import Client, ServerFailed
 START_SECONDS = 1800.0
 STOP_SECONDS = 20.0
 LAST_LINES = 8
+KV_CACHE = 2 << 30
 VLLM_EXTRAS = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
@@ -60,8 +61,12 @@ def _ktft(job: Job, port: int) -> list[str]:
 
 
 def _vllm(job: Job, port: int) -> list[str]:
+    import torch
+
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.model)]
-    return [*command, "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(job.length)]
+    # Of a CPU's memory it takes most by default, and does not start beside other servers
+    cache = [] if torch.cuda.is_available() else ["--kv-cache-memory-bytes", str(KV_CACHE)]
+    return [*command, "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(job.length), *cache]
 
 
 def _llama(job: Job, port: int) -> list[str]:
