@@ -127,3 +127,13 @@ def test_a_step_after_a_pause_says_nothing() -> None:
         machine.seconds = {"auto": 1.1, "stream": 1.0, "cpu": 3.0}
         machine.step(512)
     assert machine.ways[20:].count("stream") >= 58
+
+
+def test_long_batches_between_short_ones_count() -> None:
+    """What comes before the first experts takes ten times as long with them."""
+    machine = Machine({"auto": 1.1, "stream": 1.0, "cpu": 3.0})
+    for _ in range(30):
+        machine.step(512)
+        machine.now += 45.0
+        machine.step(16384)
+    assert machine.step(512) == "stream" and machine.step(16384) == "stream"

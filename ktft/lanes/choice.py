@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 WAYS = ("auto", "stream", "cpu")
 """Modes of the placer: experts split as the rates say, all streamed that are not resident, all on the CPU."""
@@ -27,7 +27,9 @@ AGAIN = 64
 """Steps after which the second best way, if it is near, is tried once more: a machine's neighbours come and go."""
 NEAR = 1.25
 PAUSE, PAUSES = 3.0, 16
-"""A step counts if what passed since the last one is at most so many times the shortest of so many such pauses."""
+"""A step counts if what passed since the last one is at most so many times the shortest of so many such pauses of its
+size: what a model does before its first experts takes as long as there are tokens.
+"""
 
 
 @dataclass
@@ -37,6 +39,7 @@ class _Size:
     seconds: dict[str, deque[float]]
     steps: int = 0
     before: str | None = None  # the last step's way
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
 
     def next(self) -> str:
         """The way of the next step."""
@@ -88,7 +91,6 @@ class Choice:
         self._sizes: dict[int, _Size] = {}
         self._step: _Step | None = None
         self._ended: float | None = None
-        self._pauses: deque[float] = deque(maxlen=PAUSES)
 
     def way(self, tokens: int, expected: Callable[[], Mapping[str, float]]) -> str:
         """The way of the step at hand, which begins with its first call.
@@ -105,7 +107,7 @@ class Choice:
                 ways = [way for way in WAYS if seconds[way] <= worth]
                 self._sizes[bucket] = _Size({way: deque(maxlen=TRIALS + MORE) for way in ways})
             size, now = self._sizes[bucket], self._clock()
-            self._step = _Step(size, size.next(), now, self._paused(now))
+            self._step = _Step(size, size.next(), now, self._paused(size, now))
         return self._step.way
 
     def begin_step(self) -> None:
@@ -120,8 +122,8 @@ class Choice:
         step.size.add(step.way, ended - step.began, step.paused)
         self._ended = ended
 
-    def _paused(self, now: float) -> bool:
+    def _paused(self, size: _Size, now: float) -> bool:
         if self._ended is None:
             return True
-        self._pauses.append(now - self._ended)
-        return self._pauses[-1] > PAUSE * min(self._pauses)
+        size.pauses.append(now - self._ended)
+        return size.pauses[-1] > PAUSE * min(size.pauses)
