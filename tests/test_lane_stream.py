@@ -235,6 +235,14 @@ def test_chunks_begun_ahead_are_used_or_dropped(monkeypatch: pytest.MonkeyPatch)
         assert watched.take("packed") == [[2, 3]]
         torch.testing.assert_close(got, Lane(lane, [0, 2, 3])(layer, *inputs, lora))
 
+        x, index, weights = inputs
+        index = torch.where(index == 1, 0, index)  # expert 1 has no rows, so its chunk is as good
+        lane.prefetch(layer, list(range(5)), lora)
+        watched.take("packed")
+        got = Lane(lane, [0, 2, 3])(layer, x, index, weights, lora)
+        assert watched.take("packed") == [[3]]
+        torch.testing.assert_close(got, Lane(lane, [0, 2, 3])(layer, x, index, weights, lora))
+
         other = make_layer(HIDDEN, INTERMEDIATE, "k4", ISA)
         lane.prefetch(other, list(range(5)), lora)
         torch.testing.assert_close(Lane(lane)(layer, *inputs, lora), expected)

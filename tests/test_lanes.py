@@ -56,9 +56,10 @@ def make_experts(fmt: str = "int8", nodes: int = 1, activation: str = "retain", 
 
 
 def force(monkeypatch: pytest.MonkeyPatch, cpu: list[int], stream: list[int]) -> None:
-    def decide(self, counts, resident, work, mode=None):
+    def decide(self, counts, *_):
         zeros = dict.fromkeys(("cpu", "copy", "gpu"), 0.0)
-        return Placement([e for e in cpu if counts[e]], [e for e in stream if counts[e]], [], zeros, zeros)
+        on_cpu, streamed = ([e for e in experts if counts[e]] for experts in (cpu, stream))
+        return Placement(on_cpu, streamed, [], zeros, zeros, ahead=streamed)
 
     monkeypatch.setattr(Placer, "decide", decide)
 
@@ -190,6 +191,34 @@ def test_lora_gradients_are_waited_for_last(monkeypatch: pytest.MonkeyPatch, use
         order.insert(0, "before")
     assert order == ["before", "finish", *["accumulated"] * len(lora.parameters())]
     assert len({parameter.grad.untyped_storage().data_ptr() for parameter in lora.parameters()}) == 1
+
+
+def test_every_pass_of_every_step_finds_experts_on_their_way(monkeypatch):
+    """Those that were on their way the last time, too."""
+    lanes = Lanes(Settings(placement="stream"), on_cpu=DEVICE.type == "cpu")
+    layers = [make_experts(activation="recompute") for _ in range(2)]
+    for number, experts in enumerate(layers):
+        experts.run_in(lanes, number)
+    found = []
+    decide = Placer.decide
+
+    def noting(self, *args):
+        placement = decide(self, *args)
+        for coming in args[4:]:
+            found.append((set(coming.experts), set(placement.stream), placement.resident))
+        return placement
+
+    monkeypatch.setattr(Placer, "decide", noting)
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    for _ in range(4):
+        x, index, weights = inputs_for(ROWS, HIDDEN)
+        out = x
+        for experts in layers:
+            out = experts(out, index, weights, lora)
+        out.float().square().sum().backward()
+    first_step = 4
+    used = {0, 1, 3, 4}
+    assert found[first_step:] == [(used, used, [])] * 12
 
 
 def test_residents_take_part():

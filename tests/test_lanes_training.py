@@ -37,11 +37,11 @@ def losses(directory: Path) -> list[float]:
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
-def half(self, counts, resident, work, mode=None):
+def half(self, counts, *_):
     """Every other expert is streamed."""
     used = [expert for expert, rows in enumerate(counts) if rows]
     zeros = dict.fromkeys(("cpu", "copy", "gpu"), 0.0)
-    return Placement(used[::2], used[1::2], [], zeros, zeros)
+    return Placement(used[::2], used[1::2], [], zeros, zeros, ahead=used[1::2])
 
 
 def test_the_same_losses_in_every_lane(train_yaml, run_exp, tmp_path, monkeypatch):

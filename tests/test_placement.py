@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ktft.config import Settings
-from ktft.lanes.placement import Placement, Placer, usable_placement
+from ktft.lanes.placement import Coming, Placement, Placer, usable_placement
 from ktft.lanes.rates import LANES, WORKS, Costs, LayerKind, Rate, Rates, costs
 
 KIND = LayerKind(128, 8, 2048, 768, 4_790_000, 3 * 8 * 2816)
@@ -151,6 +151,58 @@ def test_a_placement_again_for_other_work() -> None:
     later = placer.again(forward, counts, "backward")
     assert later.seconds["cpu"] > backward.seconds["cpu"]
     assert later.expected == pytest.approx(backward.expected)
+
+
+def test_experts_on_their_way_run_on_the_gpu_and_what_is_there_costs_no_copy() -> None:
+    placer, cost = Placer(KIND, RATES), costs(KIND, RATES, "forward")
+    counts = [256] * 128
+    usual = placer.decide(counts, (), "forward")
+    there = placer.decide(counts, (), "forward", coming=Coming(usual.stream, len(usual.stream)))
+    assert set(usual.stream) < set(there.stream) and there.ahead == there.stream
+    packed = cost.copy_expert - cost.copy_resident
+    without = lanes(cost, KIND, counts, of(there))["copy"] - len(usual.stream) * packed
+    assert there.seconds["copy"] == there.expected["copy"] == pytest.approx(without)
+    # Copies that are not done yet are part of what is expected now, but not of what is measured from now on
+    none = placer.decide(counts, (), "forward", coming=Coming(usual.stream))
+    assert of(none) == of(usual)
+    assert none.seconds == usual.seconds
+    assert none.expected["copy"] == pytest.approx(usual.seconds["copy"] - len(usual.stream) * packed)
+    backward = placer.again(there, counts, "backward", Coming(there.stream, 3.0))
+    assert of(backward) == of(there)
+    alone = placer.again(there, counts, "backward")
+    assert backward.seconds["copy"] < alone.seconds["copy"] == alone.expected["copy"]
+    assert placer.decide(counts, (), "forward", "cpu", Coming(usual.stream)).cpu == list(range(128))
+
+
+def test_what_set_out_too_much_is_used_but_does_not_set_out_again() -> None:
+    placer, counts = Placer(KIND, RATES), [40] * 128
+    usual = placer.decide(counts, (), "forward")
+    coming = list(range(28, 128))
+    assert 0 < len(usual.stream) < len(coming)
+    placed = placer.decide(counts, (), "forward", coming=Coming(coming))
+    assert placed.stream == coming and placed.cpu == list(range(28))
+    assert placed.ahead == coming[: len(usual.stream)]
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_with_experts_on_their_way_no_other_cut_is_better(work: str) -> None:
+    for seed in range(40):
+        kind, rates, counts, _ = random_case(seed)
+        rng = np.random.default_rng(seed)
+        coming = Coming(rng.permutation(9)[: rng.integers(1, 9)].tolist(), float(rng.uniform(0, 4)))
+        placer = Placer(kind, rates)
+        placed = placer.decide(counts, (), work, coming=coming)
+        order = placed.stream + placed.cpu
+
+        def taken(n: int) -> float:
+            other = replace(placed, stream=order[:n], cpu=order[n:])  # noqa: B023
+            return max(placer.again(other, counts, work, coming).seconds.values())  # noqa: B023
+
+        assert sorted(order) == [e for e, rows in enumerate(counts) if rows]
+        if placed.stream:
+            assert {e for e in coming.experts if counts[e]} <= set(placed.stream)
+        best = min(map(taken, range(len(order) + 1)))
+        assert best * (1 - 1e-9) <= taken(len(placed.ahead)) <= best * 1.02
 
 
 def test_equal_counts_decide_equally_and_ties_go_by_number() -> None:

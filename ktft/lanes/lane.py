@@ -20,6 +20,7 @@ from ktft.config import LANE_BYTES, PROJECTIONS
 from ktft.lanes.buffers import Buffers, Plan
 from ktft.lanes.decode import ChunkWeights, decode
 from ktft.lanes.experts import chunk_backward, chunk_forward
+from ktft.lanes.placement import Coming
 from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows
 from ktft.lanes.staging import Place
 from ktft.lanes.transfer import transfer
@@ -191,8 +192,8 @@ class GpuLane:
     def prefetch(self, layer: ExpertLayer, experts: Sequence[int], lora: ExpertLora | None) -> None:
         """Begin to copy packed experts that the layer's next call is likely to need, as far as the buffers go.
 
-        That call begins with these chunks, up to the first one that has an expert it does not compute. A call of
-        another layer drops them all. Of `lora`, the adapters of that call, nothing is copied yet.
+        That call begins with these chunks, up to the first one that has an expert whose rows it does not compute. A
+        call of another layer drops them all. Of `lora`, the adapters of that call, nothing is copied yet.
         """
         if self._ahead:
             return
@@ -202,18 +203,22 @@ class GpuLane:
             for part in itertools.islice(parts, len(plan.packed)):
                 self._ahead.append((plan, _Begun(part, self._buffers.packed.fill(plan.packed, part.experts))))
 
-    def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> set[int]:
+    def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> Coming:
         """Experts of a layer that `prefetch` began to copy for a call with these adapters."""
         if not self._ahead or self._ahead[0][0] is not self._plan(layer, lora):
-            return set()
-        return {expert for _, begun in self._ahead for expert in begun.part.experts}
+            return Coming()
+        sizes = [len(begun.part.experts) for _, begun in self._ahead]
+        there = sum(begun.packed is not None and begun.packed.there() for _, begun in self._ahead)
+        # Of the chunk that is being copied, half is there for all that is known
+        arrived = sum(sizes[:there]) + sum(sizes[there : there + 1]) / 2
+        return Coming([expert for _, begun in self._ahead for expert in begun.part.experts], arrived)
 
     def _chunks(
         self, layer: ExpertLayer, experts: Sequence[int], routes: Routes, lora: ExpertLora | None
     ) -> Iterator[_Chunk]:
         """The experts in chunks. The caller has queued a chunk's products when it asks for the next one."""
         plan, compute = self._plan(layer, lora), self.transfer.compute()
-        ahead, parts = self._parts(layer, plan, experts)
+        ahead, parts = self._parts(layer, plan, experts, routes.counts)
         limit = piece_rows(layer.hidden_size, layer.intermediate_size)
         rows = lay_out(routes, [part.experts for part in parts], limit)
         waiting = self._begin(plan, ahead, parts)
@@ -238,9 +243,11 @@ class GpuLane:
             adapters = self._buffers.adapters.fill(plan.adapters, part.experts) if plan.adapters else None
             yield _Begun(part, packed, adapters)
 
-    def _parts(self, layer: ExpertLayer, plan: Plan, experts: Sequence[int]) -> tuple[list[_Begun], list[_Part]]:
+    def _parts(
+        self, layer: ExpertLayer, plan: Plan, experts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[_Begun], list[_Part]]:
         """What was begun ahead and is of use; and the chunks: those, then residents, then what is left to stream."""
-        wanted = set(experts)
+        wanted = set(experts).union(e for e, rows in enumerate(counts) if not rows)
         ahead = [
             begun
             for _, begun in itertools.takewhile(
@@ -249,7 +256,7 @@ class GpuLane:
         ]
         self._buffers.packed.turn_back(len(self._ahead) - len(ahead))
         self._ahead.clear()
-        left, held = wanted.difference(*(begun.part.experts for begun in ahead)), self._held(layer)
+        left, held = set(experts).difference(*(begun.part.experts for begun in ahead)), self._held(layer)
         stay = sorted((e for e in left if e in held), key=held.__getitem__)
         residents = (_Part(part.experts, [held[e] for e in part.experts]) for part in _cut(plan, stay))
         streamed = _cut(plan, sorted(e for e in left if e not in held))

@@ -112,16 +112,13 @@ class Lanes:
         return self._cpu.submit(work, *args, **kwargs)
 
     def begin(self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: str) -> Pass:
-        """Decide where the experts of a pass run, by rows an expert.
-
-        Experts that `ahead` began to copy count as resident: what remains of their copies costs no one anything.
-        """
+        """Decide where the experts of a pass run, by rows an expert."""
         self._learn()
         placer = self._placer(layer, top_k, lora)
         resident = set(self.residents.slots(layer)) if self.residents is not None else set()
         way = self._choice.way(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
         mode = way if placer.mode == "auto" else placer.mode
-        placement = placer.decide(counts, resident.union(self.gpu.coming(layer, lora)), work, mode)
+        placement = placer.decide(counts, resident, work, mode, self.gpu.coming(layer, lora))
         return Pass(layer, "forward" if work == "both" else work, placement, placer, lora)
 
     @staticmethod
@@ -133,7 +130,8 @@ class Lanes:
 
     def again(self, before: Pass, counts: Sequence[int]) -> Pass:
         """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
-        placement = before.placer.again(before.placement, counts, "backward")
+        coming = self.gpu.coming(before.layer, before.lora)
+        placement = before.placer.again(before.placement, counts, "backward", coming)
         return Pass(before.layer, "backward", placement, before.placer, before.lora)
 
     @contextlib.contextmanager
@@ -147,7 +145,7 @@ class Lanes:
             run.events.append(_event(stream))
 
     def end(self, run: Pass, following: int) -> None:
-        """A pass has been given to its lanes, and the CPU's is over.
+        """A pass has been given to its lanes.
 
         Begins to copy experts that the next pass probably streams: that of the layer `following` places after this one.
         The last layer's backward follows its forward, and the next step begins with the first one's.
@@ -163,8 +161,8 @@ class Lanes:
 
     def _ahead(self, layer: ExpertLayer, work: str) -> None:
         before = self._last.get((layer, work))
-        if before is not None and before.placement.stream:
-            self.gpu.prefetch(layer, before.placement.stream, before.lora)
+        if before is not None and before.placement.ahead:
+            self.gpu.prefetch(layer, before.placement.ahead, before.lora)
 
     def _learn(self) -> None:
         """Correct rates by passes that are over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,23 @@ _WORTH = 0.02  # what a lane more must gain, for rates are not known better
 
 
 @dataclass(frozen=True)
+class Coming:
+    """Experts whose packed bytes set out for the GPU before it was decided where they run, and how many of them are
+    there by now; one that is half there counts as half a one.
+    """
+
+    experts: Collection[int] = ()
+    arrived: float = 0.0
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Experts in use by where they run, most rows first; the seconds that this takes in each of `LANES`, and what the
-    rates alone expected, before corrections.
+    """Experts in use by where they run, most rows first.
+
+    Attributes:
+        seconds: that this takes in each of `LANES`.
+        expected: what the rates alone expected, before corrections, of copies that had not set out before.
+        ahead: experts that are worth being copied before the next such decision.
     """
 
     cpu: list[int]
@@ -35,6 +49,7 @@ class Placement:
     resident: list[int]
     seconds: dict[str, float]
     expected: dict[str, float]
+    ahead: list[int] = field(default_factory=list)
 
     @property
     def slowest(self) -> str:
@@ -57,6 +72,9 @@ def usable_placement(settings: Settings, *, cuda: bool) -> str:
             "experts on the CPU"
         )
     return "cpu"
+
+
+_NOTHING = Coming()
 
 
 class _Group:
@@ -97,7 +115,14 @@ class Placer:
         self._costs = {work: self._base[work].corrected(**self.corrections(work)) for work in WORKS}
         self._costs["both"] = Costs(*map(sum, zip(*self._costs.values(), strict=True)))
 
-    def decide(self, counts: Sequence[int], resident: Collection[int], work: str, mode: str | None = None) -> Placement:
+    def decide(
+        self,
+        counts: Sequence[int],
+        resident: Collection[int],
+        work: str,
+        mode: str | None = None,
+        coming: Coming = _NOTHING,
+    ) -> Placement:
         """Where the experts run that `counts` (rows an expert) gives rows.
 
         Args:
@@ -106,6 +131,8 @@ class Placer:
             work: `forward` or `backward`; or `both`, for a forward whose backward needs what each lane retained: the
                 seconds are then forward's, and `again` gives backward's.
             mode: instead of the placer's own.
+            coming: experts on their way to the GPU. They run there, except under `cpu`; were it better to have fewer of
+                them, these are `ahead`.
 
         A lane is left out where it would gain less than 2%. Equal counts give equal decisions: experts with about as
         many rows go by their number.
@@ -115,50 +142,54 @@ class Placer:
         streamed = np.argsort(-_alike(rows), kind="stable")[:used]
         stay = streamed[:0]
         if resident:
-            here = np.zeros(len(rows), dtype=bool)
-            here[list(resident)] = True
+            here = _among(resident, len(rows))
             by_rows = np.argsort(-rows, kind="stable")[:used]
             streamed, stay = streamed[~here[streamed]], by_rows[here[by_rows]]
-        groups = _Group(streamed, rows, cost), _Group(stay, rows, cost)
-        n, j, seconds = self._cuts(*groups, float(rows.sum()) / self.kind.top_k, cost, mode or self.mode)
-        on_gpu, stays = streamed.tolist(), stay.tolist()
-        lists = on_gpu[n:] + stays[j:], on_gpu[:n], stays[:j]
+        set_out = 0
+        if coming.experts:
+            on_way = _among(coming.experts, len(rows))[streamed]
+            streamed, set_out = np.concatenate([streamed[on_way], streamed[~on_way]]), int(on_way.sum())
+        groups, tokens = (_Group(streamed, rows, cost), _Group(stay, rows, cost)), float(rows.sum()) / self.kind.top_k
+        # What is there now spares `both` one of two copies
+        arrived = coming.arrived / (2 if work == "both" else 1)
+        best, j = self._cuts(*groups, tokens, cost, mode or self.mode, arrived)
+        on_gpu, stays, n = streamed.tolist(), stay.tolist(), max(best, set_out) if best else 0
+        placement = Placement(on_gpu[n:] + stays[j:], on_gpu[:n], stays[:j], {}, {}, ahead=on_gpu[:best])
         if work == "both":
-            return self.again(Placement(*lists, {}, {}), counts, "forward")
-        return self._placement(work, *lists, seconds)
+            return self.again(placement, counts, "forward", coming)
+        return self._timed(placement, *groups, tokens, work, coming)
 
-    def again(self, placement: Placement, counts: Sequence[int], work: str) -> Placement:
-        """The same experts in the same lanes, with the seconds of other work."""
-        rows, n, j = np.array(counts, dtype=np.float64), len(placement.stream), len(placement.resident)
-        streamed = _Group(np.array(placement.stream + placement.cpu, dtype=np.int64), rows, self._costs[work])
-        stay = _Group(np.array(placement.resident, dtype=np.int64), rows, self._costs[work])
-        tokens = float(rows.sum()) / self.kind.top_k
-        times = _lanes(streamed, stay, np.array([n]), np.array([j]), tokens, self._costs[work])
-        seconds = [float(time[0]) for time in times]
-        return self._placement(work, placement.cpu, placement.stream, placement.resident, seconds)
+    def again(self, placement: Placement, counts: Sequence[int], work: str, coming: Coming = _NOTHING) -> Placement:
+        """The same experts in the same lanes, with the seconds of other work, or of other experts on their way."""
+        rows, cost = np.array(counts, dtype=np.float64), self._costs[work]
+        streamed = _Group(np.array(placement.stream + placement.cpu, dtype=np.int64), rows, cost)
+        stay = _Group(np.array(placement.resident, dtype=np.int64), rows, cost)
+        return self._timed(placement, streamed, stay, float(rows.sum()) / self.kind.top_k, work, coming)
 
-    def _placement(
-        self, work: str, cpu: list[int], stream: list[int], resident: list[int], seconds: list[float]
+    def _timed(
+        self, placement: Placement, streamed: _Group, stay: _Group, tokens: float, work: str, coming: Coming
     ) -> Placement:
-        off = self._off[work]
-        corrected = dict(zip(LANES, seconds, strict=True))
-        expected = {lane: each / math.exp(off[lane]) for lane, each in corrected.items()}
-        return Placement(cpu, stream, resident, corrected, expected)
+        """With what it takes."""
+        set_out = len(set(placement.stream).intersection(coming.experts)) if coming.experts else 0
+        n, j = np.full(2, len(placement.stream)), np.full(2, len(placement.resident))
+        times = _lanes(streamed, stay, n, j, tokens, self._costs[work], np.array([coming.arrived, set_out]))
+        now, after = (dict(zip(LANES, each, strict=True)) for each in np.stack(times, 1).tolist())
+        expected = {lane: each / math.exp(self._off[work][lane]) for lane, each in after.items()}
+        return replace(placement, seconds=now, expected=expected)
 
     def _cuts(
-        self, streamed: _Group, stay: _Group, tokens: float, cost: Costs, mode: str
-    ) -> tuple[int, int, list[float]]:
-        """How many to stream, how many residents run on the GPU, and the lanes' seconds then."""
+        self, streamed: _Group, stay: _Group, tokens: float, cost: Costs, mode: str, arrived: float
+    ) -> tuple[int, int]:
+        """How many to stream, and how many residents run on the GPU."""
         n, every = np.arange(streamed.size + 1), np.array([stay.size])
         if mode != "auto":
-            n = np.array([streamed.size if mode == "stream" else 0])
-            every = np.array([0 if mode == "cpu" else stay.size])
-        best, seconds = _soonest(_lanes(streamed, stay, n, every, tokens, cost))
-        if mode != "auto" or not stay.size or seconds[2] <= max(seconds[:2]):
-            return int(n[best]), int(every[0]), seconds
-        j = _fewer_residents(streamed, stay, n, tokens, cost)
-        best, seconds = _soonest(_lanes(streamed, stay, n, j, tokens, cost))
-        return best % len(n), int(j.flat[best]), seconds
+            return streamed.size if mode == "stream" else 0, 0 if mode == "cpu" else stay.size
+        best, seconds = _soonest(_lanes(streamed, stay, n, every, tokens, cost, arrived))
+        if not stay.size or seconds[2] <= max(seconds[:2]):
+            return best, stay.size
+        j = _fewer_residents(streamed, stay, n, tokens, cost, arrived)
+        best, _ = _soonest(_lanes(streamed, stay, n, j, tokens, cost, arrived))
+        return best % len(n), int(j.flat[best])
 
     def observe(self, work: str, placement: Placement, seconds: Mapping[str, float]) -> None:
         """Correct the rates by what a layer took.
@@ -186,6 +217,13 @@ class Placer:
         return {lane: math.exp(off) for lane, off in self._off[work].items()}
 
 
+def _among(experts: Collection[int], num_experts: int) -> NDArray[np.bool_]:
+    """Which expert numbers are among these."""
+    found = np.zeros(num_experts, dtype=bool)
+    found[list(experts)] = True
+    return found
+
+
 def _alike(rows: Floats) -> Floats:
     """Numbers that order experts by rows, and are equal for about as many: those go by expert number then.
 
@@ -206,13 +244,13 @@ def _soonest(times: tuple[Floats, ...]) -> tuple[int, list[float]]:
     return best, [float(time.flat[best]) for time in times]
 
 
-def _fewer_residents(streamed: _Group, stay: _Group, n: Ints, tokens: float, cost: Costs) -> Ints:
+def _fewer_residents(streamed: _Group, stay: _Group, n: Ints, tokens: float, cost: Costs, arrived: float) -> Ints:
     """For every n streamed experts, numbers [3, n] of residents on the GPU of which one is best.
 
     With every resident more the CPU has less to do, the others more: best is where they meet, one before, or all.
     """
     cpu = streamed.cpu_all + stay.cpu_all - streamed.cpu + (cost.cpu_call + cost.cross * tokens)
-    copy = n * cost.copy_expert + (cost.copy_call + cost.cross_in * tokens)
+    copy = _travel(n, 0, cost, arrived) + (cost.copy_call + cost.cross_in * tokens)
     meet = np.minimum(
         (stay.cpu + stay.gpu).searchsorted(cpu - (streamed.gpu + cost.gpu_call)),
         (stay.cpu + np.arange(stay.size + 1) * cost.copy_resident).searchsorted(cpu - copy),
@@ -221,12 +259,21 @@ def _fewer_residents(streamed: _Group, stay: _Group, n: Ints, tokens: float, cos
     return np.stack([np.full_like(n, stay.size), meet, np.maximum(meet - 1, 0)])
 
 
-def _lanes(streamed: _Group, stay: _Group, n: Ints, j: Ints, tokens: float, cost: Costs) -> tuple[Floats, ...]:
+def _travel(n: Ints, j: Ints | int, cost: Costs, arrived: float | Floats) -> Floats:
+    """Seconds of copies for n streamed experts, of whose packed bytes so many are there, and j residents."""
+    return (
+        n * cost.copy_expert + j * cost.copy_resident - np.minimum(n, arrived) * (cost.copy_expert - cost.copy_resident)
+    )
+
+
+def _lanes(
+    streamed: _Group, stay: _Group, n: Ints, j: Ints, tokens: float, cost: Costs, arrived: float | Floats
+) -> tuple[Floats, ...]:
     """Seconds of `LANES` when the first n and j of these are on the GPU and all others on the CPU."""
     both = n + j
     on_cpu, on_gpu = both < streamed.size + stay.size, both > 0
     cpu = (streamed.cpu_all + stay.cpu_all + cost.cpu_call + cost.cross * tokens) - (streamed.cpu[n] + stay.cpu[j])
-    travel = n * cost.copy_expert + j * cost.copy_resident
+    travel = _travel(n, j, cost, arrived)
     copy = travel + (travel > 0) * cost.copy_call + on_cpu * (cost.cross_in * tokens)
     gpu = streamed.gpu[n] + stay.gpu[j] + cost.gpu_call
     return cpu * on_cpu, copy, gpu * on_gpu

@@ -76,6 +76,10 @@ class Place:
             self._first[count] = [view[:count] for view in self.views]
         return self._first[count]
 
+    def there(self) -> bool:
+        """Whether the rows are there."""
+        return bool(self.buffer.copied.query())
+
     def wait(self, stream: object) -> list[Tensor]:
         """Let `stream` wait for the rows; returns the views."""
         self.buffer.copied.wait(stream)

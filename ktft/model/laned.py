@@ -168,9 +168,9 @@ class _Run:
                     lanes.gpu.forward(
                         run.layer, run.on_gpu, routes, hidden.contiguous(), self.routing, self.lora, total
                     )
+        lanes.end(run, 1)
         if self._cpu is not None:
             total += self._to_device(self._cpu_result())[0]
-        lanes.end(run, 1)
         if self.owner.seen is not None:
             self.owner.seen(run, self.counts)
         out = total.to(hidden.dtype)
@@ -203,12 +203,12 @@ class _Run:
                 with self._copy_span(run), self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
                     given = Routes(index, self.counts), hidden.contiguous(), grad_output, self.routing
                     lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
+        lanes.end(run, -1)
         if self._cpu is not None:
             found = self._cpu_result()
             parts = self._to_device(found.hidden_states, found.top_k_weights)
             grad_hidden += parts[0]
             grad_weights += parts[1]
-        lanes.end(run, -1)
         # Autograd itself reads gradients that it has to cast, or to look for NaN in
         if not arrives or torch.is_anomaly_enabled() or any(p.dtype != torch.float32 for p in parameters):
             self.arrive()
