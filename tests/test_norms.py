@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+from ktft import native
 from ktft.model import norms
+from ktft.native.optim import row_norms
 from ktft.train.norms import clip_grad_norm
+from ktft.train.norms import norms as norms_by_rows
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +75,11 @@ def test_elsewhere_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(module(hidden), Qwen3MoeRMSNorm.forward(module, hidden)) and not norms._agree
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("most", "written"), [(0.5, True), (1e4, False)])
-def test_clipping_is_torchs(most: float, written: bool) -> None:
+def test_clipping_is_torchs(most: float, written: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    mine = [nn.Parameter(torch.zeros(size)) for size in ((8, 33), (70001,), (1,))]
+    mine = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in ((8, 33), (70001,), (1,), (0,))]
     for parameter in mine:
         parameter.grad = torch.randn_like(parameter)
     theirs = copy.deepcopy(mine)
@@ -84,15 +88,47 @@ def test_clipping_is_torchs(most: float, written: bool) -> None:
         parameter.grad = own.grad.clone()
     mine.append(nn.Parameter(torch.zeros(3)))  # without a gradient
     versions = [parameter.grad._version for parameter in mine if parameter.grad is not None]
-    norm = clip_grad_norm(iter(mine), most)
-    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs, most))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, theirs, strict=False) if a.grad is not None)  # type: ignore[arg-type]
+    norm = clip_grad_norm(iter(mine), most, native.runtime())
+    bound = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        norm, torch.nn.utils.clip_grad_norm_(theirs, most), rtol=bound, atol=0, check_dtype=False
+    )
+    for own, other in zip(mine, theirs, strict=False):
+        torch.testing.assert_close(own.grad, other.grad, rtol=bound, atol=0)
     after = [parameter.grad._version for parameter in mine if parameter.grad is not None]
     assert (after != versions) == written
 
 
 def test_a_norm_that_is_not_finite_clips_as_torch_does() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
+    parameter, runtime = nn.Parameter(torch.zeros(2)), native.runtime()
     parameter.grad = torch.tensor([1.0, float("nan")])
-    assert clip_grad_norm([parameter], 1.0).isnan() and parameter.grad.isnan().all()
-    assert float(clip_grad_norm([nn.Parameter(torch.zeros(2))], 1.0)) == 0
+    assert clip_grad_norm([parameter], 1.0, runtime).isnan() and parameter.grad.isnan().all()
+    parameter.grad = torch.tensor([1.0, float("inf")])
+    assert clip_grad_norm([parameter], 1.0, runtime).isinf() and parameter.grad.isnan().tolist() == [False, True]
+    assert float(clip_grad_norm([nn.Parameter(torch.zeros(2))], 1.0, runtime)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_rows_of_any_size(dtype: torch.dtype) -> None:
+    sizes = [(0, 5), (3, 0), (1, 1), (2, 7), (5, 8), (1, 70001), (3, 32768), (2, 32769), (128, 17)]
+    tensors = [(torch.randn(size) * 10 ** (4 * torch.rand(size))).to(dtype) for size in sizes]
+    tensors[3][1, 2] = float("nan")
+    tensors[4][0, 0] = 3e38  # whose square is no fp32
+    strided = torch.randn(64, 9).to(dtype)[::2]
+    found = [norms_by_rows(native.runtime(n), [*tensors, strided, tensors[3].half()]) for n in (1, 2)]
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+    for rows, norm in zip([*tensors, strided], found[0], strict=False):
+        assert norm.dtype == torch.float32 and norm.shape == (len(rows),)
+        expected = torch.linalg.vector_norm(rows.double(), dim=1).float()
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    with pytest.raises(
+        ValueError, match=r"norms are of contiguous two-dimensional .* got torch.float16 \[2, 2\] on cpu"
+    ):
+        row_norms(native.runtime(), [torch.zeros(2, 2, dtype=torch.float16)])
+    with pytest.raises(ValueError, match=r"got torch.float32 \[3\]"):
+        row_norms(native.runtime(), [torch.zeros(3)])
+    assert row_norms(native.runtime(), []) == []

@@ -2,6 +2,7 @@
 
 #include "bind/bind.h"
 #include "optim/adam.h"
+#include "optim/norms.h"
 
 namespace py = pybind11;
 
@@ -22,6 +23,14 @@ void bind_optim(py::module_& m) {
            }),
            py::arg("dtype"), py::arg("count"), py::arg("grad"), py::arg("param"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("step"));
+  py::class_<RowTensor>(m, "RowTensor")
+      .def(py::init([](Dtype dtype, int64_t rows, int64_t cols, uintptr_t data) {
+             return RowTensor{dtype, rows, cols, reinterpret_cast<void*>(data)};
+           }),
+           py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("data"));
+  m.def("row_norms", &row_norms, py::arg("runtime"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
+  m.def("scale", &scale, py::arg("runtime"), py::arg("tensors"), py::arg("factor"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("adam", &adam, py::arg("runtime"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
 }
 

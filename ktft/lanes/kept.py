@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ktft.lora import ExpertLora
@@ -51,7 +51,7 @@ class KeptOutputs:
         for kept in reversed(self._kept):
             unchanged = kept.state == state and kept.out._version == kept.version
             same = zip(kept.inputs, (top_k_index, top_k_weights), strict=True)
-            if unchanged and all(torch.equal(old, new) for old, new in same):
+            if unchanged and all(np.array_equal(old.numpy(), new.numpy()) for old, new in same):
                 self._kept.remove(kept)
                 return kept.out.detach()
         return None

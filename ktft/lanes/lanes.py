@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -243,19 +244,21 @@ def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
     Raises:
         ValueError: an expert number out of range.
     """
-    flat = top_k_index.flatten()
-    if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= layer.num_experts):
-        wrong = (flat < 0) | (flat >= layer.num_experts)
+    # numpy, because torch's threads spin for milliseconds after they shared a large one, beside who launches kernels
+    flat = top_k_index.numpy().reshape(-1)
+    wrong = flat[(flat < 0) | (flat >= layer.num_experts)]
+    if wrong.size:
         raise ValueError(
-            f"{layer.name}: a token is routed to expert {int(flat[wrong][0])}, but the layer's experts are 0 to "
+            f"{layer.name}: a token is routed to expert {wrong[0]}, but the layer's experts are 0 to "
             f"{layer.num_experts - 1}"
         )
-    counts: list[int] = torch.bincount(flat, minlength=layer.num_experts).tolist()
+    counts: list[int] = np.bincount(flat, minlength=layer.num_experts).tolist()
     return counts
 
 
 def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tensor:
     """`[T, k]` with `ELSEWHERE` for all but these experts."""
-    here = torch.zeros(num_experts, dtype=torch.bool)
+    here = np.zeros(num_experts, dtype=bool)
     here[list(experts)] = True
-    return top_k_index.masked_fill(~here[top_k_index], ELSEWHERE)
+    index = top_k_index.numpy()
+    return torch.from_numpy(np.where(here[index], index, ELSEWHERE))

@@ -357,7 +357,7 @@ def _zero_idle(lora_grads: list[Tensor], counts: list[int]) -> None:
     """What the CPU lane does besides its own experts."""
     idle = [expert for expert, rows in enumerate(counts) if rows == 0]
     for grad in lora_grads if idle else ():
-        grad.index_fill_(0, torch.tensor(idle), 0)
+        grad.numpy()[idle] = 0  # in this thread alone
 
 
 def _not_finite(name: str, hidden: Tensor) -> str:

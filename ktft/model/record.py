@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,8 @@ class Record:
 
     def count(self, top_k_index: Tensor) -> None:
         """Add a micro-batch's choices, `[T, k]` on the CPU."""
-        self.tokens += torch.bincount(top_k_index.flatten(), minlength=len(self.tokens))
+        found = np.bincount(top_k_index.numpy().reshape(-1), minlength=len(self.tokens))
+        self.tokens += torch.from_numpy(found)
         self.rows += len(top_k_index)
 
     def count_reached(self, top_k_index: Tensor, top_k_weights: Tensor, grad_output: Tensor) -> None:

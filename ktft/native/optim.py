@@ -1,4 +1,4 @@
-"""AdamW on CPU tensors: one pass over memory, on a runtime's threads."""
+"""AdamW on CPU tensors, and norms of their gradients: one pass over memory, on a runtime's threads."""
 
 from __future__ import annotations
 
@@ -21,6 +21,43 @@ def takes(tensor: Tensor) -> bool:
         and tensor.dtype in ADAM_DTYPES
         and tensor.is_contiguous()
     )
+
+
+def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Norms `[rows]`, fp32, of each tensor's rows `[rows, elements]`; sums of squares in fp64.
+
+    torch's own threads go on spinning for milliseconds after such work, and hold up whoever gives a GPU its own then.
+
+    Args:
+        runtime: threads that compute.
+        tensors: what `takes` accepts, two-dimensional.
+
+    Raises:
+        ValueError: another tensor.
+    """
+    if not tensors:
+        return []
+    found = torch.tensor(core.row_norms(runtime.handle, [_rows(tensor) for tensor in tensors]), dtype=torch.float32)
+    return list(found.split([len(tensor) for tensor in tensors]))
+
+
+def scale(runtime: Runtime, tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply all elements in place, of what `takes` accepts.
+
+    Raises:
+        ValueError: another tensor.
+    """
+    core.scale(runtime.handle, [_rows(tensor.view(1, -1)) for tensor in tensors], factor)
+    torch.autograd.graph.increment_version(tuple(tensors))
+
+
+def _rows(tensor: Tensor) -> core.RowTensor:
+    if not takes(tensor) or tensor.dim() != 2:
+        raise ValueError(
+            f"norms are of contiguous two-dimensional fp32 or bf16 CPU tensors, got {tensor.dtype} "
+            f"{list(tensor.shape)} on {tensor.device}"
+        )
+    return core.RowTensor(DTYPES[tensor.dtype], *tensor.shape, tensor.data_ptr())
 
 
 def adamw(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import GROUPS, group_of
 from ktft.model.experts import experts_family
+from ktft.native import Runtime
 from ktft.train.norms import norms
 from ktft.train.report import logger
 
@@ -92,8 +93,9 @@ class GradientWatch:
         on: whether norms are taken.
     """
 
-    def __init__(self, parameters: Mapping[str, Trained]) -> None:
+    def __init__(self, parameters: Mapping[str, Trained], runtime: Runtime) -> None:
         self.on = False
+        self._runtime = runtime
         self._complete: dict[str, Trained] = {}  # that have a gradient, in backward's order
         self._norms: dict[str, Tensor] | None = None
         self._hooks = [
@@ -112,13 +114,8 @@ class GradientWatch:
         if self._norms is not None:
             return
         complete = [each for each in self._complete.values() if each.parameter.grad is not None]
-        of_cpu = [each for each in complete if each.parameter.device.type == "cpu"]
-        of_gpu = [each for each in complete if each.parameter.device.type != "cpu"]
-        found = dict(zip((e.name for e in of_cpu), norms([e.gradient for e in of_cpu], _row_norms), strict=True))
-        # Kernels of all are queued before the first is waited for
-        for each, norm in zip(of_gpu, [_row_norms(e.gradient) for e in of_gpu], strict=True):
-            found[each.name] = norm.to("cpu")
-        self._norms = {each.name: found[each.name] for each in complete}
+        found = norms(self._runtime, [each.gradient for each in complete])
+        self._norms = {each.name: norm for each, norm in zip(complete, found, strict=True)}
 
     def take(self) -> dict[str, Tensor]:
         """Name -> norms on the CPU, `[experts]` or `[1]`, since this was last called."""

@@ -1,35 +1,51 @@
-"""Norms of gradients in CPU memory, a tensor a thread: torch takes one thread for all of them."""
+"""Norms of gradients, and clipping by them: those in CPU memory by ktft's own threads."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ktft.native import topology
-
-Norm = Callable[[Tensor], Tensor]
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(topology()["cores"], 1), "ktft-norms")
+from ktft.native import Runtime
+from ktft.native.optim import row_norms, scale, takes
 
 
-def norms(tensors: Sequence[Tensor], norm: Norm) -> list[Tensor]:
-    """`norm` of each, of CPU tensors."""
-    return list(_pool().map(norm, tensors))
+def norms(runtime: Runtime, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Norms, fp32 `[n]` on the CPU, of the rows of each `[n, elements]`, wherever it is; GPUs are waited for once."""
+    native = [takes(each) for each in rows]
+    by_kernel = iter(row_norms(runtime, [each for each, own in zip(rows, native, strict=True) if own]))
+    others = [each for each, own in zip(rows, native, strict=True) if not own]
+    flat = [each[0] for each in others if len(each) == 1]
+    of_flat = iter(torch._foreach_norm(flat, dtype=torch.float32) if flat else ())
+    by_torch = [
+        next(of_flat).view(1) if len(each) == 1 else torch.linalg.vector_norm(each, dim=1, dtype=torch.float32)
+        for each in others
+    ]
+    on_cpu = iter(_to_cpu(by_torch))
+    return [next(by_kernel if own else on_cpu) for own in native]
+
+
+def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All of them, those of one device in one copy."""
+    found: list[Tensor] = list(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(at)
+    for places in by_device.values():
+        whole = torch.cat([tensors[at] for at in places]).cpu()
+        for at, part in zip(places, whole.split([len(tensors[at]) for at in places]), strict=True):
+            found[at] = part
+    return found
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], most: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`: the same numbers, but gradients that need no clipping are not written.
+def clip_grad_norm(parameters: Iterable[Tensor], most: float, runtime: Runtime) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, but gradients that need no clipping are not written.
 
     Args:
         parameters: whose gradients have together a norm of `most` at most, afterwards.
+        runtime: threads for gradients in CPU memory.
 
     Returns:
         The norm before that, on the first gradient's device.
@@ -38,14 +54,10 @@ def clip_grad_norm(parameters: Iterable[Tensor], most: float) -> Tensor:
     grads = [parameter.grad for parameter in clipped if parameter.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    found = [
-        torch.stack(norms(own, torch.linalg.vector_norm) if device.type == "cpu" else list(torch._foreach_norm(own)))
-        for device, own in by_device.items()
-    ]
-    total: Tensor = torch.linalg.vector_norm(torch.cat([each.to(grads[0].device) for each in found]))
-    if not float(most / (total + 1e-6)) >= 1:  # NaN included
-        torch.nn.utils.clip_grads_with_norm_(clipped, most, total)
-    return total
+    total = torch.linalg.vector_norm(torch.cat(norms(runtime, [grad.reshape(1, -1) for grad in grads])))
+    factor = float(most / (total + 1e-6))
+    if not factor >= 1:  # NaN included
+        scale(runtime, [grad for grad in grads if takes(grad)], factor)
+        others = [parameter for parameter, grad in zip(clipped, grads, strict=True) if not takes(grad)]
+        torch.nn.utils.clip_grads_with_norm_(others, most, total)
+    return total.to(grads[0].device)

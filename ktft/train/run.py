@@ -20,6 +20,7 @@ from ktft.config import trace_file
 from ktft.lanes.lanes import Lanes
 from ktft.model.experts import find_experts, layer_number
 from ktft.model.record import Record
+from ktft.native import Runtime
 from ktft.train.attention import AttentionSpans
 from ktft.train.guards import GradientWatch, Guards, Step, group_norms, rates_of, trained_parameters
 from ktft.train.norms import clip_grad_norm
@@ -41,6 +42,7 @@ class Run:
         records: name of routed experts, LoRA included -> what they count.
         attention: hooks that time it.
         trace: that is being written.
+        runtime: the experts'.
         lanes: that the experts run in.
         norms: of gradients by group, at the step `norms_step`.
         since: what is logged next.
@@ -55,6 +57,7 @@ class Run:
     report: RunReport
     attention: AttentionSpans
     trace: Trace | None
+    runtime: Runtime
     lanes: Lanes | None = None
     norms: dict[str, float] = field(default_factory=dict)
     norms_step: int = 0
@@ -74,13 +77,13 @@ class Run:
         experts = find_experts(model)
         for name, module in experts.items():
             module.record = Record(module.num_experts, layer_number(name))
-        parameters = trained_parameters(model)
+        parameters, runtime = trained_parameters(model), next(iter(experts.values())).layer.runtime
         spans.RECORDER.start(trace)
         shorten(model)
         return cls(
             records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
             guards=Guards(parameters),
-            watch=GradientWatch(parameters),
+            watch=GradientWatch(parameters, runtime),
             report=RunReport(
                 facts_of(model, facts, args, optimizer),
                 [layer_number(name) for name in experts],
@@ -88,6 +91,7 @@ class Run:
             ),
             attention=AttentionSpans(model),
             trace=trace,
+            runtime=runtime,
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
         )
 
@@ -319,7 +323,7 @@ def install() -> None:
             return clip(self, model)
         run.watch.measure()
         self.accelerator.unscale_gradients()
-        return clip_grad_norm(model.parameters(), self.args.max_grad_norm)
+        return clip_grad_norm(model.parameters(), self.args.max_grad_norm, run.runtime)
 
     transformers.Trainer._clip_grad_norm = _clip_grad_norm  # type: ignore[method-assign]
     _inner_training_loop._ktft_run = True  # type: ignore[attr-defined]

@@ -1,0 +1,100 @@
+#include "optim/norms.h"
+
+#include <cmath>
+
+namespace ktft {
+namespace {
+
+constexpr int64_t kTask = 32768;  // elements of a task
+
+float load(float v) { return v; }
+float load(bf16 v) { return to_float(v); }
+void store(float* at, float v) { *at = v; }
+void store(bf16* at, float v) { *at = to_bf16(v); }
+
+template <class T>
+double squares(const T* at, int64_t count) {
+  constexpr int kLanes = 8;
+  double sums[kLanes] = {}, total = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int lane = 0; lane < kLanes; lane++) {
+      const double v = load(at[i + lane]);
+      sums[lane] += v * v;
+    }
+  for (; i < count; i++) total += double(load(at[i])) * load(at[i]);
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+template <class T>
+void multiply(T* at, int64_t count, float factor) {
+  for (int64_t i = 0; i < count; i++) store(at + i, load(at[i]) * factor);
+}
+
+// Calls `work(first element, elements, row among all tensors' rows, part number)` for parts of rows, on all threads;
+// `count` is told the parts before.
+template <class Count, class Work>
+void by_parts(Runtime& runtime, const std::vector<RowTensor>& tensors, const Count& count, const Work& work) {
+  struct Parts {
+    int64_t first_part, first_row, of_row;
+  };
+  std::vector<Parts> starts;
+  int64_t parts = 0, rows = 0;
+  for (const RowTensor& tensor : tensors) {
+    KTFT_CHECK(tensor.dtype != Dtype::kF16, "norms are of fp32 and bf16 tensors, not fp16");
+    starts.push_back({parts, rows, (tensor.cols + kTask - 1) / kTask});
+    parts += tensor.rows * starts.back().of_row;
+    rows += tensor.rows;
+  }
+  KTFT_CHECK(parts <= INT32_MAX, "gradients of at most ", int64_t(INT32_MAX) * kTask, " elements can be looked at");
+  count(parts, rows);
+  if (parts == 0) return;
+  const std::lock_guard<std::mutex> lock(runtime.mutex);
+  runtime.pool.run(int(parts), [&](int part, int) {
+    // The last tensor that begins here or before: tensors without elements have no parts
+    const auto after = std::upper_bound(starts.begin(), starts.end(), int64_t(part),
+                                        [](int64_t at, const Parts& start) { return at < start.first_part; });
+    const Parts& start = *(after - 1);
+    const RowTensor& tensor = tensors[size_t(after - 1 - starts.begin())];
+    const int64_t row = (part - start.first_part) / start.of_row, at = (part - start.first_part) % start.of_row * kTask;
+    work(tensor, row * tensor.cols + at, std::min(kTask, tensor.cols - at), start.first_row + row, part);
+  });
+}
+
+}  // namespace
+
+std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors) {
+  std::vector<double> sums;
+  std::vector<int64_t> row_of;
+  std::vector<float> norms;
+  by_parts(
+      runtime, tensors,
+      [&](int64_t parts, int64_t rows) {
+        sums.resize(size_t(parts));
+        row_of.resize(size_t(parts));
+        norms.resize(size_t(rows));
+      },
+      [&](const RowTensor& tensor, int64_t begin, int64_t count, int64_t row, int part) {
+        row_of[size_t(part)] = row;
+        sums[size_t(part)] = tensor.dtype == Dtype::kF32 ? squares(static_cast<const float*>(tensor.data) + begin, count)
+                                                         : squares(static_cast<const bf16*>(tensor.data) + begin, count);
+      });
+  std::vector<double> totals(norms.size());
+  for (size_t part = 0; part < sums.size(); part++) totals[size_t(row_of[part])] += sums[part];
+  for (size_t row = 0; row < norms.size(); row++) norms[row] = float(std::sqrt(totals[row]));
+  return norms;
+}
+
+void scale(Runtime& runtime, const std::vector<RowTensor>& tensors, float factor) {
+  by_parts(
+      runtime, tensors, [](int64_t, int64_t) {},
+      [&](const RowTensor& tensor, int64_t begin, int64_t count, int64_t, int) {
+        if (tensor.dtype == Dtype::kF32)
+          multiply(static_cast<float*>(tensor.data) + begin, count, factor);
+        else
+          multiply(static_cast<bf16*>(tensor.data) + begin, count, factor);
+      });
+}
+
+}  // namespace ktft
