@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ktft.lanes.choice import AGAIN, MORE, TRIALS, WAYS, Choice
+from ktft.lanes.choice import AGAIN, AT_MOST, MORE, TRIALS, WAYS, Choice
 
 EXPECTED = {"auto": 1.0, "stream": 1.2, "cpu": 1.5}
 
@@ -35,8 +35,11 @@ def test_the_fastest_way_is_found(fastest: str) -> None:
     machine = Machine({way: 1.0 if way == fastest else 1.1 for way in WAYS})
     for _ in range(200):
         machine.step(512)
-    tried = (2 + TRIALS + MORE) * len(WAYS)
-    assert machine.ways[tried:].count(fastest) >= len(machine.ways[tried:]) - 2 * (200 // AGAIN)
+    tried = 2 + TRIALS + MORE
+    assert machine.ways[tried * len(WAYS) :].count(fastest) >= 200 - tried * len(WAYS) - tried
+    for _ in range(2000):
+        machine.step(512)
+    assert machine.ways[200:].count(fastest) >= 2000 - (2000 // AT_MOST + 2) * tried
 
 
 def test_what_the_rates_rule_out_is_not_tried() -> None:
@@ -79,6 +82,16 @@ def test_steps_that_others_disturb_do_not_decide() -> None:
     for _ in range(300):
         machine.step(512)
     assert machine.ways[-100:].count("auto") > 95
+
+
+def test_a_machine_that_slows_down_for_a_while_does_not_change_the_choice() -> None:
+    machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
+    for _ in range(40):
+        machine.step(512)
+    machine.seconds = {"auto": 1.5, "stream": 1.65, "cpu": 4.5}
+    for _ in range(60):
+        machine.step(512)
+    assert machine.ways[40:].count("stream") <= 2 * (2 + TRIALS + MORE)
 
 
 def test_passes_outside_of_steps_go_some_way() -> None:

@@ -3,7 +3,8 @@
 The placer's rates say what each lane takes alone. They cannot say what lanes take from each other: threads that compute
 experts slow down the one that gives the GPU its work, by half where two of them share a core, and copies ahead of time
 cost nothing where attention lasts as long. So the ways that the rates find promising are tried, some steps each, and
-those that come out near each other some more. A step after one that went another way finds none of the experts which
+those that come out near each other some more; the best one is taken until the next trial. Only steps of one trial are
+compared, since what a machine can do changes. A step after one that went another way finds none of the experts which
 that one would have left on the GPU, and one after a pause finds caches and clocks cold: these do not count. Medians
 decide: what one step takes is a fourth off now and then, in both directions.
 """
@@ -14,8 +15,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 WAYS = ("auto", "stream", "cpu")
 """Modes of the placer: experts split as the rates say, all streamed that are not resident, all on the CPU."""
@@ -23,52 +24,74 @@ PROMISING = 2.0
 """A way is tried that the rates expect to take no more than so many times the best one's time."""
 TRIALS, MORE = 3, 2
 """Steps that count of each way, and further ones of those that are near the best one then."""
-AGAIN = 64
-"""Steps after which the second best way, if it is near, is tried once more: a machine's neighbours come and go."""
+AGAIN, AT_MOST = 64, 512
+"""Steps to the next trial, of the best way and of the second if it is near; each that ends alike doubles them."""
 NEAR = 1.25
+WORSE = 1.15
+"""The next trial comes at once if the last steps took so many times what they took in the one before."""
 PAUSE, PAUSES = 3.0, 16
 """A step counts if what passed since the last one is at most so many times the shortest of so many such pauses of its
 size: what a model does before its first experts takes as long as there are tokens.
 """
 
 
-@dataclass
 class _Size:
-    """What is known of batches of about one size: seconds of the last steps by way, and steps in all."""
+    """What is known of batches of about one size.
 
-    seconds: dict[str, deque[float]]
-    steps: int = 0
-    before: str | None = None  # the last step's way
-    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
+    Args:
+        ways: to be tried.
+    """
+
+    def __init__(self, ways: Sequence[str]) -> None:
+        self.pauses: deque[float] = deque(maxlen=PAUSES)
+        self._trial: dict[str, list[float]] = {way: [] for way in ways}  # seconds that count
+        self._near: list[str] = []  # the last trial's best way, and the second if it is near; none while one goes on
+        self._usual, self._last = 0.0, deque[float](maxlen=TRIALS + MORE)  # of the chosen way: then, and now
+        self._left = self._again = AGAIN
+        self._before: str | None = None  # the last step's way
+        self._chosen: str | None = None  # the last trial's
 
     def next(self) -> str:
         """The way of the next step."""
+        if self._near:
+            return self._near[0]
         lacking = self._lacking()
-        if lacking:
-            return self.before if self.before in lacking else lacking[0]
-        best, *near = self._near()
-        return near[0] if near and self.steps % AGAIN < 2 else best
+        return self._before if self._before in lacking else lacking[0]
 
     def add(self, way: str, seconds: float, paused: bool) -> None:
         """A step is over."""
-        if way == self.before and not paused:
-            self.seconds[way].append(seconds)
-        self.before = way
-        self.steps += 1
+        if way == self._before and not paused:
+            (self._last if self._near else self._trial[way]).append(seconds)
+        self._before = way
+        if not self._near and not self._lacking():
+            self._choose()
+        elif self._near:
+            self._left -= 1
+            worse = len(self._last) == self._last.maxlen and statistics.median(self._last) > WORSE * self._usual
+            if len(self._near) > 1 and (worse or self._left <= 0):
+                self._trial, self._near = {near: [] for near in self._near}, []
 
     def _lacking(self) -> list[str]:
-        """Ways to be tried before one is chosen."""
-        new = [way for way, seconds in self.seconds.items() if len(seconds) < TRIALS]
+        """Ways that the trial has not seen often enough."""
+        new = [way for way, seconds in self._trial.items() if len(seconds) < TRIALS]
         if new:
             return new
-        near = self._near()
-        return [way for way in near if len(near) > 1 and len(self.seconds[way]) < TRIALS + MORE]
+        near = self._ranked()
+        return [way for way in near if len(near) > 1 and len(self._trial[way]) < TRIALS + MORE]
 
-    def _near(self) -> list[str]:
-        """The best way and those near it, by their medians."""
-        usual = {way: statistics.median(seconds) for way, seconds in self.seconds.items()}
+    def _ranked(self) -> list[str]:
+        """The trial's best way and those near it, by their medians."""
+        usual = {way: statistics.median(seconds) for way, seconds in self._trial.items()}
         ranked = sorted(usual, key=lambda way: usual[way])
         return [way for way in ranked if way == ranked[0] or usual[way] < NEAR * usual[ranked[0]]]
+
+    def _choose(self) -> None:
+        before = self._chosen
+        self._near = self._ranked()[:2]
+        self._chosen = self._near[0]
+        self._again = min(2 * self._again, AT_MOST) if self._chosen == before else AGAIN
+        self._usual, self._left = statistics.median(self._trial[self._chosen]), self._again
+        self._last.clear()
 
 
 @dataclass(frozen=True)
@@ -105,7 +128,7 @@ class Choice:
                 seconds = expected()
                 worth = PROMISING * min(seconds.values())
                 ways = [way for way in WAYS if seconds[way] <= worth]
-                self._sizes[bucket] = _Size({way: deque(maxlen=TRIALS + MORE) for way in ways})
+                self._sizes[bucket] = _Size(ways)
             size, now = self._sizes[bucket], self._clock()
             self._step = _Step(size, size.next(), now, self._paused(size, now))
         return self._step.way
