@@ -77,8 +77,9 @@ std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& ten
       },
       [&](const RowTensor& tensor, int64_t begin, int64_t count, int64_t row, int part) {
         row_of[size_t(part)] = row;
-        sums[size_t(part)] = tensor.dtype == Dtype::kF32 ? squares(static_cast<const float*>(tensor.data) + begin, count)
-                                                         : squares(static_cast<const bf16*>(tensor.data) + begin, count);
+        sums[size_t(part)] = tensor.dtype == Dtype::kF32
+                                 ? squares(static_cast<const float*>(tensor.data) + begin, count)
+                                 : squares(static_cast<const bf16*>(tensor.data) + begin, count);
       });
   std::vector<double> totals(norms.size());
   for (size_t part = 0; part < sums.size(); part++) totals[size_t(row_of[part])] += sums[part];
