@@ -51,7 +51,8 @@ def test_a_fused_norm_gives_what_transformers_gives(
         hidden = (torch.randn(2, 7, 96) * scale).to(device, dtype)
         for mine, theirs in zip(run(fused, hidden), run(stock, hidden), strict=True):
             assert mine.dtype == theirs.dtype
-            torch.testing.assert_close(mine, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+            bound = 1e-2 if dtype == torch.bfloat16 else 1e-5  # of the whole: sums run in another order
+            assert (mine - theirs).float().norm() <= bound * theirs.float().norm()
     assert norms._agree == {(Qwen3MoeRMSNorm, dtype): True}
     with torch.no_grad():
         clone.weight.mul_(2)
