@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora
 
 MOST = 2
@@ -22,6 +23,7 @@ MOST = 2
 @dataclass(frozen=True, eq=False)  # tensors have no one truth value: each is only itself
 class _Kept:
     inputs: tuple[Tensor, Tensor]
+    routes: Routes
     lora: ExpertLora | None  # holds its tensors, so that no other gets their identity
     state: tuple[object, ...]
     out: Tensor
@@ -41,19 +43,21 @@ class KeptOutputs:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None, out: Tensor) -> None:
-        """Remember an output `[T, H]`, wherever it is, of routing `[T, k]` in host memory."""
-        self._kept.append(_Kept((top_k_index, top_k_weights), lora, _state(lora), out, out._version))
+    def keep(
+        self, top_k_index: Tensor, top_k_weights: Tensor, routes: Routes, lora: ExpertLora | None, out: Tensor
+    ) -> None:
+        """Remember an output `[T, H]`, wherever it is, of routing `[T, k]` in host memory, and its rows."""
+        self._kept.append(_Kept((top_k_index, top_k_weights), routes, lora, _state(lora), out, out._version))
 
-    def take(self, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None) -> Tensor | None:
-        """The output of this routing and these adapters, which is forgotten here; None if there is none."""
+    def take(self, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
+        """The output of this routing and these adapters, and its rows, forgotten here; None if there is none."""
         state = _state(lora)
         for kept in reversed(self._kept):
             unchanged = kept.state == state and kept.out._version == kept.version
             same = zip(kept.inputs, (top_k_index, top_k_weights), strict=True)
             if unchanged and all(np.array_equal(old.numpy(), new.numpy()) for old, new in same):
                 self._kept.remove(kept)
-                return kept.out.detach()
+                return kept.out.detach(), kept.routes
         return None
 
 

@@ -38,6 +38,7 @@ class Pass:
     """One layer's experts going forward or backward in lanes, and what that took.
 
     Attributes:
+        set_out: streamed experts whose copies began before the decision.
         cpu_seconds: from the decision until the CPU is done.
         events: on the stream of copies, then on that of products: begin and end of each, where there is a GPU.
     """
@@ -47,6 +48,7 @@ class Pass:
     placement: Placement
     placer: Placer
     lora: ExpertLora | None
+    set_out: int = 0
     began: float = field(default_factory=time.perf_counter)
     cpu_seconds: float = 0.0
     events: list[torch.cuda.Event] = field(default_factory=list)
@@ -119,8 +121,9 @@ class Lanes:
         resident = set(self.residents.slots(layer)) if self.residents is not None else set()
         way = self._choice.way(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
         mode = way if placer.mode == "auto" else placer.mode
-        placement = placer.decide(counts, resident, work, mode, self.gpu.coming(layer, lora))
-        return Pass(layer, "forward" if work == "both" else work, placement, placer, lora)
+        coming = self.gpu.coming(layer, lora)
+        placement = placer.decide(counts, resident, work, mode, coming)
+        return Pass(layer, "forward" if work == "both" else work, placement, placer, lora, coming.among(placement))
 
     @staticmethod
     def _expected(placer: Placer, counts: Sequence[int], resident: set[int]) -> dict[str, float]:
@@ -133,7 +136,7 @@ class Lanes:
         """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
         coming = self.gpu.coming(before.layer, before.lora)
         placement = before.placer.again(before.placement, counts, "backward", coming)
-        return Pass(before.layer, "backward", placement, before.placer, before.lora)
+        return Pass(before.layer, "backward", placement, before.placer, before.lora, coming.among(placement))
 
     @contextlib.contextmanager
     def timed(self, run: Pass) -> Iterator[None]:

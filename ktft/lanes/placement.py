@@ -25,16 +25,6 @@ _WORTH = 0.02  # what a lane more must gain, for rates are not known better
 
 
 @dataclass(frozen=True)
-class Coming:
-    """Experts whose packed bytes set out for the GPU before it was decided where they run, and how many of them are
-    there by now; one that is half there counts as half a one.
-    """
-
-    experts: Collection[int] = ()
-    arrived: float = 0.0
-
-
-@dataclass(frozen=True)
 class Placement:
     """Experts in use by where they run, most rows first.
 
@@ -55,6 +45,20 @@ class Placement:
     def slowest(self) -> str:
         """The lane that the others wait for."""
         return max(self.seconds, key=lambda lane: self.seconds[lane])
+
+
+@dataclass(frozen=True)
+class Coming:
+    """Experts whose packed bytes set out for the GPU before it was decided where they run, and how many of them are
+    there by now; one that is half there counts as half a one.
+    """
+
+    experts: Collection[int] = ()
+    arrived: float = 0.0
+
+    def among(self, placement: Placement) -> int:
+        """How many of them are streamed."""
+        return len(set(placement.stream).intersection(self.experts)) if self.experts else 0
 
 
 def usable_placement(settings: Settings, *, cuda: bool) -> str:
@@ -170,7 +174,7 @@ class Placer:
         self, placement: Placement, streamed: _Group, stay: _Group, tokens: float, work: str, coming: Coming
     ) -> Placement:
         """With what it takes."""
-        set_out = len(set(placement.stream).intersection(coming.experts)) if coming.experts else 0
+        set_out = coming.among(placement)
         n, j = np.full(2, len(placement.stream)), np.full(2, len(placement.resident))
         times = _lanes(streamed, stay, n, j, tokens, self._costs[work], np.array([coming.arrived, set_out]))
         now, after = (dict(zip(LANES, each, strict=True)) for each in np.stack(times, 1).tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Routes:
 
     top_k_index: Tensor
     counts: Sequence[int]
+    _laid_out: dict[object, list[list[Piece]]] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,16 @@ def piece_rows(hidden: int, intermediate: int) -> int:
 def lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int = PIECE_ROWS) -> list[ChunkRows]:
     """The rows of the chunks' experts, one chunk after the other, in pieces of at most `piece_rows`.
 
-    Experts of all chunks together are different ones. A chunk whose experts have no rows has no piece.
+    Experts of all chunks together are different ones. A chunk whose experts have no rows has no piece. What was laid
+    out once is found again: backward mostly has forward's chunks.
     """
+    key = piece_rows, *map(tuple, chunks)
+    if key not in routes._laid_out:
+        routes._laid_out[key] = _lay_out(routes, chunks, piece_rows)
+    return routes._laid_out[key]
+
+
+def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -> list[ChunkRows]:
     counts, device = routes.counts, routes.top_k_index.device
     cuts: list[list[tuple[int, list[int]]]] = []  # of each chunk: a piece's first row, the experts' ends in it
     order, total = [len(counts)] * (len(counts) + 1), 0  # an expert's place among all; the last is what -1 means

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,7 @@ class LanedExperts:
     number: int
     activation: str
     kept: KeptOutputs = field(default_factory=KeptOutputs)
-    seen: Callable[[Pass, list[int]], None] | None = None
+    seen: Callable[[Pass, Sequence[int]], None] | None = None
 
     def __call__(
         self,
@@ -93,7 +93,8 @@ class _Run:
     index: Tensor  # [T, k] int64, in host memory
     weights: Tensor  # [T, k] fp32, likewise
     routing: Tensor  # the same on the device
-    counts: list[int]
+    routes: Routes  # rows of the experts, on the device
+    counts: Sequence[int]
 
     def __init__(
         self, owner: LanedExperts, lora: ExpertLora | None, record: Record | None, gradients: bool, keep: bool
@@ -116,11 +117,13 @@ class _Run:
             self.index, self.weights, total = routing.wait()
         if not math.isfinite(total) and not torch.isfinite(hidden).all():
             raise ValueError(_not_finite(owner.layer.name, hidden))
-        self.counts = rows_of(owner.layer, self.index)
-        if self._may_be_kept():
-            self._out = owner.kept.take(self.index, self.weights, self.lora)
-        if self._out is not None:
+        kept = owner.kept.take(self.index, self.weights, self.lora) if self._may_be_kept() else None
+        if kept is not None:
+            self._out, self.routes = kept
+            self.counts = self.routes.counts
             return
+        self.counts = rows_of(owner.layer, self.index)
+        self.routes = Routes(index, self.counts)
         retains = self.gradients and owner.activation == "retain"
         work = "both" if retains else "forward"
         self._forward = lanes.begin(owner.layer, self.counts, index.shape[1], self.lora, work)
@@ -164,10 +167,8 @@ class _Run:
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
                 with self._copy_span(run), self._gpu_span(run, len(PROJECTIONS)):
-                    routes = Routes(index, self.counts)
-                    lanes.gpu.forward(
-                        run.layer, run.on_gpu, routes, hidden.contiguous(), self.routing, self.lora, total
-                    )
+                    given = self.routes, hidden.contiguous(), self.routing
+                    lanes.gpu.forward(run.layer, run.on_gpu, *given, self.lora, total)
         lanes.end(run, 1)
         if self._cpu is not None:
             total += self._to_device(self._cpu_result())[0]
@@ -175,7 +176,7 @@ class _Run:
             self.owner.seen(run, self.counts)
         out = total.to(hidden.dtype)
         if self.keep:
-            self.owner.kept.keep(self.index, self.weights, self.lora, out)
+            self.owner.kept.keep(self.index, self.weights, self.routes, self.lora, out)
         return out
 
     def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor, arrives: bool) -> Gradients:
@@ -194,14 +195,14 @@ class _Run:
         lora_grads = self._room([tensor.shape for tensor in parameters])
         if run.placement.cpu:
             self._cpu = lanes.submit(self._cpu_backward, self._to_host(grad_output, hidden), run, lora_grads)
-        else:
+        elif lora_grads and 0 in self.counts:
             self._idle = lanes.submit(_zero_idle, lora_grads, self.counts)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
         with self.settled(), lanes.timed(run):
             if run.on_gpu:
                 with self._copy_span(run), self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
-                    given = Routes(index, self.counts), hidden.contiguous(), grad_output, self.routing
+                    given = self.routes, hidden.contiguous(), grad_output, self.routing
                     lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
         lanes.end(run, -1)
         if self._cpu is not None:
@@ -280,7 +281,7 @@ class _Run:
         """Of the streamed experts' packed bytes; those that were begun ahead are not in it."""
         transfer, layer = self.owner.lanes.gpu.transfer, self.owner.layer
         stream = transfer.into if transfer.driver else None
-        size = layer.packed_bytes * len(run.placement.stream) / layer.num_experts
+        size = layer.packed_bytes * (len(run.placement.stream) - run.set_out) / layer.num_experts
         return spans.device("copy_in", self.owner.number, stream, bytes=size)
 
     def _gpu_span(self, run: Pass, products: int) -> spans.Span:
@@ -291,7 +292,7 @@ class _Run:
     def _span(self, name: str, experts: list[int], products: int, stream: Any = None) -> spans.Span:
         """Of so many products with these experts' matrices."""
         layer = self.owner.layer
-        rows = sum(self.counts[expert] for expert in experts)
+        rows = sum(map(self.counts.__getitem__, experts))
         return spans.device(
             name,
             self.owner.number,
@@ -353,10 +354,10 @@ class _Arrival(torch.autograd.Function):
         return None, *grads
 
 
-def _zero_idle(lora_grads: list[Tensor], counts: list[int]) -> None:
+def _zero_idle(lora_grads: list[Tensor], counts: Sequence[int]) -> None:
     """What the CPU lane does besides its own experts."""
     idle = [expert for expert, rows in enumerate(counts) if rows == 0]
-    for grad in lora_grads if idle else ():
+    for grad in lora_grads:
         grad.numpy()[idle] = 0  # in this thread alone
 
 
