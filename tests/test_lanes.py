@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 
 import pytest
@@ -242,7 +243,7 @@ def test_bad_routing_and_bad_values_are_named():
         experts(x, index, weights)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "prefetch"])
 def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, where):
     force(monkeypatch, *MIXES["both"])
     experts = make_experts()
@@ -250,14 +251,33 @@ def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, where):
     x, index, weights = inputs_for(ROWS, HIDDEN)
     lanes = experts.laned.lanes
     assert lanes.take(x.device)
+    experts(x, index, weights, lora).float().sum().backward()  # so that the next one has something to send ahead
+
+    busy = []
 
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    def slow(name):
+        whole = getattr(native.ExpertLayer, name)
+
+        def call(*args, **kwargs):
+            busy.append(name)
+            time.sleep(0.1)
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                busy.remove(name)
+
+        return call
+
     with monkeypatch.context() as patch:
         patch.setattr(lanes.gpu, where, fail)
+        for name in ("forward", "backward"):
+            patch.setattr(native.ExpertLayer, name, slow(name))
         with pytest.raises(torch.OutOfMemoryError):
             experts(x, index, weights, lora).float().sum().backward()
+        assert not busy
     assert lanes.submit(lambda: 1).result(timeout=5) == 1
     compare(experts)
 

@@ -164,12 +164,13 @@ class _Run:
         lanes, run = self.owner.lanes, self._forward
         assert run is not None
         total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        with self.settled(), lanes.timed(run):
-            if run.on_gpu:
-                with self._copy_span(run), self._gpu_span(run, len(PROJECTIONS)):
-                    given = self.routes, hidden.contiguous(), self.routing
-                    lanes.gpu.forward(run.layer, run.on_gpu, *given, self.lora, total)
-        lanes.end(run, 1)
+        with self.settled():
+            with lanes.timed(run):
+                if run.on_gpu:
+                    with self._copy_span(run), self._gpu_span(run, len(PROJECTIONS)):
+                        given = self.routes, hidden.contiguous(), self.routing
+                        lanes.gpu.forward(run.layer, run.on_gpu, *given, self.lora, total)
+            lanes.end(run, 1)
         if self._cpu is not None:
             total += self._to_device(self._cpu_result())[0]
         if self.owner.seen is not None:
@@ -199,12 +200,13 @@ class _Run:
             self._idle = lanes.submit(_zero_idle, lora_grads, self.counts)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
-        with self.settled(), lanes.timed(run):
-            if run.on_gpu:
-                with self._copy_span(run), self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
-                    given = self.routes, hidden.contiguous(), grad_output, self.routing
-                    lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
-        lanes.end(run, -1)
+        with self.settled():
+            with lanes.timed(run):
+                if run.on_gpu:
+                    with self._copy_span(run), self._gpu_span(run, 2 * len(PROJECTIONS) - 1):
+                        given = self.routes, hidden.contiguous(), grad_output, self.routing
+                        lanes.gpu.backward(layer, run.on_gpu, *given, self.lora, grad_hidden, grad_weights, lora_grads)
+            lanes.end(run, -1)
         if self._cpu is not None:
             found = self._cpu_result()
             parts = self._to_device(found.hidden_states, found.top_k_weights)
