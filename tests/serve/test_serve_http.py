@@ -244,17 +244,19 @@ def logprobs(server: Server, model: str) -> list[float]:
 def test_the_adapter_changes_after_streams_and_with_its_cache(server: Server, adapter: Path) -> None:
     base, before = logprobs(server, server.name), status(server)["adapter_swaps"]
     streamed: list[str] = []
+    begun = threading.Event()
 
     def stream() -> None:
         body = {"model": server.name, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
-            streamed.extend(line for line in response.iter_lines() if line)
+            for line in filter(None, response.iter_lines()):
+                streamed.append(line)
+                begun.set()
 
     thread = threading.Thread(target=stream)
     thread.start()
-    while not status(server)["requests_in_flight"]:
-        time.sleep(0.01)
+    assert begun.wait(60)
     loaded = server.post("/v1/load_lora_adapter", lora_name="tuned", lora_path=str(adapter))
     assert loaded.status_code == 200, loaded.text
     thread.join()
