@@ -32,8 +32,8 @@ void multiply(T* at, int64_t count, float factor) {
   for (int64_t i = 0; i < count; i++) store(at + i, load(at[i]) * factor);
 }
 
-// Calls `work(first element, elements, row among all tensors' rows, part number)` for parts of rows, on all threads;
-// `count` is told the parts before.
+// Calls `work(tensor, first element, elements, row among all tensors' rows, number of the part)` for parts of rows, on
+// all threads; before that `count(parts, rows)`.
 template <class Count, class Work>
 void by_parts(Runtime& runtime, const std::vector<RowTensor>& tensors, const Count& count, const Work& work) {
   struct Parts {
