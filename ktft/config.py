@@ -15,7 +15,7 @@ EXPERT_FORMATS = ("bf16", "int8", "fp8", "k4", "int4", "mxfp4")
 DEFAULT_EXPERT_FORMAT = "int8"
 ACTIVATIONS = ("retain", "recompute")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")
-LANE_BYTES = 1 << 30
+LANE_BYTES = 3 << 29
 """Of GPU memory: staging and decoded weights of streamed experts, whatever the model."""
 
 

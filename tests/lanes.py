@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ktft.config import PROJECTIONS
-from ktft.lanes.decode import ChunkWeights, decode
+from ktft.lanes.decode import ChunkWeights, decode, place
 from ktft.lanes.experts import chunk_backward, chunk_forward
 from ktft.lanes.ops import Operations
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out
@@ -113,7 +113,7 @@ class _Experts(torch.autograd.Function):
         out = torch.zeros(x.shape, device=lane.device)
         for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
             decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops)
-            part = adapters(lora, chunk, lane.device)
+            place(part := adapters(lora, chunk, lane.device), decoded_weights, lane.ops)
             chunk_forward(decoded_weights, part, rows, *ctx.inputs, layer.swiglu, out, lane.ops)
         return out.to(x.device, x.dtype)
 
@@ -125,7 +125,7 @@ class _Experts(torch.autograd.Function):
         lora_grads = [torch.zeros(p.shape) for p in (lora.parameters() if lora else [])]
         for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
             decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops)
-            part = adapters(lora, chunk, lane.device)
+            place(part := adapters(lora, chunk, lane.device), decoded_weights, lane.ops)
             found = chunk_backward(
                 decoded_weights, part, rows, x, weights, layer.swiglu, grad, grad_x, grad_weights, lane.ops
             )

@@ -28,6 +28,7 @@ class Plan:
 
     Attributes:
         slices: the layer's.
+        kind: equal where decoding and adapters are the same kernels, but for the buffers that these read.
         capacity: experts of a chunk.
         packed, adapters: places of the blocks and of the LoRA tensors, one for each buffer.
         gathered: the place of resident experts' blocks.
@@ -35,6 +36,7 @@ class Plan:
     """
 
     slices: list[PackedSlice]
+    kind: tuple[object, ...]
     capacity: int
     packed: list[Place]
     adapters: list[Place]
@@ -149,15 +151,19 @@ class Buffers:
         capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
         capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # of chunks alike
         weights = shapes(capacity)
+        parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
+        rows = [(source.shape, source.dtype) for source in adapters]
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
             self._plans.clear()
+        weights = laid_over(weights, self._decoded)
         return Plan(
             slices,
+            (layer.format, capacity, self._decoded.data_ptr(), *weights.places.items(), *parts, *rows),
             capacity,
             self.packed.places(blocks, capacity),
             self.adapters.places(adapters, capacity) if adapters else [],
             self.gathered.places(held, capacity) if held else [],
-            laid_over(weights, self._decoded),
+            weights,
         )
 
     def _reserve(self, packed: int, adapters: int, gather: bool, weights: ChunkWeights) -> bool:

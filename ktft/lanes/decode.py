@@ -1,4 +1,4 @@
-"""Some experts' weights, decoded on a device: what the products of a chunk multiply by."""
+"""Some experts' weights, decoded on a device, with their adapters: what the products of a chunk multiply by."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ktft.config import PROJECTIONS
+from ktft.lanes.adapters import Adapters
 from ktft.lanes.ops import Operations, operations
 from ktft.lanes.tiles import PLACES, TILES
 from ktft.lora import ExpertLora
@@ -33,7 +34,7 @@ class ChunkWeights:
     Attributes:
         gate_up, down: as above.
         gate_up_a, down_a: A of the projections of that matrix, bf16 `[G, 2, places, inputs]` in two parts; None where
-            they have none. Every pass writes it again, like B.
+            they have none.
         gate_up_scale, down_scale: fp32 `[G, 2 I]` and `[G, H]`; None where the format has none.
         places: columns of one part of each adapted projection's B.
         biases: whether there are any.
@@ -105,6 +106,10 @@ class ChunkWeights:
 
         return stacked(self.gate_up, self.gate_up_scale, 2), stacked(self.down, self.down_scale, 1)
 
+    def adapters(self, lora: ExpertLora | None) -> tuple[Adapters | None, Adapters | None]:
+        """Of gate and up, and of down."""
+        return Adapters.of(lora, PROJECTIONS[:2], self.places), Adapters.of(lora, PROJECTIONS[2:], self.places)
+
     @functools.cached_property
     def ones(self) -> Tensor | None:
         """What inputs have at a bias's columns, None without biases."""
@@ -140,3 +145,22 @@ def decode(
         matrices = [part.matrices[name] for name in PROJECTIONS]
         ops.decode(format, block, matrices[:2], *gate_up, part.begin, 0)
         ops.decode(format, block, matrices[2:], *down, 0, part.begin)
+
+
+def place(lora: ExpertLora | None, out: ChunkWeights, ops: Operations | None = None) -> None:
+    """Write adapters beside the decoded weights: A's two parts, and B's, for which the weights' scales must be there.
+
+    Args:
+        lora: of the G experts, `[G, ...]` on the device of `out`, of the ranks that `out` was made for.
+        out: of G experts.
+        ops: by default the best for the device.
+    """
+    ops = ops or operations(out.down.device)
+    first, second = out.adapters(lora)
+    for adapters, scale, a, matrix in (
+        (first, out.gate_up_scale, out.gate_up_a, out.gate_up),
+        (second, out.down_scale, out.down_a, out.down),
+    ):
+        if adapters is not None:
+            assert a is not None
+            ops.place(adapters, scale, a, matrix, a.shape[3])

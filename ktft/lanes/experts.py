@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktft.config import PROJECTIONS
 from ktft.lanes.adapters import Adapters
 from ktft.lanes.decode import ChunkWeights
 from ktft.lanes.ops import Operations, operations
@@ -35,9 +34,6 @@ class _Side:
     ) -> None:
         self.matrix, self.transposed, self.a, self.scale = matrix, transposed, a, scale
         self.ones, self.adapters, self.ops = ones, adapters, ops
-        if adapters is not None:
-            assert a is not None
-            ops.place(adapters, scale, a, matrix, a.shape[3])
 
     def rows(self, piece: Piece) -> Tensor:
         """Room for inputs, with the columns that LoRA and the biases need at their end."""
@@ -73,7 +69,7 @@ class _Chunk:
     ) -> None:
         self.hidden, self.swiglu = hidden, swiglu
         self.ops = ops = ops or operations(hidden.device)
-        first, second = (Adapters.of(lora, names, weights.places) for names in (PROJECTIONS[:2], PROJECTIONS[2:]))
+        first, second = weights.adapters(lora)
         gate_up_t, down_t = weights.transposed
         ones = weights.ones
         self.gate_up = _Side(weights.gate_up, gate_up_t, weights.gate_up_a, weights.gate_up_scale, ones, first, ops)
@@ -100,8 +96,8 @@ def chunk_forward(
     """Add these experts' part to the layer's output.
 
     Args:
-        weights: decoded experts.
-        lora: their adapters, `[G, ...]` on the device, of the ranks that `weights` were made for.
+        weights: decoded experts, beside which `place` has written their adapters.
+        lora: these adapters, `[G, ...]`: their shapes, scaling and dropout.
         rows: from `lay_out`, of the same experts in the same order.
         hidden: `[T, H]` fp32, bf16 or fp16, contiguous.
         top_k_weights: `[T, k]` fp32, contiguous.

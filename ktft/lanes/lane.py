@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from ktft.config import LANE_BYTES, PROJECTIONS
 from ktft.lanes.buffers import Buffers, Plan
-from ktft.lanes.decode import ChunkWeights, decode
+from ktft.lanes.decode import ChunkWeights, decode, place
 from ktft.lanes.experts import chunk_backward, chunk_forward
+from ktft.lanes.ops import by_triton
 from ktft.lanes.placement import Coming
+from ktft.lanes.recorded import Recorded
 from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows
 from ktft.lanes.staging import Place
 from ktft.lanes.transfer import transfer
@@ -32,8 +35,8 @@ from ktft.system import readable
 if TYPE_CHECKING:
     from ktft.lanes.resident import Residents
 
-CHUNK_BYTES = 192 << 20
-"""Packed bytes of a chunk: at 50 GB/s over three milliseconds, against which the host's work for it is little."""
+CHUNK_BYTES = 320 << 20
+"""Packed bytes of a chunk, at most. The larger, the less a layer costs the host that launches its chunks' kernels."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class GpuLane:
         self.device, self.transfer = device, transfer(device)
         self.residents: Residents | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
+        self._recorded = Recorded(device, on=by_triton(device))
         self._ahead: deque[tuple[Plan, _Begun]] = deque()
         self._returning: list[Tensor] = []  # that copies out may be writing: nobody else gets their memory
         self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
@@ -228,9 +232,7 @@ class GpuLane:
             now, coming = coming, next(waiting, None)
             assert now is not None
             weights = self._decode(layer, plan, now, compute)
-            yield _Chunk(now.part.experts, chunk_rows, weights, _adapted(lora, now, compute))
-            if now.adapters is not None:
-                now.adapters.buffer.free.record(compute)
+            yield _Chunk(now.part.experts, chunk_rows, weights, self._place(plan, now, lora, weights, compute))
         self._arrived.record(self.transfer.into)
         self.used.record(compute)
 
@@ -272,16 +274,33 @@ class GpuLane:
         count = len(begun.part.experts)
         weights = plan.decoded(count)
         if begun.packed is not None:
-            place = begun.packed
-            place.wait(compute)
+            packed = begun.packed
+            packed.wait(compute)
         else:
             assert self.residents is not None and begun.part.slots is not None
             self.residents.arrived.wait(compute)
-            place = self._buffers.gathered.gather(plan.gathered, begun.part.slots)
-        decode(layer.format, plan.slices, place.first(count), weights)
+            packed = self._buffers.gathered.gather(plan.gathered, begun.part.slots)
+        work = partial(decode, layer.format, plan.slices, packed.first(count), weights)
+        self._recorded.run(_key(plan, count, packed), work)
         if begun.packed is not None:
-            begun.packed.buffer.free.record(compute)
+            packed.buffer.free.record(compute)
         return weights
+
+    def _place(
+        self, plan: Plan, begun: _Begun, lora: ExpertLora | None, weights: ChunkWeights, compute: object
+    ) -> ExpertLora | None:
+        """Write a chunk's adapters beside its weights; returns them, on the device."""
+        if lora is None or begun.adapters is None:
+            return None
+        begun.adapters.wait(compute)
+        count = len(begun.part.experts)
+        views = iter(begun.adapters.first(count))
+        scalings = {name: lora.pairs[name].scaling for name in PROJECTIONS if name in lora.pairs}
+        chunk = replace(lora, pairs={name: LoraPair(next(views), next(views), each) for name, each in scalings.items()})
+        key = _key(plan, count, begun.adapters, lora.dropout, *scalings.values())
+        self._recorded.run(key, partial(place, chunk, weights))
+        begun.adapters.buffer.free.record(compute)
+        return chunk
 
     def _return(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:
         """Begin to copy a chunk's LoRA gradients to where they belong."""
@@ -340,11 +359,6 @@ def _cut(plan: Plan, experts: Sequence[int]) -> Iterator[_Part]:
         yield _Part(list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
 
 
-def _adapted(lora: ExpertLora | None, begun: _Begun, compute: object) -> ExpertLora | None:
-    """The adapters of a chunk, on the device."""
-    if lora is None or begun.adapters is None:
-        return None
-    begun.adapters.wait(compute)
-    views = iter(begun.adapters.first(len(begun.part.experts)))
-    names = [name for name in PROJECTIONS if name in lora.pairs]
-    return replace(lora, pairs={name: LoraPair(next(views), next(views), lora.pairs[name].scaling) for name in names})
+def _key(plan: Plan, experts: int, source: Place, *numbers: float) -> Hashable:
+    """What a chunk's kernels depend on; None of one that is not full: how many experts such ones have changes often."""
+    return (plan.kind, source.addresses, *numbers) if experts == plan.capacity else None

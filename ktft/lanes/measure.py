@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ktft.lanes.calibrate import Probes, calibrate, copy_seconds, cpu_pass, gpu_pass
-from ktft.lanes.decode import ChunkWeights, decode
+from ktft.lanes.decode import ChunkWeights, decode, place
 from ktft.lanes.experts import chunk_backward, chunk_forward
 from ktft.lanes.lane import GpuLane
 from ktft.lanes.rates import LayerKind, Rates
@@ -63,6 +63,7 @@ class _Chunks:
         (pieces,) = lay_out(Routes(index, [rows] * self._experts), [chunk])
         for _ in range(-(-experts // self._experts)):
             decode(layer.format, self._slices, self._blocks, decoded)
+            place(self._lora, decoded)
             common = decoded, self._lora, pieces, hidden, weights, layer.swiglu
             if work == "forward":
                 chunk_forward(*common, out)

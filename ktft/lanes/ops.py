@@ -112,7 +112,12 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def by_triton(device: torch.device) -> bool:
+    """Whether operations there are Triton's kernels and nothing else: on a GPU, unless `KTFT_TRITON` is 0."""
+    return device.type == "cuda" and config.use_triton() and has_triton()
+
+
 def operations(device: torch.device) -> Operations:
-    """Triton's on a GPU where Triton is and `KTFT_TRITON` is not 0; torch's otherwise."""
-    chosen = "triton_ops" if device.type == "cuda" and config.use_triton() and has_triton() else "torch_ops"
+    """The best for the device."""
+    chosen = "triton_ops" if by_triton(device) else "torch_ops"
     return cast(Operations, importlib.import_module(f"ktft.lanes.{chosen}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,11 @@ class Place:
     locked: list[Rows]
     pageable: list[Rows]
     _first: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the views."""
+        return tuple(view.data_ptr() for view in self.views)
 
     def first(self, count: int) -> list[Tensor]:
         """So many rows of the views."""

@@ -30,7 +30,7 @@ from lanes import Lane, adapters, blocks
 from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
 from ktft.lanes import torch_ops
-from ktft.lanes.decode import ChunkWeights, decode
+from ktft.lanes.decode import ChunkWeights, decode, place
 from ktft.lanes.experts import chunk_backward, chunk_forward
 from ktft.lanes.ops import Operations, has_triton
 from ktft.lanes.routes import Routes, lay_out
@@ -138,6 +138,7 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
     for kind, ops in implementations("cuda").items():
         weights = ChunkWeights.empty(fmt, len(experts), hidden, intermediate, lora, False, device)
         ms, host = timed(lambda w=weights, o=ops: decode(fmt, parts, packed, w, o))
+        place(lora, weights, ops)
         moved = weights.bytes + sum(block.nbytes for block in packed)
         print(f"{fmt:6} {kind:7} decode             {ms:8.3f} ms  host {host:6.3f} ms  {moved / ms / 1e6:7.0f} GB/s")
         for rows in args.rows:
