@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import add, mul
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +16,16 @@ from ktft.lanes.rates import LANES, WORKS, Costs, LayerKind, Rates, costs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Number = TypeVar("Number", float, Floats)
 
 # How measured times correct rates: of the logarithm by which a lane is off, this much each time, and no single time
 # counts as more than twice off. A layer's neighbours see the same rates, so one step of a model corrects most of it.
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
-_STEP = math.log(1.5)  # experts whose rows differ by less are alike
 _FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
+
+# Experts whose rows lie between the same two of these are alike, and go by expert number: neighbours lie beside each
+# other in memory, and travel in one copy instead of one each.
+_LIMITS = np.ceil(1.5 ** np.arange(64)).astype(np.int64)
 
 _WORTH = 0.02  # what a lane more must gain, for rates are not known better
 
@@ -58,7 +64,8 @@ class Coming:
 
     def among(self, placement: Placement) -> int:
         """How many of them are streamed."""
-        return len(set(placement.stream).intersection(self.experts)) if self.experts else 0
+        streamed = placement.stream
+        return len(streamed) + len(self.experts) - len({*streamed, *self.experts}) if self.experts else 0
 
 
 def usable_placement(settings: Settings, *, cuda: bool) -> str:
@@ -84,14 +91,13 @@ _NOTHING = Coming()
 class _Group:
     """Experts that may go to the GPU in the same way, most rows first: sums over the first n of them, n = 0 ... all."""
 
-    def __init__(self, experts: Ints, rows: Floats, cost: Costs) -> None:
-        self.experts, self.size = experts, len(experts)
-        own = rows[experts]
-        self.cpu, self.gpu = np.zeros(self.size + 1), np.zeros(self.size + 1)
-        if self.size:
-            np.maximum(own * cost.cpu_row, cost.cpu_expert).cumsum(out=self.cpu[1:])
-            (own * cost.gpu_row + cost.gpu_expert).cumsum(out=self.gpu[1:])
-        self.cpu_all = float(self.cpu[-1])
+    def __init__(self, rows: list[int], cost: Costs) -> None:
+        self.size = len(rows)
+        own = np.array([0, *rows], dtype=np.float64)
+        self.cpu, self.gpu = np.maximum(own * cost.cpu_row, cost.cpu_expert), own * cost.gpu_row + cost.gpu_expert
+        for each in (self.cpu, self.gpu):
+            each[0] = 0.0
+            each.cumsum(out=each)
 
 
 class Placer:
@@ -113,11 +119,6 @@ class Placer:
         self.kind, self.rates, self.mode = kind, rates, mode
         self._base = {work: costs(kind, rates, work) for work in WORKS}
         self._off = {work: dict.fromkeys(LANES, 0.0) for work in WORKS}  # logarithms of measured / predicted
-        self._correct()
-
-    def _correct(self) -> None:
-        self._costs = {work: self._base[work].corrected(**self.corrections(work)) for work in WORKS}
-        self._costs["both"] = Costs(*map(sum, zip(*self._costs.values(), strict=True)))
 
     def decide(
         self,
@@ -141,59 +142,68 @@ class Placer:
         A lane is left out where it would gain less than 2%. Equal counts give equal decisions: experts with about as
         many rows go by their number.
         """
-        rows, cost = np.array(counts, dtype=np.float64), self._costs[work]
-        used = np.count_nonzero(rows)
-        streamed = np.argsort(-_alike(rows), kind="stable")[:used]
-        stay = streamed[:0]
+        alike: list[int] = _LIMITS.searchsorted(counts, side="right").tolist()
+        stay: list[int] = []
         if resident:
-            here = _among(resident, len(rows))
-            by_rows = np.argsort(-rows, kind="stable")[:used]
-            streamed, stay = streamed[~here[streamed]], by_rows[here[by_rows]]
+            stay = sorted([e for e in sorted(resident) if alike[e]], key=counts.__getitem__, reverse=True)
+            for expert in stay:
+                alike[expert] = 0
         set_out = 0
-        if coming.experts:
-            on_way = _among(coming.experts, len(rows))[streamed]
-            streamed, set_out = np.concatenate([streamed[on_way], streamed[~on_way]]), int(on_way.sum())
-        groups, tokens = (_Group(streamed, rows, cost), _Group(stay, rows, cost)), float(rows.sum()) / self.kind.top_k
-        # What is there now spares `both` one of two copies
-        arrived = coming.arrived / (2 if work == "both" else 1)
-        best, j = self._cuts(*groups, tokens, cost, mode or self.mode, arrived)
-        on_gpu, stays, n = streamed.tolist(), stay.tolist(), max(best, set_out) if best else 0
-        placement = Placement(on_gpu[n:] + stays[j:], on_gpu[:n], stays[:j], {}, {}, ahead=on_gpu[:best])
-        if work == "both":
-            return self.again(placement, counts, "forward", coming)
-        return self._timed(placement, *groups, tokens, work, coming)
+        for expert in coming.experts:
+            if alike[expert]:
+                alike[expert] += len(_LIMITS)
+                set_out += 1
+        streamed = sorted(range(len(alike)), key=alike.__getitem__, reverse=True)[: len(alike) - alike.count(0)]
+        best, j = self._cuts(streamed, stay, counts, work, mode or self.mode, coming.arrived)
+        n, work = max(best, set_out) if best else 0, "forward" if work == "both" else work
+        cpu = streamed[n:] + stay[j:]
+        times = self._times(cpu, n, j, counts, work, coming.arrived, set_out if n else 0)
+        return Placement(cpu, streamed[:n], stay[:j], *times, ahead=streamed[:best])
 
     def again(self, placement: Placement, counts: Sequence[int], work: str, coming: Coming = _NOTHING) -> Placement:
         """The same experts in the same lanes, with the seconds of other work, or of other experts on their way."""
-        rows, cost = np.array(counts, dtype=np.float64), self._costs[work]
-        streamed = _Group(np.array(placement.stream + placement.cpu, dtype=np.int64), rows, cost)
-        stay = _Group(np.array(placement.resident, dtype=np.int64), rows, cost)
-        return self._timed(placement, streamed, stay, float(rows.sum()) / self.kind.top_k, work, coming)
-
-    def _timed(
-        self, placement: Placement, streamed: _Group, stay: _Group, tokens: float, work: str, coming: Coming
-    ) -> Placement:
-        """With what it takes."""
+        cpu, stream, resident = placement.cpu, placement.stream, placement.resident
         set_out = coming.among(placement)
-        n, j = np.full(2, len(placement.stream)), np.full(2, len(placement.resident))
-        times = _lanes(streamed, stay, n, j, tokens, self._costs[work], np.array([coming.arrived, set_out]))
-        now, after = (dict(zip(LANES, each, strict=True)) for each in np.stack(times, 1).tolist())
-        expected = {lane: each / math.exp(self._off[work][lane]) for lane, each in after.items()}
-        return replace(placement, seconds=now, expected=expected)
+        times = self._times(cpu, len(stream), len(resident), counts, work, coming.arrived, set_out)
+        return Placement(cpu, stream, resident, *times, ahead=placement.ahead)
+
+    def _times(
+        self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: str, arrived: float, set_out: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of `LANES`, as they are and as `Placement.expected`: of the CPU's experts, n streamed, j residents."""
+        cost, rows = self._base[work], sum(counts)
+        own = [counts[expert] for expert in cpu]
+        many = [each for each in own if each * cost.cpu_row > cost.cpu_expert]
+        left = sum(many) * cost.cpu_row + (len(own) - len(many)) * cost.cpu_expert
+        gpu = (rows - sum(own)) * cost.gpu_row + (n + j) * cost.gpu_expert
+        now, after = (
+            _lanes(n, j, len(cpu) + n + j, left, gpu, min(n, there), rows / self.kind.top_k, cost)
+            for there in (arrived, set_out)
+        )
+        corrected = map(mul, now, self.corrections(work).values())
+        return dict(zip(LANES, corrected, strict=True)), dict(zip(LANES, after, strict=True))
 
     def _cuts(
-        self, streamed: _Group, stay: _Group, tokens: float, cost: Costs, mode: str, arrived: float
+        self, streamed: list[int], stay: list[int], counts: Sequence[int], work: str, mode: str, arrived: float
     ) -> tuple[int, int]:
         """How many to stream, and how many residents run on the GPU."""
-        n, every = np.arange(streamed.size + 1), np.array([stay.size])
         if mode != "auto":
-            return streamed.size if mode == "stream" else 0, 0 if mode == "cpu" else stay.size
-        best, seconds = _soonest(_lanes(streamed, stay, n, every, tokens, cost, arrived))
-        if not stay.size or seconds[2] <= max(seconds[:2]):
-            return best, stay.size
-        j = _fewer_residents(streamed, stay, n, tokens, cost, arrived)
-        best, _ = _soonest(_lanes(streamed, stay, n, j, tokens, cost, arrived))
-        return best % len(n), int(j.flat[best])
+            return len(streamed) if mode == "stream" else 0, 0 if mode == "cpu" else len(stay)
+        if work == "both":  # what is there now spares one of two copies
+            cost, arrived = Costs(*map(add, *map(self._corrected, WORKS))), arrived / 2
+        else:
+            cost = self._corrected(work)
+        groups = [_Group([counts[expert] for expert in each], cost) for each in (streamed, stay)]
+        tokens = sum(counts) / self.kind.top_k
+        best, seconds = _soonest(_cut(*groups, np.array([len(stay)]), tokens, cost, arrived))
+        if not stay or seconds[2] <= max(seconds[:2]):
+            return best, len(stay)
+        j = _fewer_residents(*groups, tokens, cost, arrived)
+        best, _ = _soonest(_cut(*groups, j, tokens, cost, arrived))
+        return best % (len(streamed) + 1), int(j.flat[best])
+
+    def _corrected(self, work: str) -> Costs:
+        return self._base[work].corrected(**self.corrections(work))
 
     def observe(self, work: str, placement: Placement, seconds: Mapping[str, float]) -> None:
         """Correct the rates by what a layer took.
@@ -214,26 +224,10 @@ class Placer:
                 off[lane] = min(max(off[lane], -_LIMIT), _LIMIT)
             else:
                 off[lane] *= 1 - _FADE
-        self._correct()
 
     def corrections(self, work: str) -> dict[str, float]:
         """By how much each lane's seconds are more than the rates say."""
         return {lane: math.exp(off) for lane, off in self._off[work].items()}
-
-
-def _among(experts: Collection[int], num_experts: int) -> NDArray[np.bool_]:
-    """Which expert numbers are among these."""
-    found = np.zeros(num_experts, dtype=bool)
-    found[list(experts)] = True
-    return found
-
-
-def _alike(rows: Floats) -> Floats:
-    """Numbers that order experts by rows, and are equal for about as many: those go by expert number then.
-
-    Neighbours lie beside each other in memory, and travel in one copy instead of one each.
-    """
-    return np.ceil(np.log(np.maximum(rows, 0.5)) / _STEP)
 
 
 def _soonest(times: tuple[Floats, ...]) -> tuple[int, list[float]]:
@@ -248,13 +242,14 @@ def _soonest(times: tuple[Floats, ...]) -> tuple[int, list[float]]:
     return best, [float(time.flat[best]) for time in times]
 
 
-def _fewer_residents(streamed: _Group, stay: _Group, n: Ints, tokens: float, cost: Costs, arrived: float) -> Ints:
+def _fewer_residents(streamed: _Group, stay: _Group, tokens: float, cost: Costs, arrived: float) -> Ints:
     """For every n streamed experts, numbers [3, n] of residents on the GPU of which one is best.
 
     With every resident more the CPU has less to do, the others more: best is where they meet, one before, or all.
     """
-    cpu = streamed.cpu_all + stay.cpu_all - streamed.cpu + (cost.cpu_call + cost.cross * tokens)
-    copy = _travel(n, 0, cost, arrived) + (cost.copy_call + cost.cross_in * tokens)
+    n = np.arange(streamed.size + 1)
+    cpu = streamed.cpu[-1] + stay.cpu[-1] - streamed.cpu + (cost.cpu_call + cost.cross * tokens)
+    copy = _travel(n, 0, np.minimum(n, arrived), cost) + (cost.copy_call + cost.cross_in * tokens)
     meet = np.minimum(
         (stay.cpu + stay.gpu).searchsorted(cpu - (streamed.gpu + cost.gpu_call)),
         (stay.cpu + np.arange(stay.size + 1) * cost.copy_resident).searchsorted(cpu - copy),
@@ -263,21 +258,36 @@ def _fewer_residents(streamed: _Group, stay: _Group, n: Ints, tokens: float, cos
     return np.stack([np.full_like(n, stay.size), meet, np.maximum(meet - 1, 0)])
 
 
-def _travel(n: Ints, j: Ints | int, cost: Costs, arrived: float | Floats) -> Floats:
-    """Seconds of copies for n streamed experts, of whose packed bytes so many are there, and j residents."""
-    return (
-        n * cost.copy_expert + j * cost.copy_resident - np.minimum(n, arrived) * (cost.copy_expert - cost.copy_resident)
-    )
+def _cut(
+    streamed: _Group, stay: _Group, j: Ints, tokens: float, cost: Costs, arrived: float
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds of `LANES` for every n streamed experts, and the first j residents on the GPU."""
+    n = np.arange(streamed.size + 1.0)
+    left = streamed.cpu[-1] + stay.cpu[-1] - streamed.cpu - stay.cpu[j]
+    gpu = streamed.gpu + stay.gpu[j]
+    return _lanes(n, j.astype(np.float64), streamed.size + stay.size, left, gpu, np.minimum(n, arrived), tokens, cost)
 
 
 def _lanes(
-    streamed: _Group, stay: _Group, n: Ints, j: Ints, tokens: float, cost: Costs, arrived: float | Floats
-) -> tuple[Floats, ...]:
-    """Seconds of `LANES` when the first n and j of these are on the GPU and all others on the CPU."""
+    n: Number, j: Number, used: int, left: Number, gpu: Number, there: Number, tokens: float, cost: Costs
+) -> tuple[Number, Number, Number]:
+    """Seconds of `LANES` for n streamed experts, of whose packed bytes so many are there, and j residents.
+
+    Args:
+        used: experts, on the CPU too.
+        left: seconds of the CPU's experts alone.
+        gpu: seconds of the GPU's experts alone.
+    """
     both = n + j
-    on_cpu, on_gpu = both < streamed.size + stay.size, both > 0
-    cpu = (streamed.cpu_all + stay.cpu_all + cost.cpu_call + cost.cross * tokens) - (streamed.cpu[n] + stay.cpu[j])
-    travel = _travel(n, j, cost, arrived)
-    copy = travel + (travel > 0) * cost.copy_call + on_cpu * (cost.cross_in * tokens)
-    gpu = streamed.gpu[n] + stay.gpu[j] + cost.gpu_call
-    return cpu * on_cpu, copy, gpu * on_gpu
+    on_cpu = both < used
+    travel = _travel(n, j, there, cost)
+    return (
+        (left + (cost.cpu_call + cost.cross * tokens)) * on_cpu,
+        travel + (travel > 0) * cost.copy_call + on_cpu * (cost.cross_in * tokens),
+        (gpu + cost.gpu_call) * (both > 0),
+    )
+
+
+def _travel(n: Number, j: Number, there: Number, cost: Costs) -> Number:
+    """Seconds of the copies alone."""
+    return n * cost.copy_expert + j * cost.copy_resident - there * (cost.copy_expert - cost.copy_resident)
