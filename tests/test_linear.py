@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from typing import Any
 
 import pytest
@@ -66,8 +67,9 @@ def test_the_short_way_is_as_exact_as_pefts(alpha: int, dtype: torch.dtype, monk
     linear.shorten(own)
     monkeypatch.setattr(linear.Linear, "forward", None)  # not called
     found = run(own, dtype=dtype)
-    for name, ours, limit in zip(["out", "x", *trained(own)], errors(found, exact), theirs, strict=True):
-        assert ours < 1.15 * limit, name
+    ratios = [ours / limit for ours, limit in zip(errors(found, exact), theirs, strict=True)]
+    # Of so few numbers each ratio is chance in part
+    assert max(ratios) < 2 and statistics.geometric_mean(ratios) < 1.1, dict(zip(["out", "x", *trained(own)], ratios))
     assert [each.dtype for each in found] == [torch.bfloat16, dtype, *[torch.float32] * (len(found) - 2)]
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktft.lanes.tiles import TILES, cdiv
+from ktft.lanes.triton_launch import short
 from ktft.native.packed import PackedMatrix
 
 COLS = 256
@@ -50,6 +51,7 @@ def _strip(
     return source, out + first_row * out_row + col, tl.program_id(1) * COLS, strip * 16, at
 
 
+@short
 @triton.jit
 def _plain(
     codes, floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
@@ -98,6 +100,7 @@ def _nibble(code, scale, FORMAT: tl.constexpr):
     return value
 
 
+@short
 @triton.jit
 def _nibbles(
     codes, floats, halves, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,

@@ -10,6 +10,7 @@ from ktft.lanes.adapters import Adapters
 from ktft.lanes.dropout import Dropout, signed
 from ktft.lanes.routes import Piece
 from ktft.lanes.tiles import cdiv, power_of_2
+from ktft.lanes.triton_launch import short
 from ktft.lora import LoraPair
 
 ROWS, RANKS, COLS = 32, 64, 128
@@ -99,6 +100,7 @@ def _place_b(
     _split_store(value * factor, to, places, (row < rows) & (place < places))
 
 
+@short
 @triton.jit
 def _place(
     a0, b0, a1, b1, rank0, rank1, begin1, scaling0, scaling1, kept, scale, a, b, b_row, inputs, outputs, rows, places,
@@ -120,6 +122,7 @@ def _place(
         )  # fmt: skip
 
 
+@short
 @triton.jit(**UNSPECIALIZED)
 def _low_rank(
     rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, low_key, high_key, threshold,
@@ -148,6 +151,7 @@ def _low_rank(
     tl.store(to + places, sums.to(tl.bfloat16), mask=inside)
 
 
+@short
 @triton.jit(**UNSPECIALIZED)
 def _add_low_rank(
     rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, low_key, high_key, threshold,
@@ -178,6 +182,7 @@ def _add_low_rank(
     tl.store(to, (tl.load(to, mask=inside, other=0).to(tl.float32) + sums).to(tl.bfloat16), mask=inside)
 
 
+@short
 @triton.jit(**UNSPECIALIZED)
 def _gradients(
     x, x_row, dx, dx_row, dy, out, ends, routes, weights, scale, experts, inputs, outputs, places, begin1, rank0, rank1,

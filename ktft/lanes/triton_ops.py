@@ -9,6 +9,7 @@ from torch import Tensor
 from ktft.lanes.routes import Piece
 from ktft.lanes.tiles import cdiv, power_of_2
 from ktft.lanes.triton_decode import decode
+from ktft.lanes.triton_launch import short
 from ktft.lanes.triton_lora import add_low_rank, lora_gradients, low_rank, place
 from ktft.swiglu import Swiglu
 
@@ -40,6 +41,7 @@ def _expert(ends, row, experts, EXPERTS: tl.constexpr):
     return tl.sum((end <= row).to(tl.int32), 0).to(tl.int64)
 
 
+@short
 @triton.jit(**UNSPECIALIZED)
 def _gather(
     source, out, out_row, scale, ends, routes, top_k, experts, cols,
@@ -67,6 +69,7 @@ def _load_pair(gate_up, scale, expert, col, width, SCALED: tl.constexpr):
     return gate * gate_scale, up * up_scale, gate_scale, up_scale
 
 
+@short
 @triton.jit(**UNSPECIALIZED)
 def _swiglu(
     gate_up, out, out_row, scale, ends, experts, width, alpha, limit, shift,
@@ -82,6 +85,7 @@ def _swiglu(
     tl.store(out + row.to(tl.int64) * out_row + col, h.to(tl.bfloat16), mask=col < width)
 
 
+@short
 @triton.jit(**UNSPECIALIZED)
 def _swiglu_backward(
     gate_up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, ends, routes,
@@ -118,6 +122,7 @@ def _swiglu_backward(
     tl.store(grad_weights + route, tl.load(grad_weights + route) + dot)
 
 
+@short
 @triton.jit(**UNSPECIALIZED)
 def _combine(
     y, y_row, out, weights, scale, ends, route_row, top_k, begin, rows, experts, cols,
