@@ -67,9 +67,10 @@ def test_the_short_way_is_as_exact_as_pefts(alpha: int, dtype: torch.dtype, monk
     linear.shorten(own)
     monkeypatch.setattr(linear.Linear, "forward", None)  # not called
     found = run(own, dtype=dtype)
-    ratios = [ours / limit for ours, limit in zip(errors(found, exact), theirs, strict=True)]
+    names = ["out", "x", *trained(own)]
+    ratios = {name: ours / limit for name, ours, limit in zip(names, errors(found, exact), theirs, strict=True)}
     # Of so few numbers each ratio is chance in part
-    assert max(ratios) < 2 and statistics.geometric_mean(ratios) < 1.1, dict(zip(["out", "x", *trained(own)], ratios))
+    assert max(ratios.values()) < 2 and statistics.geometric_mean(ratios.values()) < 1.1, ratios
     assert [each.dtype for each in found] == [torch.bfloat16, dtype, *[torch.float32] * (len(found) - 2)]
 
 

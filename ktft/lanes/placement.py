@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
 from operator import add, mul
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +17,14 @@ from numpy.typing import NDArray
 from ktft.config import Settings
 from ktft.lanes.rates import LANES, WORKS, Costs, LayerKind, Rates, costs
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Number = TypeVar("Number", float, Floats)
+Number = TypeVar("Number", float, NDArray[Any])
 
 # How measured times correct rates: of the logarithm by which a lane is off, this much each time, and no single time
 # counts as more than twice off. A layer's neighbours see the same rates, so one step of a model corrects most of it.
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
+_STEP = math.log(1.5)  # experts whose rows differ by less are alike
+_FIRST = 1000  # more than any `_alike`
 _FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
-
-# Experts whose rows lie between the same two of these are alike, and go by expert number: neighbours lie beside each
-# other in memory, and travel in one copy instead of one each.
-_LIMITS = np.ceil(1.5 ** np.arange(64)).astype(np.int64)
 
 _WORTH = 0.02  # what a lane more must gain, for rates are not known better
 
@@ -64,8 +63,9 @@ class Coming:
 
     def among(self, placement: Placement) -> int:
         """How many of them are streamed."""
-        streamed = placement.stream
-        return len(streamed) + len(self.experts) - len({*streamed, *self.experts}) if self.experts else 0
+        if not self.experts:
+            return 0
+        return len(placement.stream) + len(self.experts) - len({*placement.stream, *self.experts})
 
 
 def usable_placement(settings: Settings, *, cuda: bool) -> str:
@@ -88,18 +88,6 @@ def usable_placement(settings: Settings, *, cuda: bool) -> str:
 _NOTHING = Coming()
 
 
-class _Group:
-    """Experts that may go to the GPU in the same way, most rows first: sums over the first n of them, n = 0 ... all."""
-
-    def __init__(self, rows: list[int], cost: Costs) -> None:
-        self.size = len(rows)
-        own = np.array([0, *rows], dtype=np.float64)
-        self.cpu, self.gpu = np.maximum(own * cost.cpu_row, cost.cpu_expert), own * cost.gpu_row + cost.gpu_expert
-        for each in (self.cpu, self.gpu):
-            each[0] = 0.0
-            each.cumsum(out=each)
-
-
 class Placer:
     """Decides for all layers of one kind, and learns from what they took. One a kind of layer.
 
@@ -107,7 +95,7 @@ class Placer:
     copied. An expert costs the CPU max(reading its weights, computing its rows): with few rows memory is the limit, and
     rows are free until their products take as long; experts follow each other on each thread, so these maxima add up.
     PCIe takes as long for any expert. So the experts with most rows go to the GPU, and what is left to find is how
-    many: a scan over sums.
+    many: where the lanes' sums meet.
 
     Args:
         kind: the layers' shape and format.
@@ -119,6 +107,9 @@ class Placer:
         self.kind, self.rates, self.mode = kind, rates, mode
         self._base = {work: costs(kind, rates, work) for work in WORKS}
         self._off = {work: dict.fromkeys(LANES, 0.0) for work in WORKS}  # logarithms of measured / predicted
+
+    def _corrected(self, work: str) -> Costs:
+        return self._base[work].corrected(**self.corrections(work))
 
     def decide(
         self,
@@ -142,68 +133,60 @@ class Placer:
         A lane is left out where it would gain less than 2%. Equal counts give equal decisions: experts with about as
         many rows go by their number.
         """
-        alike: list[int] = _LIMITS.searchsorted(counts, side="right").tolist()
-        stay: list[int] = []
+        # No arrays: this runs once a layer, when numpy's code has long left the processor's caches
+        alike, stay, set_out = list(map(_alike, counts)), list[int](), 0
         if resident:
-            stay = sorted([e for e in sorted(resident) if alike[e]], key=counts.__getitem__, reverse=True)
+            stay = [expert for expert in sorted(resident) if alike[expert]]
+            stay.sort(key=counts.__getitem__, reverse=True)
             for expert in stay:
                 alike[expert] = 0
-        set_out = 0
         for expert in coming.experts:
             if alike[expert]:
-                alike[expert] += len(_LIMITS)
+                alike[expert] += _FIRST
                 set_out += 1
         streamed = sorted(range(len(alike)), key=alike.__getitem__, reverse=True)[: len(alike) - alike.count(0)]
-        best, j = self._cuts(streamed, stay, counts, work, mode or self.mode, coming.arrived)
-        n, work = max(best, set_out) if best else 0, "forward" if work == "both" else work
-        cpu = streamed[n:] + stay[j:]
-        times = self._times(cpu, n, j, counts, work, coming.arrived, set_out if n else 0)
-        return Placement(cpu, streamed[:n], stay[:j], *times, ahead=streamed[:best])
+        mode = mode or self.mode
+        if mode == "auto":
+            best, j = self._cuts([counts[e] for e in streamed], [counts[e] for e in stay], work, coming.arrived)
+        else:
+            best, j = len(streamed) if mode == "stream" else 0, 0 if mode == "cpu" else len(stay)
+        n = max(best, set_out) if best else 0
+        cpu, now = streamed[n:] + stay[j:], "forward" if work == "both" else work
+        seconds = self._seconds(cpu, n, j, counts, now, coming.arrived, set_out if n else 0)
+        return Placement(cpu, streamed[:n], stay[:j], *seconds, streamed[:best])
 
     def again(self, placement: Placement, counts: Sequence[int], work: str, coming: Coming = _NOTHING) -> Placement:
         """The same experts in the same lanes, with the seconds of other work, or of other experts on their way."""
         cpu, stream, resident = placement.cpu, placement.stream, placement.resident
         set_out = coming.among(placement)
-        times = self._times(cpu, len(stream), len(resident), counts, work, coming.arrived, set_out)
-        return Placement(cpu, stream, resident, *times, ahead=placement.ahead)
+        seconds = self._seconds(cpu, len(stream), len(resident), counts, work, coming.arrived, set_out)
+        return Placement(cpu, stream, resident, *seconds, placement.ahead)
 
-    def _times(
+    def _seconds(
         self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: str, arrived: float, set_out: int
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds of `LANES`, as they are and as `Placement.expected`: of the CPU's experts, n streamed, j residents."""
-        cost, rows = self._base[work], sum(counts)
-        own = [counts[expert] for expert in cpu]
-        many = [each for each in own if each * cost.cpu_row > cost.cpu_expert]
-        left = sum(many) * cost.cpu_row + (len(own) - len(many)) * cost.cpu_expert
-        gpu = (rows - sum(own)) * cost.gpu_row + (n + j) * cost.gpu_expert
-        now, after = (
-            _lanes(n, j, len(cpu) + n + j, left, gpu, min(n, there), rows / self.kind.top_k, cost)
-            for there in (arrived, set_out)
-        )
+        """What a `Placement` takes and what was expected, of n streamed experts and j residents."""
+        cost, rows, own = self._base[work], sum(counts), [counts[expert] for expert in cpu]
+        used, tokens = n + j + len(cpu), rows / self.kind.top_k
+        left = sum(_on_cpu(own, cost)) + cost.cpu_call + cost.cross * tokens
+        gpu = (rows - sum(own)) * cost.gpu_row + (n + j) * cost.gpu_expert + cost.gpu_call
+        now = _lanes(n, j, used, left, gpu, min(n, arrived), tokens, cost)
+        after = _lanes(n, j, used, left, gpu, set_out, tokens, cost)
         corrected = map(mul, now, self.corrections(work).values())
         return dict(zip(LANES, corrected, strict=True)), dict(zip(LANES, after, strict=True))
 
-    def _cuts(
-        self, streamed: list[int], stay: list[int], counts: Sequence[int], work: str, mode: str, arrived: float
-    ) -> tuple[int, int]:
-        """How many to stream, and how many residents run on the GPU."""
-        if mode != "auto":
-            return len(streamed) if mode == "stream" else 0, 0 if mode == "cpu" else len(stay)
-        if work == "both":  # what is there now spares one of two copies
-            cost, arrived = Costs(*map(add, *map(self._corrected, WORKS))), arrived / 2
+    def _cuts(self, streamed: list[int], stay: list[int], work: str, arrived: float) -> tuple[int, int]:
+        """How many to stream, and how many residents run on the GPU, of experts with these rows."""
+        if work == "both":
+            cost = Costs(*map(add, *map(self._corrected, WORKS)))
+            arrived /= 2  # what is there now spares one of two copies
         else:
             cost = self._corrected(work)
-        groups = [_Group([counts[expert] for expert in each], cost) for each in (streamed, stay)]
-        tokens = sum(counts) / self.kind.top_k
-        best, seconds = _soonest(_cut(*groups, np.array([len(stay)]), tokens, cost, arrived))
-        if not stay or seconds[2] <= max(seconds[:2]):
+        tokens = (sum(streamed) + sum(stay)) / self.kind.top_k
+        best, (cpu, copy, gpu) = _soonest(streamed, stay, tokens, cost, arrived)
+        if not stay or gpu <= max(cpu, copy):
             return best, len(stay)
-        j = _fewer_residents(*groups, tokens, cost, arrived)
-        best, _ = _soonest(_cut(*groups, j, tokens, cost, arrived))
-        return best % (len(streamed) + 1), int(j.flat[best])
-
-    def _corrected(self, work: str) -> Costs:
-        return self._base[work].corrected(**self.corrections(work))
+        return _fewer_residents(streamed, stay, tokens, cost, arrived)
 
     def observe(self, work: str, placement: Placement, seconds: Mapping[str, float]) -> None:
         """Correct the rates by what a layer took.
@@ -230,64 +213,92 @@ class Placer:
         return {lane: math.exp(off) for lane, off in self._off[work].items()}
 
 
-def _soonest(times: tuple[Floats, ...]) -> tuple[int, list[float]]:
-    """The first place where the slowest lane is done soonest, or the last or first if it is nearly as good; and the
-    lanes' seconds there.
+@cache
+def _alike(rows: int) -> int:
+    """A number that orders experts by rows, and is equal for about as many: those go by expert number then.
+
+    Neighbours lie beside each other in memory, and travel in one copy instead of one each.
     """
-    slowest = np.maximum(np.maximum(times[0], times[1]), times[2])
-    best = int(slowest.argmin())
-    enough = slowest.flat[best] * (1 + _WORTH)
-    if slowest.ndim == 1:
-        best = len(slowest) - 1 if slowest[-1] <= enough else 0 if slowest[0] <= enough else best
-    return best, [float(time.flat[best]) for time in times]
+    return 1 + math.ceil(math.log(rows) / _STEP) if rows else 0
 
 
-def _fewer_residents(streamed: _Group, stay: _Group, tokens: float, cost: Costs, arrived: float) -> Ints:
-    """For every n streamed experts, numbers [3, n] of residents on the GPU of which one is best.
+def _on_cpu(rows: list[int], cost: Costs) -> list[float]:
+    """The CPU's seconds for each of these."""
+    row, expert = cost.cpu_row, cost.cpu_expert
+    few = expert / row
+    return [each * row if each > few else expert for each in rows]
+
+
+def _soonest(
+    streamed: list[int], stay: list[int], tokens: float, cost: Costs, arrived: float
+) -> tuple[int, tuple[float, float, float]]:
+    """How many to stream while residents stay, so that the slowest lane is done soonest, or all or none if that is
+    nearly as good; and the lanes' seconds.
+
+    With every expert more the CPU has less to do, the others more: best is where they meet, one before, or all, for
+    then no hidden states cross.
+    """
+    size, j = len(streamed), len(stay)
+    on_cpu = list(accumulate(_on_cpu(streamed, cost), initial=0.0))
+    rows = list(accumulate(streamed, initial=sum(stay)))
+    cpu = on_cpu[-1] + cost.cpu_call + cost.cross * tokens
+
+    def lanes(n: int) -> tuple[float, float, float]:
+        gpu = rows[n] * cost.gpu_row + (n + j) * cost.gpu_expert + cost.gpu_call
+        return _lanes(n, j, size + j, cpu - on_cpu[n], gpu, min(n, arrived), tokens, cost)
+
+    def met(n: int) -> bool:
+        cpu, copy, gpu = lanes(n)
+        return cpu <= copy or cpu <= gpu
+
+    meet = bisect_left(range(size), True, key=met)
+    times = {n: lanes(n) for n in (max(meet - 1, 0), meet, 0, size)}
+    best = min(times, key=lambda n: max(times[n]))
+    enough = max(times[best]) * (1 + _WORTH)
+    best = next((n for n in (size, 0) if max(times[n]) <= enough), best)
+    return best, times[best]
+
+
+class _Group:
+    """Experts that may go to the GPU in the same way, most rows first: sums over the first n of them, n = 0 ... all."""
+
+    def __init__(self, rows: list[int], cost: Costs) -> None:
+        self.n = np.arange(len(rows) + 1)
+        self.cpu = np.array([0.0, *accumulate(_on_cpu(rows, cost))])
+        self.gpu = np.array([0.0, *accumulate([each * cost.gpu_row + cost.gpu_expert for each in rows])])
+
+
+def _fewer_residents(
+    streamed: list[int], stay: list[int], tokens: float, cost: Costs, arrived: float
+) -> tuple[int, int]:
+    """How many to stream and how many residents run on the GPU, so that the slowest lane is done soonest.
 
     With every resident more the CPU has less to do, the others more: best is where they meet, one before, or all.
     """
-    n = np.arange(streamed.size + 1)
-    cpu = streamed.cpu[-1] + stay.cpu[-1] - streamed.cpu + (cost.cpu_call + cost.cross * tokens)
-    copy = _travel(n, 0, np.minimum(n, arrived), cost) + (cost.copy_call + cost.cross_in * tokens)
-    meet = np.minimum(
-        (stay.cpu + stay.gpu).searchsorted(cpu - (streamed.gpu + cost.gpu_call)),
-        (stay.cpu + np.arange(stay.size + 1) * cost.copy_resident).searchsorted(cpu - copy),
-    )
-    meet = np.minimum(meet, stay.size)
-    return np.stack([np.full_like(n, stay.size), meet, np.maximum(meet - 1, 0)])
-
-
-def _cut(
-    streamed: _Group, stay: _Group, j: Ints, tokens: float, cost: Costs, arrived: float
-) -> tuple[Floats, Floats, Floats]:
-    """Seconds of `LANES` for every n streamed experts, and the first j residents on the GPU."""
-    n = np.arange(streamed.size + 1.0)
-    left = streamed.cpu[-1] + stay.cpu[-1] - streamed.cpu - stay.cpu[j]
-    gpu = streamed.gpu + stay.gpu[j]
-    return _lanes(n, j.astype(np.float64), streamed.size + stay.size, left, gpu, np.minimum(n, arrived), tokens, cost)
+    some, here, every = _Group(streamed, cost), _Group(stay, cost), len(stay)
+    n, there, used = some.n, np.minimum(some.n, arrived), len(streamed) + every
+    both = some.cpu[-1] + here.cpu[-1]
+    left = both - some.cpu + (cost.cpu_call + cost.cross * tokens)
+    copy = n * cost.copy_expert - there * (cost.copy_expert - cost.copy_resident)
+    copy += cost.copy_call + cost.cross_in * tokens
+    meet_gpu = (here.cpu + here.gpu).searchsorted(left - (some.gpu + cost.gpu_call))
+    meet_copy = (here.cpu + here.n * cost.copy_resident).searchsorted(left - copy)
+    meet = np.minimum(np.minimum(meet_gpu, meet_copy), every)
+    j = np.stack([np.full_like(n, every), meet, np.maximum(meet - 1, 0)])
+    cpu = both + cost.cpu_call + cost.cross * tokens - (some.cpu + here.cpu[j])
+    times = _lanes(n, j, used, cpu, some.gpu + here.gpu[j] + cost.gpu_call, there, tokens, cost)
+    best = int(np.maximum.reduce(times).argmin())
+    return best % len(n), int(j.flat[best])
 
 
 def _lanes(
-    n: Number, j: Number, used: int, left: Number, gpu: Number, there: Number, tokens: float, cost: Costs
+    n: Number, j: Number, used: int, cpu: Number, gpu: Number, there: Number, tokens: float, cost: Costs
 ) -> tuple[Number, Number, Number]:
-    """Seconds of `LANES` for n streamed experts, of whose packed bytes so many are there, and j residents.
-
-    Args:
-        used: experts, on the CPU too.
-        left: seconds of the CPU's experts alone.
-        gpu: seconds of the GPU's experts alone.
+    """Seconds of `LANES` for n streamed experts, of whose packed bytes so many are there, and j residents, of those
+    used; the CPU and the GPU take these where they have any.
     """
-    both = n + j
-    on_cpu = both < used
-    travel = _travel(n, j, there, cost)
-    return (
-        (left + (cost.cpu_call + cost.cross * tokens)) * on_cpu,
-        travel + (travel > 0) * cost.copy_call + on_cpu * (cost.cross_in * tokens),
-        (gpu + cost.gpu_call) * (both > 0),
-    )
-
-
-def _travel(n: Number, j: Number, there: Number, cost: Costs) -> Number:
-    """Seconds of the copies alone."""
-    return n * cost.copy_expert + j * cost.copy_resident - there * (cost.copy_expert - cost.copy_resident)
+    on_gpu = n + j
+    on_cpu = on_gpu < used
+    travel = n * cost.copy_expert + j * cost.copy_resident - there * (cost.copy_expert - cost.copy_resident)
+    copy = travel + (travel > 0) * cost.copy_call + on_cpu * (cost.cross_in * tokens)
+    return cpu * on_cpu, copy, gpu * (on_gpu > 0)
