@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,19 @@ def test_lanes_of_a_described_machine(lane_recipe: Callable[..., Path]) -> None:
     assert any("k4 experts: of their rows" in note and "PCIe" in note for note in by_pcie[0]["notes"])
     assert any("expert lanes 1.5 GiB, expert outputs 1.6 GiB" in note for note in by_pcie[0]["notes"])
     assert any("--pcie 54G, pinned, of 80 GiB" in line for line in lanes_of(recipe=recipe)["told"])
+
+
+def test_a_gpu_with_room_is_told_to_train_without_checkpointing(lane_recipe: Callable[..., Path]) -> None:
+    def notes(*args: str, **recipe: Any) -> list[str]:
+        path = lane_recipe(expert_format="k4")
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"bf16": True} | recipe))
+        told = lanes_of(*args, recipe=path)
+        return [note for note in told["notes"] if "disable_gradient_checkpointing" in note]
+
+    (note,) = notes(cutoff_len=1024)
+    assert re.search(r"true fits too, in [\d.]+ GiB of GPU memory, at about [\d.]+ s a step", note)
+    assert not notes()
+    assert not notes(cutoff_len=1024, disable_gradient_checkpointing=True)
 
 
 def test_forced_lanes_and_residents(lane_recipe: Callable[..., Path]) -> None:

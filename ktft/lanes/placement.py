@@ -225,7 +225,7 @@ def _alike(rows: int) -> int:
 def _on_cpu(rows: list[int], cost: Costs) -> list[float]:
     """The CPU's seconds for each of these."""
     row, expert = cost.cpu_row, cost.cpu_expert
-    few = expert / row
+    few = int(expert / row)  # Python compares whole numbers sooner
     return [each * row if each > few else expert for each in rows]
 
 

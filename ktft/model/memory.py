@@ -40,6 +40,7 @@ _LOGIT_BYTES = {BF16: 14, FP32: 16}
 # not as wide as keys (DeepSeek's attention). Scores, mask, softmax and their gradients in fp32; probabilities are kept
 # for backward, and fp32 copies of queries, keys and values.
 _SCORE_BYTES, _PROBABILITY_BYTES = 29, 4
+_DECODED = 2.1  # bytes of a streamed parameter on the GPU: bf16, with LoRA's columns
 _RETURNED_BLOCK = 32 << 20  # glibc's largest M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
 
 
@@ -245,6 +246,20 @@ def _layer_activations(shape: ModelShape, work: Workload) -> float:
     return max(layers.values(), default=0.0) + attention + norms
 
 
+def _layer_kept(shape: ModelShape, work: Workload) -> float:
+    """Bytes a token that backward finds of the largest decoder layer on a GPU, where LoRA on a linear layer is one node
+    and norms are fused: inputs and outputs of linear layers, rotated queries and keys, both residuals and norms.
+    """
+    adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
+    layers: dict[int, int] = {}
+    for linear in shape.linears:
+        if linear.layer is not None:
+            lora = (linear.layer, linear.in_features, linear.out_features) in adapted
+            features = linear.out_features + (linear.in_features if lora else 0)
+            layers[linear.layer] = layers.get(linear.layer, 0) + features
+    return BF16 * (max(layers.values(), default=0) + 2 * shape.heads * shape.qk_dim + 4 * shape.hidden_size)
+
+
 def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     """The peak of what torch holds in one forward and backward pass, wherever the model's other weights are."""
     stream = work.tokens * shape.hidden_size * (FP32 if work.mixed else work.weight_bytes)
@@ -259,6 +274,8 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
         # blocks that malloc does not return: one layer's are still there when the logits come
         left = 0 if gpu else layer + (scores if every_score * FP32 < _RETURNED_BLOCK else 0)
         return int(shape.layers * stream + max(logits + left, layer + scores))
+    if gpu and work.mixed:
+        layer = work.tokens * _layer_kept(shape, work)
     kept = layer + copies + every_score * _PROBABILITY_BYTES
     return int(shape.layers * kept + max(logits, every_score * (_SCORE_BYTES - _PROBABILITY_BYTES)))
 
@@ -319,11 +336,23 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
     """
     outputs = len(shape.moe) * work.tokens * shape.hidden_size * BF16
     sizes = (
-        0 if work.placement == "cpu" else config.LANE_BYTES,
+        0 if work.placement == "cpu" else _lane_buffers(shape, work, packed_bytes / shape.expert_parameters),
         resident_bytes(work.gpu_expert_memory, packed_bytes, free=0, used=0),
         outputs if work.checkpointing else 0,
     )
     return dict(zip(LANE_PARTS, sizes, strict=True))
+
+
+def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
+    """As `ktft.lanes.buffers` sizes them: for half of a layer's experts, twice as they are packed, `packed` bytes a
+    parameter, twice their LoRA, and decoded once.
+    """
+
+    def half(number: int, moe: MoeShape) -> int:
+        lora = sum(a.parameters for a in work.on_experts(number)) * FP32
+        return int(moe.parameters * (2 * packed + _DECODED) + 2 * lora) // 2
+
+    return min(config.LANE_BYTES, max(half(number, moe) for number, moe in shape.moe.items()))
 
 
 def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -> int:

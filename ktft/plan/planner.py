@@ -146,7 +146,7 @@ class Planner:
         fits = any(each.fits for each in formats)
         changes = () if fits else tuple(self._changes())
         told = Plan(self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes))
-        return replace(told, notes=(*told.notes, *lane_notes(told)))
+        return replace(told, notes=(*told.notes, *lane_notes(told), *self._faster(told.best())))
 
     def _formats(self, machine: Machine, recipe: Recipe) -> tuple[FormatPlan, ...]:
         if recipe.use_cpu:
@@ -164,7 +164,8 @@ class Planner:
             resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free, need.vram_bytes)
             need = need.with_residents(resident)
             lanes = simulated_lanes(shape, work, machine, rate, name, resident, self.routing)
-        as_timed = machine.gpu == self.machine.gpu and work == self.work
+        alike = replace(work, checkpointing=self.work.checkpointing) == self.work
+        as_timed = machine.gpu == self.machine.gpu and alike
         others = self._others if as_timed else replace(self._others, layers=None)
         step = step_time(shape, work, machine, rate, others, sum(need.packed), lanes)
         loading = load_seconds(self.source, machine, rate)
@@ -186,6 +187,16 @@ class Planner:
             lacking=tuple(lacking),
             tight=any(needed > TIGHT * there for needed, there in room),
         )
+
+    def _faster(self, best: FormatPlan | None) -> Iterator[str]:
+        """Without gradient checkpointing, which runs attention's forward twice, if the GPU has the memory."""
+        if best is None or best.lanes is None or not self.work.checkpointing:
+            return
+        work = self._workload(replace(self.recipe, disable_gradient_checkpointing=True))
+        other = self._format(best.format, self.machine, work)
+        if other.fits and not other.tight:
+            room = readable(other.footprint.vram_bytes)
+            yield f"disable_gradient_checkpointing: true fits too, in {room} of GPU memory, at about {_cost(other)}"
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
