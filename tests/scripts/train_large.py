@@ -167,6 +167,7 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
         "max_steps": args.steps,
+        "disable_gradient_checkpointing": not args.checkpointing,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
@@ -219,6 +220,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--format", default="k4")
     parser.add_argument("--placement", default="auto")
     parser.add_argument("--gpu-expert-memory", default="0")
+    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of activations")
     parser.add_argument("--vram", type=float, default=24.0, help="GB that torch may take")
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="checksums on loading")
     args = parser.parse_args(given)
