@@ -33,6 +33,7 @@ from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
 from ktft.model.memory import require_memory
 from ktft.model.norms import fuse_norms
+from ktft.model.rotary import fuse_rotary
 from ktft.model.shared import shared_ahead
 
 logger = logging.getLogger(__name__)
@@ -265,6 +266,7 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
         model.set_submodule(name, experts[number])
     if lanes is not None:
         fuse_norms(model)
+        fuse_rotary(model)
     return experts
 
 
