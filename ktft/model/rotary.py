@@ -33,10 +33,9 @@ def fuse_rotary(model: nn.Module) -> None:
     own function gives. The function is the model code's, so all models of that code in this process have it.
     """
     for code in {type(module).__module__ for module in model.modules()}:
-        scope = vars(sys.modules[code])
-        plain = scope.get(NAME)
+        plain = getattr(sys.modules.get(code), NAME, None)
         if inspect.isfunction(plain):
-            scope[NAME] = functools.wraps(plain)(functools.partial(_rotate, plain))
+            setattr(sys.modules[code], NAME, functools.wraps(plain)(functools.partial(_rotate, plain)))
 
 
 def _rotate(plain: Rotation, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
