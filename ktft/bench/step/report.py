@@ -77,7 +77,7 @@ def plot(records: Iterable[StepRecord], path: Path) -> None:
         axes.set(title=f"{shape}, {layers} layers, {routing}", xlabel="tokens", ylabel="ms a layer")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=150)
 
 
