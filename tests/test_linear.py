@@ -108,3 +108,13 @@ def test_all_else_goes_pefts_way(change: str) -> None:
         linear.restore(own)
         assert "forward" not in layer.__dict__
     assert all(map(torch.equal, run(own, change != "no autocast"), expected))
+
+
+def test_no_rows_at_all() -> None:
+    own = model()
+    linear.shorten(own)
+    x = torch.zeros(2, 0, 24, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = own.base_model.model.q(x)
+    (grad,) = torch.autograd.grad(out.float().sum(), x)
+    assert out.shape == (2, 0, 16) and grad.shape == x.shape

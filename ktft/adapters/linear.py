@@ -85,7 +85,7 @@ class _Lora(torch.autograd.Function):
         out.addmm_(low, b.T)
         ctx.save_for_backward(rows, low, weight, a, b)
         ctx.scaling, ctx.dtypes = scaling, (lora_a.dtype, lora_b.dtype)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -96,7 +96,7 @@ class _Lora(torch.autograd.Function):
         grad_x = grad_a = grad_b = None
         d_low = _product(dy, b, ctx.scaling) if of_x or of_a else low
         if of_x:
-            grad_x = (dy @ weight).addmm_(d_low, a).view(*grad_output.shape[:-1], -1)
+            grad_x = (dy @ weight).addmm_(d_low, a).view(*grad_output.shape[:-1], rows.shape[1])
         if of_a:
             grad_a = (d_low.T @ rows).to(ctx.dtypes[0])
         if of_b:
