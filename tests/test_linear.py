@@ -118,3 +118,17 @@ def test_no_rows_at_all() -> None:
         out = own.base_model.model.q(x)
     (grad,) = torch.autograd.grad(out.float().sum(), x)
     assert out.shape == (2, 0, 16) and grad.shape == x.shape
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_are_those_of_the_formula(biased: bool) -> None:
+    x, weight, a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3, 6), (5, 6), (2, 6), (5, 2)))
+    bias = torch.randn(5, dtype=torch.float64) if biased else None
+    given = [each.requires_grad_() for each in (x, a, b)]
+
+    def lora(x: Tensor, a: Tensor, b: Tensor) -> Any:
+        return linear._Lora.apply(x, weight, bias, a, b, 1.5)
+
+    expected = torch.nn.functional.linear(x, weight, bias) + 1.5 * x @ a.T @ b.T
+    torch.testing.assert_close(lora(*given), expected)
+    assert torch.autograd.gradcheck(lora, given)
