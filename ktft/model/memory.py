@@ -345,12 +345,13 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
 
 def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
     """As `ktft.lanes.buffers` sizes them: for half of a layer's experts, twice as they are packed, `packed` bytes a
-    parameter, twice their LoRA, and decoded once.
+    parameter, once more for residents, twice their LoRA, and decoded once.
     """
+    times = 3 if work.gpu_expert_memory else 2
 
     def half(number: int, moe: MoeShape) -> int:
         lora = sum(a.parameters for a in work.on_experts(number)) * FP32
-        return int(moe.parameters * (2 * packed + _DECODED) + 2 * lora) // 2
+        return int(moe.parameters * (times * packed + _DECODED) + 2 * lora) // 2
 
     return min(config.LANE_BYTES, max(half(number, moe) for number, moe in shape.moe.items()))
 
