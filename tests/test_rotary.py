@@ -89,26 +89,36 @@ def test_another_rotation_stays_as_it_is() -> None:
     assert list(rotary._agree.values()) == [False]
 
 
-@pytest.mark.parametrize("change", ["device", "part of a head", "dtype", "positions"])
+@pytest.mark.parametrize("change", ["device", "part of a head", "dtype", "trained"])
 def test_what_is_not_usual_goes_the_models_own_way(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        seen.append((args, kwargs))
-        return args[:2]
+    def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        seen.append((q, k, cos, sin, unsqueeze_dim))
+        return q, k
 
     modeling_qwen3_moe.apply_rotary_pos_emb = plain
     rotary.fuse_rotary(model_of(modeling_qwen3_moe))
     rotary.fuse_rotary(model_of(modeling_qwen3_moe))  # once is enough
     q, k, cos, sin = inputs("cpu", torch.float32)
-    more: dict[str, Any] = {}
     if change == "device":
         monkeypatch.setattr(rotary, "DEVICES", {"cuda"})
     if change == "part of a head":
         cos, sin = cos[..., :16], sin[..., :16]
     if change == "dtype":
         cos, sin = cos.double(), sin.double()
-    if change == "positions":
-        more = {"position_ids": None}
-    modeling_qwen3_moe.apply_rotary_pos_emb(q, k, cos, sin, **more)
-    assert len(seen) == 1 and seen[0][0][0] is q and seen[0][1] == more and not rotary._agree
+    if change == "trained":
+        cos.requires_grad_()
+    modeling_qwen3_moe.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    ((*tensors, unsqueeze_dim),) = seen
+    assert all(mine is given for mine, given in zip(tensors, (q, k, cos, sin), strict=True))
+    assert unsqueeze_dim == 2 and not rotary._agree
+
+
+def test_code_with_other_parameters_is_left_alone() -> None:
+    def by_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        return PLAIN(q, k, cos[position_ids], sin[position_ids])
+
+    modeling_qwen3_moe.apply_rotary_pos_emb = by_positions
+    rotary.fuse_rotary(model_of(modeling_qwen3_moe))
+    assert modeling_qwen3_moe.apply_rotary_pos_emb is by_positions

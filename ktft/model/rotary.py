@@ -22,6 +22,8 @@ DEVICES = {"cuda"}
 """Where rotation is fused; elsewhere it stays what it is, bit for bit."""
 NAME = "apply_rotary_pos_emb"
 """Of transformers' function in a model's own code."""
+PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
+"""That it has. Code with others, such as positions, is left alone."""
 _ROUNDING = 2.0**-7  # of bf16, with which sums are taken once in place of twice
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
@@ -34,29 +36,27 @@ def fuse_rotary(model: nn.Module) -> None:
     """
     for code in {type(module).__module__ for module in model.modules()}:
         plain = getattr(sys.modules.get(code), NAME, None)
-        if inspect.isfunction(plain):
+        if inspect.isfunction(plain) and tuple(inspect.signature(plain).parameters) == PARAMETERS:
             setattr(sys.modules[code], NAME, functools.wraps(plain)(functools.partial(_rotate, plain)))
 
 
-def _rotate(plain: Rotation, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    if q.device.type not in DEVICES or not _is_usual(q, k, *args, **kwargs):
-        return plain(q, k, *args, **kwargs)
-    kind = plain, q.dtype
+def _rotate(plain: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    given = q, k, cos, sin, unsqueeze_dim
+    if q.device.type not in DEVICES or not _is_usual(q, k, cos, sin):
+        return plain(*given)
+    kind = plain, q.dtype, unsqueeze_dim
     if kind not in _agree:
-        _agree[kind] = _agrees(plain, q, *args[2:], **kwargs)
-    return _rotated(q, k, *args, **kwargs) if _agree[kind] else plain(q, k, *args, **kwargs)
+        _agree[kind] = _agrees(plain, q, unsqueeze_dim)
+    return _rotated(*given) if _agree[kind] else plain(*given)
 
 
-def _is_usual(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether the arguments are those of `_rotated`, and whole heads are rotated, in one dtype."""
-    if len(args) < 2 or len(args) + len(kwargs) > 3 or kwargs.keys() - {"unsqueeze_dim"}:
-        return False
-    cos, sin = args[:2]
-    alike = all(isinstance(t, Tensor) and t.dtype == q.dtype and t.shape[-1] == q.shape[-1] for t in (k, cos, sin))
+def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether whole heads are rotated, in one dtype, by angles that are not trained."""
+    alike = all(tensor.dtype == q.dtype and tensor.shape[-1] == q.shape[-1] for tensor in (k, cos, sin))
     return alike and not cos.requires_grad and not sin.requires_grad
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     first, second = (_Rotation.apply(each, cos, sin) for each in (q, k))
     assert isinstance(first, Tensor) and isinstance(second, Tensor)
@@ -64,7 +64,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int 
 
 
 @torch.no_grad()
-def _agrees(plain: Rotation, like: Tensor, unsqueeze_dim: int = 1) -> bool:
+def _agrees(plain: Rotation, like: Tensor, unsqueeze_dim: int) -> bool:
     """Of four heads at four places, by angles of all sizes."""
     size = like.shape[-1]
     q, k = (torch.arange(16.0 * size).mul(step).sin().view(1, 4, 4, size).to(like) for step in (0.7, 1.1))
