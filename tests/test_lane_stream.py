@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from test_kernels import EXPERTS, SIZES, TAILS, assert_contract, compare, inputs
 from torch import Tensor
 
 from ktft import native
-from ktft.config import EXPERT_FORMATS
+from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.lanes import lane as lane_module
 from ktft.lanes.lane import GpuLane
 from ktft.lanes.resident import Residents
@@ -246,6 +248,39 @@ def test_chunks_begun_ahead_are_used_or_dropped(monkeypatch: pytest.MonkeyPatch)
         other = make_layer(HIDDEN, INTERMEDIATE, "k4", ISA)
         lane.prefetch(other, list(range(5)), lora)
         torch.testing.assert_close(Lane(lane)(layer, *inputs, lora), expected)
+
+
+class Replays:
+    """As `Recorded` on a GPU: work whose key was seen is what was recorded then, with the memory it had."""
+
+    def __init__(self) -> None:
+        self.recorded: dict[Any, Any] = {}
+        self.replayed = 0
+
+    def run(self, key: Any, work: Any) -> None:
+        self.replayed += key in self.recorded
+        (work if key is None else self.recorded.setdefault(key, work))()
+
+
+def test_recorded_kernels_are_those_that_a_chunk_needs() -> None:
+    first = make_layer(HIDDEN, INTERMEDIATE, "int8", ISA)
+    sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    second = native.ExpertLayer(first.runtime, **sizes, format="int8")
+    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
+        second.load(expert, name, -first.dequantize(expert, name))
+    other = make_layer(HIDDEN, INTERMEDIATE, "k4", ISA)
+    lora, wide = (make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) for rank in (4, 12))
+    pair = lora.pairs["up_proj"]
+    scaled = replace(lora, pairs=lora.pairs | {"up_proj": replace(pair, scaling=3.0)})
+    dropping = replace(lora, dropout=0.25, seed=3)
+    lane, plain, replays = small(first), small(first), Replays()
+    lane._recorded = replays  # type: ignore[assignment]
+    inputs = inputs_for(TAILS[1], HIDDEN)
+    cases = [(layer, each) for layer in (first, second, other) for each in (lora, scaled, dropping, wide)]
+    for layer, adapters in cases + cases:
+        found, expected = (_run(each, layer, adapters, *inputs) for each in (lane, plain))
+        assert all(map(torch.equal, found, expected))
+    assert replays.replayed > len(cases)
 
 
 def test_buffers_stay_within_their_limit() -> None:
