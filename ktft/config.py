@@ -35,10 +35,11 @@ def cuda_library() -> str:
 
 
 _UNITS = ("", "K", "M", "G", "T")
+_LEAST_BARE = 1 << 20
 
 
-def parse_size(text: str, unit: int = 1024) -> int:
-    """`512G`, `1.5T`, `24GB` or a plain number as bytes; `unit` is 1024 for capacities, 1000 for rates.
+def parse_count(text: str, unit: int = 1000) -> int:
+    """`200M`, `1.5T`, `24GB` or a plain number.
 
     Raises:
         ValueError: not a number of at least 0 with one of K, M, G, T.
@@ -47,6 +48,18 @@ def parse_size(text: str, unit: int = 1024) -> int:
     if match is None:
         raise ValueError(f"{str(text)!r} is not a size; give a number with K, M, G or T, for instance 512G")
     return int(float(match[1]) * unit ** _UNITS.index(match[2].upper()))
+
+
+def parse_size(text: str | int, unit: int = 1024) -> int:
+    """A size in bytes, as a person writes it; `unit` is 1024 for capacities, 1000 for rates.
+
+    Raises:
+        ValueError: not a size, or so few bytes without a unit that the unit was forgotten.
+    """
+    size = parse_count(str(text), unit)
+    if 0 < size < _LEAST_BARE and str(text).strip()[-1].isdecimal():
+        raise ValueError(f"{text} without a unit is {size} bytes; write {text}G if gigabytes are meant")
+    return size
 
 
 def memory_limit() -> int | None:
@@ -204,14 +217,20 @@ def _check_expert_checkpoint(value: Any) -> Any:
 
 
 def _check_gpu_expert_memory(value: Any) -> int | str:
+    """Text is a size as a person writes it, a whole number is bytes."""
     if value == "auto":
         return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"gpu_expert_memory is {value!r}; {_GPU_EXPERT_MEMORY}")
     try:
-        if isinstance(value, bool):
-            raise ValueError(f"{value!r} is not a size")
         return parse_size(value)
-    except ValueError:
-        raise ValueError(f"gpu_expert_memory is {value!r}; give a size, for instance 8G, or auto, or 0") from None
+    except ValueError as error:
+        raise ValueError(f"gpu_expert_memory is {value!r}; {_GPU_EXPERT_MEMORY} ({error})") from None
+
+
+_GPU_EXPERT_MEMORY = "give a size, for instance 8G, or auto, or 0"
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -254,6 +273,11 @@ def _format(value: Any) -> str | None:
     if name not in EXPERT_FORMATS:
         raise ValueError(f"{value!r} is not a supported expert format; supported: {', '.join(EXPERT_FORMATS)}")
     return name
+
+
+def _written_size(value: Any) -> Any:
+    """A number in a YAML file was written by a person, as text was: 8 is a forgotten unit."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
 
 
 def _one_node_if_false(value: Any) -> int | None:
@@ -309,6 +333,7 @@ _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts t
 
 KT_KEYS: dict[str, KtKey] = {
     **{name: KtKey(name) for name in SETTINGS},
+    "gpu_expert_memory": KtKey("gpu_expert_memory", _written_size),
     # KTransformers' keys that have a meaning here
     "kt_expert_weight_format": KtKey("expert_format", _format, remarks=_AMXINT4),
     "kt_backend": KtKey("expert_format", _format, remarks=_AMXINT4),

@@ -92,6 +92,8 @@ def test_amxint4_is_noted_as_another_format() -> None:
         ({"placement": "gpu"}, "kt_config.placement: placement is 'gpu'; supported: auto, cpu, stream, resident"),
         ({"gpu_expert_memory": "lots"}, "kt_config.gpu_expert_memory: gpu_expert_memory is 'lots'; give a size"),
         ({"gpu_expert_memory": True}, "gpu_expert_memory is True; give a size, for instance 8G, or auto, or 0"),
+        ({"gpu_expert_memory": 8}, "8 without a unit is 8 bytes; write 8G if gigabytes are meant"),
+        ({"gpu_expert_memory": "24"}, "24 without a unit is 24 bytes"),
         ({"gpu_expert_memory": -1}, "gpu_expert_memory is -1; give a size"),
         ({"placement": "cpu", "gpu_expert_memory": "4G"}, "placement is 'cpu', but gpu_expert_memory is 4294967296"),
         (

@@ -212,6 +212,9 @@ def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytes
     ("args", "words"),
     [
         (("--ram", "512X"), "--ram: '512X' is not a size"),
+        (("--ram", "512"), "--ram: 512 without a unit is 512 bytes; write 512G if gigabytes are meant"),
+        (("--ram", "64G", "--gpu", "24"), "--gpu: 24 without a unit is 24 bytes; write 24G"),
+        (("--ram", "64G", "--bandwidth", "400"), "--bandwidth: 400 without a unit"),
         (("--ram", "0"), "--ram is '0'; it must be more than 0"),
         (("--ram", "64G", "--gpu", "big"), "--gpu: 'big' is not a size"),
         (("--ram", "64G", "--bandwidth", "-1G"), "--bandwidth: '-1G'"),
@@ -263,7 +266,8 @@ def test_bad_models(text: str | None, words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("512G", 512 << 30), ("1.5T", 3 << 39), ("24 GiB", 24 << 30), ("80gb", 80 << 30), ("17", 17)]
+    ("text", "size"),
+    [("512G", 512 << 30), ("1.5T", 3 << 39), ("24 GiB", 24 << 30), ("80gb", 80 << 30), ("8K", 8192), ("17B", 17)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size

@@ -18,7 +18,7 @@ from rich.text import Text
 from ktft.bench.cases import ROUTINGS, SHAPES, parse_shape
 from ktft.bench.step.cases import SHAPES as STEP_SHAPES
 from ktft.bench.step.cases import parse_step_shape
-from ktft.config import EXPERT_FORMATS, PLACEMENTS, Settings, parse_size
+from ktft.config import EXPERT_FORMATS, PLACEMENTS, Settings, parse_count
 
 app = typer.Typer(no_args_is_help=True, help="Time ktft on this machine.")
 
@@ -125,7 +125,7 @@ def optimizer(
     """Time one AdamW step over expert LoRA on the CPU, beside memory bandwidth and other AdamWs."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
     try:
-        chosen, count = parse_shape(shape), parse_size(parameters, unit=1000)
+        chosen, count = parse_shape(shape), parse_count(parameters)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
