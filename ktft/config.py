@@ -29,6 +29,21 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+LAUNCHES = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or data parallelism of accelerate",
+}
+"""Environment variables by which accelerate has a model divided -> what they ask for."""
+
+
+def launched_as() -> str | None:
+    """The variable of `LAUNCHES` that is set in this process; None where none is."""
+    off = ("", "0", "n", "no", "f", "false", "off")
+    return next((name for name in LAUNCHES if os.environ.get(name, "").lower() not in off), None)
+
+
 def cuda_library() -> str:
     """CUDA's driver library, as the dynamic linker finds it; `KTFT_LIBCUDA` names another."""
     return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"
@@ -109,6 +124,16 @@ def server_api_keys() -> list[str]:
 def emulate_gpu() -> bool:
     """Whether `KTFT_EMULATE_GPU` has the CPU's torch do what a GPU would do for routed experts: to test that."""
     return os.environ.get("KTFT_EMULATE_GPU", "0") not in ("", "0")
+
+
+def other_hub() -> bool:
+    """Whether LLaMA-Factory was told to fetch models from another hub than Hugging Face's."""
+    return any(os.environ.get(hub, "0") not in ("", "0") for hub in ("USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB"))
+
+
+def show_tracebacks() -> bool:
+    """Whether `KTFT_TRACEBACK` has errors of the user's, too, shown with their traceback."""
+    return os.environ.get("KTFT_TRACEBACK", "0") not in ("", "0")
 
 
 def use_triton() -> bool:

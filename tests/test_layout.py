@@ -18,6 +18,7 @@ MAX_LINES = 450
 # A part may import from parts of a lower rank, and from itself.
 PYTHON_RANKS = {
     "config": 0,
+    "errors": 1,
     "lora": 1,
     "swiglu": 0,
     "versions": 0,

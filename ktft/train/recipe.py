@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ktft.adapters.reach import linear_names, planned_reach
-from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, emulate_gpu, parse_kt_config
+from ktft.checkpoint.hub import require_found
+from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, emulate_gpu, other_hub, parse_kt_config
 from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
 from ktft.model.shape import ModelShape, shape_of
 
@@ -160,6 +161,29 @@ def recipe_of_arguments(arguments: tuple[Any, ...], settings: Settings) -> Recip
     for each in arguments:
         values |= vars(each)
     return _from_keys(values, settings) if values.get("do_train") else None
+
+
+NAMES = {
+    "model_name_or_path": "config.json",
+    "ref_model": "config.json",
+    "adapter_name_or_path": "adapter_config.json",
+    "ref_model_adapters": "adapter_config.json",
+}
+"""Arguments that name directories or repositories of the hub, and the file that each of these has."""
+
+
+def check_names(arguments: Any) -> None:
+    """Refuse names of models and adapters where nothing is, before anything is loaded.
+
+    Raises:
+        ValueError: see `ktft.checkpoint.hub.require_found`.
+    """
+    if other_hub():  # LLaMA-Factory fetches from there itself
+        return
+    for argument, file in NAMES.items():
+        names = getattr(arguments, argument, None) or ()
+        for name in (names,) if isinstance(names, str) else names:
+            require_found(argument, name, file, getattr(arguments, "cache_dir", None))
 
 
 def weight_bytes_of(config: PreTrainedConfig) -> int:

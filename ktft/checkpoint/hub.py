@@ -1,0 +1,83 @@
+"""Names of models and adapters: a directory here, or a repository of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
+"""What huggingface_hub raises for a repository that it cannot give."""
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
+
+def local_path(what: str, name: str | os.PathLike[str]) -> Path | None:
+    """The directory or file of that name; None where the name can only be a repository of the hub.
+
+    A repository is `owner/name`. A name whose first part is a folder here is a path, mistyped after that.
+
+    Raises:
+        ValueError: there is nothing at a path. `what` says whose name it is.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    if _REPOSITORY.fullmatch(str(name)) and not Path(path.parts[0]).exists():
+        return None
+    raise ValueError(f"{what} {str(name)!r}: {_nothing_at(path)}")
+
+
+def require_found(
+    what: str, name: str | os.PathLike[str], file: str, cache: str | os.PathLike[str] | None = None
+) -> None:
+    """Refuse, before anything is loaded, a name at which there is no path and, offline, no copy of the hub's `file`.
+
+    Raises:
+        ValueError: with what was looked for and, offline, the command that fetches it.
+    """
+    if local_path(what, name) is not None or not is_offline_mode():
+        return
+    if not isinstance(try_to_load_from_cache(str(name), file, cache), str):
+        raise ValueError(not_fetched(what, name, OfflineModeIsEnabled("HF_HUB_OFFLINE is set")))
+
+
+def fetch_file(what: str, name: str | os.PathLike[str], file: str) -> Path:
+    """One file of a repository of the hub, from the hub's cache or downloaded into it.
+
+    Raises:
+        ValueError: with the command that fetches it where the hub can be reached.
+    """
+    try:
+        return Path(hf_hub_download(str(name), file))
+    except FAILURES as error:
+        raise ValueError(not_fetched(what, name, error, file)) from error
+
+
+def not_fetched(what: str, name: str | os.PathLike[str], error: Exception, *files: str) -> str:
+    """The words for a repository that could not be fetched."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    command = " ".join(("hf download", str(name), *files, "--local-dir", Path(name).name))
+    return (
+        f"{what} {str(name)!r}: {_nothing_at(Path(name))}, and it did not come from the Hugging Face Hub: {reason}. If "
+        f"it is there, `{command}` fetches it where there is a network; then give the directory {Path(name).name}"
+    )
+
+
+def _nothing_at(path: Path) -> str:
+    where = "" if path.is_absolute() else f" from here ({Path.cwd()})"
+    return f"no such directory{where}{_nearest(path)}"
+
+
+def _nearest(path: Path) -> str:
+    """The nearest name beside the first part of a path that is not there."""
+    missing = next((each for each in (*reversed(path.parents), path) if not each.exists()), path)
+    try:
+        beside = [each.name for each in missing.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(missing.name, beside, n=1)
+    return f"; there is {str(missing.parent / near[0])!r}" if near else ""
