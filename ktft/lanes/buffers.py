@@ -115,7 +115,8 @@ class Buffers:
             ValueError: a LoRA tensor that is not a contiguous CPU tensor of the layer's experts.
         """
         parameters = lora.parameters() if lora is not None else []
-        signature = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
+        names = sorted(lora.pairs) if lora is not None else []
+        signature = names, [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
         found = self._plans.get(layer)
         if found is None or found[0] != signature:
             found = signature, self._make(layer, lora, parameters, residents)

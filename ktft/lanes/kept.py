@@ -7,6 +7,7 @@ step: it is kept, `[T, H]` a layer, and only backward computes gate and up again
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,9 +21,14 @@ MOST = 2
 """Outputs kept of one layer: DPO's reference runs between the policy's forward and its backward."""
 
 
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""In host memory: expert numbers and routing weights `[T, k]`, and each token's sum over its hidden states, fp32 `[T]`.
+Equal routing alone proves nothing: a top-1 router's normalized weights are all 1."""
+
+
 @dataclass(frozen=True, eq=False)  # tensors have no one truth value: each is only itself
 class _Kept:
-    inputs: tuple[Tensor, Tensor]
+    inputs: Inputs
     routes: Routes
     lora: ExpertLora | None  # holds its tensors, so that no other gets their identity
     state: tuple[object, ...]
@@ -33,32 +39,38 @@ class _Kept:
 class KeptOutputs:
     """Those of one layer, the newest last.
 
-    An output is found by its routing (expert numbers and weights, bit for bit), its adapters' versions and its dropout
-    seed. What is not found is computed again.
+    An output is found by its inputs, bit for bit, its adapters' versions and its dropout seed. What is not found is
+    computed again. A step of training forgets what the one before left.
     """
 
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque(maxlen=MOST)
+        self._mutex = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(
-        self, top_k_index: Tensor, top_k_weights: Tensor, routes: Routes, lora: ExpertLora | None, out: Tensor
-    ) -> None:
-        """Remember an output `[T, H]`, wherever it is, of routing `[T, k]` in host memory, and its rows."""
-        self._kept.append(_Kept((top_k_index, top_k_weights), routes, lora, _state(lora), out, out._version))
+    def keep(self, inputs: Inputs, routes: Routes, lora: ExpertLora | None, out: Tensor) -> None:
+        """Remember an output `[T, H]`, wherever it is, and its rows."""
+        with self._mutex:
+            self._kept.append(_Kept(inputs, routes, lora, _state(lora), out, out._version))
 
-    def take(self, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
-        """The output of this routing and these adapters, and its rows, forgotten here; None if there is none."""
+    def take(self, inputs: Inputs, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
+        """The output of these inputs and adapters, and its rows, forgotten here; None if there is none."""
         state = _state(lora)
-        for kept in reversed(self._kept):
-            unchanged = kept.state == state and kept.out._version == kept.version
-            same = zip(kept.inputs, (top_k_index, top_k_weights), strict=True)
-            if unchanged and all(np.array_equal(old.numpy(), new.numpy()) for old, new in same):
-                self._kept.remove(kept)
-                return kept.out.detach(), kept.routes
+        with self._mutex:
+            for kept in reversed(self._kept):
+                unchanged = kept.state == state and kept.out._version == kept.version
+                same = zip(kept.inputs, inputs, strict=True)
+                if unchanged and all(np.array_equal(old.numpy(), new.numpy()) for old, new in same):
+                    self._kept.remove(kept)
+                    return kept.out.detach(), kept.routes
         return None
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._mutex:
+            self._kept.clear()
 
 
 def _state(lora: ExpertLora | None) -> tuple[object, ...]:

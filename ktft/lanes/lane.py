@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,9 +69,11 @@ class _Chunk:
 
 
 class GpuLane:
-    """Experts streamed to one device, and those that stay there; shared by all layers of a process.
+    """Experts streamed to one device, and those that stay there; shared by all layers of a model.
 
-    Calls come from one thread at a time, and their products run on torch's current stream.
+    Products run on torch's current stream. Any thread may call: the buffers, what was begun ahead and the events belong
+    to one call at a time, and a call that comes meanwhile waits until this one's work is queued. Events then order the
+    work of both on the device, also where the threads use different streams.
 
     Args:
         device: `cuda`, `cuda:N`, or `cpu`, where the same is done with plain copies.
@@ -80,6 +84,7 @@ class GpuLane:
         transfer: the device's copies.
         residents: which experts stay on the device; None where none do.
         used: event: the products of the last call are done with the lane's memory.
+        mutex: held by whoever gives the device work through the lane, or moves its residents.
 
     Raises:
         CudaError: CUDA's driver cannot be opened.
@@ -97,6 +102,8 @@ class GpuLane:
         self._ahead: deque[tuple[Plan, _Begun]] = deque()
         self._returning: list[Tensor] = []  # that copies out may be writing: nobody else gets their memory
         self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
+        self.mutex = threading.RLock()
+        _LANES.add(self)
 
     @property
     def bytes(self) -> int:
@@ -105,8 +112,9 @@ class GpuLane:
 
     def hold(self, residents: Residents | None) -> None:
         """Take these experts from the device from now on."""
-        self.residents = residents
-        self._buffers.forget()
+        with self.mutex:
+            self.residents = residents
+            self._buffers.forget()
 
     def lock(self, layers: Iterable[ExpertLayer], progress: Callable[[str, int], None] | None = None) -> bool:
         """Lock the layers' packed experts where they lie, some GB a second. Else a layer's first call does.
@@ -142,7 +150,7 @@ class GpuLane:
             experts: which: residents run first, others in the order of their numbers, so that neighbours travel in one.
             routes: of the whole call, on the device.
             hidden: `[T, H]` fp32, bf16 or fp16; top_k_weights: `[T, k]` fp32; both contiguous, on the device.
-            lora: adapters, CPU tensors `[E, ...]`; they must not change before `finish`.
+            lora: adapters, CPU tensors `[E, ...]`; they must not change before `settle` or `finish`.
             out: fp32 `[T, H]` on the device, added to.
 
         Raises:
@@ -180,8 +188,8 @@ class GpuLane:
             ValueError: a LoRA tensor that cannot be copied, or gradients that cannot be copied to.
         """
         self._check(layer, lora, lora_grads)
-        self._returning += lora_grads
         with self._guard(layer, "backward"):
+            self._returning += lora_grads
             for chunk in self._chunks(layer, experts, routes, lora):
                 rows = chunk.rows, hidden, top_k_weights, layer.swiglu
                 grads = chunk_backward(chunk.weights, chunk.lora, *rows, grad_output, grad_hidden, grad_weights)
@@ -189,9 +197,15 @@ class GpuLane:
 
     def finish(self) -> None:
         """Wait until LoRA's gradients are where they belong, and its tensors may change."""
+        with self.mutex:
+            returning, self._returning = self._returning, []
         self._returned.synchronize()
+        self.settle()
+        del returning  # alive until here, whichever thread's they are
+
+    def settle(self) -> None:
+        """Wait until LoRA's tensors have been copied for all calls so far: they may change then."""
         self._arrived.synchronize()
-        self._returning.clear()
 
     def prefetch(self, layer: ExpertLayer, experts: Sequence[int], lora: ExpertLora | None) -> None:
         """Begin to copy packed experts that the layer's next call is likely to need, as far as the buffers go.
@@ -199,9 +213,9 @@ class GpuLane:
         That call begins with these chunks, up to the first one that has an expert whose rows it does not compute. A
         call of another layer drops them all. Of `lora`, the adapters of that call, nothing is copied yet.
         """
-        if self._ahead:
-            return
         with self._guard(layer, "prefetch"):
+            if self._ahead:
+                return
             plan, held = self._plan(layer, lora), self._held(layer)
             parts = _cut(plan, sorted(e for e in experts if e not in held))
             for part in itertools.islice(parts, len(plan.packed)):
@@ -209,13 +223,14 @@ class GpuLane:
 
     def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> Coming:
         """Experts of a layer that `prefetch` began to copy for a call with these adapters."""
-        if not self._ahead or self._ahead[0][0] is not self._plan(layer, lora):
-            return Coming()
-        sizes = [len(begun.part.experts) for _, begun in self._ahead]
-        there = sum(begun.packed is not None and begun.packed.there() for _, begun in self._ahead)
-        # Of the chunk that is being copied, half is there for all that is known
-        arrived = sum(sizes[:there]) + sum(sizes[there : there + 1]) / 2
-        return Coming([expert for _, begun in self._ahead for expert in begun.part.experts], arrived)
+        with self.mutex:
+            if not self._ahead or self._ahead[0][0] is not self._plan(layer, lora):
+                return Coming()
+            sizes = [len(begun.part.experts) for _, begun in self._ahead]
+            there = sum(begun.packed is not None and begun.packed.there() for _, begun in self._ahead)
+            # Of the chunk that is being copied, half is there for all that is known
+            arrived = sum(sizes[:there]) + sum(sizes[there : there + 1]) / 2
+            return Coming([expert for _, begun in self._ahead for expert in begun.part.experts], arrived)
 
     def _chunks(
         self, layer: ExpertLayer, experts: Sequence[int], routes: Routes, lora: ExpertLora | None
@@ -329,16 +344,19 @@ class GpuLane:
 
     @contextlib.contextmanager
     def _guard(self, layer: ExpertLayer, work: str) -> Iterator[None]:
-        """No copy is under way any more when a call fails; memory that is short is an error with its cure."""
-        try:
-            yield
-        except BaseException as error:
-            self._ahead.clear()
-            with contextlib.suppress(RuntimeError):  # of a context that is broken: nothing runs there
-                self.transfer.synchronize()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(self._short_of_memory(layer, work, error)) from error
-            raise
+        """One call at a time. No copy is under way any more when one fails; memory that is short is an error with its
+        cure.
+        """
+        with self.mutex:
+            try:
+                yield
+            except BaseException as error:
+                self._ahead.clear()
+                with contextlib.suppress(RuntimeError):  # of a context that is broken: nothing runs there
+                    self.transfer.synchronize()
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise torch.OutOfMemoryError(self._short_of_memory(layer, work, error)) from error
+                raise
 
     def _short_of_memory(self, layer: ExpertLayer, work: str, error: Exception) -> str:
         room = self.transfer.free_bytes()
@@ -350,6 +368,22 @@ class GpuLane:
             "per_device_train_batch_size or gpu_expert_memory, or set placement: cpu in kt_config. torch says: "
             + str(error).partition("\n")[0]
         )
+
+
+_LANES: weakref.WeakSet[GpuLane] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def adapters_at_rest() -> Iterator[None]:
+    """A block in which no lane of the process reads LoRA's tensors: an optimizer may write them.
+
+    Copies on their way are waited for, and a call of another thread waits for the block to end.
+    """
+    with contextlib.ExitStack() as held:
+        for lane in list(_LANES):
+            held.enter_context(lane.mutex)
+            lane.settle()
+        yield
 
 
 def _cut(plan: Plan, experts: Sequence[int]) -> Iterator[_Part]:

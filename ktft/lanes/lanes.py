@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,7 @@ from torch import Tensor
 from ktft.config import Settings
 from ktft.lanes.choice import WAYS, Choice
 from ktft.lanes.crossing import Crossing
+from ktft.lanes.kept import KeptOutputs
 from ktft.lanes.lane import GpuLane
 from ktft.lanes.measure import measured_rates
 from ktft.lanes.placement import Placement, Placer
@@ -62,6 +65,8 @@ class Pass:
 class Lanes:
     """The lanes of one model, made when hidden states first come from a GPU.
 
+    Any thread may call: what passes teach, and who is resident, is decided by one thread at a time.
+
     Args:
         settings: `placement` and `gpu_expert_memory`.
         on_cpu: run hidden states in CPU memory in lanes too, with the CPU's torch for a GPU: for tests.
@@ -71,6 +76,7 @@ class Lanes:
         crossing: hidden states' way to host memory and back.
         gpu: the lanes on the GPU.
         residents: experts that stay there; None where none do.
+        kept: outputs of its layers that wait for checkpointing's second forward, which a step does not leave behind.
     """
 
     crossing: Crossing
@@ -79,6 +85,8 @@ class Lanes:
     def __init__(self, settings: Settings, on_cpu: bool = False) -> None:
         self.layers: list[ExpertLayer] = []
         self.residents: Residents | None = None
+        self.kept: weakref.WeakSet[KeptOutputs] = weakref.WeakSet()
+        self._mutex = threading.RLock()
         self._settings, self._on_cpu = settings, on_cpu
         self._device: torch.device | None = None
         self._placers: dict[LayerKind, Placer] = {}
@@ -96,8 +104,10 @@ class Lanes:
         """
         if device.type != "cuda" and not self._on_cpu:
             return False
-        if self._device is None:
-            self._device, self.crossing, self.gpu = device, Crossing(device), GpuLane(device)
+        with self._mutex:
+            if self._device is None:
+                self.crossing, self.gpu = Crossing(device), GpuLane(device)
+                self._device = device
         if device != self._device:
             raise ValueError(
                 f"routed experts got hidden states on {device}, after others on {self._device}; load the model on one "
@@ -116,13 +126,14 @@ class Lanes:
 
     def begin(self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: str) -> Pass:
         """Decide where the experts of a pass run, by rows an expert."""
-        self._learn()
-        placer = self._placer(layer, top_k, lora)
-        resident = set(self.residents.slots(layer)) if self.residents is not None else set()
-        way = self._choice.way(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
-        mode = way if placer.mode == "auto" else placer.mode
-        coming = self.gpu.coming(layer, lora)
-        placement = placer.decide(counts, resident, work, mode, coming)
+        with self._mutex:
+            self._learn()
+            placer = self._placer(layer, top_k, lora)
+            resident = set(self.residents.slots(layer)) if self.residents is not None else set()
+            way = self._choice.way(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
+            mode = way if placer.mode == "auto" else placer.mode
+            coming = self.gpu.coming(layer, lora)
+            placement = placer.decide(counts, resident, work, mode, coming)
         return Pass(layer, "forward" if work == "both" else work, placement, placer, lora, coming.among(placement))
 
     @staticmethod
@@ -135,7 +146,8 @@ class Lanes:
     def again(self, before: Pass, counts: Sequence[int]) -> Pass:
         """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
         coming = self.gpu.coming(before.layer, before.lora)
-        placement = before.placer.again(before.placement, counts, "backward", coming)
+        with self._mutex:
+            placement = before.placer.again(before.placement, counts, "backward", coming)
         return Pass(before.layer, "backward", placement, before.placer, before.lora, coming.among(placement))
 
     @contextlib.contextmanager
@@ -154,9 +166,13 @@ class Lanes:
         Begins to copy experts that the next pass probably streams: that of the layer `following` places after this one.
         The last layer's backward follows its forward, and the next step begins with the first one's.
         """
-        self._last[run.layer, run.work] = run
-        if run.events:
-            self._unread.append(run)
+        with self._mutex:
+            self._last[run.layer, run.work] = run
+            if run.events:
+                self._unread.append(run)
+            self._send_ahead(run, following)
+
+    def _send_ahead(self, run: Pass, following: int) -> None:
         at = self.layers.index(run.layer) + following if run.layer in self.layers else -1
         if 0 <= at < len(self.layers):
             self._ahead(self.layers[at], "backward" if following < 0 else run.work)
@@ -203,14 +219,22 @@ class Lanes:
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
         """Count a trained micro-batch's rows by expert: residents are chosen by them."""
         if self._settings.gpu_expert_memory != 0:
-            self._counted.append((layer, counts))
+            with self._mutex:
+                self._counted.append((layer, counts))
 
     def begin_step(self) -> None:
         """A step of training begins: what went on since the last one, such as evaluation, has no part in its time."""
-        self._choice.begin_step()
+        with self._mutex:
+            self._choice.begin_step()
+            for kept in self.kept:  # of passes whose backward never came
+                kept.clear()
 
     def end_step(self) -> None:
         """Between two steps: residents are made, or follow the routing; what the step took is learned from."""
+        with self._mutex:
+            self._end_step()
+
+    def _end_step(self) -> None:
         self._choice.end_step()
         memory = self._settings.gpu_expert_memory
         if self._device is None or memory == 0:
@@ -239,24 +263,6 @@ def _alike(before: ExpertLora | None, now: ExpertLora | None) -> bool:
     if before is None or now is None:
         return before is now
     return [id(tensor) for tensor in before.parameters()] == [id(tensor) for tensor in now.parameters()]
-
-
-def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
-    """How often each expert is in `[T, k]`.
-
-    Raises:
-        ValueError: an expert number out of range.
-    """
-    # numpy, because torch's threads spin for milliseconds after they shared a large one, beside who launches kernels
-    flat = top_k_index.numpy().reshape(-1)
-    wrong = flat[(flat < 0) | (flat >= layer.num_experts)]
-    if wrong.size:
-        raise ValueError(
-            f"{layer.name}: a token is routed to expert {wrong[0]}, but the layer's experts are 0 to "
-            f"{layer.num_experts - 1}"
-        )
-    counts: list[int] = np.bincount(flat, minlength=layer.num_experts).tolist()
-    return counts
 
 
 def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tensor:

@@ -150,6 +150,10 @@ class Residents:
 
     def _replace(self, swaps: int) -> int:
         """Fill free blocks, then change at most so many; returns the bytes that are copied."""
+        with self._lane.mutex:
+            return self._replaced(swaps)
+
+    def _replaced(self, swaps: int) -> int:
         outside: list[tuple[float, int, ExpertLayer, int]] = []
         inside: list[tuple[float, int, ExpertLayer, int]] = []
         for number, (layer, part) in enumerate(self._layers.items()):

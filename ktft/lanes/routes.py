@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ktft.native import ExpertLayer
 
 PIECE_ROWS = 16384
 """Rows of one chunk that are computed at once, at most: so many keep a GPU busy."""
@@ -118,3 +121,21 @@ def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -
         return Piece(at, counts, on_device, row_route[at : at + ends[-1]], route_row, top_k)
 
     return [[piece(at, ends) for at, ends in pieces] for pieces in cuts]
+
+
+def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
+    """How often each expert is in `[T, k]`.
+
+    Raises:
+        ValueError: an expert number out of range.
+    """
+    # numpy, because torch's threads spin for milliseconds after they shared a large one, beside who launches kernels
+    flat = top_k_index.numpy().reshape(-1)
+    wrong = flat[(flat < 0) | (flat >= layer.num_experts)]
+    if wrong.size:
+        raise ValueError(
+            f"{layer.name}: a token is routed to expert {wrong[0]}, but the layer's experts are 0 to "
+            f"{layer.num_experts - 1}"
+        )
+    counts: list[int] = np.bincount(flat, minlength=layer.num_experts).tolist()
+    return counts

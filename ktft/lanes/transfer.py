@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -92,8 +93,15 @@ class Transfer:
             self.out.synchronize()
 
     def free_bytes(self) -> tuple[int, int] | None:
-        """Bytes of the device that are free and that it has; None of the CPU."""
-        return torch.cuda.mem_get_info(self.device) if self.driver else None
+        """Bytes of the device that are free and that there are, as far as torch may take them; None of the CPU.
+
+        torch's own limit, `torch.cuda.set_per_process_memory_fraction`, counts what its allocator has reserved.
+        """
+        if not self.driver:
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        limit = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
+        return min(free, max(0, limit - torch.cuda.memory_reserved(self.device))), min(total, limit)
 
 
 class Locks:
@@ -109,6 +117,7 @@ class Locks:
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
+        self._process = os.getpid()
         self._held: dict[tuple[int, int], bool] = {}
         self._mutex = threading.RLock()  # an owner may die, and be unlocked, while another is locked
         self.locked_bytes = 0
@@ -154,6 +163,8 @@ class Locks:
 
     def _forget(self, address: int, size: int) -> None:
         """Before the memory goes: no copy of it may be under way, and the next owner of the place starts anew."""
+        if os.getpid() != self._process:
+            return  # a forked child: the lock is its parent's, and the mutex may have been held when it was forked
         with self._mutex:
             locked = self._held.pop((address, size), False)
             if not locked:

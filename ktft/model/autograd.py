@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ktft import spans
 from ktft.config import PROJECTIONS
+from ktft.lanes.routes import rows_of
 from ktft.lora import ExpertLora
 from ktft.model.record import Record
 from ktft.native import ExpertLayer
@@ -33,6 +34,7 @@ class _Moe(torch.autograd.Function):
             hidden, index, weights = (t.detach().to("cpu") for t in (hidden_states, top_k_index, top_k_weights))
         with spans.span("cpu", number) as span:
             out, saved = layer.forward(hidden, index, weights, lora, activation if needs_backward else "none")
+            rows_of(layer, index)  # refuses what only the layer's own callers may say: that a row is computed elsewhere
             note_work(span, layer, index, len(PROJECTIONS))
         ctx.layer, ctx.lora, ctx.record, ctx.saved = layer, lora, record, saved
         ctx.products = len(PROJECTIONS) + (2 if activation == "recompute" else 0)

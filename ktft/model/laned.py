@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ktft import spans
 from ktft.config import PROJECTIONS
 from ktft.lanes.crossing import Arriving
-from ktft.lanes.kept import KeptOutputs
-from ktft.lanes.lanes import Lanes, Pass, only, rows_of
-from ktft.lanes.routes import Routes
+from ktft.lanes.kept import Inputs, KeptOutputs
+from ktft.lanes.lanes import Lanes, Pass, only
+from ktft.lanes.routes import Routes, rows_of
 from ktft.lora import ExpertLora
 from ktft.model.record import Record
 from ktft.native import ExpertLayer, Gradients
@@ -83,6 +83,9 @@ class LanedExperts:
             record.count(run.index)
         return out
 
+    def __post_init__(self) -> None:
+        self.lanes.kept.add(self.kept)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LanedExperts:
         return LanedExperts(self.lanes, self.layer, self.number, self.activation)
 
@@ -92,6 +95,7 @@ class _Run:
 
     index: Tensor  # [T, k] int64, in host memory
     weights: Tensor  # [T, k] fp32, likewise
+    sums: Tensor  # [T] fp32, likewise: of each token's hidden states
     routing: Tensor  # the same on the device
     routes: Routes  # rows of the experts, on the device
     counts: Sequence[int]
@@ -110,14 +114,14 @@ class _Run:
         """Send host memory what it needs, decide, and set the CPU to work."""
         owner, lanes = self.owner, self.owner.lanes
         self.routing = weights.float().contiguous()
-        # A sum that is finite proves that everything is, in one kernel
-        routing = lanes.crossing.to_host(index.to(torch.int64), self.routing, hidden.sum(dtype=torch.float32))
+        # A token's sum that is finite proves that all of it is, in one kernel
+        routing = lanes.crossing.to_host(index.to(torch.int64), self.routing, hidden.sum(1, dtype=torch.float32))
         arriving = self._to_host(hidden) if lanes.needs_cpu(owner.layer) and not self._may_be_kept() else None
         with spans.span("wait", owner.number):
-            self.index, self.weights, total = routing.wait()
-        if not math.isfinite(total) and not torch.isfinite(hidden).all():
+            self.index, self.weights, self.sums = routing.wait()
+        if not np.isfinite(self.sums.numpy()).all() and not torch.isfinite(hidden).all():
             raise ValueError(_not_finite(owner.layer.name, hidden))
-        kept = owner.kept.take(self.index, self.weights, self.lora) if self._may_be_kept() else None
+        kept = owner.kept.take(self._inputs(), self.lora) if self._may_be_kept() else None
         if kept is not None:
             self._out, self.routes = kept
             self.counts = self.routes.counts
@@ -133,6 +137,9 @@ class _Run:
 
     def _may_be_kept(self) -> bool:
         return self.gradients and len(self.owner.kept) > 0
+
+    def _inputs(self) -> Inputs:
+        return self.index, self.weights, self.sums
 
     def _cpu_forward(self, arriving: Arriving, run: Pass) -> Tensor:
         owner, experts = self.owner, run.placement.cpu
@@ -171,13 +178,17 @@ class _Run:
                         given = self.routes, hidden.contiguous(), self.routing
                         lanes.gpu.forward(run.layer, run.on_gpu, *given, self.lora, total)
             lanes.end(run, 1)
+            # A layer's copies are done when the next one has its routing; after the last one the caller may go on to
+            # change the adapters
+            if self.lora is not None and lanes.layers and lanes.layers[-1] is run.layer:
+                lanes.gpu.settle()
         if self._cpu is not None:
             total += self._to_device(self._cpu_result())[0]
         if self.owner.seen is not None:
             self.owner.seen(run, self.counts)
         out = total.to(hidden.dtype)
         if self.keep:
-            self.owner.kept.keep(self.index, self.weights, self.routes, self.lora, out)
+            self.owner.kept.keep(self._inputs(), self.routes, self.lora, out)
         return out
 
     def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor, arrives: bool) -> Gradients:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ DEVICES = {"cuda"}
 _ROUNDING = 2.0**-7  # of bf16: two last places, for its sums run in another order
 
 _fused: Any = getattr(torch.ops.aten, "_fused_rms_norm", None)  # torch 2.9 has it
-_agree: dict[tuple[type, torch.dtype], bool] = {}
+_agree: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = weakref.WeakKeyDictionary()
 
 
 def fuse_norms(model: nn.Module) -> None:
@@ -28,8 +29,8 @@ def fuse_norms(model: nn.Module) -> None:
     What has another formula (weights around zero, a bias) stays as it is.
     """
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        named = type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.dim() == 1
+        own = dict(module.named_parameters()) | dict(module.named_buffers())
+        named = type(module).__name__.endswith("RMSNorm") and list(own) == ["weight"] and own["weight"].dim() == 1
         if _fused is not None and named and isinstance(_epsilon(module), float):
             module.forward = functools.partial(_forward, module)
 
@@ -41,10 +42,11 @@ def _epsilon(module: Any) -> Any:
 def _forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
     if hidden_states.device.type not in DEVICES:
         return _plain(module, hidden_states)
-    kind = type(module), hidden_states.dtype
-    if kind not in _agree:
-        _agree[kind] = _agrees(module, hidden_states)
-    return _normalized(module, hidden_states) if _agree[kind] else _plain(module, hidden_states)
+    known = _agree.setdefault(module, {})
+    dtype = hidden_states.dtype
+    if dtype not in known:
+        known[dtype] = _agrees(module, hidden_states)
+    return _normalized(module, hidden_states) if known[dtype] else _plain(module, hidden_states)
 
 
 def _plain(module: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -62,7 +64,8 @@ def _normalized(module: nn.Module, hidden_states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, like: Tensor) -> bool:
-    sample = torch.randn(16, like.shape[-1], dtype=torch.float32).to(like.device, like.dtype)
+    # A generator of its own: checkpointing and resuming count on torch's generators moving alike in every pass
+    sample = torch.randn(16, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     theirs, ours = _plain(module, sample), _normalized(module, sample)
     agrees = theirs.dtype == ours.dtype and torch.allclose(theirs.float(), ours.float(), _ROUNDING, 1e-6)
     if not agrees:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor
 
 _NEGLIGIBLE = 1e-25  # of a gradient times a routing weight: below it products may vanish in bf16 kernels
+_COUNTING = threading.Lock()  # of all records: one of their own could not be copied with a model
 
 
 class Record:
@@ -43,8 +46,9 @@ class Record:
     def count(self, top_k_index: Tensor) -> None:
         """Add a micro-batch's choices, `[T, k]` on the CPU."""
         found = np.bincount(top_k_index.numpy().reshape(-1), minlength=len(self.tokens))
-        self.tokens += torch.from_numpy(found)
-        self.rows += len(top_k_index)
+        with _COUNTING:
+            self.tokens += torch.from_numpy(found)
+            self.rows += len(top_k_index)
 
     def count_reached(self, top_k_index: Tensor, top_k_weights: Tensor, grad_output: Tensor) -> None:
         """Add the pairs of `[T, k]` whose output the loss depends on, by the gradient `[T, H]` of the output.

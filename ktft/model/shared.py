@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from torch import Tensor, nn
 
 
@@ -10,27 +12,30 @@ class Ahead:
 
     Some MoE blocks call their routed experts, which wait for the CPU, and after them their shared experts, of the same
     hidden states: until then the GPU would have nothing to do. The module's `forward` becomes this object, on the
-    instance alone. Blocks that call the shared experts first are found out, and left as they are.
+    instance alone. Blocks that call the shared experts first are found out, and left as they are. Each thread that runs
+    the model has its own output waiting.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._forward = module.forward
-        self._held: tuple[Tensor, int, Tensor] | None = None
-        self._asked = False  # since the routed experts last began
+        self._held: dict[int, tuple[Tensor, int, Tensor]] = {}  # by thread
+        self._asked: set[int] = set()  # threads that asked since their routed experts last began
         module.forward = self
 
     def compute(self, hidden_states: Tensor) -> None:
         """Compute the output of `[T, H]` now, unless the block did; the next call of the same memory returns it."""
-        if not self._asked:
-            self._held = (hidden_states, hidden_states._version, self._forward(hidden_states))
-        self._asked = False
+        thread = threading.get_ident()
+        if thread not in self._asked:
+            self._held[thread] = (hidden_states, hidden_states._version, self._forward(hidden_states))
+        self._asked.discard(thread)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """The module's own forward, or what `compute` has of the same hidden states, whatever their shape."""
-        held, self._held = self._held, None
+        thread = threading.get_ident()
+        held = self._held.pop(thread, None)
         if held is not None and _same(held[0], hidden_states) and held[0]._version == held[1]:
             return held[2].view(*hidden_states.shape[:-1], held[2].shape[-1])
-        self._asked = True
+        self._asked.add(thread)
         found: Tensor = self._forward(hidden_states)
         return found
 

@@ -269,9 +269,10 @@ class HybridModel(ServedModel):
         """Take the memory that streaming needs, measure rates and make kernels, with made-up tokens."""
         first = next(iter(self.layers.values()))
         experts = first.layer.num_experts
+        drawn = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}  # requests have seeds
         for count, dtype in ((1, torch.int32), (1, torch.int64), (max(tokens, self.max_tokens + 1), torch.int64)):
-            hidden = torch.randn(count, first.layer.hidden_size, device=self.device).to(self.dtype)
-            index = torch.rand(count, experts, device=self.device).argsort(1)[:, : self.top_k].to(dtype)
+            hidden = torch.randn(count, first.layer.hidden_size, **drawn).to(self.dtype)
+            index = torch.rand(count, experts, **drawn).argsort(1)[:, : self.top_k].to(dtype)
             first(hidden, index, torch.full(index.shape, 1 / self.top_k, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
