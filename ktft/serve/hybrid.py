@@ -269,7 +269,7 @@ class HybridModel(ServedModel):
         """Take the memory that streaming needs, measure rates and make kernels, with made-up tokens."""
         first = next(iter(self.layers.values()))
         experts = first.layer.num_experts
-        drawn = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}  # requests have seeds
+        drawn: Any = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
         for count, dtype in ((1, torch.int32), (1, torch.int64), (max(tokens, self.max_tokens + 1), torch.int64)):
             hidden = torch.randn(count, first.layer.hidden_size, **drawn).to(self.dtype)
             index = torch.rand(count, experts, **drawn).argsort(1)[:, : self.top_k].to(dtype)
