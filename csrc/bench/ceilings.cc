@@ -38,7 +38,7 @@ void update_lines(char* at, size_t bytes) {
 }  // namespace
 
 double measure_flops(Runtime& runtime, Ceiling ceiling, double seconds) {
-  const std::lock_guard<std::mutex> lock(runtime.mutex);
+  const ForkLock lock(runtime.mutex);
   const RateKernels& kernels = rate_kernels(runtime.isa);
   std::atomic<int64_t> flops{0};
   const auto start = Clock::now();
@@ -57,7 +57,7 @@ double measure_flops(Runtime& runtime, Ceiling ceiling, double seconds) {
 }
 
 StreamedMemory::StreamedMemory(std::shared_ptr<Runtime> runtime, size_t bytes) : runtime_(std::move(runtime)) {
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   const int nodes = runtime_->pool.nodes();
   for (int n = 0; n < nodes; n++) {
     chunks_.push_back(int((bytes / size_t(nodes) + kChunk - 1) / kChunk));
@@ -74,7 +74,7 @@ double StreamedMemory::gemm(int tokens, int reduction) {
   KTFT_CHECK(tokens > 0 && tokens <= kMaxTokens && reduction > 0 && reduction % kDimMultiple == 0, "tokens are ",
              tokens, ", the reduction is ", reduction, "; they must be 1 to ", kMaxTokens, " and a multiple of ",
              kDimMultiple);
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   const RateKernels& kernels = rate_kernels(runtime_->isa);
   const size_t x_bytes = activation_elements(pad_rows(tokens), reduction) * sizeof(bf16);
   const size_t filled = (x_bytes + kRateMemory - 1) / kRateMemory * kRateMemory;
@@ -115,7 +115,7 @@ double StreamedMemory::read() { return stream(&read_lines); }
 double StreamedMemory::update() { return stream(&update_lines) * 7 / 4; }
 
 double StreamedMemory::stream(void (*each)(char* at, size_t bytes)) {
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   size_t bytes = 0;
   for (int chunks : chunks_) bytes += size_t(chunks) * kChunk;
   const auto start = Clock::now();

@@ -44,11 +44,11 @@ std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtyp
 }
 
 void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_output, Dtype dtype, Address weights,
-                    const Lora* lora, Address grad_hidden, Address grad_weights) {
+                    int tokens, int top_k, const Lora* lora, Address grad_hidden, Address grad_weights) {
   const py::gil_scoped_release release;
-  layer.backward(
-      saved, at<const float>(weights), lora,
-      {at<const void>(hidden), at<const void>(grad_output), dtype, at<void>(grad_hidden), at<float>(grad_weights)});
+  layer.backward(saved, at<const float>(weights), lora,
+                 {at<const void>(hidden), at<const void>(grad_output), dtype, at<void>(grad_hidden),
+                  at<float>(grad_weights), tokens, top_k});
 }
 
 py::list slices(const MoeLayer& layer) {
@@ -104,7 +104,7 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("workspace_bytes", &Runtime::workspace_bytes)
       .def("take_phases",
            [](Runtime& r) {
-             const std::lock_guard<std::mutex> lock(r.mutex);
+             const ForkLock lock(r.mutex);
              return std::exchange(r.phases, {});
            })
       .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); });
@@ -177,7 +177,8 @@ void bind_moe(py::module_& m) {
           },
           py::arg("top_k_index"), py::arg("tokens"), py::arg("top_k"))
       .def("backward", &backward_layer, py::arg("saved"), py::arg("hidden"), py::arg("grad_output"), py::arg("dtype"),
-           py::arg("top_k_weights"), py::arg("lora"), py::arg("grad_hidden"), py::arg("grad_weights"));
+           py::arg("top_k_weights"), py::arg("tokens"), py::arg("top_k"), py::arg("lora"), py::arg("grad_hidden"),
+           py::arg("grad_weights"));
 }
 
 }  // namespace ktft

@@ -1,7 +1,9 @@
 #include "cuda/rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <exception>
 #include <thread>
 
 namespace ktft {
@@ -30,16 +32,21 @@ void copy_on_host(const std::vector<int>& rows, const std::vector<RowCopy>& matr
   size_t total = 0;
   for (const Piece& b : blocks) total += b.bytes;
   const size_t count = std::clamp<size_t>(total / kBlock, 1, size_t(std::max(threads, 1)));
-  const auto work = [&](size_t thread) {
-    for (size_t i = thread; i < blocks.size(); i += count) {
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < blocks.size();) {
       const Piece& b = blocks[i];
       std::memcpy(reinterpret_cast<void*>(gather ? b.chosen : b.all),
                   reinterpret_cast<const void*>(gather ? b.all : b.chosen), b.bytes);
     }
   };
   std::vector<std::thread> others;
-  for (size_t t = 1; t < count; t++) others.emplace_back(work, t);
-  work(0);
+  others.reserve(count);
+  try {
+    while (others.size() + 1 < count) others.emplace_back(work);
+  } catch (const std::exception&) {  // no thread more: those there are copy its share too
+  }
+  work();
   for (std::thread& t : others) t.join();
 }
 

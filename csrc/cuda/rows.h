@@ -22,7 +22,8 @@ struct Piece {
 // What there is to copy, neighbouring rows together where nothing lies between them.
 std::vector<Piece> pieces(const std::vector<int>& rows, const std::vector<RowCopy>& matrices);
 
-// The same on the host, on up to `threads` threads; `gather`: from all to chosen.
+// The same on the host, on up to `threads` threads, or on fewer where the system refuses them; `gather`: from all to
+// chosen.
 void copy_on_host(const std::vector<int>& rows, const std::vector<RowCopy>& matrices, bool gather, int threads);
 
 }  // namespace ktft

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 
+#include "numa/limits.h"
 #include "numa/spin.h"
 
 namespace ktft {
@@ -17,6 +18,8 @@ constexpr auto kNap = std::chrono::microseconds(50), kLongestNap = std::chrono::
 constexpr uint32_t kDone = 0;
 constexpr size_t kLine = 64, kIndexBytes = sizeof(int64_t);
 
+constexpr const char* kOtherProcess =
+    "host experts belong to the process this one was forked from: make them in the process that uses them";
 constexpr const char* kSlotInUse = "its slot was submitted to while the job before was not done";
 
 constexpr size_t in_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
@@ -67,7 +70,7 @@ void HostExperts::start() {
                " cannot read and write words of host memory: use host_functions");
     for (Slot& slot : slots_) slot.word_on_device = driver_->device_address(device_, slot.word);
   }
-  thread_ = std::thread([this] { work(); });
+  thread_ = start_thread("the thread for experts in the order of a stream", "", [this] { work(); });
   spun_for_ = runtime_->pool.spin_for(kSpin);
 }
 
@@ -108,8 +111,12 @@ HostExperts::Slot& HostExperts::slot_at(int slot) {
 }
 
 void HostExperts::check_open(const MoeLayer& layer) const {
-  KTFT_CHECK(thread_.joinable() && getpid() == owner_, layer.name(),
-             ": host experts are closed, or belong to the process this one was forked from");
+  check_owner(layer);
+  KTFT_CHECK(thread_.joinable(), layer.name(), ": host experts are closed");
+}
+
+void HostExperts::check_owner(const MoeLayer& layer) const {
+  KTFT_CHECK(getpid() == owner_, layer.name(), ": ", kOtherProcess);
 }
 
 HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes) {
@@ -205,6 +212,7 @@ void HostExperts::fail(const std::string& where, const char* what) noexcept {
 }
 
 std::string HostExperts::error() const {
+  if (getpid() != owner_) return kOtherProcess;
   if (!failed_) return "";
   const std::lock_guard<std::mutex> lock(error_mutex_);
   return error_.empty() ? "out of memory" : error_;
@@ -285,6 +293,7 @@ void HostExperts::compute(Block& block) {
 }
 
 void HostExperts::set_lora(MoeLayer& layer, const Lora* lora) {
+  check_owner(layer);
   const std::optional<Lora> packed = lora ? std::optional<Lora>(layer.keep(*lora)) : std::nullopt;
   std::unique_lock<std::mutex> lock(mutex_);
   Layer& known = layer_of(layer);
@@ -298,6 +307,7 @@ void HostExperts::set_lora(MoeLayer& layer, const Lora* lora) {
 }
 
 std::vector<int64_t> HostExperts::counts(MoeLayer& layer) {
+  check_owner(layer);
   const std::lock_guard<std::mutex> lock(mutex_);
   const Layer& known = layer_of(layer);
   std::vector<int64_t> out;
@@ -306,6 +316,7 @@ std::vector<int64_t> HostExperts::counts(MoeLayer& layer) {
 }
 
 double HostExperts::seconds(MoeLayer& layer) {
+  check_owner(layer);
   const std::lock_guard<std::mutex> lock(mutex_);
   return double(layer_of(layer).nanoseconds.load(std::memory_order_relaxed)) * 1e-9;
 }

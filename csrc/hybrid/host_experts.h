@@ -56,7 +56,8 @@ class HostExperts {
   // From the next job on, packed here; null for none. Waits until no job is queued.
   void set_lora(MoeLayer& layer, const Lora* lora);
 
-  // The first error of a job, or empty. After it no job computes anything, and all outputs are zero.
+  // The first error of a job, or empty. After it no job computes anything, and all outputs are zero. A forked child
+  // has no thread here: this says so there, and all other calls but close() throw.
   std::string error() const;
 
   // Since the layer was first seen: tokens that each expert got here, and seconds of its jobs.
@@ -98,6 +99,7 @@ class HostExperts {
   Layer& layer_of(MoeLayer& layer);
   Slot& slot_at(int slot);
   Block& block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes);
+  void check_owner(const MoeLayer& layer) const;
   void check_open(const MoeLayer& layer) const;
   void copy(CopyDirection direction, const std::vector<RowCopy>& matrices, uintptr_t stream);
   void call_host(void (*fn)(void*), Block& block, uintptr_t stream);

@@ -14,6 +14,7 @@ struct BackwardArgs {
   Dtype dtype;              // of hidden, grad_output and grad_hidden
   void* grad_hidden;        // [tokens, hidden]
   float* grad_weights;      // [tokens, top_k]
+  int tokens, top_k;
 };
 
 // The parts of it, each for some rows and, of columns, one block.

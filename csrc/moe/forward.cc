@@ -356,6 +356,8 @@ void forward(const Call& call, const TokenRows& hidden, void* out, Saved* saved,
   const PackedLora lora = pack_lora(call);
   const Activations act = place_activations(call, retain ? saved : nullptr, false);
   if (saved) saved->retained = retain;
+  for (int p = 0; saved && p < kProjections; p++)
+    if (const LoraPair* pair = call.pair(Projection(p))) saved->ranks[p] = pair->rank();
   const std::vector<bf16*> y = place_rows(call);
   if (call.by_expert) {
     forward_by_expert(call, hidden, act, y[0]);

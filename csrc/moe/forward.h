@@ -44,14 +44,16 @@ void plan(Call& call);
 
 // What `retain` keeps from forward to backward; empty with `recompute`.
 struct Saved {
-  explicit Saved(std::shared_ptr<Runtime> runtime) : runtime(std::move(runtime)) {}
+  Saved(std::shared_ptr<Runtime> runtime, uint64_t layer) : runtime(std::move(runtime)), layer(layer) {}
   ~Saved();
   Saved(const Saved&) = delete;
   Saved& operator=(const Saved&) = delete;
 
   std::shared_ptr<Runtime> runtime;  // takes the buffers back
+  uint64_t layer;                    // its number among the process's: no other can use this
   Routes routes;
   bool retained = false;
+  int ranks[kProjections] = {};  // of what was retained, 0 without LoRA
   struct PerNode {
     NodeBuffer gate, up, low_rank_down;
   };

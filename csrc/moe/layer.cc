@@ -1,5 +1,6 @@
 #include "moe/layer.h"
 
+#include <atomic>
 #include <cstring>
 
 #include "moe/lora_grad.h"
@@ -9,11 +10,17 @@ namespace ktft {
 namespace {
 
 constexpr int kMaxRank = 256;
+constexpr const char* kNames[kProjections] = {"gate_proj", "up_proj", "down_proj"};
 static_assert(split_rank(kMaxRank) <= kMaxTokens);
 
 void check_matrix(const std::string& name, const char* which, const LoraMatrix& m, int rows, int cols) {
   KTFT_CHECK(m.rows == rows && m.cols == cols, name, ": LoRA ", which, " is [", m.rows, ", ", m.cols,
              "] per expert, expected [", rows, ", ", cols, "]");
+}
+
+uint64_t next_number() {
+  static std::atomic<uint64_t> next{0};
+  return next.fetch_add(1);
 }
 
 }  // namespace
@@ -30,6 +37,7 @@ ExpertShape MoeLayer::checked(ExpertShape shape, const std::string& name) {
 MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, Swiglu swiglu, bool biases,
                    std::string name)
     : runtime_(std::move(runtime)),
+      number_(next_number()),
       name_(std::move(name)),
       swiglu_(swiglu),
       weights_(checked(shape, name_), format, biases, runtime_->node_ids) {
@@ -44,25 +52,25 @@ void MoeLayer::check_expert(int expert) const {
 
 bool MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
   check_expert(expert);
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   return weights_.load(runtime_->pool, expert, projection, source);
 }
 
 void MoeLayer::export_canonical(int expert, Projection projection, uint8_t* out) const {
   check_expert(expert);
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   weights_.export_canonical(runtime_->pool, expert, projection, out);
 }
 
 void MoeLayer::dequantize(int expert, Projection projection, float* out) const {
   check_expert(expert);
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   weights_.dequantize(runtime_->pool, expert, projection, out);
 }
 
 void MoeLayer::import_canonical(int expert, Projection projection, const uint8_t* in) {
   check_expert(expert);
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   weights_.import_canonical(runtime_->pool, expert, projection, in);
 }
 
@@ -71,7 +79,7 @@ void MoeLayer::load_bias(int expert, Projection projection, const float* values,
   const int expected = projection == Projection::kDown ? weights_.shape().hidden : weights_.shape().intermediate;
   KTFT_CHECK(weights_.biases(), name_, ": this layer was made without biases");
   KTFT_CHECK(count == expected, "its shape is [", count, "], the model's config says [", expected, "]");
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   weights_.load_bias(expert, projection, values);
 }
 
@@ -95,7 +103,7 @@ Lora MoeLayer::keep(const Lora& lora) const {
   check_lora(&lora);
   Routes all;
   for (int e = 0; e < weights_.shape().experts; e++) all.active.push_back(e);
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  const ForkLock lock(runtime_->mutex);
   Lora packed = lora;
   packed.kept = keep_lora({*runtime_, weights_, all, nullptr, &lora, swiglu_, name_.c_str()});
   for (auto& pair : packed.pairs)
@@ -115,7 +123,7 @@ void MoeLayer::check_bits(int activation_bits, Keep keep) const {
 }
 
 std::shared_ptr<Saved> MoeLayer::prepare(const int64_t* top_k_index, int tokens, int top_k) const {
-  const auto saved = std::make_shared<Saved>(runtime_);
+  const auto saved = std::make_shared<Saved>(runtime_, number_);
   saved->routes = route(top_k_index, tokens, top_k, weights_.shape().experts);
   return saved;
 }
@@ -126,7 +134,7 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   check_bits(activation_bits, keep);
   const auto saved = prepare(input.top_k_index, input.tokens, input.top_k);
   if (input.tokens > 0) {
-    const std::lock_guard<std::mutex> lock(runtime_->mutex);
+    const ForkLock lock(runtime_->mutex);
     Call call{*runtime_, weights_, saved->routes, input.top_k_weights,
               lora,      swiglu_,  name_.c_str(), activation_bits == 8};
     plan(call);
@@ -135,9 +143,23 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   return keep == Keep::kNothing ? nullptr : saved;
 }
 
+void MoeLayer::check_saved(const Saved& saved, const Lora* lora, const BackwardArgs& args) const {
+  KTFT_CHECK(saved.layer == number_, name_, ": what backward was given of forward comes from another layer");
+  KTFT_CHECK(saved.routes.tokens == args.tokens && saved.routes.top_k == args.top_k, name_, ": forward had ",
+             saved.routes.tokens, " tokens with ", saved.routes.top_k, " experts each, backward has ", args.tokens,
+             " with ", args.top_k);
+  for (int p = 0; saved.retained && p < kProjections; p++) {
+    const LoraPair* const pair = lora ? lora->pair(Projection(p)) : nullptr;
+    const int rank = pair ? pair->rank() : 0;
+    KTFT_CHECK(saved.ranks[p] == rank, name_, ": forward had LoRA of rank ", saved.ranks[p], " on ", kNames[p],
+               ", backward has rank ", rank, " (0 stands for none)");
+  }
+}
+
 void MoeLayer::backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args) {
   check_lora(lora);
-  const std::lock_guard<std::mutex> lock(runtime_->mutex);
+  check_saved(saved, lora, args);
+  const ForkLock lock(runtime_->mutex);
   Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, swiglu_, name_.c_str()};
   if (saved.routes.tokens == 0) {
     if (lora) zero_idle_gradients(call);

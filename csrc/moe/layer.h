@@ -47,13 +47,16 @@ class MoeLayer {
   // What forward returns with kRoutes, without computing anything.
   std::shared_ptr<Saved> prepare(const int64_t* top_k_index, int tokens, int top_k) const;
 
+  // Throws when `saved` is another layer's, of other sizes, or retained with adapters of other ranks.
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:
   void check_expert(int expert) const;
   void check_bits(int activation_bits, Keep keep) const;
+  void check_saved(const Saved& saved, const Lora* lora, const BackwardArgs& args) const;
 
   std::shared_ptr<Runtime> runtime_;
+  const uint64_t number_;  // among the process's layers
   std::string name_;
   Swiglu swiglu_;
   PackedExperts weights_;

@@ -32,6 +32,8 @@ Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts) {
   Routes r;
   r.tokens = tokens;
   r.top_k = top_k;
+  KTFT_CHECK(int64_t(tokens) * top_k <= INT32_MAX, tokens, " tokens with ", top_k,
+             " experts each are too many for one call: make batches smaller");
   const int routes = tokens * top_k;
   std::vector<int> next(size_t(experts) + 1, 0);
   for (int i = 0; i < routes; i++) {

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "base/check.h"
+#include "base/fork.h"
 #include "kernels/kernels.h"
 #include "moe/phases.h"
 #include "numa/buffer.h"
@@ -84,7 +84,9 @@ struct Runtime {
   std::vector<Scratch> scratch;        // one a thread
   std::vector<Scratch> expert_memory;  // one a thread: activations of the expert it works on
   Workspace workspace;
-  std::mutex mutex;    // one layer call at a time
+  // A child that a fork makes finds both free, and computes with the one thread that it has. The order matters: see
+  // ForkMutex.
+  ForkMutex mutex;     // one layer call at a time
   BufferPool buffers;  // of what forward keeps for backward
   PhaseTimes phases;
   std::atomic<int64_t> weight_bytes{0};  // packed experts' that products read, until somebody takes the sum

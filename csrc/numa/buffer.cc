@@ -7,8 +7,9 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <utility>
+
+#include "numa/limits.h"
 
 namespace ktft {
 namespace {
@@ -31,7 +32,7 @@ NodeBuffer::NodeBuffer(size_t bytes, int node) : size_(bytes) {
   const bool large = bytes >= kHugePage;
   map_size_ = (bytes + kPage - 1) / kPage * kPage + (large ? kHugePage : 0);
   void* map = mmap(nullptr, map_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (map == MAP_FAILED) throw std::bad_alloc();
+  if (map == MAP_FAILED) throw OutOfMemory(bytes);
   map_ = data_ = static_cast<char*>(map);
   if (large) {
     data_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(map_) + kHugePage - 1) & ~uintptr_t(kHugePage - 1));
@@ -55,7 +56,7 @@ NodeBuffer::~NodeBuffer() {
 }
 
 NodeBuffer BufferPool::take(size_t bytes, int node) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const ForkLock lock(mutex_);
   int best = -1, smallest = -1;
   for (int i = 0; i < int(free_.size()); i++) {
     if (free_[i].node != node) continue;
@@ -76,7 +77,7 @@ NodeBuffer BufferPool::take(size_t bytes, int node) {
 
 void BufferPool::give(NodeBuffer buffer, int node) {
   if (buffer.size() == 0) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const ForkLock lock(mutex_);
   free_.push_back({node, std::move(buffer)});
 }
 

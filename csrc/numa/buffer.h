@@ -2,15 +2,16 @@
 #pragma once
 
 #include <cstddef>
-#include <mutex>
 #include <string>
 #include <vector>
+
+#include "base/fork.h"
 
 namespace ktft {
 
 // Zeroed, 2 MB aligned when it is large (and then offered to transparent huge pages), owned. Pages are placed on
 // `node` when they are first touched, on another node only if that one is full; node < 0 leaves the choice to the
-// kernel. Throws std::bad_alloc.
+// kernel. Throws OutOfMemory.
 class NodeBuffer {
  public:
   NodeBuffer() = default;
@@ -41,7 +42,7 @@ class BufferPool {
     int node;
     NodeBuffer buffer;
   };
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::vector<Free> free_;
 };
 

@@ -6,6 +6,7 @@
 
 #include <numeric>
 
+#include "numa/limits.h"
 #include "numa/spin.h"
 
 namespace ktft {
@@ -23,19 +24,31 @@ void bind_to(const std::vector<int>& cpus) {
 }  // namespace
 
 Pool::Pool(const std::vector<std::vector<int>>& node_cpus, const std::vector<int>& threads)
-    : owner_(getpid()), first_cpus_(node_cpus[0]), counters_(node_cpus.size()) {
-  for (size_t node = 0; node < threads.size(); node++)
-    for (int i = 0; i < threads[node]; i++) {
-      const int thread = total_++;
-      if (thread == 0) continue;
-      workers_.emplace_back([this, cpus = node_cpus[node], node, thread] {
-        bind_to(cpus);
-        loop(int(node), thread);
-      });
-    }
+    : total_(std::accumulate(threads.begin(), threads.end(), 0)),
+      owner_(getpid()),
+      first_cpus_(node_cpus[0]),
+      counters_(node_cpus.size()) {
+  workers_.reserve(size_t(total_));
+  try {
+    for (size_t node = 0; node < threads.size(); node++)
+      for (int i = node == 0 ? 1 : 0; i < threads[node]; i++) {
+        const int thread = int(workers_.size()) + 1;
+        workers_.push_back(
+            start_thread("thread " + std::to_string(thread + 1) + " of " + std::to_string(total_) + " for the experts",
+                         ", or set fewer threads", [this, cpus = node_cpus[node], node, thread] {
+                           bind_to(cpus);
+                           loop(int(node), thread);
+                         }));
+      }
+  } catch (...) {
+    end();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end(); }
+
+void Pool::end() {
   stop_ = true;
   round_.fetch_add(1);
   round_.notify_all();

@@ -17,7 +17,8 @@ namespace ktft {
 class Pool {
  public:
   // One thread list a node; the first thread of the first node is whichever thread calls run(), so a pool of one
-  // thread starts none. `node_cpus[n]` are the CPUs node n's threads may float over.
+  // thread starts none. `node_cpus[n]` are the CPUs node n's threads may float over. Throws when a thread cannot be
+  // started.
   Pool(const std::vector<std::vector<int>>& node_cpus, const std::vector<int>& threads);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -47,11 +48,12 @@ class Pool {
   };
   static constexpr uint32_t kOpen = 1u << 31;
   void work(int node, int thread);
+  void end();
   // Takes part in the job, if it is still open.
   bool enter();
   void loop(int node, int thread);
 
-  int total_ = 0;
+  const int total_;
   long owner_;  // a forked child has no workers: it runs every task itself
   std::vector<int> first_cpus_;
   // Idle pools and busy cores cost nothing after this: it bridges the phases of a layer

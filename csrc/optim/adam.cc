@@ -51,7 +51,7 @@ void adam(Runtime& runtime, const std::vector<AdamTensor>& tensors) {
   if (ends.empty()) return;
   KTFT_CHECK(ends.back() <= INT32_MAX, "an optimizer step takes at most ", int64_t(INT32_MAX) * kTask, " elements");
   const VectorKernels& kernels = runtime.vec();
-  const std::lock_guard<std::mutex> lock(runtime.mutex);
+  const ForkLock lock(runtime.mutex);
   runtime.pool.run(int(ends.back()), [&](int task, int) {
     const size_t at = size_t(std::upper_bound(ends.begin(), ends.end(), int64_t(task)) - ends.begin());
     const AdamTensor& tensor = tensors[at];

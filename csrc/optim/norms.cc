@@ -50,7 +50,7 @@ void by_parts(Runtime& runtime, const std::vector<RowTensor>& tensors, const Cou
   KTFT_CHECK(parts <= INT32_MAX, "gradients of at most ", int64_t(INT32_MAX) * kTask, " elements can be looked at");
   count(parts, rows);
   if (parts == 0) return;
-  const std::lock_guard<std::mutex> lock(runtime.mutex);
+  const ForkLock lock(runtime.mutex);
   runtime.pool.run(int(parts), [&](int part, int) {
     // The last tensor that begins here or before: tensors without elements have no parts
     const auto after = std::upper_bound(starts.begin(), starts.end(), int64_t(part),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ktft.native.extension import core
+from ktft.native.tensors import described
 
 
 def check_codes(
@@ -29,8 +30,9 @@ def check_codes(
         raise ValueError(
             f"codes [{rows}, {cols}] in blocks of {list(block)} need scales {list(expected)}, got {list(scales.shape)}"
         )
-    if zeros is not None and (encoding != core.Encoding.int4 or zeros.shape != expected or zeros.dtype != torch.uint8):
-        raise ValueError(f"zero points must be uint8 {list(expected)} of int4, got {zeros.dtype} {list(zeros.shape)}")
+    fits = zeros is None or (zeros.shape == expected and zeros.dtype == torch.uint8 and zeros.device.type == "cpu")
+    if zeros is not None and (encoding != core.Encoding.int4 or not fits):
+        raise ValueError(f"zero points must be uint8 {list(expected)} of int4 on the CPU, got {described(zeros)}")
     if scales.dtype == torch.float32:
         if not scales.isfinite().all():
             raise ValueError("its scales hold NaN or Inf")

@@ -12,6 +12,7 @@ from ktft.native.cuda import Driver
 from ktft.native.extension import DTYPES, core
 from ktft.native.layer import ExpertLayer
 from ktft.native.machine import Runtime
+from ktft.native.tensors import check_memory, described
 
 
 class HostExpertsError(RuntimeError):
@@ -167,7 +168,7 @@ class HostExperts:
 
     def counts(self, layer: ExpertLayer) -> Tensor:
         """`[num_experts]` int64: how many tokens each expert got here so far. Waits for nothing."""
-        return torch.tensor(self._native.counts(layer.handle))
+        return torch.tensor(self._native.counts(layer.handle), dtype=torch.int64, device="cpu")
 
     def seconds(self, layer: ExpertLayer) -> float:
         """Seconds that the layer's jobs took so far. Waits for nothing."""
@@ -201,7 +202,8 @@ class HostExperts:
             if not fits or tensor.device != self.device:
                 wanted = " or ".join(str(dtype) for dtype in dtypes)
                 raise ValueError(
-                    f"{layer.name}: {name} must be contiguous {list(shape)} {wanted} on {self.device}, got "
-                    f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                    f"{layer.name}: {name} must be contiguous {list(shape)} {wanted} on {self.device}, "
+                    f"got {described(tensor)}"
                 )
+            check_memory(tensor, f"{layer.name}: {name}")
         self._layers.add(layer)

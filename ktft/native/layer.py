@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
+from ktft.native.adapters import native_lora
 from ktft.native.codes import check_codes
 from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
 from ktft.native.machine import Runtime
 from ktft.native.packed import PackedSlice
+from ktft.native.tensors import INTEGERS, address, check_like, check_memory, described
 from ktft.swiglu import SILU, Swiglu
 
 ELSEWHERE = -1
@@ -125,12 +127,13 @@ class ExpertLayer:
         if scales is not None:
             encoding, cols, block = check_codes(weight, scales, block, zeros)
             scales, zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (scales, zeros)]
+        given = (("its scales", scales), ("its zero points", zeros))
+        addresses = [0 if tensor is None else self._address(tensor, name) for name, tensor in given]
         return bool(
             self._layer.load(
                 expert,
                 NATIVE_PROJECTIONS[projection],
-                weight.data_ptr(),
+                self._address(weight, "a weight"),
                 encoding,
                 rows,
                 cols,
@@ -152,7 +155,7 @@ class ExpertLayer:
         Raises:
             ValueError: no such expert, or nothing was loaded.
         """
-        out = torch.empty(self.canonical_bytes(projection), dtype=torch.uint8)
+        out = torch.empty(self.canonical_bytes(projection), dtype=torch.uint8, device="cpu")
         self._layer.export_canonical(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
@@ -167,7 +170,9 @@ class ExpertLayer:
         if packed.dtype != torch.uint8 or packed.shape != (size,) or packed.device.type != "cpu":
             raise ValueError(f"expected {size} bytes of {self.format}, got {list(packed.shape)} {packed.dtype}")
         self._refuse_second(expert, projection)
-        self._layer.import_canonical(expert, NATIVE_PROJECTIONS[projection], packed.contiguous().data_ptr())
+        self._layer.import_canonical(
+            expert, NATIVE_PROJECTIONS[projection], self._address(packed.contiguous(), "packed")
+        )
 
     def _refuse_second(self, expert: int, projection: str) -> None:
         if 0 <= expert < self.num_experts and self._layer.loaded(expert, NATIVE_PROJECTIONS[projection]):
@@ -188,7 +193,7 @@ class ExpertLayer:
                 f"the bias of {self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice"
             )
         bias = bias.float().contiguous()
-        self._layer.load_bias(expert, NATIVE_PROJECTIONS[projection], bias.data_ptr(), len(bias))
+        self._layer.load_bias(expert, NATIVE_PROJECTIONS[projection], self._address(bias, "a bias"), len(bias))
 
     def missing(self) -> list[tuple[int, str]]:
         """(expert, projection) pairs whose weight or, in a layer with biases, bias was never loaded."""
@@ -203,7 +208,7 @@ class ExpertLayer:
     def dequantize(self, expert: int, projection: str) -> Tensor:
         """The packed weight as fp32 `[out_features, in_features]`."""
         shape = (self.hidden_size, self.intermediate_size)
-        out = torch.empty(shape if projection == "down_proj" else shape[::-1], dtype=torch.float32)
+        out = torch.empty(shape if projection == "down_proj" else shape[::-1], dtype=torch.float32, device="cpu")
         self._layer.dequantize(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
@@ -217,7 +222,8 @@ class ExpertLayer:
             raise ValueError(f"{self.name} has no biases")
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"{self.name}: expert {expert} does not exist, there are {self.num_experts}")
-        out = torch.empty(self.hidden_size if projection == "down_proj" else self.intermediate_size)
+        size = self.hidden_size if projection == "down_proj" else self.intermediate_size
+        out = torch.empty(size, dtype=torch.float32, device="cpu")
         self._layer.bias(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
@@ -252,22 +258,22 @@ class ExpertLayer:
             `[T, H]` in the input's dtype, and the handle `backward` takes (None with `none`).
 
         Raises:
-            ValueError: wrong shapes or dtypes, an expert number out of range, NaN or Inf in hidden states, or
-                `activation_bits` 8 where it cannot be.
+            ValueError: wrong shapes or dtypes, tensors that are not in CPU memory, an expert number out of range, NaN
+                or Inf in hidden states, or `activation_bits` 8 where it cannot be.
         """
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
-        native_lora, _keep_alive = self.native_lora(lora)
-        out = torch.empty_like(x) if out is None else _fits(out, x, "out")
+        adapters, _keep_alive = self.native_lora(lora)
+        out = torch.empty_like(x) if out is None else check_like(out, x.shape, x.dtype, "out")
         saved = self._layer.forward(
-            x.data_ptr(),
+            self._address(x, "hidden_states"),
             DTYPES[x.dtype],
-            index.data_ptr(),
-            weights.data_ptr(),
+            self._address(index, "top_k_index"),
+            self._address(weights, "top_k_weights"),
             *index.shape,
-            native_lora,
+            adapters,
             getattr(core.Keep, activation),
             activation_bits,
-            out.data_ptr(),
+            self._address(out, "out"),
         )
         return out, saved
 
@@ -275,10 +281,10 @@ class ExpertLayer:
         """The handle that `forward` returns with `recompute`, without computing anything.
 
         Raises:
-            ValueError: an expert number out of range.
+            ValueError: no integers `[T, k]` in CPU memory, or an expert number out of range.
         """
-        index = top_k_index.to(torch.int64).contiguous()
-        return self._layer.prepare(index.data_ptr(), *index.shape)
+        index = self._numbers(top_k_index)
+        return self._layer.prepare(self._address(index, "top_k_index"), *index.shape)
 
     def backward(
         self,
@@ -302,26 +308,43 @@ class ExpertLayer:
                 experts without tokens get zeros.
             lora_grads: fp32, where to write them, in the order and shapes of `Gradients.lora`; by default new tensors.
             grad_hidden: like `hidden_states`, contiguous: where to write its gradient; by default a new tensor.
+
+        Raises:
+            ValueError: as `forward`; or `saved` is None, another layer's, of another batch size, or kept what
+                adapters of another rank gave.
         """
+        if saved is None:
+            raise ValueError(f"{self.name}: forward kept nothing for backward: its activation was none")
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
+        if grad_output.shape != x.shape or not grad_output.is_floating_point():
+            raise ValueError(f"{self.name}: grad_output must be {list(x.shape)}, got {described(grad_output)}")
         grad_output = grad_output.to(x.dtype).contiguous()
         parameters = lora.parameters() if lora is not None else []
         # torch.zeros would wake threads that then spin
-        grads = lora_grads or [torch.empty(tensor.shape, dtype=torch.float32) for tensor in parameters]
-        native_lora, keep_alive = self.native_lora(lora, grads, elsewhere)
-        grad_hidden = torch.empty_like(x) if grad_hidden is None else _fits(grad_hidden, x, "grad_hidden")
-        grad_weights = torch.empty(index.shape, dtype=torch.float32)
+        grads = lora_grads or [torch.empty(tensor.shape, dtype=torch.float32, device="cpu") for tensor in parameters]
+        adapters, keep_alive = self.native_lora(lora, grads, elsewhere)
+        grad_hidden = (
+            torch.empty_like(x) if grad_hidden is None else check_like(grad_hidden, x.shape, x.dtype, "grad_hidden")
+        )
+        grad_weights = torch.empty(index.shape, dtype=torch.float32, device="cpu")
         self._layer.backward(
             saved,
-            x.data_ptr(),
-            grad_output.data_ptr(),
+            self._address(x, "hidden_states"),
+            self._address(grad_output, "grad_output"),
             DTYPES[x.dtype],
-            weights.data_ptr(),
-            native_lora,
-            grad_hidden.data_ptr(),
-            grad_weights.data_ptr(),
+            self._address(weights, "top_k_weights"),
+            *index.shape,
+            adapters,
+            self._address(grad_hidden, "grad_hidden"),
+            self._address(grad_weights, "grad_weights"),
         )
         return Gradients(grad_hidden, grad_weights, [g.to(p.dtype) for g, p in zip(grads, keep_alive, strict=True)])
+
+    def native_lora(
+        self, lora: ExpertLora | None, grads: list[Tensor] | None = None, elsewhere: Tensor | None = None
+    ) -> tuple[Any, list[Tensor]]:
+        """The core's view of adapters of this layer, and the tensors it points into; see `ktft.native.adapters`."""
+        return native_lora(self.name, self.num_experts, lora, grads, elsewhere)
 
     def _inputs(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if x.dim() != 2 or x.shape[1] != self.hidden_size or x.dtype not in DTYPES:
@@ -334,55 +357,15 @@ class ExpertLayer:
                 f"{self.name}: top_k_index {list(index.shape)} and top_k_weights {list(weights.shape)} must both be "
                 f"[{x.shape[0]}, top_k]"
             )
-        return x.contiguous(), index.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
+        if not weights.is_floating_point():
+            raise ValueError(f"{self.name}: top_k_weights must be floating point, got {weights.dtype}")
+        return x.contiguous(), self._numbers(index), weights.to(torch.float32).contiguous()
 
-    def native_lora(
-        self, lora: ExpertLora | None, grads: list[Tensor] | None = None, elsewhere: Tensor | None = None
-    ) -> tuple[Any, list[Tensor]]:
-        """The native view of the adapters, and the tensors it points into."""
-        if lora is None or not lora.pairs:
-            return None, []
-        native, tensors = core.Lora(lora.dropout, lora.seed, 0 if elsewhere is None else elsewhere.data_ptr()), []
-        buffers = iter(grads or [])
-        for name in PROJECTIONS:
-            if (pair := lora.pairs.get(name)) is None:
-                continue
-            for which, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
-                if tensor.dim() != 3 or tensor.shape[0] != self.num_experts or tensor.device.type != "cpu":
-                    raise ValueError(
-                        f"{self.name}.{name}.{which} must be a CPU tensor with {self.num_experts} experts in its first "
-                        f"dimension, got {list(tensor.shape)} on {tensor.device}"
-                    )
-                if tensor.dtype not in (torch.float32, torch.bfloat16):
-                    raise ValueError(f"{self.name}.{name}.{which} must be fp32 or bf16, got {tensor.dtype}")
-            if pair.a.shape[1] != pair.b.shape[2]:
-                raise ValueError(f"{self.name}.{name}: lora_A has rank {pair.a.shape[1]}, lora_B {pair.b.shape[2]}")
-            a, b = pair.a.detach().contiguous(), pair.b.detach().contiguous()
-            tensors += [a, b]
-            native.add(
-                NATIVE_PROJECTIONS[name],
-                a.data_ptr(),
-                DTYPES[a.dtype],
-                b.data_ptr(),
-                DTYPES[b.dtype],
-                a.shape[1],
-                a.shape[2],
-                b.shape[1],
-                pair.scaling,
-                *(next(buffers).data_ptr() if grads else 0 for _ in range(2)),
-            )
-        return native, tensors
+    def _numbers(self, index: Tensor) -> Tensor:
+        if index.dim() != 2 or index.dtype not in INTEGERS:
+            raise ValueError(f"{self.name}: top_k_index must be integers [tokens, top_k], got {described(index)}")
+        check_memory(index, f"{self.name}: top_k_index")
+        return index.to(torch.int64).contiguous()
 
-
-def _fits(buffer: Tensor, like: Tensor, name: str) -> Tensor:
-    if (
-        buffer.shape != like.shape
-        or buffer.dtype != like.dtype
-        or buffer.device.type != "cpu"
-        or not buffer.is_contiguous()
-    ):
-        raise ValueError(
-            f"{name} must be a contiguous CPU tensor {list(like.shape)} {like.dtype}, got {list(buffer.shape)} "
-            f"{buffer.dtype} on {buffer.device}"
-        )
-    return buffer
+    def _address(self, tensor: Tensor, name: str) -> int:
+        return address(tensor, f"{self.name}: {name}")

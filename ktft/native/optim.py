@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ktft.native.extension import DTYPES, core
 from ktft.native.machine import Runtime
+from ktft.native.tensors import address
 
 ADAM_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -37,7 +38,8 @@ def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     if not tensors:
         return []
-    found = torch.tensor(core.row_norms(runtime.handle, [_rows(tensor) for tensor in tensors]), dtype=torch.float32)
+    norms = core.row_norms(runtime.handle, [_rows(tensor) for tensor in tensors])
+    found = torch.tensor(norms, dtype=torch.float32, device="cpu")
     return list(found.split([len(tensor) for tensor in tensors]))
 
 
@@ -57,7 +59,7 @@ def _rows(tensor: Tensor) -> core.RowTensor:
             f"norms are of contiguous two-dimensional fp32 or bf16 CPU tensors, got {tensor.dtype} "
             f"{list(tensor.shape)} on {tensor.device}"
         )
-    return core.RowTensor(DTYPES[tensor.dtype], *tensor.shape, tensor.data_ptr())
+    return core.RowTensor(DTYPES[tensor.dtype], *tensor.shape, address(tensor, "a tensor"))
 
 
 def adamw(
@@ -114,7 +116,7 @@ def adamw(
                 size=lr / (1 - beta1**step),
             )
         keep_alive.append(grad)
-        addresses = (tensor.data_ptr() for tensor in (grad, param, exp_avg, exp_avg_sq))
+        addresses = (address(tensor, "a tensor of AdamW") for tensor in (grad, param, exp_avg, exp_avg_sq))
         tensors.append(core.AdamTensor(DTYPES[param.dtype], param.numel(), *addresses, scalars[step]))
     core.adam(runtime.handle, tensors)
     torch.autograd.graph.increment_version((*params, *exp_avgs, *exp_avg_sqs))
