@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from holding import held_by_another
 from quantize import is_expert, quantize
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ktft.checkpoint import files as checkpoint_files
-from ktft.checkpoint.cache import MANIFEST, UNFINISHED, layer_file
+from ktft.checkpoint.cache import MANIFEST, UNFINISHED, PackedCache, layer_file
 from ktft.checkpoint.files import TEMPORARY, to_json
 from ktft.checkpoint.quantization_error import REPORT
 from ktft.checkpoint.reader import INDEX_NAME
@@ -315,8 +316,39 @@ def test_commands_that_are_refused(source: Path, packed: Path, tmp_path: Path) -
     assert "was made from another source" in refused(other, packed)
     assert "holds no finished conversion" in refused(source, tmp_path / "new", "--check")
     assert not (tmp_path / "new").exists()
-    with checkpoint_files.locked(packed):
-        assert "another process is writing" in refused(source, packed)
+    with held_by_another(packed) as other:
+        assert f"{packed} is in use by process {other.pid}" in refused(source, packed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("files", {"x": {}}),
+        ("files", []),
+        ("files", {"../../etc/hostname": {"bytes": 1, "header_sha256": ""}}),
+        ("files", {"/etc/hostname": {"bytes": 1, "header_sha256": ""}}),
+        ("layers", {"first": {}}),
+        ("layers", {"1": {"num_experts": "4", "hidden_size": 64, "intermediate_size": 288, "biases": False}}),
+        ("layers", {"1": {"num_experts": 4}}),
+        ("layers", None),
+        ("expert_format", None),
+        ("expert_format", ["k4"]),
+        ("source", {"model.safetensors": 1}),
+        ("model_type", 3),
+    ],
+)
+def test_damaged_manifest_names_the_field(packed: Path, tmp_path: Path, field: str, value: Any) -> None:
+    content = json.loads((packed / MANIFEST).read_text()) | {field: value}
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{MANIFEST}: {field} is .*; convert the original"):
+        PackedCache(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"[" * 100_000, b"\xff", b"", b'"ktft"'])
+def test_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{MANIFEST} is not .*; convert the original"):
+        PackedCache(tmp_path)
 
 
 def change_shard(folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from holding import held_by_another
 from merging import contents, merge, run, write_adapter
 from quantize import quantize
 from safetensors.torch import load_file, save_file
@@ -182,8 +183,8 @@ def test_commands_that_are_refused(base: Path, adapter: Path, tiny_checkpoint: C
     (tmp_path / "out.merging" / "thesis.txt").touch()
     assert "holds thesis.txt, which no merge wrote" in refused(base, adapter, out)
     (tmp_path / "out.merging" / "thesis.txt").unlink()
-    with checkpoint_files.locked(tmp_path / "out.merging"):
-        assert "another process is writing into" in refused(base, adapter, out)
+    with held_by_another(tmp_path / "out.merging", tmp_path / "out.merging.ktft-lock") as other:
+        assert f"out.merging is in use by process {other.pid}" in refused(base, adapter, out)
     merge(base, adapter, out, "--no-check")
 
 

@@ -70,6 +70,12 @@ def test_reads_shards(tiny_checkpoint: Callable[[str], Path]) -> None:
         (b"[]", b"", "has no valid safetensors header"),
         (b"[" * 100_000, b"", "has no valid safetensors header"),
         (b'{"w": {}, "w": {}}', b"", "w appears twice"),
+        ({"w": entry(0, 0, [2**62, 4, 0])}, b"", "tensor w has the invalid shape [4611686018427387904, 4, 0]"),
+        ({"w": entry(0, 1, [3], "F4")}, b"x", "tensor w, F4 of shape [3], does not end at a whole byte"),
+        ({"\0": entry()}, b"x" * 8, r"'\x00' is no name of a tensor"),
+        (b'{"\\ud800": {}}', b"", r"'\ud800' is no name of a tensor"),
+        ({"__metadata__": [1]}, b"", "__metadata__ of its header does not map names to texts"),
+        ({"__metadata__": {"format": 1}}, b"", "__metadata__ of its header does not map names to texts"),
     ],
 )
 def test_bad_files(tmp_path: Path, header: dict[str, Any] | bytes, data: bytes, message: str) -> None:

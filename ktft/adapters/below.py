@@ -50,7 +50,7 @@ def merged_into(base: Path) -> list[dict[str, Any]]:
     try:
         adapters = json.loads(file.read_text())["adapters"]
         return [dict(adapter) for adapter in adapters]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{file} is not what ktft merge writes; restore it, or merge again") from None
 
 

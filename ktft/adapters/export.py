@@ -153,12 +153,10 @@ def export(adapter: SavedAdapter, target: str, planned: Export, out: Path, progr
         ValueError: `out` holds something; a tensor is damaged.
         OSError: the disk is full, among others. `out` holds nothing new then.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty; name a new directory")
     row = TARGETS[target]
     rank = next((each for each in row.ranks if each >= planned.rank), planned.rank)
     usage = row.usage.format(base=adapter.config.base_model_name_or_path, out=out, rank=rank)
-    with saving(out, planned.nbytes) as scratch:
+    with saving(out, planned.nbytes, new=True) as scratch:
         (scratch / CARD).write_text(
             f"---\nlibrary_name: peft\n---\n# LoRA adapter for {row.name}\n\nMade by `ktft export` from "
             f"`{adapter.directory}`, for this program alone; keep the original.\n```\n{usage}\n```\n"

@@ -32,6 +32,7 @@ from ktft.adapters.below import BELOW, Below
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.cache import read_metadata
 from ktft.checkpoint.files import CRC32, NewTensor, sync_directory, write_safetensors
+from ktft.checkpoint.lock import LOCK, locked
 from ktft.checkpoint.reader import DTYPES, CheckpointReader
 from ktft.checkpoint.schemes import PLAIN
 
@@ -43,7 +44,8 @@ RECORD = "ktft"
 MEANING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 """Fields of adapter_config.json that decide what an adapter computes, beside what its tensors' names and shapes say."""
 
-_SCRATCH = ".saving-"
+SCRATCH = ".saving-"
+"""What the name of a folder begins with in which an adapter is being saved."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Tensors = dict[str, Tensor]
@@ -95,8 +97,11 @@ def read_own_metadata(directory: Path) -> dict[str, Any]:
     with open_tensors(directory) as file:  # which checks the header
         found = read_metadata(file.files[0])
     try:
-        return {key: dict(json.loads(found[key])) for key in (CRC32, RECORD) if key in found}
-    except (TypeError, ValueError):
+        own = {key: dict(json.loads(found[key])) for key in (CRC32, RECORD) if key in found}
+        if all(isinstance(each["path"], str) for each in own.get(RECORD, {}).get(BELOW, [])):
+            return own
+        raise ValueError
+    except (TypeError, ValueError, KeyError, RecursionError):
         raise ValueError(f"{file.files[0]}: the metadata that ktft wrote is damaged; use another copy") from None
 
 
@@ -222,32 +227,38 @@ def warn_of_another_base(config: LoraConfig, model_name: str) -> None:
 
 
 @contextmanager
-def saving(target: Path, nbytes: int) -> Iterator[Path]:
+def saving(target: Path, nbytes: int, new: bool = False) -> Iterator[Path]:
     """A directory to write `nbytes` into. Its files move into `target` when the block ends without an exception.
+
+    Args:
+        new: refuse a target that holds something, apart from what a killed process left.
 
     Raises:
         OSError: the disk is full, among others. Nothing in `target` has changed then.
+        ValueError: another process writes into it, or it holds something.
     """
     untouched = f"what {target} held before is untouched"
-    target.mkdir(parents=True, exist_ok=True)
-    for left in target.glob(f"{_SCRATCH}*"):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    free = shutil.disk_usage(target).free
-    if free < nbytes:
-        raise OSError(
-            errno.ENOSPC,
-            f"the adapter needs {nbytes / 2**20:,.0f} MiB on disk, {free / 2**20:,.0f} MiB are free; make room or save "
-            f"elsewhere; {untouched}",
-            str(target),
-        )
-    with tempfile.TemporaryDirectory(dir=target, prefix=_SCRATCH) as scratch:
-        try:
-            yield Path(scratch)
-        except OSError as error:
+    with locked(target, "saving an adapter") as first:
+        for left in target.glob(f"{SCRATCH}*") if first else ():  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        if new and any(path.name != LOCK for path in target.iterdir()):
+            raise ValueError(f"{target} is not empty; name a new directory")
+        free = shutil.disk_usage(target).free
+        if free < nbytes:
             raise OSError(
-                error.errno, f"saving the adapter failed: {error.strerror or error}; {untouched}", str(target)
-            ) from error
-        move_files(Path(scratch), target)
+                errno.ENOSPC,
+                f"the adapter needs {nbytes / 2**20:,.0f} MiB on disk, {free / 2**20:,.0f} MiB are free; make room or "
+                f"save elsewhere; {untouched}",
+                str(target),
+            )
+        with tempfile.TemporaryDirectory(dir=target, prefix=SCRATCH) as scratch:
+            try:
+                yield Path(scratch)
+            except OSError as error:
+                raise OSError(
+                    error.errno, f"saving the adapter failed: {error.strerror or error}; {untouched}", str(target)
+                ) from error
+            move_files(Path(scratch), target)
 
 
 def stored_bytes(tensors: Tensors) -> int:

@@ -6,7 +6,6 @@ it stopped and another one starts over. OUT appears by renaming, complete.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,8 +24,9 @@ from ktft.adapters.merge_survival import DROWNED, WEAK, GroupOutcome, by_group
 from ktft.adapters.merge_weights import BF16, SAME
 from ktft.adapters.saved import SavedAdapter, require_untouched_base
 from ktft.checkpoint.cache import sha256
-from ktft.checkpoint.files import TEMPORARY, locked, sync_directory, to_json, write_whole
+from ktft.checkpoint.files import TEMPORARY, read_json, sync_directory, to_json, write_whole
 from ktft.checkpoint.identity import identify
+from ktft.checkpoint.lock import locked
 from ktft.checkpoint.reader import CONFIG_NAME, CheckpointReader
 from ktft.config import EXPERT_FORMATS, Settings
 from ktft.model.meta import meta_model
@@ -84,10 +84,12 @@ class Merge:
         """Make the directory beside OUT this merge's alone, and start over if it is another one's.
 
         Raises:
-            ValueError: another process is at it, or it holds what no merge wrote.
+            ValueError: another process is at it or has finished OUT, or it holds what no merge wrote.
         """
-        self.staging.mkdir(parents=True, exist_ok=True)
-        with locked(self.staging):
+        # The lock lies beside: the directory itself becomes OUT
+        with locked(self.staging, "merging", self.staging.with_name(f"{self.staging.name}.ktft-lock")):
+            if self.out.is_dir() and any(self.out.iterdir()):
+                raise ValueError(f"{self.out} exists; give a new or empty directory, or remove it")
             state = self.staging / STATE
             found = sorted(path.name for path in self.staging.iterdir())
             if found and not state.is_file() and not _ours(self.staging):
@@ -175,6 +177,6 @@ def _ours(directory: Path) -> bool:
     if not report.is_file():
         return all(path.name.endswith(TEMPORARY) for path in directory.iterdir())
     try:
-        return "limits_of_lost" in json.loads(report.read_text())
-    except ValueError:
+        return "limits_of_lost" in read_json(report)
+    except (ValueError, TypeError):
         return False

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ktft.adapters.merge_survival import Outcome
-from ktft.checkpoint.files import to_json, write_whole
+from ktft.checkpoint.files import read_json, to_json, write_whole
 
 SUFFIX = ".merged.json"
 
@@ -43,4 +42,4 @@ class Records:
 
     @staticmethod
     def _read(path: Path) -> list[Outcome]:
-        return [Outcome.from_dict(values) for values in json.loads(path.read_text())]
+        return [Outcome.from_dict(values) for values in read_json(path)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from ktft.adapters.merge_weights import BF16, changes_of, write_changed
 from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.cache import read_metadata
 from ktft.checkpoint.convert import check_space, copy_files, explained, is_whole
-from ktft.checkpoint.files import CRC32, NewTensor, safetensors_bytes, to_json, write_whole
+from ktft.checkpoint.files import CRC32, NewTensor, read_json, safetensors_bytes, to_json, write_whole
 from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME
 from ktft.model.quantizer import LoadPlan
@@ -109,7 +108,7 @@ class ShardMerge:
             if index.is_file():
                 write_whole(self.target / INDEX_NAME, index.read_bytes())
             return
-        write_whole(self.target / CONFIG_NAME, to_json(dequantized_config(json.loads(config.read_text()))))
+        write_whole(self.target / CONFIG_NAME, to_json(dequantized_config(read_json(config))))
         if index.is_file():
             weight_map = {tensor.name: shard.name for shard in self.shards for tensor in shard.tensors}
             size = sum(tensor.nbytes for shard in self.shards for tensor in shard.tensors)

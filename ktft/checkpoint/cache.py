@@ -11,21 +11,22 @@ import logging
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from textwrap import shorten
 from typing import Any
 
 import torch
 
-from ktft.checkpoint.files import CRC32, NewTensor, to_json
+from ktft.checkpoint.files import CRC32, NewTensor, read_json, to_json
 from ktft.checkpoint.identity import difference, identify
 from ktft.checkpoint.load import LayerShape
 from ktft.checkpoint.reader import CONFIG_NAME, TensorEntry, read_header
-from ktft.config import PROJECTIONS
+from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.native import ExpertLayer
 
 logger = logging.getLogger(__name__)
@@ -90,16 +91,54 @@ class Manifest:
         Raises:
             ValueError: it is not a manifest, or of another version.
         """
-        try:
-            content = json.loads(path.read_text())
-            for key, known in (("format_version", FORMAT_VERSION), ("layout_version", LAYOUT_VERSION)):
-                if content[key] != known:
-                    raise ValueError(f"{path} has {key} {content[key]!r}, this ktft knows {known}; {_AGAIN}")
-            layers = {int(number): ExpertShape(**shape) for number, shape in content.pop("layers").items()}
-            return cls(**content, layers=layers)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not what ktft convert wrote ({error!r}); {_AGAIN}") from None
+        content = read_json(path, _AGAIN)
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} is not what ktft convert wrote; {_AGAIN}")
+        for key, known in (("format_version", FORMAT_VERSION), ("layout_version", LAYOUT_VERSION)):
+            if content.get(key) != known:
+                raise ValueError(f"{path} has {key} {content.get(key)!r}, this ktft knows {known}; {_AGAIN}")
+        for key, is_valid in _FIELDS.items():
+            if not is_valid(content.get(key)):
+                raise ValueError(f"{path}: {key} is {shorten(repr(content.get(key)), 200)}; {_AGAIN}")
+        if unknown := sorted(content.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"{path} has the unknown key {unknown[0]!r}; {_AGAIN}")
+        layers = {int(number): ExpertShape(**shape) for number, shape in content["layers"].items()}
+        return cls(**content | {"layers": layers})
 
+
+def _is_map(key: Callable[[str], bool], value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, dict) and all(key(k) and value(v) for k, v in found.items())
+
+
+def _is_shape(found: Any) -> bool:
+    sizes = ("num_experts", "hidden_size", "intermediate_size")
+    return (
+        isinstance(found, dict)
+        and found.keys() == {*sizes, "biases"}
+        and all(type(found[name]) is int and found[name] > 0 for name in sizes)
+        and type(found["biases"]) is bool
+    )
+
+
+def _is_file(found: Any) -> bool:
+    return isinstance(found, dict) and type(found.get("bytes")) is int and isinstance(found.get("header_sha256"), str)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name can only lead to what lies within the directory."""
+    path = PurePosixPath(name)
+    return name.isprintable() and not path.is_absolute() and ".." not in path.parts
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "expert_format": lambda found: found in EXPERT_FORMATS,
+    "model_type": lambda found: isinstance(found, str),
+    "source": _is_map(str.isprintable, lambda found: isinstance(found, dict)),
+    "layers": _is_map(lambda number: number.isascii() and number.isdecimal(), _is_shape),
+    "files": _is_map(_is_inside, _is_file),
+    "config_sha256": lambda found: isinstance(found, str),
+}
+"""Key of a manifest -> whether it can have a value."""
 
 _AGAIN = "convert the original checkpoint again, into another directory: ktft convert SRC DST"
 
@@ -154,8 +193,8 @@ def describe_file(path: Path) -> dict[str, Any]:
 def read_metadata(path: Path) -> dict[str, str]:
     """A safetensors file's own metadata, of a file that `read_header` accepts."""
     with path.open("rb") as file:
-        metadata = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
-    return metadata if isinstance(metadata, dict) else {}
+        metadata: dict[str, str] = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
+    return metadata
 
 
 def checksums(path: Path) -> dict[str, int]:
@@ -166,7 +205,7 @@ def checksums(path: Path) -> dict[str, int]:
     """
     try:
         return {name: int(value, 16) for name, value in json.loads(read_metadata(path)[CRC32]).items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path} has no checksums in its header: ktft convert did not write it; {_REDO}") from None
 
 

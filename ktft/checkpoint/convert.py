@@ -7,7 +7,6 @@ format alone: not on threads, NUMA nodes, or how often a run was interrupted.
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ from ktft.checkpoint.cache import (
 from ktft.checkpoint.files import (
     TEMPORARY,
     NewTensor,
-    locked,
+    read_json,
     safetensors_bytes,
     sync_directory,
     to_json,
@@ -44,6 +43,7 @@ from ktft.checkpoint.files import (
 )
 from ktft.checkpoint.identity import ContentHash, difference, identify, read_chunks
 from ktft.checkpoint.load import READERS, ExpertPlan
+from ktft.checkpoint.lock import LOCK, locked
 from ktft.checkpoint.quantization_error import REPORT, ErrorMeter, ProjectionError
 from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry, read_header
 from ktft.native import ExpertLayer
@@ -167,12 +167,13 @@ class Conversion:
         target = self.target
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is not a directory; give one that is empty or does not exist")
-        target.mkdir(parents=True, exist_ok=True)
-        with locked(target):
+        with locked(target, "converting"):
             existing = next((target / name for name in (MANIFEST, UNFINISHED) if (target / name).is_file()), None)
             if existing is not None:
                 self._check_same(existing)
-            elif left := sorted(path.name for path in target.iterdir() if path.suffix != TEMPORARY):
+            elif left := sorted(
+                path.name for path in target.iterdir() if path.suffix != TEMPORARY and path.name != LOCK
+            ):
                 raise ValueError(
                     f"{target} is not empty ({', '.join(left[:3])}) and no conversion; give a directory that is empty "
                     "or does not exist"
@@ -278,7 +279,7 @@ class Conversion:
         """Layer number -> projection -> error, as far as it was measured in this conversion."""
         path = self.target / REPORT
         try:
-            content = json.loads(path.read_text())
+            content = read_json(path)
             if content["manifest_id"] != self.manifest.id:
                 return {}
             return {

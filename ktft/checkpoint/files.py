@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ class NewTensor:
 @contextmanager
 def replacing(path: Path) -> Iterator[int]:
     """A descriptor to write `path` through; `path` appears, or changes, when the block ends without an exception."""
-    temporary = path.with_name(path.name + TEMPORARY)
+    # A name of this writer's own: a second one of the same path must not write into this file, or move it away
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
         os.fsync(descriptor)
@@ -90,6 +91,18 @@ def write_whole(path: Path, content: bytes) -> None:
         return
     with replacing(path) as descriptor:
         _write_at(descriptor, memoryview(content), 0)
+
+
+def read_json(path: Path, cure: str = "restore it from a copy") -> Any:
+    """What a JSON file holds. `cure` ends the message if it holds something else.
+
+    Raises:
+        FileNotFoundError: it is missing. ValueError: it is no JSON; the message names it.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; {cure}") from None
 
 
 def to_json(value: Any) -> bytes:
@@ -175,22 +188,3 @@ def _write_at(descriptor: int, data: memoryview, at: int) -> int:
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], at + done)
     return at + done
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Keep other writers out of `directory`. The kernel's lock: it goes when the process does, and leaves no file.
-
-    Raises:
-        ValueError: another process holds it.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"another process is writing into {directory}; wait for it, or end it") from None
-        yield
-    finally:
-        os.close(descriptor)

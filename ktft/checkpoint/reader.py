@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktft.checkpoint.files import read_json
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_ELEMENTS = 2**63 - 1
 CONFIG_NAME = "config.json"
 
 BITS = {
@@ -141,11 +143,7 @@ class CheckpointReader:
         path = self.directory / CONFIG_NAME
         if not path.is_file():
             return PLAIN_SCHEME
-        try:
-            config = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not valid JSON: {error}; download it again") from None
-        if not isinstance(config, dict):
+        if not isinstance(config := read_json(path, "download it again"), dict):
             raise ValueError(f"{path} is not a configuration; download it again")
         return scheme_of(config, str(path))
 
@@ -222,7 +220,9 @@ def read_header(path: Path) -> list[TensorEntry]:
             raise ValueError(f"{path} has no valid safetensors header: {error}; download it again") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path} has no valid safetensors header; download it again")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ of its header does not map names to texts; download it again")
     entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     end, previous = 8 + length, "the header"
@@ -247,17 +247,26 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
+    if not name.isprintable():  # a lone surrogate could not even be written into a message
+        raise ValueError(f"{path}: {name!r} is no name of a tensor; download it again")
     try:
         dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path}: tensor {name} has no dtype, shape and data_offsets in the header") from None
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{path}: tensor {name} has the unknown dtype {dtype!r}; known: {', '.join(BITS)}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    # Without its zeros: torch multiplies sizes in 64 bits whatever the number of elements
+    if (
+        not isinstance(shape, list)
+        or not all(type(n) is int and n >= 0 for n in shape)
+        or math.prod(n for n in shape if n) > MAX_ELEMENTS
+    ):
         raise ValueError(f"{path}: tensor {name} has the invalid shape {shape!r}")
     if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
         raise ValueError(f"{path}: tensor {name} has the invalid data_offsets {[begin, end]!r}")
-    needed = math.prod(shape) * BITS[dtype] // 8
+    needed, odd = divmod(math.prod(shape) * BITS[dtype], 8)
+    if odd:
+        raise ValueError(f"{path}: tensor {name}, {dtype} of shape {shape}, does not end at a whole byte")
     if end - begin != needed:
         raise ValueError(
             f"{path}: tensor {name}, {dtype} of shape {shape}, needs {needed} bytes but has {end - begin} in the file"
