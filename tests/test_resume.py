@@ -324,6 +324,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 @pytest.mark.parametrize(
     ("file", "harm", "message"),
     [
@@ -332,7 +336,12 @@ def flip(path: Path) -> None:
         ("adapter_config.json", Path.unlink, "adapter_config.json is missing"),
         ("rng_state.pth", Path.unlink, "it has no rng_state.pth"),
         ("model.safetensors", lambda path: save_file({"a": torch.zeros(1)}, path), "model.safetensors was added"),
-        (MANIFEST, cut, f"{MANIFEST} is damaged"),
+        (MANIFEST, cut, f"{MANIFEST} is not valid JSON"),
+        (MANIFEST, lambda path: path.write_text("[1]"), f"{MANIFEST} is damaged: it is no mapping"),
+        (MANIFEST, lambda path: change(path, files={"a": {}}), f"{MANIFEST} is damaged: files is {{'a': {{}}}}"),
+        (MANIFEST, lambda path: change(path, run=None), f"{MANIFEST} is damaged: run is None"),
+        (MANIFEST, lambda path: change(path, parameters=[{}]), rf"{MANIFEST} is damaged: parameters is \[{{}}\]"),
+        (MANIFEST, lambda path: change(path, losses={"logged": 1}), f"{MANIFEST} is damaged: losses is"),
         (MANIFEST, lambda path: path.write_text("{}"), f"{MANIFEST} has version None, this ktft reads version 1"),
     ],
 )

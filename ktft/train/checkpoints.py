@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent, and resuming that is exact, for every Trainer on a model with ktft's experts.
 
-Six methods that transformers' Trainers share are wrapped; on all other models they do what they did. A checkpoint is
-written, callbacks' `on_save` included, into a staging folder beside, sealed with a manifest and renamed. One that is
-resumed is read against its manifest first.
+The methods of `_SEAMS`, which transformers' Trainers share, are wrapped; on all other models they do what they did.
+While a run trains or saves, its `output_dir` is locked. A checkpoint is written, callbacks' `on_save` included, into a
+staging folder beside, sealed with a manifest and renamed. One that is resumed is read against its manifest first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,22 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import CheckpointManager
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 
+from ktft.adapters.files import SCRATCH
 from ktft.adapters.peft import KtftPeftMixin
 from ktft.adapters.several import check_resumed
-from ktft.checkpoint.files import TEMPORARY, exchange, locked, sync_directory
+from ktft.checkpoint.files import TEMPORARY, exchange, sync_directory
+from ktft.checkpoint.lock import locked
 from ktft.model.experts import find_experts
 from ktft.system import readable
 from ktft.train.manifest import (
+    changed_settings,
+    checkpoints,
     damage,
     data_facts,
     newest_whole,
@@ -42,16 +46,16 @@ from ktft.train.manifest import (
     read_manifest,
     run_facts,
     seal,
+    settings_of,
 )
 from ktft.train.report import logger
 
 STAGING = f"_checkpoints{TEMPORARY}"
 """Folder in `output_dir` where a checkpoint is written. No host takes it for a checkpoint or uploads it to a hub."""
 _REPLACED = "replaced"
-_UNSAVED_ADAPTERS = ".saving-*"  # of KtftPeftMixin.save_pretrained
 _LOSSES = "_ktft_losses"
 
-_ANEW = "or begin anew from its adapter: set another output_dir and give adapter_name_or_path (ktft.load_adapter)"
+_ANEW = "or begin anew from its adapter: set another output_dir, and {} as adapter_name_or_path (ktft.load_adapter)"
 
 
 def install() -> None:
@@ -74,20 +78,41 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     return method
 
 
+# --- one run a folder -------------------------------------------------------------------------------------------------
+
+
+def hold(args: TrainingArguments) -> AbstractContextManager[Any]:
+    """Keep other runs out of `output_dir`, before anything there is read or written. Of several ranks one does it.
+
+    Raises:
+        ValueError: another run is in it. OSError: nothing can be written there.
+    """
+    return locked(Path(str(args.output_dir)), "training") if args.should_save else nullcontext()
+
+
+def _train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    with hold(trainer.args):
+        return original(*args, **kwargs)
+
+
+def _save_model(
+    original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
+    place = Path(output_dir or trainer.args.output_dir)
+    with locked(place, "saving a model") if trainer.args.should_save else nullcontext():
+        original(output_dir, _internal_call)
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what a killed run left of checkpoints it had not finished.
-
-    Raises:
-        ValueError: another process is writing a checkpoint there.
-    """
+    """Remove what a killed run left of files and checkpoints it had not finished. The folder is held."""
     if (run_dir / STAGING).is_dir():
         with _staging(run_dir):
             pass
-    for folder in run_dir.glob(_UNSAVED_ADAPTERS):
-        _remove_leftover(folder)
+    for path in (*run_dir.glob(f"{SCRATCH}*"), *run_dir.glob(f"*{TEMPORARY}")):
+        _remove_leftover(path)
 
 
 @contextmanager
@@ -95,15 +120,14 @@ def _staging(run_dir: Path) -> Iterator[Path]:
     """An empty folder that is gone afterwards, and with it what was moved there to be removed."""
     staging = run_dir / STAGING
     staging.mkdir(parents=True, exist_ok=True)
-    with locked(staging):
+    _bring_back(staging)
+    for leftover in staging.iterdir():
+        _remove_leftover(leftover)
+    try:
+        yield staging
+    finally:
         _bring_back(staging)
-        for leftover in staging.iterdir():
-            _remove_leftover(leftover)
-        try:
-            yield staging
-        finally:
-            _bring_back(staging)
-            shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _bring_back(staging: Path) -> None:
@@ -113,9 +137,12 @@ def _bring_back(staging: Path) -> None:
             os.rename(old, staging.parent / old.name)
 
 
-def _remove_leftover(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    logger().info("removed %s, left unfinished by a run that was killed", folder)
+def _remove_leftover(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    logger().info("removed %s, left unfinished by a run that was killed", path)
 
 
 def _save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, trial: Any) -> None:
@@ -126,7 +153,7 @@ def _save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, tri
             _write(original, trainer, model, trial, staging, place)
             nbytes = seal(staging / place.name, _facts(trainer))
             _publish(staging / place.name, place)
-            _rotate(run_dir, staging, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
+            _rotate(run_dir, staging, trainer.args.save_total_limit, place, trainer.state.best_model_checkpoint)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise OSError(_not_written(trainer, place, error)) from error
     logger().info("%s is whole, %s", place, readable(nbytes))
@@ -142,9 +169,8 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
         original(model, trial)
     finally:
         del trainer._get_output_dir, trainer._push_from_checkpoint
-    state, best = trainer.state, place.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}")
-    if state.best_global_step and (best == place or best.is_dir()):
-        state.best_model_checkpoint = str(best)
+    state = trainer.state
+    if _find_best(state, place.parent, place):
         state.save_to_json(str(staging / place.name / TRAINER_STATE_NAME))
     args, handler = copy.copy(trainer.args), trainer.callback_handler
     args.output_dir = str(staging)
@@ -158,10 +184,19 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
     handler.on_save = already_done
 
 
+def _find_best(state: TrainerState, run_dir: Path, place: Path | None = None) -> bool:
+    """Name the best checkpoint as it lies or, at `place`, will lie in this folder, which may have been moved."""
+    best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    if found := bool(state.best_global_step) and (best == place or best.is_dir()):
+        state.best_model_checkpoint = str(best)
+    return found
+
+
 def _facts(trainer: Any) -> dict[str, Any]:
     return {
         "step": trainer.state.global_step,
         "run": run_facts(trainer.model, trainer.args.optim),
+        "settings": settings_of(trainer),
         "data": data_facts(trainer),
         "seed": torch.initial_seed(),  # of the order of the data, too: accelerate's sampler takes it
         "parameters": parameter_facts(trainer.model, trainer.optimizer),
@@ -186,13 +221,19 @@ def _publish(written: Path, place: Path) -> None:
     sync_directory(place.parent)
 
 
-def _rotate(run_dir: Path, staging: Path, limit: int | None, best: str | None) -> None:
-    """`rotate_checkpoints` of transformers, but a checkpoint that goes loses its name first, and then its files."""
-    if limit is None or limit <= 0 or len(found := sort_checkpoints(str(run_dir), use_mtime=True)) <= limit:
+def _rotate(run_dir: Path, staging: Path, limit: int | None, *kept: str | Path | None) -> None:
+    """Remove checkpoints of the earliest steps, but those that are `kept`, until `limit` are left.
+
+    Steps decide: times of files are wrong where a clock was set or a folder copied. A checkpoint that goes loses its
+    name first, and then its files.
+    """
+    if limit is None or limit <= 0:
         return
-    kept = {found[-1], *([str(Path(best))] if best is not None else [])}
-    for path in [path for path in found if path not in kept][: len(found) - max(limit, len(kept))]:
-        os.rename(path, staging / f"{Path(path).name}.rotated")
+    found = checkpoints(run_dir)
+    names = {Path(path).name for path in (*found[:1], *kept) if path is not None}
+    removable = [path for path in reversed(found) if path.name not in names]
+    for path in removable[: max(0, len(found) - limit)]:
+        os.rename(path, staging / f"{path.name}.rotated")
 
 
 def _not_written(trainer: Any, place: Path, error: Exception) -> str:
@@ -262,11 +303,11 @@ def _require_same_run(path: Path, manifest: dict[str, Any], trainer: Any) -> Non
     problem = other_parameters(manifest["parameters"], trainer.model)
     if problem is not None:
         cure = "set lora_target (target_modules), lora_rank and the model as they were"
-        raise ValueError(f"{path} cannot be resumed: {problem}; {cure}, {_ANEW}")
+        raise ValueError(f"{path} cannot be resumed: {problem}; {cure}, {_ANEW.format(path)}")
     now = run_facts(trainer.model, trainer.args.optim)
     for key, value in manifest["run"].items():
         if now.get(key) != value:
-            cure = f"set it as it was, {_ANEW}"
+            cure = f"set it as it was, {_ANEW.format(path)}"
             raise ValueError(f"{path} cannot be resumed: {key} was {value}, it is {now.get(key)} now; {cure}")
     for key, value in data_facts(trainer).items():
         if value != (then := manifest["data"][key]):
@@ -288,11 +329,37 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, ch
         if problem is not None:
             raise ValueError(_refusal(path, problem))
         setattr(trainer, _LOSSES, manifest["losses"])
+    _tell_settings(path, manifest or {}, trainer)
+
+
+def _tell_settings(path: Path, manifest: dict[str, Any], trainer: Any) -> None:
+    """Say that a run has finished before it is resumed, and which settings are others than those it was begun with."""
+    state, changed = trainer.state, changed_settings(manifest.get("settings", {}), settings_of(trainer))
+    others = f"Settings are others than then: {'; '.join(changed)}. " if changed else ""
+    if state.global_step >= state.max_steps:
+        logger().warning(
+            "%s is of step %d, and training ends at step %d: this run had finished. No step is trained now, the same "
+            "end is saved again. %sTo train on, raise max_steps or num_train_epochs; to train otherwise, give another "
+            "output_dir",
+            path,
+            state.global_step,
+            state.max_steps,
+            others,
+        )
+    elif changed:
+        logger().warning(
+            "%s: %sWhat the checkpoint holds goes on, the learning rate, the optimizer's other settings and the order "
+            "of the data among it; to train with others from the beginning, give another output_dir",
+            path,
+            others,
+        )
 
 
 def _refusal(path: Path, problem: str) -> str:
     other = newest_whole(path.parent, besides=path)
     cure = f"give resume_from_checkpoint: {other}, which is whole" if other else "no whole checkpoint lies beside it"
+    if (path / ADAPTER_SAFE_WEIGHTS_NAME).is_file() and not (path / OPTIMIZER_NAME).is_file():
+        cure += f". save_only_model: true keeps no optimizer; leave it out of runs to be resumed, {_ANEW.format(path)}"
     return f"{path} cannot be resumed: {problem}; {cure}"
 
 
@@ -304,9 +371,10 @@ def _run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
     original(*args, **kwargs)
 
 
-def _finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _finalize_training(original: Callable[..., Any], trainer: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
     _restore_losses(trainer)
-    return original(*args, **kwargs)
+    _find_best(trainer.state, Path(trainer._get_output_dir(trial)))  # which is loaded now, and then alone stays
+    return original(trial, *args, **kwargs)
 
 
 def _restore_losses(trainer: Any) -> None:
@@ -318,6 +386,8 @@ def _restore_losses(trainer: Any) -> None:
 
 
 _SEAMS: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (Trainer, "train", _train),
+    (Trainer, "save_model", _save_model),
     (Trainer, "_save_checkpoint", _save_checkpoint),
     (Trainer, "_load_from_checkpoint", _load_from_checkpoint),
     (Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ktft.checkpoint.files import sync_tree, to_json, write_whole
+from ktft.checkpoint.files import read_json, sync_tree, to_json, write_whole
 from ktft.model.experts import find_experts
 
 MANIFEST = "ktft_checkpoint.json"
@@ -37,18 +39,53 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """A checkpoint's manifest; None if it has none, as those of plain transformers.
 
     Raises:
-        ValueError: it is no JSON, or of another version.
+        ValueError: it is no JSON, of another version, or a field cannot have the value that it has.
     """
     path = directory / MANIFEST
     if not path.is_file():
         return None
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+    manifest = read_json(path)
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} is damaged: it is no mapping")
     if manifest.get("version") != VERSION:
         raise ValueError(f"{path} has version {manifest.get('version')}, this ktft reads version {VERSION}")
+    for key, is_valid in _FIELDS.items():
+        if not is_valid(manifest.get(key)):
+            raise ValueError(f"{path} is damaged: {key} is {shorten(repr(manifest.get(key)), 200)}")
     return manifest
+
+
+def _is_map(value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, dict) and all(map(value, found.values()))
+
+
+def _is_parameter(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("name"), str)
+        and isinstance(found.get("shape"), list)
+        and isinstance(found.get("state"), dict)
+    )
+
+
+def _is_file(found: Any) -> bool:
+    return isinstance(found, dict) and type(found.get("bytes")) is int and isinstance(found.get("sha256"), str)
+
+
+def _is_number(found: Any) -> bool:
+    return type(found) in (int, float)
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda found: type(found) is int,
+    "run": _is_map(lambda value: isinstance(value, str)),
+    "data": _is_map(lambda value: value is None or type(value) is int),
+    "seed": lambda found: type(found) is int,
+    "parameters": lambda found: isinstance(found, list) and all(map(_is_parameter, found)),
+    "losses": lambda found: _is_map(_is_number)(found) and found.keys() >= {"since_logged", "logged", "last_logged"},
+    "files": _is_map(_is_file),
+}
+"""Key of a manifest -> whether it can have a value."""
 
 
 def damage(directory: Path) -> str | None:
@@ -111,7 +148,7 @@ def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
 
     Base models of one architecture are told apart by their frozen vectors (norms, biases), whatever their precision.
     """
-    vectors = hashlib.sha256()
+    config, vectors = _lora_config(model), hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not parameter.requires_grad:
             vectors.update(name.encode() + parameter.detach().float().cpu().numpy().tobytes())
@@ -119,7 +156,36 @@ def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
         "expert_format": next(iter(find_experts(model).values())).layer.format,
         "optim": optim.removesuffix("_fused"),
         "base model (SHA-256 of its norms)": vectors.hexdigest(),
+        # The tensors of an adapter do not show its strength
+        **{name: json.dumps(getattr(config, name), sort_keys=True) for name in _STRENGTH if config is not None},
     }
+
+
+_STRENGTH = ("lora_alpha", "alpha_pattern", "use_rslora")
+_SETTINGS = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("seed", "data_seed", "bf16", "fp16", "label_smoothing_factor", "neftune_noise_alpha"),
+)
+"""Fields of `TrainingArguments` that decide what a run comes to."""
+
+
+def settings_of(trainer: Any) -> dict[str, Any]:
+    """Settings that may be others in the run that resumes: name -> value."""
+    found = {name: getattr(trainer.args, name, None) for name in _SETTINGS}
+    found = {name: getattr(value, "value", value) for name, value in found.items()}
+    return found | {"lora_dropout": getattr(_lora_config(trainer.model), "lora_dropout", None)}
+
+
+def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What tells two results of `settings_of` apart, each with both values."""
+    return [f"{name} was {then[name]}, it is {now[name]}" for name in now if name in then and then[name] != now[name]]
+
+
+def _lora_config(model: nn.Module) -> Any:
+    """Of the adapter that trains; None if there is none."""
+    adapted: Any = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
+    return None if adapted is None else adapted.peft_config[adapted.active_adapters[0]]
 
 
 def data_facts(trainer: Any) -> dict[str, int | None]:
