@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from ktft.model.quantizer import KtftConfig
     from ktft.train.trainer import Trainer, get_peft_model, load_adapter
 
-# Imported on first use, so that `import ktft` needs no torch. The two adapter functions come through the trainer's
-# module, whose import has transformers' own Trainer report and check a run with ktft's experts.
+# Imported on first use, so that `import ktft` needs no torch. Whatever is used first, the trainer's module is imported
+# before it: a model that is made afterwards is adapted by any PEFT call, and checked and reported by any Trainer.
+_HOSTS = "ktft.train.trainer"
 _EXPORTS = {
     "KtftConfig": "ktft.model.quantizer",
-    "Trainer": "ktft.train.trainer",
-    "get_peft_model": "ktft.train.trainer",
-    "load_adapter": "ktft.train.trainer",
+    "Trainer": _HOSTS,
+    "get_peft_model": _HOSTS,
+    "load_adapter": _HOSTS,
 }
 
 __all__ = ["KtftConfig", "Trainer", "__version__", "get_peft_model", "load_adapter"]
@@ -28,6 +29,7 @@ def __getattr__(name: str) -> Any:
         return metadata.version("ktft")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'ktft' has no attribute {name!r}")
+    importlib.import_module(_HOSTS)
     return getattr(importlib.import_module(_EXPORTS[name]), name)
 
 

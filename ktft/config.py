@@ -38,10 +38,11 @@ LAUNCHES = {
 """Environment variables by which accelerate has a model divided -> what they ask for."""
 
 
-def launched_as() -> str | None:
-    """The variable of `LAUNCHES` that is set in this process; None where none is."""
+def launched_as() -> tuple[str, str] | None:
+    """A variable of `LAUNCHES` that is on in this process, with its value as in a shell; None where none is."""
     off = ("", "0", "n", "no", "f", "false", "off")
-    return next((name for name in LAUNCHES if os.environ.get(name, "").lower() not in off), None)
+    on = (name for name in LAUNCHES if os.environ.get(name, "").lower() not in off)
+    return next(((name, f"{name}={os.environ[name]}") for name in on), None)
 
 
 def cuda_library() -> str:
@@ -114,11 +115,21 @@ def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get(SERVE_ENV) or None
 
 
-def server_api_keys() -> list[str]:
-    """Keys of which requests need one, from vLLM's own `VLLM_API_KEY`, which no list of processes shows. None needed
-    where it is empty.
+def server_key() -> str | None:
+    """The key that a server's users have to give, from vLLM's own `VLLM_API_KEY`, which no list of processes shows;
+    None where they need none.
     """
-    return [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
+    return os.environ.get("VLLM_API_KEY") or None
+
+
+ADMIN_KEY_ENV = "KTFT_ADMIN_KEY"
+
+
+def server_admin_key() -> str | None:
+    """The key that `KTFT_ADMIN_KEY` asks for before anything changes for all of a server's users; None asks for
+    theirs.
+    """
+    return os.environ.get(ADMIN_KEY_ENV) or None
 
 
 def emulate_gpu() -> bool:

@@ -1,14 +1,13 @@
-"""PEFT models whose LoRA reaches the routed experts."""
+"""PEFT models whose LoRA reaches the routed experts, however they are made."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig, PeftModel
 from peft import get_peft_model as peft_get_peft_model
@@ -17,11 +16,13 @@ from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktft.adapters import injection
 from ktft.adapters.below import BELOW, holds, stands_on
 from ktft.adapters.card import NEW_CARD, update_card
 from ktft.adapters.files import (
     CARD,
     HUB_KEYS,
+    MEANING,
     RECORD,
     adapter_tensors,
     check_loadable,
@@ -34,11 +35,12 @@ from ktft.adapters.files import (
     without_experts,
     write_adapter,
 )
-from ktft.adapters.lora import UNMERGED, KtftExpertsLora, check_options
-from ktft.adapters.reach import reach_of, resolve
-from ktft.adapters.several import SeveralAdapters, check_name, trainability_kept
+from ktft.adapters.injection import as_saved
+from ktft.adapters.lora import UNMERGED, KtftExpertsLora
+from ktft.adapters.reach import check_method
+from ktft.adapters.several import SeveralAdapters, trainability_kept
 from ktft.adapters.whole_modules import take_precision
-from ktft.model.experts import KtftExperts
+from ktft.model.experts import find_experts
 from ktft.versions import require_tested
 
 logger = logging.getLogger("ktft")
@@ -57,9 +59,7 @@ def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str
             not have; a model without ktft's experts.
     """
     _require_experts(model)
-    resolve(model, config)
-    with _reaching_experts(model, config, adapter_name):
-        return _adapt(peft_get_peft_model(model, config, adapter_name=adapter_name))
+    return cast(PeftModel, peft_get_peft_model(model, config, adapter_name=adapter_name))
 
 
 def load_adapter(
@@ -67,7 +67,7 @@ def load_adapter(
     path: str | os.PathLike[str],
     adapter_name: str = "default",
     is_trainable: bool = False,
-    **hub: Any,
+    **options: Any,
 ) -> PeftModel:
     """Put a saved adapter on a model with ktft's experts, changed in place; every tensor must fit and be used.
 
@@ -76,21 +76,20 @@ def load_adapter(
         path: an adapter directory, or a repository of the Hugging Face Hub.
         adapter_name: name it by which PEFT will know it.
         is_trainable: train it further; otherwise its parameters are frozen and the model is put in eval mode.
-        hub: `subfolder`, `revision`, `cache_dir`, `token`.
+        options: `subfolder`, `revision`, `cache_dir`, `token`, and those of PEFT's `load_adapter`.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape, NaN or Inf; or as for `get_peft_model`.
     """
-    directory = local_directory(path, **hub)
+    directory = local_directory(path, **{key: options.pop(key) for key in HUB_KEYS if key in options})
     adapted: Any = model
     if not isinstance(model, KtftPeftMixin):
         _require_experts(model)
         config = read_config(directory)
         config.inference_mode = not is_trainable
-        with _reaching_experts(model, config, adapter_name):
-            adapted = _adapt(peft_get_peft_model(adapted, config, adapter_name=adapter_name))
+        adapted = peft_get_peft_model(adapted, as_saved(config), adapter_name=adapter_name)
     try:
-        adapted.load_adapter(str(directory), adapter_name, is_trainable=is_trainable)
+        adapted.load_adapter(str(directory), adapter_name, is_trainable=is_trainable, **options)
     except ValueError:
         if adapted is not model:
             adapted.unload()  # for another try
@@ -106,11 +105,7 @@ class KtftPeftMixin(SeveralAdapters):
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add another adapter, on the routed experts too."""
-        resolve(self.base_model.model, peft_config)
-        self._add_adapter(adapter_name, peft_config, *args, **kwargs)
-
-    def _add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-        with _reaching_experts(self.base_model.model, peft_config, adapter_name), trainability_kept(self):
+        with trainability_kept(self):
             super().add_adapter(adapter_name, peft_config, *args, **kwargs)
             # PEFT casts a first adapter to fp32, but another one only after loading it, which would round it to bf16
             cast_adapter_dtype(self, adapter_name)
@@ -121,7 +116,7 @@ class KtftPeftMixin(SeveralAdapters):
         directory = local_directory(model_id, **hub)
         config, new = read_config(directory), adapter_name not in self.peft_config
         if new:
-            self._add_adapter(adapter_name, config)
+            self.add_adapter(adapter_name, as_saved(config))
         try:
             expected = adapter_tensors(self, expert_layers(self), adapter_name, self.state_dict())
             check_loadable(directory, expected, self.config.model_type)
@@ -211,39 +206,68 @@ def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
 
 def _require_experts(model: Any) -> None:
     require_tested("peft")
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise ValueError("the model has adapters already; add one with its add_adapter or with ktft.load_adapter")
-    if not any(isinstance(module, KtftExperts) for module in model.modules()):
+    if not find_experts(model):
         raise ValueError(
             "the model has no experts held by ktft; load it with from_pretrained(..., quantization_config=KtftConfig())"
         )
+    _require_no_adapters(model)
 
 
-def _adapt(model: Any) -> PeftModel:
-    cls = type(model)
-    model.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
-    model.base_adapters = {}
-    return model
+def _require_no_adapters(model: nn.Module) -> None:
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError("the model has adapters already; add one with its add_adapter or with ktft.load_adapter")
 
 
-@contextmanager
-def _reaching_experts(model: Any, config: Any, adapter_name: str) -> Iterator[None]:
-    """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
-    check_name(model, adapter_name)
-    reach = reach_of(model, config)
-    ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
-    if ranks:
-        check_options(vars(config))  # before PEFT has changed any module
+def _check_given(config: Any, directory: Path) -> None:
+    """A configuration given beside a saved adapter must mean what the adapter's own does."""
+    own = read_config(directory)
+    for field in (*MEANING, "target_modules", "modules_to_save"):
+        if getattr(config, field, None) != getattr(own, field):
+            raise ValueError(
+                f"config has {field}={getattr(config, field, None)!r}, {directory} was saved with "
+                f"{getattr(own, field)!r}; leave config out"
+            )
 
-    def create(target: KtftExperts, name: str, **kwargs: Any) -> KtftExpertsLora:
-        return KtftExpertsLora(target, name, ranks[target], **kwargs)
 
-    for module, own in ranks.items():
-        if isinstance(module, KtftExpertsLora):
-            module.ranks[adapter_name] = own
-    config._register_custom_module({KtftExperts: create})
-    config.target_modules = reach.modules
-    try:
-        yield
-    finally:
-        config.target_modules, config._custom_modules = reach.standard, None
+def _install() -> None:
+    """Have every `PeftModel` of a model with ktft's experts be a `KtftPeftMixin`, once."""
+    if hasattr(PeftModel.__init__, "_ktft"):
+        return
+    make: Any = PeftModel.__init__
+    load: Any = vars(PeftModel)["from_pretrained"].__func__
+
+    @functools.wraps(make)
+    def __init__(self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        has_experts = bool(find_experts(model))
+        if has_experts:
+            check_method(peft_config)  # before PEFT has changed any module
+            _require_no_adapters(model)
+        make(self, model, peft_config, *args, **kwargs)
+        if has_experts:
+            cls = type(self)
+            self.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
+            self.base_adapters = {}
+
+    @functools.wraps(load)
+    def from_pretrained(
+        cls: Any,
+        model: nn.Module,
+        model_id: str | os.PathLike[str],
+        adapter_name: str = "default",
+        is_trainable: bool = False,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> PeftModel:
+        if not find_experts(model):
+            return cast(PeftModel, load(cls, model, model_id, adapter_name, is_trainable, config, **kwargs))
+        if config is not None:
+            _check_given(config, local_directory(model_id, **{key: kwargs[key] for key in HUB_KEYS if key in kwargs}))
+        return load_adapter(cast(PreTrainedModel, model), model_id, adapter_name, is_trainable, **kwargs)
+
+    __init__._ktft = True  # type: ignore[attr-defined]
+    PeftModel.__init__ = __init__  # type: ignore[method-assign]
+    PeftModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign, assignment]
+
+
+injection.install()
+_install()

@@ -27,7 +27,7 @@ def linear_names(model: Any) -> set[str]:
     the family's `without_lora` names.
     """
     unused = set(experts_family(model).without_lora)
-    output = model.get_output_embeddings()
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = set(PROJECTIONS)
     for name, module in _adaptable(model).items():
         path = name.split(".")
@@ -118,13 +118,26 @@ def planned_reach(model: Any, config: LoraConfig) -> Reach:
     return reach_of(model, config)
 
 
+def check_method(config: Any) -> None:
+    """Refuse what is not LoRA on modules.
+
+    Raises:
+        ValueError: another of PEFT's methods, or LoRA on parameters.
+    """
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(
+            f"ktft trains LoRA, not PEFT's {getattr(config.peft_type, 'value', config.peft_type)}; give a LoraConfig"
+        )
+    if config.target_parameters:
+        raise ValueError(
+            f"ktft trains LoRA on target_modules, not with target_parameters={config.target_parameters}, because its "
+            "experts are no torch parameters; name experts or their projections in target_modules"
+        )
+
+
 def reach_of(model: Any, config: Any) -> Reach:
     """What an adapter with this configuration has LoRA on. Raises ValueError if experts cannot have it."""
-    if config.peft_type != PeftType.LORA or config.target_parameters:
-        raise ValueError(
-            f"ktft trains LoRA on target_modules, not {config.peft_type} with "
-            f"target_parameters={config.target_parameters}; experts are no torch parameters"
-        )
+    check_method(config)
     if config.layers_to_transform is not None and not config.layers_pattern:
         config.layers_pattern = ["layers"]  # else PEFT takes the expert's number for the layer's
     modules: set[str] = set()

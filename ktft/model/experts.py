@@ -128,6 +128,13 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
             found.append((layer_number(name), name, (experts, *sizes)))
     if not found:
         config: Any = model.config
+        foreign = next((type(m).__name__ for n, m in model.named_modules() if n.endswith(".experts")), None)
+        if foreign is not None:
+            raise ValueError(
+                f"{type(model).__name__} has {foreign} in place of {family.experts_classes[0]}: another package replaced "
+                "transformers' class before the model was made; have it leave the experts alone, Liger for instance by "
+                "apply_liger_kernel_to_...(swiglu=False)"
+            )
         raise ValueError(
             f"{type(model).__name__} (model_type {config.model_type!r}) has no {family.experts_classes[0]} to replace; "
             "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"

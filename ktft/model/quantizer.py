@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.fsdp import is_fsdp_enabled
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.logging import tqdm
@@ -31,10 +34,10 @@ from ktft.lanes.placement import usable_placement
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
-from ktft.model.memory import require_memory
 from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
 from ktft.model.shared import shared_ahead
+from ktft.model.shortage import PACKED, WEIGHTS, require_memory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,8 @@ logger = logging.getLogger(__name__)
 @register_quantization_config("ktft")
 class KtftConfig(QuantizationConfigMixin):
     """Pass as `quantization_config` to `from_pretrained`. The arguments are those of `ktft.config.Settings`, and
-    `reserve_bytes`: memory that must be left once the model is loaded, for training say; more is not loaded.
+    `reserve_bytes`: memory that must be left once the model is loaded, for training say, in all or by what it is for;
+    more is not loaded.
 
     Raises:
         ValueError: an unknown argument (naming the nearest valid one), or a value that is not accepted.
@@ -59,7 +63,7 @@ class KtftConfig(QuantizationConfigMixin):
         isa: str | None = Settings.isa,
         placement: str = Settings.placement,
         gpu_expert_memory: int | str = Settings.gpu_expert_memory,
-        reserve_bytes: int = 0,
+        reserve_bytes: int | Mapping[str, int] = 0,
         quant_method: str = "ktft",
         **unknown: Any,
     ) -> None:
@@ -84,12 +88,39 @@ class KtftConfig(QuantizationConfigMixin):
         return Settings(**{name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
-    def from_settings(cls, settings: Settings, reserve_bytes: int = 0) -> KtftConfig:
+    def from_settings(cls, settings: Settings, reserve_bytes: int | Mapping[str, int] = 0) -> KtftConfig:
         """The configuration that carries these settings."""
         return cls(**{name: getattr(settings, name) for name in SETTINGS}, reserve_bytes=reserve_bytes)
 
 
-def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int = 0) -> None:
+def check_flash_attention(asked: str) -> None:
+    """Refuse FlashAttention where the installed transformers cannot run it on a model without attention sinks.
+
+    transformers 5.6.0 casts the sinks without a look at whether there are any. What is asked is the function itself,
+    since other releases are accepted too.
+
+    Raises:
+        ValueError: `asked`, the words for what asks for it, cannot work.
+    """
+    rows = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    module = SimpleNamespace(is_causal=True, config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    try:
+        flash_attention_forward(module, rows, rows, rows, None)  # type: ignore[arg-type]
+    except AttributeError as error:
+        if "'NoneType' object has no attribute 'to'" not in str(error):
+            return
+    except Exception:  # it needs a GPU and a package, which this is not about
+        return
+    else:
+        return
+    raise ValueError(
+        f"{asked} cannot work with transformers {transformers.__version__}: its flash attention fails in every layer "
+        "without attention sinks ('NoneType' object has no attribute 'to'); use torch's attention, in LLaMA-Factory "
+        'flash_attn: sdpa, in from_pretrained attn_implementation="sdpa"'
+    )
+
+
+def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int | Mapping[str, int] = 0) -> None:
     """Make `from_pretrained(config=config)` load the routed experts with ktft.
 
     How the checkpoint itself is quantized is read off its own config.json, so `config` need not keep that.
@@ -158,6 +189,9 @@ class KtftHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        implementation = model.config._attn_implementation or ""
+        if implementation.startswith("flash_attention") and not any("sinks" in n for n, _ in model.named_parameters()):
+            check_flash_attention(f"attn_implementation {implementation!r}")
         self._plan = LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
         check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
         if self._plan.backbone.conversions():
@@ -175,18 +209,21 @@ class KtftHfQuantizer(HfQuantizer):
         return model
 
 
-def check_memory(model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int, device_map: Any) -> None:
+def check_memory(
+    model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int | Mapping[str, int], device_map: Any
+) -> None:
     """Refuse a model that would not fit, before its weights are read.
 
     Raises:
         ValueError: how much it needs and how much there is.
     """
     places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
-    needed = sum(layer.packed_bytes for layer in plan.layers.values())
+    reserve = {"reserve_bytes": reserve_bytes} if isinstance(reserve_bytes, int) else reserve_bytes
+    causes = {PACKED: sum(layer.packed_bytes for layer in plan.layers.values())} | dict(reserve)
     if all(str(place) == "cpu" for place in places):
-        needed += sum(tensor.nbytes for tensor in model.state_dict().values())
+        causes[WEIGHTS] = sum(tensor.nbytes for tensor in model.state_dict().values())
     what = f"the model in expert_format {plan.expert_format}"
-    require_memory(f"{what} and training" if reserve_bytes else what, needed + reserve_bytes)
+    require_memory(f"{what} and training" if reserve_bytes else what, causes)
 
 
 class LoadPlan:

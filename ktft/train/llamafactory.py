@@ -11,7 +11,11 @@ import argparse
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -23,16 +27,20 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from ktft import native
+from ktft import errors, native
 from ktft.adapters.lora import UNMERGED
+from ktft.adapters.peft import expert_layers
 from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
+from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, world_size
 from ktft.model.experts import find_experts
-from ktft.model.quantizer import configure
-from ktft.train.recipe import Recipe, recipe_of_arguments, training_reserve
+from ktft.model.quantizer import check_flash_attention, configure
+from ktft.train.checkpoints import hold
+from ktft.train.muon import take_stacked
+from ktft.train.recipe import Recipe, check_names, recipe_of_arguments, training_reserve
 from ktft.train.report import logger
-from ktft.train.trainer import check_arguments, check_launch, get_peft_model, load_adapter
+from ktft.train.trainer import check_arguments, check_launch
 from ktft.versions import require_tested
 
 _ADAPTED = "_ktft_adapted"
@@ -63,11 +71,12 @@ def settings_of(model_args: Any) -> Settings | None:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An argument of LLaMA-Factory with values that ktft cannot honour."""
+    """An argument of LLaMA-Factory with values that ktft cannot honour, unless the argument `beside` is set too."""
 
     argument: str
     refused: Callable[[Any], bool]
     cure: str
+    beside: str = ""
 
 
 REFUSALS = (
@@ -83,7 +92,18 @@ REFUSALS = (
     Refusal("train_from_scratch", bool, "start from a checkpoint; ktft's experts stay frozen"),
     Refusal("use_hyper_parallel", bool, "remove it"),
     Refusal("use_adam_mini", bool, "remove it: it would give all experts of a layer one learning rate"),
-    Refusal("infer_backend", lambda v: v != "huggingface", "set infer_backend: huggingface"),
+    Refusal(
+        "use_asft_loss",
+        bool,
+        "name the reference model, ref_model: the value of model_name_or_path for instance: with LoRA LLaMA-Factory "
+        "makes none by itself, and its ASFT crashes without one",
+        beside="ref_model",
+    ),
+    Refusal(
+        "infer_backend",
+        lambda v: v != "huggingface",
+        "set infer_backend: huggingface, or serve the result with vLLM: ktft serve MODEL --adapter ADAPTER",
+    ),
     Refusal("export_dir", bool, UNMERGED),
 )
 
@@ -96,7 +116,9 @@ def _adapt_parser(module: Any) -> None:
     def parse_args(parser: Any, args: Any = None, allow_extra_keys: bool = False) -> tuple[Any, ...]:
         if module.ModelArguments not in parser.dataclass_types:
             return original(parser, args, allow_extra_keys)
-        args = module.read_args(args)
+        args = module.read_args(args if args is not None else _json_arguments(module))
+        if any("use_kt" in str(key) for key in args) and _is_command():
+            errors.install()
         use_kt, kt_config, top_level, rest = _split(args, known)
         if not use_kt:
             if kt_config is not None:
@@ -106,6 +128,7 @@ def _adapt_parser(module: Any) -> None:
         parsed = original(parser, rest, allow_extra_keys)
         for arguments in parsed:
             _check_values(arguments)
+            check_names(arguments)
         model_args = next(arguments for arguments in parsed if isinstance(arguments, module.ModelArguments))
         top_level |= {key: getattr(model_args, key) for key in TOP_LEVEL_KEYS if key in known}
         settings, notes = parse_kt_config(_mapping(kt_config), top_level)
@@ -113,6 +136,9 @@ def _adapt_parser(module: Any) -> None:
             logger().info(note)
         setattr(model_args, _SETTINGS, settings)
         setattr(model_args, _RECIPE, recipe_of_arguments(parsed, settings))
+        training = next((each for each in parsed if isinstance(each, TrainingArguments)), None)
+        if training is not None and training.do_train:  # before LLaMA-Factory looks for checkpoints to resume from
+            _RUNNING.enter_context(hold(training))
         # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would ask for KTransformers'
         # packages, and refuse what those cannot do.
         model_args.use_kt = False
@@ -132,7 +158,37 @@ def _split(args: Any, known: set[str]) -> tuple[bool, Any, dict[str, Any], Any]:
         return found.use_kt, found.kt_config, {}, [*rest, "--use_kt", str(found.use_kt)]
     ours_too = [key for key in args if key.startswith("kt_") and key not in known and key != "kt_config"]
     others = {key: value for key, value in args.items() if key != "kt_config" and key not in ours_too}
-    return bool(args.get("use_kt")), args.get("kt_config"), {key: args[key] for key in ours_too}, others
+    return _truth(args.get("use_kt")), args.get("kt_config"), {key: args[key] for key in ours_too}, others
+
+
+def _json_arguments(module: Any) -> Any:
+    """What a JSON file and further arguments on the command line say; None where no such file is named.
+
+    LLaMA-Factory 0.9.5 means to read one, but hands its path to `json.load`, which ends in an AttributeError.
+    """
+    if len(sys.argv) < 2 or not sys.argv[1].endswith(".json"):
+        return None
+    try:
+        values = json.loads(Path(sys.argv[1]).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{sys.argv[1]} is not a JSON file: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{sys.argv[1]} holds no keys; give a JSON object of LLaMA-Factory's arguments")
+    conf = module.OmegaConf
+    return conf.to_container(conf.merge(conf.create(values), conf.from_cli(sys.argv[2:])))
+
+
+def _is_command() -> bool:
+    """Whether this process is LLaMA-Factory's own command, and not a program that calls it."""
+    program = Path(sys.argv[0])
+    return program.name in ("llamafactory-cli", "lmf") or program.parent.name == "llamafactory"
+
+
+def _truth(use_kt: Any) -> bool:
+    try:
+        return use_kt is not None and string_to_bool(str(use_kt))
+    except argparse.ArgumentTypeError:
+        raise ValueError(f"use_kt is {use_kt!r}; give true or false") from None
 
 
 def _mapping(kt_config: Any) -> Mapping[str, Any]:
@@ -151,7 +207,11 @@ def _check_environment(module: Any, args: Any) -> None:
     if module.is_env_enabled("USE_MCA"):
         raise ValueError("use_kt: true does not work under USE_MCA; unset it")
     given = args if isinstance(args, dict) else {}
-    check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")), processes=world_size())
+    try:
+        check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")), processes=world_size())
+    except ValueError as error:
+        _tell_torchrun(error)
+        raise
     for name in ("llamafactory.model.loader", "llamafactory.model.adapter"):
         if not hasattr(importlib.import_module(name), _ADAPTED):
             raise RuntimeError(
@@ -159,11 +219,20 @@ def _check_environment(module: Any, args: Any) -> None:
             )
 
 
+def _tell_torchrun(error: Exception) -> None:
+    """Where torchrun looks for the words with which it ends; without them these would be 50 lines further up."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": str(error)}))
+
+
 def _check_values(arguments: Any) -> None:
     for refusal in REFUSALS:
         value = getattr(arguments, refusal.argument, None)
-        if hasattr(arguments, refusal.argument) and refusal.refused(value):
+        refused = hasattr(arguments, refusal.argument) and refusal.refused(value)
+        if refused and not (refusal.beside and getattr(arguments, refusal.beside, None)):
             raise ValueError(f"{refusal.argument} is {value!r}, which use_kt: true does not support; {refusal.cure}")
+    if getattr(arguments, "flash_attn", None) == "fa2":
+        check_flash_attention("flash_attn: fa2")
     if isinstance(arguments, TrainingArguments):
         check_arguments(arguments)
 
@@ -188,8 +257,9 @@ def _carry_settings(model_arguments: Any) -> None:
 
 def _adapt_loader(module: Any) -> None:
     original_config, original_adapter = module.patch_config, module.init_adapter
+    original_liger = module.apply_liger_kernel
     patcher: Any = importlib.import_module("llamafactory.model.patcher")
-    original_attention = patcher.configure_attn_implementation
+    original_attention, original_resize = patcher.configure_attn_implementation, patcher.resize_embedding_layer
 
     @functools.wraps(original_attention)
     def configure_attn_implementation(config: Any, model_args: Any) -> None:
@@ -214,6 +284,23 @@ def _adapt_loader(module: Any) -> None:
                 misc = importlib.import_module("llamafactory.extras.misc")
                 init_kwargs["device_map"] = {"": misc.get_current_device()}
 
+    @functools.wraps(original_liger)
+    def apply_liger_kernel(config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
+        with _experts_kept(config) if settings_of(model_args) is not None else nullcontext():
+            original_liger(config, model_args, *args, **kwargs)
+
+    @functools.wraps(original_resize)
+    def resize_embedding_layer(model: Any, *args: Any, **kwargs: Any) -> None:
+        """LLaMA-Factory refuses quantized models, of which this one has only its experts quantized."""
+        method = model.quantization_method if find_experts(model) else None
+        if method is not None:
+            model.quantization_method = None
+        try:
+            original_resize(model, *args, **kwargs)
+        finally:
+            if method is not None:
+                model.quantization_method = method
+
     @functools.wraps(original_adapter)
     def init_adapter(config: Any, model: Any, model_args: Any, finetuning_args: Any, is_trainable: bool) -> Any:
         if settings_of(model_args) is None:
@@ -227,6 +314,8 @@ def _adapt_loader(module: Any) -> None:
         adapted = original_adapter(config, model, own_args, finetuning_args, is_trainable)
         if is_trainable:
             _check_precision(adapted, getattr(model_args, _RECIPE, None))
+            if finetuning_args.use_muon:
+                _adapt_muon()
         if below:
             stand_on(adapted, below, **{key: getattr(model_args, name) for key, name in _HUB_ARGUMENTS.items()})
             logger().info(
@@ -237,20 +326,59 @@ def _adapt_loader(module: Any) -> None:
         return adapted
 
     module.patch_config, module.init_adapter = patch_config, init_adapter
+    module.apply_liger_kernel = apply_liger_kernel
     patcher.configure_attn_implementation = configure_attn_implementation
+    patcher.resize_embedding_layer = resize_embedding_layer
+
+
+@contextmanager
+def _experts_kept(config: Any) -> Iterator[None]:
+    """Afterwards, transformers' classes for routed experts are what they were; Liger puts its own in their place."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    modeling = importlib.import_module(name)
+    known = {each for family in FAMILIES.values() for each in family.experts_classes}
+    before = {each: cls for each, cls in vars(modeling).items() if each in known or each.endswith("Experts")}
+    yield
+    for each, cls in before.items():
+        setattr(modeling, each, cls)
+
+
+def _adapt_muon() -> None:
+    """Have Muon update the LoRA of routed experts, three-dimensional and so given to AdamW. Once."""
+    trainers: Any = importlib.import_module("llamafactory.train.trainer_utils")
+    original = trainers._create_muon_optimizer
+    if hasattr(original, _ADAPTED):
+        return
+
+    @functools.wraps(original)
+    def create_muon_optimizer(model: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(model, *args, **kwargs)
+        layers = expert_layers(model).values()
+        stacked = [t for layer in layers for name in layer.lora_A for _, _, t in layer.tensors(name) if t.requires_grad]
+        if stacked:
+            take_stacked(optimizer, stacked)
+            count = sum(parameter.numel() for parameter in stacked)
+            logger().info(
+                "Muon also updates %s parameters of LoRA on routed experts, each matrix by itself", f"{count:,}"
+            )
+        return optimizer
+
+    setattr(create_muon_optimizer, _ADAPTED, True)
+    trainers._create_muon_optimizer = create_muon_optimizer
 
 
 def _check_precision(model: Any, recipe: Recipe | None) -> None:
     """LLaMA-Factory trains modules of additional_target in fp32, which only autocast fits into a model of bf16."""
     whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
     if whole and recipe and not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and model.dtype != torch.float32:
+        also = "" if recipe.use_cpu or torch.cuda.is_available() else " and use_cpu: true"
         raise ValueError(
             f"additional_target trains modules in fp32 within a model of {str(model.dtype).removeprefix('torch.')}; "
-            "set bf16: true"
+            f"set bf16: true{also}"
         )
 
 
-def _reserve(config: Any, model_args: Any, settings: Settings) -> int:
+def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str, int]:
     """Memory that training will take beside the model; 0 for models that are not trained."""
     recipe = getattr(model_args, _RECIPE, None)
     if recipe is None:
@@ -261,8 +389,7 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int:
 
 
 def _adapt_adapter(module: Any) -> None:
-    find, get, peft_model = module.find_all_linear_modules, module.get_peft_model, module.PeftModel
-    patch = module.patch_target_modules
+    find, patch = module.find_all_linear_modules, module.patch_target_modules
 
     @functools.wraps(find)
     def find_all_linear_modules(model: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -278,25 +405,27 @@ def _adapt_adapter(module: Any) -> None:
             return names
         return [*names, *(target for target in targets if target in PROJECTIONS)]
 
-    @functools.wraps(get)
-    def get_peft_model_(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return (get_peft_model if find_experts(model) else get)(model, *args, **kwargs)
+    module.find_all_linear_modules, module.patch_target_modules = find_all_linear_modules, patch_target_modules
 
-    class PeftModel(peft_model):  # type: ignore[misc, valid-type]  # the module's own, known at run time
-        @classmethod
-        def from_pretrained(cls, model: Any, model_id: str, **kwargs: Any) -> Any:
-            if not find_experts(model):
-                return peft_model.from_pretrained(model, model_id, **kwargs)
-            kwargs.pop("offload_folder", None)
-            return load_adapter(model, model_id, **kwargs)
 
-    module.find_all_linear_modules, module.get_peft_model = find_all_linear_modules, get_peft_model_
-    module.patch_target_modules = patch_target_modules
-    module.PeftModel = PeftModel
+_RUNNING = ExitStack()
+"""What a run holds from parsing its arguments to its end. Where a caller only parses, the process holds it."""
+
+
+def _adapt_tuner(module: Any) -> None:
+    original = module._training_function
+
+    @functools.wraps(original)
+    def _training_function(config: dict[str, Any]) -> None:
+        with _RUNNING:
+            original(config)
+
+    module._training_function = _training_function
 
 
 _ADAPTERS = {
     "llamafactory.hparams.parser": _adapt_parser,
     "llamafactory.model.loader": _adapt_loader,
     "llamafactory.model.adapter": _adapt_adapter,
+    "llamafactory.train.tuner": _adapt_tuner,
 }

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
@@ -28,8 +27,15 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int 
     """Refuse ways of training that this release cannot do.
 
     Raises:
-        ValueError: FSDP, DeepSpeed, several processes or several GPUs; the message has the cure.
+        ValueError: FSDP, DeepSpeed, several processes or several GPUs, asked for here or by the environment; the
+            message has the cure.
     """
+    if (launch := config.launched_as()) is not None:
+        variable, setting = launch
+        raise ValueError(
+            f"ktft does not support {config.LAUNCHES[variable]} in this release, which the environment asks for by "
+            f"{setting}; unset {variable}, and start the program without accelerate launch"
+        )
     one_gpu = "set CUDA_VISIBLE_DEVICES to one GPU, and start one process"
     unsupported = (
         (fsdp, "FSDP", "remove fsdp from the configuration"),
@@ -48,8 +54,8 @@ def check_arguments(args: TrainingArguments) -> None:
     if (path := config.trace_file()) is not None:
         require_writable(path)
     check_launch(
-        fsdp=bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
-        deepspeed=args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),
+        fsdp=bool(args.fsdp),
+        deepspeed=args.deepspeed is not None,
         processes=args.world_size,
         gpus=args.n_gpu,
     )
@@ -75,7 +81,8 @@ class KtftCallback(TrainerCallback):
             optimizer = kwargs["optimizer"]
             check_trained(model, report, optimizer)
             checkpoints.clear_leftovers(Path(str(args.output_dir)))
-            logger().info("before step 1\n%s\n%s", format_report(report), describe(optimizer))
+            number = state.global_step + 1  # of a resumed run it is not the first
+            logger().info("before step %d\n%s\n%s", number, format_report(report), describe(optimizer))
 
 
 def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optimizer | None) -> None:
@@ -129,5 +136,5 @@ for callback in (KtftCallback, run.RunCallback):
     if callback not in DEFAULT_CALLBACKS:
         DEFAULT_CALLBACKS.append(callback)  # type: ignore[arg-type]  # the list is typed by its only member
 adapt_trainer()
-checkpoints.install()
 run.install()
+checkpoints.install()  # last, so that a folder is held until all is written

@@ -1,0 +1,103 @@
+"""PEFT puts LoRA on ktft's experts whoever calls it: `get_peft_model`, TRL's `peft_config`, `inject_adapter_in_model`.
+
+All of PEFT's ways end in `BaseTuner.inject_adapter`. PEFT lets one `LoraConfig` name a class for modules that PEFT does
+not know, but has no place to say so for all configurations, and its `all-linear` and name matching see modules only,
+while experts are stacked. So that one method is wrapped; models without ktft's experts pass through it unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+from transformers.integrations.peft import PeftAdapterMixin
+
+from ktft.adapters.lora import KtftExpertsLora, check_options
+from ktft.adapters.reach import check_method, reach_of, resolve
+from ktft.adapters.several import check_name
+from ktft.model.experts import KtftExperts, find_experts
+from ktft.versions import require_tested
+
+INSTEAD = {
+    "add_adapter": "model = peft.get_peft_model(model, config)",
+    "load_adapter": "model = peft.PeftModel.from_pretrained(model, path), or ktft.load_adapter(model, path)",
+}
+"""Methods of transformers' models -> what does the same for ktft's experts.
+
+transformers 5.6's own ask for a peft that LLaMA-Factory cannot have, or take per-expert names for fused tensors.
+"""
+
+_AS_SAVED = "_ktft_as_saved"
+
+
+def as_saved(config: Any) -> Any:
+    """Mark a configuration as that of a saved adapter: its targets are matched as they are, by PEFT's rule."""
+    setattr(config, _AS_SAVED, True)
+    return config
+
+
+def install() -> None:
+    """Wrap PEFT's injection, and refuse transformers' own adapter methods, on models with ktft's experts. Once."""
+    if hasattr(BaseTuner.inject_adapter, "_ktft"):
+        return
+    original = BaseTuner.inject_adapter
+
+    @functools.wraps(original)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if not find_experts(model):
+            return original(self, model, adapter_name, *args, **kwargs)
+        config = self.peft_config[adapter_name]
+        require_tested("peft")
+        check_method(config)
+        if not isinstance(self, LoraModel):
+            raise ValueError(f"ktft's experts take adapters from PEFT's LoraModel, not {type(self).__name__}")
+        if kwargs.get("state_dict") is not None:
+            raise ValueError("ktft's experts take no LoRA from a state_dict's names; give target_modules")
+        if not vars(config).pop(_AS_SAVED, False):
+            resolve(model, config)
+        with _reaching_experts(model, config, adapter_name):
+            return original(self, model, adapter_name, *args, **kwargs)
+
+    inject_adapter._ktft = True  # type: ignore[attr-defined]
+    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
+    for method in INSTEAD:
+        setattr(PeftAdapterMixin, method, _refusing(getattr(PeftAdapterMixin, method)))
+
+
+@contextmanager
+def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Iterator[None]:
+    """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
+    check_name(model, adapter_name)
+    reach = reach_of(model, config)
+    ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
+    if ranks:
+        check_options(vars(config))  # before PEFT has changed any module
+
+    def create(target: KtftExperts, name: str, **kwargs: Any) -> KtftExpertsLora:
+        return KtftExpertsLora(target, name, ranks[target], **kwargs)
+
+    for module, own in ranks.items():
+        if isinstance(module, KtftExpertsLora):
+            module.ranks[adapter_name] = own
+    config._register_custom_module({KtftExperts: create})
+    config.target_modules = reach.modules
+    try:
+        yield
+    finally:
+        config.target_modules, config._custom_modules = reach.standard, None
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if find_experts(self):
+            name = original.__name__
+            raise ValueError(f"transformers' {name} cannot give ktft's experts LoRA; write {INSTEAD[name]}")
+        return original(self, *args, **kwargs)
+
+    return method

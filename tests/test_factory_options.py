@@ -1,0 +1,281 @@
+"""Options of LLaMA-Factory that only some users set: they do what they say, or the first message has the cure."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file
+from test_llamafactory import load
+from torch import Tensor, nn
+
+import ktft
+from ktft.model import quantizer
+from ktft.train.muon import orthogonalize, take_stacked
+
+TrainYaml = Callable[..., dict[str, Any]]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+RunExp = Callable[[dict[str, Any]], None]
+Checkpoint = Callable[[str], Path]
+TRAIN = ["llamafactory-cli", "train"]
+
+
+def adapter_of(output: Path) -> dict[str, Tensor]:
+    return load_file(output / "adapter_model.safetensors")
+
+
+# --- resize_vocab -----------------------------------------------------------------------------------------------------
+
+
+def test_new_tokens_train_are_saved_and_loaded_again(
+    train_yaml: TrainYaml, run_cli: RunCli, run_exp: RunExp, tmp_path: Path
+) -> None:
+    """The tiny vocabulary has 320 rows of which 259 are tokens, so that 70 more need new rows."""
+    words = {"add_tokens": ",".join(f"<new{i}>" for i in range(70)), "resize_vocab": True, "bf16": True}
+    config = train_yaml("qwen3moe", lora_target="q_proj,down_proj", learning_rate=1e-2, **words)
+    config["kt_config"] = {"expert_format": "int8", "threads": 1}
+    run_cli(TRAIN, config)
+    saved = adapter_of(tmp_path / "out")
+    rows = {name: tensor for name, tensor in saved.items() if "embed_tokens" in name or "lm_head" in name}
+    assert [tuple(tensor.shape) for tensor in rows.values()] == [(384, 64), (384, 64)]
+    assert any(tensor.any() for name, tensor in saved.items() if ".mlp.experts." in name and "lora_B" in name)
+
+    again = {"adapter_name_or_path": str(tmp_path / "out"), "learning_rate": 0.0, "max_steps": 1}
+    run_exp(config | again | {"output_dir": str(tmp_path / "again")})
+    for name, tensor in adapter_of(tmp_path / "again").items():
+        assert torch.equal(tensor, saved[name]), name
+
+    model = load(Path(config["model_name_or_path"]))
+    with pytest.raises(ValueError, match=r"\(384, 64\) in the adapter and \(320, 64\) in the model"):
+        ktft.load_adapter(model, tmp_path / "out")
+    model.resize_token_embeddings(384)
+    ktft.load_adapter(model, tmp_path / "out")
+    assert torch.equal(model.get_input_embeddings().weight.float(), rows[next(n for n in rows if "embed" in n)].float())
+
+
+# --- Muon -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 48), (5, 48, 4), (3, 16, 16)])
+def test_muon_on_stacked_matrices_is_muon_on_each(shape: tuple[int, int, int]) -> None:
+    """Beside LLaMA-Factory's own Muon on every matrix as a parameter of its own, after each of three steps."""
+    from llamafactory.third_party.muon import Muon
+
+    generator = torch.Generator().manual_seed(3)
+    stacked = nn.Parameter(torch.randn(shape, generator=generator))
+    vector = nn.Parameter(torch.randn(7, generator=generator))
+    each, same = [nn.Parameter(matrix.clone()) for matrix in stacked.detach()], nn.Parameter(vector.detach().clone())
+    start, options = stacked.detach().clone(), {"lr": 0.02, "wd": 0.1}
+    ours = Muon(muon_params=[], adamw_params=[stacked, vector], **options)
+    take_stacked(ours, [stacked])
+    theirs = Muon(muon_params=each, adamw_params=[same], **options)
+    for step in range(3):
+        stacked.grad = torch.randn(shape, generator=generator)
+        stacked.grad[1] = 0  # an expert without tokens
+        vector.grad = torch.randn(7, generator=generator)
+        for parameter, gradient in zip(each, stacked.grad.clone(), strict=True):
+            parameter.grad = gradient
+        same.grad = vector.grad.clone()
+        kept = stacked.grad.clone()
+        ours.step()
+        theirs.step()
+        assert torch.equal(stacked.grad, kept)
+        moved, expected = stacked.detach() - start, torch.stack([p.detach() for p in each]) - start
+        for expert in range(shape[0]):
+            assert (moved[expert] - expected[expert]).norm() <= 0.02 * expected[expert].norm(), (step, expert)
+        assert torch.equal(vector, same)
+    assert not orthogonalize(torch.zeros(2, 3, 4), 5).any()
+
+
+def test_muons_state_is_resumed_and_another_is_refused() -> None:
+    from llamafactory.third_party.muon import Muon
+
+    def make(stacked: bool) -> tuple[nn.Parameter, Any]:
+        parameter = nn.Parameter(torch.arange(24.0).view(2, 3, 4))
+        optimizer = Muon(muon_params=[], adamw_params=[parameter], lr=0.1)
+        if stacked:
+            take_stacked(optimizer, [parameter])
+        parameter.grad = torch.ones(2, 3, 4)
+        optimizer.step()
+        return parameter, optimizer
+
+    (one, first), (two, second) = make(True), make(True)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for parameter, optimizer in ((one, first), (two, second)):
+        parameter.grad = torch.full((2, 3, 4), 2.0)
+        optimizer.step()
+    assert torch.equal(one, two)
+    with pytest.raises(ValueError, match="moved the LoRA of routed experts by AdamW"):
+        second.load_state_dict(make(False)[1].state_dict())
+
+
+def test_use_muon_updates_experts_by_muon(train_yaml: TrainYaml, run_exp: RunExp, tmp_path: Path) -> None:
+    """A step of Muon is nearly orthogonal times a known rate, one of AdamW has equal entries."""
+    run_exp(train_yaml("qwen3moe", use_muon=True, max_steps=1, learning_rate=1e-2, weight_decay=0.0))
+    moved = [t for name, t in adapter_of(tmp_path / "out").items() if ".mlp.experts." in name and "lora_B" in name]
+    touched = [b for b in moved if b.any()]
+    assert len(touched) > 10
+    for b in touched:
+        values = torch.linalg.svdvals(b) / (1e-2 * 0.2 * max(b.shape) ** 0.5)
+        assert values[0] < 1.3
+    spread = torch.cat([b.abs().flatten() / b.abs().max() for b in touched])
+    assert (spread < 0.5).float().mean() > 0.3  # AdamW's first step moves every entry by the learning rate
+
+
+# --- what is refused, and how -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_kt": "yes please"}, "use_kt is 'yes please'; give true or false"),
+        ({"use_asft_loss": True}, "use_asft_loss is True.*name the reference model, ref_model"),
+        ({"infer_backend": "vllm"}, "infer_backend is .*ktft serve MODEL --adapter"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+)
+def test_refused_with_the_cure(train_yaml: TrainYaml, options: dict[str, Any], message: str) -> None:
+    from llamafactory.hparams import get_train_args
+
+    with pytest.raises(ValueError, match=message):
+        get_train_args(train_yaml("qwen3moe", **options))
+
+
+def test_asft_trains_with_a_reference_model(
+    train_yaml: TrainYaml, run_exp: RunExp, tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    run_exp(train_yaml("qwen3moe", use_asft_loss=True, ref_model=str(tiny_checkpoint("qwen3moe")), max_steps=1))
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "what"),
+    [
+        ("ACCELERATE_USE_FSDP", "FSDP"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "parallelism of accelerate"),
+    ],
+)
+def test_a_launcher_in_the_environment_is_named(
+    train_yaml: TrainYaml, monkeypatch: pytest.MonkeyPatch, variable: str, what: str
+) -> None:
+    from llamafactory.hparams import get_train_args
+
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=rf"{what} in this release.*{variable}=true; unset {variable}"):
+        get_train_args(train_yaml("qwen3moe"))
+    monkeypatch.setenv(variable, "false")
+    with contextlib.suppress(ImportError):  # of what other variables ask for
+        get_train_args(train_yaml("qwen3moe"))
+
+
+def test_additional_target_names_all_that_a_cpu_needs(train_yaml: TrainYaml, run_exp: RunExp) -> None:
+    config = train_yaml("qwen3moe", additional_target="gate")
+    del config["use_cpu"]
+    with pytest.raises(ValueError, match=r"set bf16: true and use_cpu: true$"):
+        run_exp(config)
+
+
+def test_a_json_file_is_read_as_a_yaml_file_is(
+    train_yaml: TrainYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.hparams import get_train_args
+
+    file = tmp_path / "train.json"
+    monkeypatch.setattr(sys, "argv", ["x", str(file), "max_steps=7"])
+    file.write_text(json.dumps(train_yaml("qwen3moe")))
+    assert get_train_args()[2].max_steps == 7
+    for text, message in (("{'a': 1}", "is not a JSON file"), ("[1]", "holds no keys")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"train\.json {message}"):
+            get_train_args()
+
+
+def test_torchrun_ends_with_the_refusal(train_yaml: TrainYaml, run_cli: RunCli) -> None:
+    two = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = run_cli(TRAIN, train_yaml("qwen3moe"), check=False, env=two)
+    assert done.returncode
+    summary = done.stdout.rpartition("Root Cause (first observed failure)")[2]
+    assert "ktft does not support training in 2 processes in this release; set CUDA_VISIBLE_DEVICES" in summary
+
+
+# --- FlashAttention and Liger -----------------------------------------------------------------------------------------
+
+
+def test_fa2_is_refused_where_transformers_cannot_run_it(
+    train_yaml: TrainYaml, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.hparams import get_train_args
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    if Version(transformers.__version__) != Version("5.6.0"):
+        pytest.skip("another transformers may run it")
+    words = r"cannot work with transformers 5\.6\.0.*flash_attn: sdpa"
+    with pytest.raises(ValueError, match=f"flash_attn: fa2 {words}"):
+        get_train_args(train_yaml("qwen3moe", flash_attn="fa2"))
+    get_train_args(train_yaml("qwen3moe", flash_attn="sdpa"))
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel._flash_attn_can_dispatch", lambda *a, **k: True)
+    with pytest.raises(ValueError, match=f"attn_implementation 'flash_attention_2' {words}"):
+        load(tiny_checkpoint("qwen3moe"), attn_implementation="flash_attention_2")
+
+    def mended(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
+        return flash_attention_forward(*args, s_aux=torch.zeros(1) if s_aux is None else s_aux, **kwargs)
+
+    monkeypatch.setattr(quantizer, "flash_attention_forward", mended)
+    get_train_args(train_yaml("qwen3moe", flash_attn="fa2"))  # what decides is the function, not its version
+
+
+def test_ligers_experts_are_left_out_and_the_rest_stays(
+    train_yaml: TrainYaml, run_exp: RunExp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in that swaps classes of transformers' module, as liger-kernel 0.8.5 does for Qwen3-MoE."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    seen: list[str] = []
+    for name in ("Qwen3MoeExperts", "Qwen3MoeRMSNorm", "apply_rotary_pos_emb"):
+        monkeypatch.setattr(modeling, name, getattr(modeling, name))  # put back after the test
+
+    class LigerRMSNorm(modeling.Qwen3MoeRMSNorm):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            seen.append("norm")
+            return super().forward(hidden_states)
+
+    class LigerExperts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            raise AssertionError("these weights would be on no CPU kernel")
+
+    def apply() -> None:
+        modeling.Qwen3MoeRMSNorm, modeling.Qwen3MoeExperts = LigerRMSNorm, LigerExperts
+
+    package, inner = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
+    inner.apply_liger_kernel_to_qwen3_moe = apply  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
+    monkeypatch.setattr("llamafactory.hparams.parser.check_version", lambda *args, **kwargs: None)
+    run_exp(train_yaml("qwen3moe", enable_liger_kernel=True, max_steps=1))
+    assert seen
+    assert any(".mlp.experts." in name for name in adapter_of(tmp_path / "out"))
+
+
+def test_experts_that_another_package_replaced_are_named(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    other = type("LigerExperts", (modeling.Qwen3MoeExperts,), {})
+    monkeypatch.setattr(modeling, "Qwen3MoeExperts", other)
+    with pytest.raises(ValueError, match="LigerExperts in place of Qwen3MoeExperts.*swiglu=False"):
+        load(tiny_checkpoint("qwen3moe"))
