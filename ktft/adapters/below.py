@@ -48,7 +48,7 @@ def merged_into(base: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     try:
-        adapters = json.loads(file.read_text())["adapters"]
+        adapters = json.loads(file.read_bytes())["adapters"]
         return [dict(adapter) for adapter in adapters]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{file} is not what ktft merge writes; restore it, or merge again") from None

@@ -49,12 +49,12 @@ In PEFT: `PeftModel.from_pretrained(model, "THIS_DIRECTORY")`. For vLLM, SGLang 
 
 def update_card(file: Path, model: Any) -> None:
     """Put what ktft knows of the adapters of a PEFT model into its model card, or replace what is there."""
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     head, _, rest = text.partition(_BEGIN)
     tail = rest.partition(_END)[2] if rest else ""
     if not rest and (at := text.find("### Framework versions")) >= 0:
         head, tail = text[:at], "\n" + text[at:]
-    file.write_text(f"{head.rstrip()}\n\n{_BEGIN}\n{_section(model)}\n{_END}\n{tail}")
+    file.write_text(f"{head.rstrip()}\n\n{_BEGIN}\n{_section(model)}\n{_END}\n{tail}", encoding="utf-8")
 
 
 def _section(model: Any) -> str:

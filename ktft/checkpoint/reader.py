@@ -276,7 +276,7 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(path.read_bytes())["weight_map"]
         # Names of files beside the index, nothing else: a path could lead anywhere
         if all(
             isinstance(shard, str) and shard == Path(shard).name and shard.isprintable()

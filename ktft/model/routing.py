@@ -40,7 +40,7 @@ class Routing:
             OSError: the file cannot be read. ValueError: it is something else.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_bytes())
             if content["layout"] != LAYOUT:
                 raise ValueError(f"its layout is {content['layout']}, this ktft reads {LAYOUT}")
             found = {int(number): [_count(each) for each in tokens] for number, tokens in content["layers"].items()}

@@ -133,7 +133,7 @@ def read_prompts(file: Path | None) -> list[str]:
     """
     if file is None:
         return list(PROMPTS)
-    lines = [line for line in file.read_text().splitlines() if line.strip()]
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [json.loads(line) if line.startswith('"') else line for line in lines]
     if not prompts:
         raise ValueError(f"{file} has no prompts: one a line, a line that begins with a quotation mark is JSON")

@@ -53,6 +53,6 @@ class StatusFile:
 def read_progress(path: Path) -> Progress | None:
     """What the file says; None while there is none."""
     try:
-        return Progress(**json.loads(path.read_text()))
+        return Progress(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None

@@ -169,7 +169,7 @@ def _json_arguments(module: Any) -> Any:
     if len(sys.argv) < 2 or not sys.argv[1].endswith(".json"):
         return None
     try:
-        values = json.loads(Path(sys.argv[1]).read_text())
+        values = json.loads(Path(sys.argv[1]).read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{sys.argv[1]} is not a JSON file: {error}") from None
     if not isinstance(values, dict):
@@ -194,7 +194,7 @@ def _truth(use_kt: Any) -> bool:
 def _mapping(kt_config: Any) -> Mapping[str, Any]:
     """`kt_config` as given: nothing, a mapping, or the path of a JSON or YAML file with one."""
     if isinstance(kt_config, str) and Path(kt_config).is_file():
-        kt_config = yaml.safe_load(Path(kt_config).read_text())
+        kt_config = yaml.safe_load(Path(kt_config).read_bytes())
     if not isinstance(kt_config, Mapping | None):
         raise ValueError(f"kt_config is {kt_config!r}; give a mapping, or the path of a file that holds one")
     return kt_config or {}

@@ -34,7 +34,7 @@ def describe(path: Path) -> tuple[int, int]:
     """Layers and vocabulary size of a checkpoint. Raises ValueError if it is none."""
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is not a directory with a config.json")
-    config = json.loads((path / "config.json").read_text())
+    config = json.loads((path / "config.json").read_bytes())
     config = config.get("text_config", config)
     return config["num_hidden_layers"], config["vocab_size"]
 
