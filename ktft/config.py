@@ -1,4 +1,4 @@
-"""The only defaults, environment reads and validation. Standard library only: the LLaMA-Factory hook imports it."""
+"""The only defaults, environment reads and validation. Standard library only: `ktft --help` reads it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ ACTIVATIONS = ("retain", "recompute")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")
 LANE_BYTES = 3 << 29
 """Of GPU memory: staging and decoded weights of streamed experts, whatever the model."""
-
-
-def disabled() -> bool:
-    """Whether `KTFT_DISABLE` switches the LLaMA-Factory hook off in this process."""
-    return os.environ.get("KTFT_DISABLE", "0") not in ("", "0")
 
 
 def world_size() -> int:
@@ -115,21 +110,14 @@ def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get(SERVE_ENV) or None
 
 
-def server_key() -> str | None:
-    """The key that a server's users have to give, from vLLM's own `VLLM_API_KEY`, which no list of processes shows;
-    None where they need none.
-    """
-    return os.environ.get("VLLM_API_KEY") or None
-
-
 ADMIN_KEY_ENV = "KTFT_ADMIN_KEY"
 
 
-def server_admin_key() -> str | None:
-    """The key that `KTFT_ADMIN_KEY` asks for before anything changes for all of a server's users; None asks for
-    theirs.
+def server_keys() -> tuple[str | None, str | None]:
+    """The key that a server's users must give, from vLLM's own `VLLM_API_KEY`, and the one that a change for all of
+    them needs, from `KTFT_ADMIN_KEY`, which no list of processes shows; None where there is none.
     """
-    return os.environ.get(ADMIN_KEY_ENV) or None
+    return os.environ.get("VLLM_API_KEY") or None, os.environ.get(ADMIN_KEY_ENV) or None
 
 
 def emulate_gpu() -> bool:

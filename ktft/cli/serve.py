@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ktft.cli.progress import Phases
+from ktft.config import ADMIN_KEY_ENV
 
 if TYPE_CHECKING:
     from ktft.serve.checks import Findings, Options
@@ -40,6 +41,14 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="Key that requests must give. [none is needed]")
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(envvar=ADMIN_KEY_ENV, help="Key that changes of the adapter must give. [that of requests]"),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name of this server that requests may give; again for more. [those of --host]"),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt and its answer. [the model's, if they fit]")
@@ -96,7 +105,15 @@ def serve(
             swap_timeout=swap_timeout,
         )
         options = Options(
-            host, port, max_model_len, max_num_seqs, _size(kv_cache_memory), api_key or None, tuple(extra or ())
+            host,
+            port,
+            max_model_len,
+            max_num_seqs,
+            _size(kv_cache_memory),
+            api_key or None,
+            admin_key or None,
+            tuple(allowed_host or ()),
+            tuple(extra or ()),
         )
         run(settings, options, console, supervise=supervise, verbose=verbose)
     except (OSError, ValueError) as error:

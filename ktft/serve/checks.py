@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +11,8 @@ from typing import Any
 
 from ktft import config, versions
 from ktft.model.routing import Routing
+from ktft.serve.arguments import allowed_origins, check_extra
+from ktft.serve.door import is_loopback
 from ktft.serve.families import SERVED
 from ktft.serve.settings import ServeSettings
 
@@ -22,71 +22,6 @@ _MOST_KV = 8 * GIB  # ... but no more than this unless asked for
 _LEAST_KV = GIB // 4
 _SERVER_MEMORY = 3 << 29  # of Python with torch and vLLM, two processes of it, beside the one that loads the model
 _BLOCK = 128  # tokens of a block of KV cache on the CPU
-
-_MODEL, _PARALLEL = "ktft serve MODEL", "ktft computes all experts in one process; leave it out"
-_OWN = "ktft serve sets it; its own option is {}"
-REFUSED = {
-    "model": _OWN.format(_MODEL),
-    "model-tag": _OWN.format(_MODEL),
-    **{
-        name: _OWN.format(f"--{name}")
-        for name in ("host", "port", "served-model-name", "max-model-len", "max-num-seqs", "api-key", "max-lora-rank")
-    },
-    "kv-cache-memory-bytes": _OWN.format("--kv-cache-memory"),
-    "config": "ktft checks arguments, and would not see that file's; give them here",
-    "hf-overrides": "it would take the place of ktft's own; change config.json",
-    **dict.fromkeys(
-        ("compilation-config", "optimization-level", "cudagraph-capture-sizes", "max-cudagraph-capture-size"),
-        "ktft chooses operations that are right for the model, and a CUDA graph for each number of sequences, since "
-        "experts would compute padding; --enforce-eager does without graphs",
-    ),
-    "load-format": "ktft loads the model itself",
-    "quantization": "experts' weights are chosen by --expert-format",
-    "worker-extension-cls": "ktft has its own",
-    "middleware": "ktft has its own, which must see requests first",
-    "enable-lora": "ktft applies adapters itself: give --adapter, or POST /v1/load_lora_adapter",
-    "lora-modules": "ktft applies adapters itself: give --adapter, or POST /v1/load_lora_adapter",
-    **dict.fromkeys(
-        (
-            "tensor-parallel-size",
-            "pipeline-parallel-size",
-            "data-parallel-size",
-            "decode-context-parallel-size",
-            "prefill-context-parallel-size",
-            "enable-expert-parallel",
-            "enable-eplb",
-            "nnodes",
-            "distributed-executor-backend",
-            "api-server-count",
-            "headless",
-        ),
-        _PARALLEL,
-    ),
-    **dict.fromkeys(
-        ("speculative-config", "spec-method", "spec-model", "spec-tokens", "enable-elastic-ep", "kv-transfer-config"),
-        "ktft was not tested with it",
-    ),
-    "worker-cls": "ktft was tested with vLLM's own worker",
-    "cpu-offload-gb": "ktft keeps the experts in CPU memory itself",
-    "enable-sleep-mode": "ktft cannot put its experts to sleep",
-    "uds": "ktft serve listens at --host and --port",
-    "grpc": "ktft serve has the OpenAI API only: its gate would not see these requests",
-}
-"""vLLM's options that do not go together with ktft, and why."""
-_SHORT = {
-    "tp": "tensor-parallel-size",
-    "pp": "pipeline-parallel-size",
-    "dp": "data-parallel-size",
-    "dcp": "decode-context-parallel-size",
-    "pcp": "prefill-context-parallel-size",
-    "ep": "enable-expert-parallel",
-    "n": "nnodes",
-    "q": "quantization",
-    "sc": "speculative-config",
-    "asc": "api-server-count",
-    "cc": "compilation-config",
-    "O": "optimization-level",
-}
 
 
 @dataclass(frozen=True)
@@ -99,6 +34,9 @@ class Options:
         max_num_seqs: sequences that are computed at once.
         kv_cache: bytes of KV cache; None takes a part of the memory that is left.
         api_key: that requests must give; None needs none.
+        admin_key: that changes of the adapter, and other paths of `ktft.serve.door.ADMIN`, must give; None takes
+            `api_key` for them too.
+        allowed_hosts: names of this server, besides its address, that requests may give.
         extra: further arguments of vLLM.
     """
 
@@ -108,6 +46,8 @@ class Options:
     max_num_seqs: int = 32
     kv_cache: int | None = None
     api_key: str | None = None
+    admin_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
 
 
@@ -137,8 +77,10 @@ def check(settings: ServeSettings, options: Options) -> Findings:
     """
     package = check_vllm()
     check_extra(options.extra)
+    check_keys(options)
+    allowed_origins(options.extra)
     check_port(options.host, options.port)
-    notes = tuple(host_notes(options))
+    notes = (*host_notes(options), *key_notes(settings, options))
     check_directory(Path(settings.checkpoint))
     gpu = package == "vllm"
     if gpu:
@@ -178,25 +120,6 @@ def _check_gpu() -> None:
         raise ValueError(f"vllm is installed, which needs a GPU, but torch sees none. For the CPU: {cure}")
 
 
-def check_extra(extra: Iterable[str]) -> None:
-    """Refuse arguments of vLLM that ktft sets itself or does not work with.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    for argument in extra:
-        match = re.match(r"--?([a-zA-Z][\w-]*)", argument)
-        if match is None:
-            continue
-        name = match[1].replace("_", "-")
-        if argument.startswith("--"):  # vLLM takes beginnings of names, too
-            reasons = [reason for key, reason in REFUSED.items() if key.startswith(name.removeprefix("no-"))]
-        else:  # -O3
-            reasons = [REFUSED[_SHORT[short]] for short in (name, name.rstrip("0123456789")) if short in _SHORT]
-        if reasons:
-            raise ValueError(f"{argument.partition('=')[0]} cannot be passed on to vLLM: {reasons[0]}")
-
-
 def check_port(host: str, port: int) -> None:
     """Raise ValueError if nothing can listen there."""
     try:
@@ -210,16 +133,30 @@ def check_port(host: str, port: int) -> None:
         raise ValueError(f"cannot listen at {host}:{port}: {reason}. Give another --port or --host") from None
 
 
+def check_keys(options: Options) -> None:
+    """Raise ValueError for keys that no request could give, or that are one."""
+    for name, key in (("--api-key", options.api_key), ("--admin-key", options.admin_key)):
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
+            raise ValueError(f"{name} has characters that no header of a request has; give printable ASCII")
+    if options.admin_key is not None and options.admin_key == options.api_key:
+        raise ValueError("--admin-key is --api-key, so that every user could change the adapter; give another")
+
+
 def host_notes(options: Options) -> Iterable[str]:
     """A warning where others can reach the server without a key."""
-    try:
-        local = ipaddress.ip_address(options.host).is_loopback
-    except ValueError:
-        local = options.host == "localhost"
-    if not local and options.api_key is None:
+    if not is_loopback(options.host) and options.api_key is None:
         yield (
             f"--host {options.host} lets other machines use the server, and there is no --api-key: anyone who reaches "
             "it can have it compute, and change its adapter"
+        )
+
+
+def key_notes(settings: ServeSettings, options: Options) -> Iterable[str]:
+    """A warning where every user can change what the others get."""
+    if options.api_key is not None and options.admin_key is None and settings.adapter_slots:
+        yield (
+            "whoever has the API key can change the adapter that all others get; a key of your own for that, in the "
+            f"environment as {config.ADMIN_KEY_ENV}, keeps the two apart"
         )
 
 
@@ -339,13 +276,15 @@ def size_up(
     Raises:
         ValueError: the model, or the KV cache asked for, does not fit.
     """
-    from ktft.model.memory import footprint, require_memory, shortage
+    from ktft.model.memory import footprint
+    from ktft.model.shortage import by_cause, require_memory, shortage
     from ktft.system import available_memory, readable
 
     need = footprint(model.shape, None, model.expert_format, threads=1, nodes=settings.numa_nodes or 1, gpu=gpu)
     loaded = need.ram_bytes + _SERVER_MEMORY + _adapter_bytes(settings)
     what = f"serving {settings.checkpoint} with experts in {model.expert_format}"
-    require_memory(what, loaded)
+    causes = by_cause(need.ram)
+    require_memory(what, causes | {"the server itself and its adapters": loaded - sum(causes.values())})
     if gpu:  # vLLM measures what is left of the GPU's memory
         return options.max_model_len, options.kv_cache, []
     left = available_memory() - loaded

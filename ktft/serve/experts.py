@@ -12,6 +12,9 @@ from torch import Tensor
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, Runtime
 
+MIXED = "parts of two adapters are in the model"
+"""Stands in the message where an adapter was not put into the model whole, and the one before could not be again."""
+
 
 class ServedExperts:
     """One layer's routed experts, without gradients, with at most one adapter.
@@ -80,6 +83,12 @@ class ServedModel:
         for number, experts in self.layers.items():
             experts.lora = None if lora is None else lora.get(number)
         self.adapter = None if lora is None else adapter
+
+    def loras(self) -> dict[int, ExpertLora] | None:
+        """What `set_lora` was given; None for the base."""
+        if self.adapter is None:
+            return None
+        return {number: experts.lora for number, experts in self.layers.items() if experts.lora is not None}
 
     def status(self) -> dict[str, Any]:
         """Work since the start, for `/metrics`: all values are JSON's.

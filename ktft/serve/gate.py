@@ -6,9 +6,10 @@ vLLM gets it by `--middleware`, which puts it before all else. Responses that ar
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,22 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from ktft import config
-from ktft.checkpoint.files import to_json, write_whole
 from ktft.serve import requests
 from ktft.serve.admission import Admission, Busy, Gone
+from ktft.serve.bodies import COMPUTES, check_request
+from ktft.serve.door import Door
+from ktft.serve.experts import MIXED
 from ktft.serve.metrics import Metrics
-from ktft.serve.requests import COMPUTES, PASSED, Message, Receive, Refusal, Scope, Send
+from ktft.serve.record import AdapterRecord, Named, NotRecorded
+from ktft.serve.requests import Message, Receive, Refusal, Scope, Send
 from ktft.serve.settings import ServeSettings
 from ktft.serve.worker import reason_of
 
+PASSED = ("/ping", "/start_profile", "/stop_profile", "/abort_requests")
+"""Paths that take a POST, besides those that compute."""
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MODELS, METRICS, STATUS, ROUTING = "/v1/models", "/metrics", "/ktft/status", "/ktft/routing"
+LONGEST_NAME = 256  # characters of an adapter's
 _RESET_TRIES, _RESET_PAUSE = 100, 0.05  # seconds: blocks of requests that were aborted are freed within a step
 
 
@@ -45,7 +52,9 @@ class Gate:
         self.base = self.settings.base_name
         self.adapter = self.settings.served_adapter
         self.swaps = 0
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.server_api_keys()]
+        self.mixed: str | None = None  # what went wrong when no adapter could be put into the model whole
+        self.door = Door(self.settings.hosts, self.settings.origins, *config.server_keys())
+        self._record = AdapterRecord(self.settings.adapter_file)
         self._metrics = Metrics(self, registry)
 
     @property
@@ -61,10 +70,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        send = self.door.answering(scope, send)
         try:
-            if self._keys:
-                requests.require_key(scope, self._keys)
-            await self._route(scope, receive, send)
+            await self._route(self.door.let_in(scope), receive, send)
         except Refusal as refusal:
             await refusal.answer(send)
         except Busy:
@@ -100,11 +108,13 @@ class Gate:
         body = await requests.read_body(scope, receive)
         if body is None:
             return
-        name = requests.check_request(path, requests.parse(scope, body))
+        name = check_request(path, requests.parse(scope, body))
         async with self.admission.entered(lambda: self._check_name(name), receive):
             await self.app(scope, requests.replayed(body, receive), send)
 
     def _check_name(self, name: str | None) -> None:
+        if self.mixed is not None:
+            raise Refusal(503, self.mixed)
         if name is not None and name != self.served:
             known = self.base if self.adapter is None else f"the adapter {self.served} of {self.base}"
             raise Refusal(404, f"the model {name!r} is not served; what is served is {known}", param="model")
@@ -121,12 +131,16 @@ class Gate:
         for key in keys:
             if not isinstance(request.get(key), str) or not request[key]:
                 raise Refusal(400, f"{key} is {request.get(key)!r}; give {' and '.join(keys)}", param=key)
-        adapter = (request["lora_name"], str(Path(request["lora_path"]).absolute())) if path == LOAD else None
-        result = await self._swap(scope["app"].state, request["lora_name"], adapter)
+        name = request["lora_name"]
+        adapter = None
+        if path == LOAD:
+            _check_name_of_adapter(name, self.base)
+            adapter = name, str(Path(request["lora_path"]).absolute())
+        result = await self._swap(scope["app"].state, name, adapter)
         await requests.answer_json(send, {"model": self.served, **result})
 
-    async def _swap(self, state: Any, name: str, adapter: tuple[str, str] | None) -> Any:
-        """Serve another adapter, or the base. All or nothing.
+    async def _swap(self, state: Any, name: str, adapter: Named | None) -> dict[str, Any]:
+        """Serve another adapter, or the base. All or nothing, the record for a server that is started again included.
 
         Raises:
             Refusal: it was not possible; what was served before still is.
@@ -137,23 +151,34 @@ class Gate:
         if adapter is not None:
             if not self.settings.adapter_slots:
                 raise Refusal(400, "this server has no room for an adapter; start it with --adapter-swap")
-            _check_directory(*adapter, self.base)
+            _check_directory(adapter[1])
         async with self.admission.closed():
+            before = self.served
             # First: once it has worked there is one step left, and that one is atomic
             await _forget_prefixes(state.engine_client)
-            result = await _call(state.engine_client, "ktft_set_adapter", adapter and adapter[1])
-            self.adapter = adapter
-            self.swaps += 1
-            models = state.openai_serving_models.base_model_paths  # vLLM names responses after the first
-            models[:] = [replace(models[0], name=self.served)]
-            self._metrics.forget()
-            self._remember()
+            try:
+                with self._record.changing(adapter):
+                    result: dict[str, Any] = await self._set(state, adapter)
+            except NotRecorded as error:
+                text = f"{self.served} is served, but that could not be recorded ({error})"
+                result |= {"warning": f"{text}: after a crash, --supervise would start the server with {before}"}
+            except OSError as error:
+                text = f"cannot write {self._record.path}, from which --supervise starts again: {error.strerror}"
+                raise Refusal(503, f"{text}. Nothing has changed: {before} is served") from None
         return result
 
-    def _remember(self) -> None:
-        """For a server that is started again."""
-        if self.settings.adapter_file is not None:
-            write_whole(self.settings.adapter_file, to_json(self.adapter))
+    async def _set(self, state: Any, adapter: Named | None) -> dict[str, Any]:
+        try:
+            result: dict[str, Any] = await _call(state.engine_client, "ktft_set_adapter", adapter and adapter[1])
+        except Refusal as refusal:
+            self.mixed = str(refusal) if MIXED in str(refusal) else self.mixed
+            raise
+        self.adapter, self.mixed = adapter, None
+        self.swaps += 1
+        models = state.openai_serving_models.base_model_paths  # vLLM names responses after the first
+        models[:] = [replace(models[0], name=self.served)]
+        self._metrics.forget()
+        return result
 
     def _add_parent(self, body: bytes) -> bytes:
         """`/v1/models` with the base and the place of an adapter."""
@@ -164,11 +189,31 @@ class Gate:
         return json.dumps(content).encode()
 
 
-def _check_directory(name: str, path: str, base: str) -> None:
+def _check_name_of_adapter(name: str, base: str) -> None:
     if name == base:
         raise Refusal(400, f"lora_name is {name!r}, the base model's own name; give another", param="lora_name")
-    if not (Path(path) / "adapter_config.json").is_file():
+    if len(name) > LONGEST_NAME or not name.isprintable():  # it becomes a label of metrics
+        text = f"lora_name has {len(name)} characters; give at most {LONGEST_NAME}, all of them printable"
+        raise Refusal(400, text, param="lora_name")
+
+
+def _check_directory(path: str) -> None:
+    """Raise Refusal if it holds no adapter, or none that this process may read."""
+    file = Path(path) / "adapter_config.json"
+    denied = Refusal(403, f"the server may not read {file}: permission denied", param="lora_path")
+    try:
+        found = stat.S_ISREG(file.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        found = False
+    except PermissionError:
+        raise denied from None
+    except (OSError, ValueError) as error:  # too long, a loop of links, NUL, no characters of the file system
+        reason = getattr(error, "strerror", None) or str(error)
+        raise Refusal(400, f"lora_path {path[:100]!r} is no path: {reason}", param="lora_path") from None
+    if not found:
         raise Refusal(400, f"lora_path {path} has no adapter_config.json on the server", param="lora_path")
+    if not os.access(file, os.R_OK):
+        raise denied
 
 
 async def _call(engine: Any, method: str, *args: Any) -> Any:

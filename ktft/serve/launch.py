@@ -19,10 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ktft import config
+from ktft.serve.arguments import allowed_origins
 from ktft.serve.checks import Findings, Options
+from ktft.serve.door import names_of
 from ktft.serve.families import CONFIG_OVERRIDES, compilation_config
 from ktft.serve.processes import end_group
 from ktft.serve.progress import Progress, read_progress
+from ktft.serve.record import AdapterRecord
 from ktft.serve.settings import ServeSettings, cpu_environment
 
 ENGINE = ("-P", "-m", "ktft.serve.engine")  # -P: a file of the working directory must not shadow a package
@@ -80,6 +84,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         "--max-num-seqs": options.max_num_seqs,
         "--max-model-len": found.max_model_len,
         "--kv-cache-memory-bytes": found.kv_cache,
+        "--allowed-origins": "[]",  # all, by vLLM 0.24's default
         "--shutdown-timeout": DRAIN,
         "--tool-call-parser": _tool_parser(Path(settings.checkpoint), found.model_type),
         "--hf-overrides": _json(CONFIG_OVERRIDES.get(found.model_type)),
@@ -96,7 +101,7 @@ def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
     """The parser for a model whose tokenizer has its token; none for other models."""
     parser, token = TOOL_PARSERS.get(model_type, (None, ""))
     files = [checkpoint / name for name in _TOKENIZERS]
-    known = not token or any(token in file.read_text() for file in files if file.is_file())
+    known = not token or any(token.encode() in file.read_bytes() for file in files if file.is_file())
     return parser if known else None
 
 
@@ -107,7 +112,7 @@ def _json(value: Any) -> str | None:
 def environment(settings: ServeSettings, options: Options, found: Findings) -> dict[str, str]:
     """Of vLLM's server: this process's, with what ktft and vLLM are told by it."""
     own = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ) | settings.to_env()
-    own["VLLM_API_KEY"] = options.api_key or ""
+    own |= {"VLLM_API_KEY": options.api_key or "", config.ADMIN_KEY_ENV: options.admin_key or ""}
     if not found.gpu:
         own |= cpu_environment(settings)
         # its latent attention on the CPU ends the engine where the latent vector is not 512 long
@@ -152,7 +157,13 @@ class Server:
         self, settings: ServeSettings, options: Options, found: Findings, place: Place, verbose: bool = False
     ) -> None:
         self.options, self.place, self.verbose = options, place, verbose
-        settings = replace(settings, status_path=str(place.status), parent=os.getpid())
+        settings = replace(
+            settings,
+            status_path=str(place.status),
+            hosts=names_of(options.host, options.allowed_hosts),
+            origins=allowed_origins(options.extra),
+            parent=os.getpid(),
+        )
         place.status.unlink(missing_ok=True)
         command = [sys.executable, *ENGINE, *arguments(settings, options, found)]
         with place.log.open("ab") as log:
@@ -217,7 +228,7 @@ class Server:
         return causes[0] if causes else f"vLLM ended with exit code {code}"
 
     def _log(self) -> list[str]:
-        return self.place.log.read_text(errors="replace").splitlines()
+        return self.place.log.read_text(errors="replace").splitlines() if self.place.log.is_file() else []
 
     def end(self, hurry: threading.Event) -> None:
         """Let requests in flight finish for `DRAIN` seconds, then end what is left; at once if `hurry` is set."""
@@ -266,13 +277,14 @@ def last_adapter(settings: ServeSettings, place: Place) -> ServeSettings:
     """The settings with the adapter that was loaded last.
 
     Raises:
-        ValueError: its directory is gone.
+        ValueError: its directory is gone, or nothing says any more which one it was.
     """
-    file = replace(settings, status_path=str(place.status)).adapter_file
-    if file is None or not file.is_file():
-        return settings
-    name, path = json.loads(file.read_text()) or (None, None)
+    name, path = _record(settings, place).read() or (None, None)
     return replace(settings, adapter=path, adapter_name=name)
+
+
+def _record(settings: ServeSettings, place: Place) -> AdapterRecord:
+    return AdapterRecord(replace(settings, status_path=str(place.status)).adapter_file)
 
 
 @dataclass(frozen=True)
@@ -310,6 +322,8 @@ def run(
         ValueError: the adapter to start again with is gone.
     """
     crashes, served = 0, False
+    with _record(settings, place).changing(settings.served_adapter):
+        pass
     with Signals() as signals:
         while not signals.stop.is_set():
             server = Server(settings, options, found, place, verbose)

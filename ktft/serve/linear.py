@@ -34,7 +34,7 @@ FORWARDS = (ReplicatedLinear.forward, ColumnParallelLinear.forward, RowParallelL
 SHORTCUTS = {"DeepSeekV2FusedQkvAProjLinear": "_use_min_latency_gemm"}
 """Classes whose own forward goes another way only while this attribute is true."""
 
-NO_SLOTS = "the server was started without room for an adapter; start it with --adapter or --enable-adapter-swap"
+NO_SLOTS = "the server was started without room for an adapter; start it with --adapter or --adapter-swap"
 
 
 class KtftLinearMethod(UnquantizedLinearMethod):
@@ -81,14 +81,24 @@ class KtftLinearMethod(UnquantizedLinearMethod):
                 a[part * rank : part * rank + len(each.a)] = each.a
         return a, b
 
+    def ready(self, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same where `put` needs no more of the device's memory for it."""
+        a, b = tensors
+        return (a, b) if self.fixed else (a.to(self.device), b.to(self.device))
+
+    def held(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """What is applied now, for `put` to apply again, whatever it has put in between."""
+        a, b = getattr(layer, A), getattr(layer, B)
+        return (a.to("cpu", copy=True), b.to("cpu", copy=True)) if self.fixed else (a, b)
+
     def put(self, layer: nn.Module, tensors: tuple[Tensor, Tensor]) -> None:
-        """Apply this from now on. Nothing must be computing."""
-        self.rank = tensors[1].shape[1]
-        for name, tensor in zip((A, B), tensors, strict=True):
+        """Apply this from now on. Nothing must be computing. What is `ready` takes no memory."""
+        for name, tensor in zip((A, B), self.ready(tensors), strict=True):
             if self.fixed:
                 getattr(layer, name).copy_(tensor)
             else:
-                setattr(layer, name, tensor.to(self.device))
+                setattr(layer, name, tensor)
+        self.rank = tensors[1].shape[1]
 
 
 def add_slots(model: nn.Module, config: VllmConfig, max_rank: int) -> None:

@@ -1,11 +1,9 @@
-"""Requests as they come over HTTP: which paths compute, what is wrong with a body, and answers in OpenAI's form."""
+"""Requests as they come over HTTP: path, headers and body, and answers in OpenAI's form."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -14,34 +12,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 MAX_BODY = 64 << 20  # bytes; images come as base64
-MAX_CHOICES = 128  # OpenAI's own limit of `n`
-MAX_TEMPERATURE = 2
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-CHAT = ("/v1/chat/completions", "/v1/chat/completions/render")
-COMPUTES = {
-    **dict.fromkeys(CHAT, True),
-    "/v1/completions": True,
-    "/v1/completions/render": True,
-    "/v1/responses": True,
-    "/v1/responses/render": True,
-    "/v1/messages": True,
-    "/v1/messages/render": True,
-    "/v1/messages/count_tokens": True,
-    "/v1/chat/completions/batch": True,
-    "/v1/systemone": True,
-    "/generative_scoring": True,
-    "/inference/v1/generate": True,
-    "/invocations": True,
-    "/tokenize": False,
-    "/detokenize": False,
-}
-"""Paths that take a request for a model, in any tested vLLM, and whether it has to name the model."""
-
-PASSED = ("/ping", "/start_profile", "/stop_profile", "/abort_requests")
-"""Other paths that take a POST."""
-
-_GUARDED = ("/v1", "/v2", "/inference", "/cohere", "/ktft")
 
 
 class Refusal(Exception):
@@ -49,6 +19,7 @@ class Refusal(Exception):
 
     KINDS = {  # noqa: RUF012
         401: "AuthenticationError",
+        403: "PermissionDeniedError",
         404: "NotFoundError",
         413: "RequestEntityTooLargeError",
         415: "UnsupportedMediaTypeError",
@@ -87,26 +58,6 @@ def header(scope: Scope, name: bytes) -> str:
 def path_of(scope: Scope) -> str:
     """The path without the prefix of a reverse proxy."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
-
-
-def require_key(scope: Scope, digests: Iterable[bytes]) -> None:
-    """Refuse a request that needs a key and has none of those with these SHA-256 digests.
-
-    vLLM's own check lies behind this one and leaves paths without a version out.
-
-    Raises:
-        Refusal: 401.
-    """
-    path = path_of(scope)
-    if scope["method"] == "OPTIONS" or not (path.startswith(_GUARDED) or path in COMPUTES):
-        return
-    scheme, _, key = header(scope, b"authorization").partition(" ")
-    if not key:  # as Anthropic's client sends it
-        scheme, key = "bearer", header(scope, b"x-api-key")
-    digest = hashlib.sha256(key.encode()).digest()
-    known = [secrets.compare_digest(digest, each) for each in digests]
-    if scheme.lower() != "bearer" or not any(known):
-        raise Refusal(401, "give the server's API key as `Authorization: Bearer KEY`")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> bytes | None:
@@ -162,41 +113,3 @@ def parse(scope: Scope, body: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def check_request(path: str, request: dict[str, Any]) -> str | None:
-    """The model's name that a request gives, None where it may leave it out and does.
-
-    vLLM checks the rest; here is what it lets through.
-
-    Raises:
-        Refusal: what is wrong.
-    """
-    name = request.get("model")
-    if name is None and COMPUTES[path]:
-        raise Refusal(400, "model is missing; GET /v1/models has the name that is served", param="model")
-    if name is not None and (not isinstance(name, str) or not name):
-        raise Refusal(400, f"model is {name!r}; give a name", param="model")
-    if request.get("background"):
-        raise Refusal(400, "background responses are not supported: leave background out", param="background")
-    n = request.get("n")
-    if isinstance(n, int) and n > MAX_CHOICES:
-        raise Refusal(400, f"n is {n}; the most is {MAX_CHOICES}", param="n")
-    temperature = request.get("temperature")
-    if isinstance(temperature, int | float) and not 0 <= temperature <= MAX_TEMPERATURE:
-        text = f"temperature is {temperature}; it goes from 0 to {MAX_TEMPERATURE}"
-        raise Refusal(400, text, param="temperature")
-    messages = request.get("messages")
-    if path in CHAT and isinstance(messages, list):
-        for number, message in enumerate(messages):
-            _check_message(f"messages[{number}]", message)
-    return name
-
-
-def _check_message(where: str, message: Any) -> None:
-    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        return  # vLLM says what is wrong
-    if role not in CHAT_ROLES:
-        raise Refusal(400, f"{where}.role is {role!r}; give one of {', '.join(CHAT_ROLES)}", param="messages")
-    if message.get("content") is None and role != "assistant":
-        raise Refusal(400, f"{where} has no content", param="messages")

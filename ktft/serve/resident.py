@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ class HotExperts:
             for row, shown in zip(table, self._shown, strict=True):
                 for expert, slot in shown.items():
                     row[expert] = slot
-            self._tables.copy_(self._sent(table), non_blocking=True)
+            self._tables.copy_(self._pinned(table), non_blocking=True)
 
     def set_lora(self, loras: Mapping[int, ExpertLora]) -> None:
         """Between two steps: other adapters, by a layer's place among `layers`. Graphs see them; memory stays.
@@ -204,10 +204,12 @@ class HotExperts:
         self._lora = loras
         for i, shown in enumerate(self._shown):
             self._write(i, list(shown))
-        self._ranks.copy_(self._sent(ranks), non_blocking=True)
+        self._ranks.copy_(self._pinned(ranks), non_blocking=True)
 
     def _write(self, number: int, experts: Sequence[int]) -> None:
-        """Bring these experts' adapters to the stacks. Places beyond a rank are never read."""
+        """Bring these experts' adapters to the stacks, without memory of the device for the way. Places beyond a rank
+        are never read.
+        """
         lora, hot = self._lora.get(number), self.layers[number]
         if lora is None or hot.stack is None or not experts or self.stacks is None:
             return
@@ -220,10 +222,9 @@ class HotExperts:
             b = rows[:, stack.b[name] :][:, : stack.width * outputs].view(-1, outputs, stack.width)
             a[:, :rank] = pair.a.detach()[list(experts)]
             b[:, :, :rank] = pair.b.detach()[list(experts)].float() * pair.scaling
-        to = self._sent(torch.tensor([slots[expert] for expert in experts]))
-        self.stacks.index_copy_(0, to, self._sent(rows))
+        for expert, row in zip(experts, self._pinned(rows), strict=True):
+            self.stacks[slots[expert]].copy_(row, non_blocking=True)
 
-    def _sent(self, values: Tensor) -> Tensor:
-        """On the device, in the order of the current stream and without waiting."""
-        device: Any = self.residents.arena.device
-        return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    def _pinned(self, values: Tensor) -> Tensor:
+        """Where the device copies from in the order of the current stream, while the host goes on."""
+        return values.pin_memory() if self.residents.arena.is_cuda else values

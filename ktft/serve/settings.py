@@ -32,6 +32,7 @@ class ServeSettings:
         status_path: file that says how far loading is; see `ktft.serve.progress`. None writes none.
         served_name: what requests call the base; None takes the checkpoint directory's name.
         swap_timeout: seconds that requests wait for a change of the adapter, and that change for those in flight.
+        hosts, origins: as those of `ktft.serve.door.Door`.
         parent: number of the process without which the server ends; None lets it outlive any.
 
     Raises:
@@ -56,9 +57,13 @@ class ServeSettings:
     status_path: str | None = None
     served_name: str | None = None
     swap_timeout: float = 60.0
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     parent: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("hosts", "origins"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "gpu_expert_memory", self.experts.gpu_expert_memory)
         if self.activation_bits not in ACTIVATION_BITS:
             raise ValueError(f"activation_bits is {self.activation_bits!r}; supported: 16 and 8")

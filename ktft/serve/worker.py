@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from ktft.checkpoint.families import GROUPS
 from ktft.lora import ExpertLora
 from ktft.serve.adapter import LoadedAdapter, ServedAdapter
-from ktft.serve.experts import current
+from ktft.serve.experts import MIXED, current
 from ktft.serve.linear import slots_of, target_of
 from ktft.serve.settings import ServeSettings
 
+Linears = Mapping[str, tuple[Tensor, Tensor]]
+"""LoRA on linear layers, by slot; see `KtftLinearMethod.stacked`."""
 _WRAPPINGS = (
     r"Call to \w+ method failed: (.*)",
     r"Worker failed with error '(.*)', please check the stack trace above for the root cause",
@@ -33,8 +35,8 @@ class KtftWorker:
     def ktft_set_adapter(self, path: str | None) -> dict[str, Any]:
         """Serve this adapter in place of the one before; None serves the base model. No request must be in flight.
 
-        All is read and checked before anything changes. Keys that were computed with another adapter must be forgotten
-        by the caller.
+        All is read and checked, and memory taken, before anything changes; if something fails after that, the one
+        before is put back. Keys that were computed with another adapter must be forgotten by the caller.
 
         Returns:
             `describe` of it under "adapter", None for the base model, and the `seconds` that it took.
@@ -42,6 +44,7 @@ class KtftWorker:
         Raises:
             ValueError: the adapter is damaged, is of another model, or has what cannot be served; see `ServedAdapter`.
                 The one before is served on.
+            RuntimeError: memory ran out, for instance. The one before is served on, unless the message has `MIXED`.
         """
         begin = time.perf_counter()
         adapter = set_adapter(self.get_model(), path)  # type: ignore[attr-defined]
@@ -59,7 +62,7 @@ def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
         `describe` of it.
 
     Raises:
-        ValueError: see `KtftWorker.ktft_set_adapter`.
+        ValueError, RuntimeError: see `KtftWorker.ktft_set_adapter`.
     """
     experts, slots = current(), slots_of(model)
     adapter, loaded = None, LoadedAdapter({}, {})
@@ -74,9 +77,25 @@ def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
         loaded = adapter.read()
     made = {name: layer.quant_method.stacked(loaded.linears.get(name, ())) for name, layer in slots.items()}
     description = describe(adapter, made, loaded.experts) if adapter else None
-    experts.set_lora(loaded.experts if adapter else None, description)
-    for name, layer in slots.items():
-        layer.quant_method.put(layer, made[name])
+    before = experts.loras(), experts.adapter, {name: layer.quant_method.held(layer) for name, layer in slots.items()}
+    ready = {name: layer.quant_method.ready(made[name]) for name, layer in slots.items()}
+
+    def put(lora: Mapping[int, ExpertLora] | None, about: Mapping[str, Any] | None, linears: Linears) -> None:
+        experts.set_lora(lora, about)
+        for name, layer in slots.items():
+            layer.quant_method.put(layer, linears[name])
+
+    try:
+        put(loaded.experts if adapter else None, description, ready)
+    except Exception as error:
+        try:
+            put(*before)
+        except Exception as again:
+            raise RuntimeError(
+                f"{MIXED}: {error}; and the one before could not be put back: {again}. Nothing is served until an "
+                "adapter is loaded, or unloaded, without an error"
+            ) from error
+        raise
     return description
 
 
@@ -89,9 +108,7 @@ def reason_of(error: BaseException) -> str:
     return text
 
 
-def describe(
-    adapter: ServedAdapter, linears: Mapping[str, tuple[Tensor, Tensor]], experts: Mapping[int, ExpertLora]
-) -> dict[str, Any]:
+def describe(adapter: ServedAdapter, linears: Linears, experts: Mapping[int, ExpertLora]) -> dict[str, Any]:
     """What an adapter is, and what of it is put into the model; JSON's values.
 
     `tensors` has the tensors of its file by group of the model's parameters. `applied` has the modules with LoRA, and
@@ -99,7 +116,7 @@ def describe(
     of a layer's routed experts.
 
     Args:
-        linears: what each slot gets, see `KtftLinearMethod.stacked`.
+        linears: what each slot gets.
         experts: what each layer's routed experts get.
     """
     effects = {

@@ -41,7 +41,7 @@ def test_the_body_reaches_vllm_as_it_came(serve: Run) -> None:
         (CHAT, {"model": "base", "messages": [{"role": "user"}]}, 400, "messages[0] has no content"),
         (CHAT, b'{"model": "base", "temperature": NaN}', 400, "NaN is no number"),
         (CHAT, {"model": "base", "messages": HELLO, "temperature": 99}, 400, "temperature is 99"),
-        (CHAT, {"model": "base", "messages": HELLO, "n": 129}, 400, "n is 129; the most is 128"),
+        (CHAT, {"model": "base", "messages": HELLO, "n": 129}, 400, "n is 129; it goes from 1 to 128"),
         ("/v1/responses", {"model": "base", "input": "", "background": True}, 400, "background"),
         ("/tokenize", {"model": "other", "prompt": ""}, 404, "'other' is not served"),
         ("/v1/audio/speech", {"model": "base"}, 404, "no /v1/audio/speech"),
@@ -130,6 +130,10 @@ def test_keys_guard_everything_that_computes_or_tells(
         ("/v1/models", None),
         ("/ktft/status", None),
         ("/ktft/routing", None),
+        ("/metrics", None),
+        ("/version", None),
+        ("/abort_requests", {}),
+        ("/start_profile", {}),
     ]
 
     async def test(server: Server) -> None:
@@ -141,7 +145,8 @@ def test_keys_guard_everything_that_computes_or_tells(
         assert not server.seen and not server.engine.calls
         assert (await done(server, CHAT, guarded[0][1], headers={"authorization": "bearer secret"})).status == 200
         assert (await done(server, CHAT, guarded[0][1], headers={"x-api-key": "secret"})).status == 200
-        assert (await done(server, "/metrics")).status == 200
+        assert (await done(server, "/metrics", headers={"authorization": "Bearer secret"})).status == 200
+        assert (await done(server, "/health")).status == 200
 
     serve(test)
 
