@@ -7,7 +7,6 @@ traceback.
 
 from __future__ import annotations
 
-import errno
 import sys
 import traceback
 from dataclasses import dataclass
@@ -39,20 +38,17 @@ SPEAKERS = (
     Speaker("transformers.configuration_utils", (OSError, ValueError)),
     Speaker("transformers.models.auto", (ValueError,)),
     Speaker("huggingface_hub", (OSError, ValueError)),
-    Speaker("yaml", (Exception,)),
+    Speaker("yaml", (Exception,), raised=False),
 )
 """One row for each part of a program that speaks to its user."""
 
-DISK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG}
-"""What a disk refuses, whoever asked it."""
 
-
-def message_for_user(error: BaseException) -> str | None:
-    """The words for the person at the keyboard, of the error or of one that it was raised from; None of a bug."""
-    spoken = _is_spoken(error) or (isinstance(error, OSError) and error.errno in DISK)
-    if spoken and str(error):
-        return str(error)
-    return None if error.__cause__ is None else message_for_user(error.__cause__)
+def for_user(error: BaseException) -> BaseException | None:
+    """The error, or the one it was raised from, whose words are for the person at the keyboard; None of a bug."""
+    of_the_system = isinstance(error, OSError) and error.errno is not None  # a full disk, a file that is not there
+    if str(error) and (of_the_system or _is_spoken(error)):
+        return error
+    return None if error.__cause__ is None else for_user(error.__cause__)
 
 
 def _is_spoken(error: BaseException) -> bool:
@@ -72,8 +68,8 @@ def _is_spoken(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """Of a program that such an error ends: 2 of a wrong input, 1 of a run that failed."""
-    return 2 if isinstance(error, ValueError | OSError | ImportError | NotImplementedError) else 1
+    """Of a program that such an error ends: 1 of a run that failed, 2 of an input that was wrong."""
+    return 1 if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError) else 2
 
 
 def install() -> None:
@@ -83,13 +79,13 @@ def install() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        words = None if show_tracebacks() else message_for_user(error)
-        if words is None:
+        told = None if show_tracebacks() else for_user(error)
+        if told is None:
             previous(kind, error, trace)
             return
         sys.stdout.flush()
-        print(f"error: {words}\n(KTFT_TRACEBACK=1 shows where it was raised.)", file=sys.stderr, flush=True)
-        raise SystemExit(exit_code(error))  # what Python then ends with, exit handlers included
+        print(f"error: {told}\n(KTFT_TRACEBACK=1 shows where it was raised.)", file=sys.stderr, flush=True)
+        raise SystemExit(exit_code(told))  # what Python then ends with, exit handlers included
 
     hook.of_ktft = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -30,6 +30,7 @@ from ktft.model.memory import (
     workspace,
 )
 from ktft.model.shape import MoeShape, shape_of
+from ktft.model.shortage import by_cause, require_memory
 from ktft.train.recipe import Recipe
 
 Checkpoint = Callable[[str], Path]
@@ -183,11 +184,33 @@ def test_loading_refuses_and_can_be_told_not_to(tiny_checkpoint: Checkpoint, mon
         return AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1, **options))
 
     monkeypatch.setenv("KTFT_MEMORY_LIMIT", "100K")
-    with pytest.raises(ValueError, match="expert_format int8 needs .* too few.*mxfp4, k4"):
+    with pytest.raises(ValueError, match="expert_format int8 needs .* too few; most of it, .*, is for "):
         load()
     monkeypatch.setenv("KTFT_SKIP_MEMORY_CHECK", "1")
     load()
     monkeypatch.delenv("KTFT_SKIP_MEMORY_CHECK")
     monkeypatch.delenv("KTFT_MEMORY_LIMIT")
-    with pytest.raises(ValueError, match="and training needs"):
+    with pytest.raises(ValueError, match="and training needs .* is for reserve_bytes"):
         load(reserve_bytes=1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"cutoff_len": 100_000_000}, "is for activations: lower cutoff_len or per_device_train_batch_size."),
+        ({"per_device_train_batch_size": 1 << 20}, "is for activations: lower cutoff_len"),
+    ],
+)
+def test_training_names_the_key_that_asks_for_most(
+    train_yaml: TrainYaml, run_cli: RunCli, change: dict[str, Any], key: str
+) -> None:
+    done = run_cli(["llamafactory-cli", "train"], train_yaml("qwen3moe", **change), check=False)
+    assert done.returncode == 2
+    assert key in done.stdout
+    assert "expert_format (" not in done.stdout
+
+
+def test_packed_experts_name_their_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTFT_MEMORY_LIMIT", "1M")
+    with pytest.raises(ValueError, match=r"packed experts: choose a smaller expert_format \(mxfp4, k4, int4"):
+        require_memory("all", by_cause({"experts": 5 << 20, "python": 9 << 20, "activations": 2 << 20}))

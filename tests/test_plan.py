@@ -18,7 +18,7 @@ from ktft.cli.main import app
 from ktft.config import EXPERT_FORMATS, Settings, parse_size
 from ktft.model.shape import shape_of
 from ktft.plan import backbone, machine, planner, rates
-from ktft.plan.machine import Description
+from ktft.plan.description import Description
 from ktft.plan.source import read_source
 from ktft.system import GIB
 from ktft.train.recipe import Recipe, read_recipe, recipe_of

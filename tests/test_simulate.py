@@ -9,7 +9,8 @@ import pytest
 from ktft import native
 from ktft.lanes.placement import Placer
 from ktft.lanes.rates import WORKS, LayerKind, costs
-from ktft.lanes.simulate import PCIE_RATES, Hardware, Simulated, draw_counts, joined, popularity, simulate
+from ktft.lanes.simulate import Hardware, Simulated, draw_counts, joined, popularity, simulate
+from ktft.plan.description import PCIE_RATES
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B
 FLOPS = 6.0 * 4096 * TOP_K * HIDDEN * INNER

@@ -8,7 +8,16 @@ import re
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils.logging import set_verbosity_error
 
 FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
 """What huggingface_hub raises for a repository that it cannot give."""
@@ -31,9 +40,7 @@ def local_path(what: str, name: str | os.PathLike[str]) -> Path | None:
     raise ValueError(f"{what} {str(name)!r}: {_nothing_at(path)}")
 
 
-def require_found(
-    what: str, name: str | os.PathLike[str], file: str, cache: str | os.PathLike[str] | None = None
-) -> None:
+def require_found(what: str, name: str | os.PathLike[str], file: str, cache: str | None = None) -> None:
     """Refuse, before anything is loaded, a name at which there is no path and, offline, no copy of the hub's `file`.
 
     Raises:
@@ -51,6 +58,7 @@ def fetch_file(what: str, name: str | os.PathLike[str], file: str) -> Path:
     Raises:
         ValueError: with the command that fetches it where the hub can be reached.
     """
+    set_verbosity_error()  # else a line for each of six attempts
     try:
         return Path(hf_hub_download(str(name), file))
     except FAILURES as error:
@@ -58,13 +66,19 @@ def fetch_file(what: str, name: str | os.PathLike[str], file: str) -> Path:
 
 
 def not_fetched(what: str, name: str | os.PathLike[str], error: Exception, *files: str) -> str:
-    """The words for a repository that could not be fetched."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    command = " ".join(("hf download", str(name), *files, "--local-dir", Path(name).name))
-    return (
-        f"{what} {str(name)!r}: {_nothing_at(Path(name))}, and it did not come from the Hugging Face Hub: {reason}. If "
-        f"it is there, `{command}` fetches it where there is a network; then give the directory {Path(name).name}"
-    )
+    """The words for a repository that huggingface_hub did not give."""
+    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+        said = "has no such repository either, or it is private and `hf auth login` was not run"
+    elif isinstance(error, GatedRepoError | EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        said = f"says: {str(error).strip().splitlines()[-1]}"
+    else:
+        reason = "HF_HUB_OFFLINE is set" if is_offline_mode() else "there is no connection to it"
+        command = " ".join(("hf download", str(name), *files, "--local-dir", Path(name).name))
+        said = (
+            f"cannot be asked: {reason}. Where there is a network, `{command}` fetches it; then give the directory "
+            f"{Path(name).name}"
+        )
+    return f"{what} {str(name)!r}: {_nothing_at(Path(name))}, and the Hugging Face Hub {said}"
 
 
 def _nothing_at(path: Path) -> str:

@@ -10,21 +10,43 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from ktft import config, versions
 from ktft.cli import bench
 from ktft.cli.chat import chat
 from ktft.cli.export import export
 from ktft.cli.plan import plan
+from ktft.cli.refusal import refuse
 from ktft.cli.serve import serve
 
+ORDER = ("doctor", "plan", "train", "convert", "verify", "merge", "export", "serve", "chat", "bench", "version")
+"""The commands as a newcomer needs them."""
+
+
+class Commands(TyperGroup):
+    """All commands. An error that is for the user ends any of them with its message alone."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In `ORDER`."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Exit status 2 for what the user can mend."""
+        try:
+            return super().invoke(ctx)
+        except (OSError, ValueError) as error:
+            raise refuse(error) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -40,12 +62,6 @@ app.command()(chat)
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERIFY_TOKENS, SERVE_TOKENS = 64, 16
 VERSION_PACKAGES = ("torch", "transformers", "peft", "accelerate", "llamafactory")
-
-
-def refuse(message: str) -> typer.Exit:
-    """Tell the user what is wrong; raise what this returns."""
-    Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
-    return typer.Exit(2)
 
 
 def installed(package: str) -> str:
@@ -94,7 +110,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the rows 
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Directory of a checkpoint as released.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write, empty or begun before.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="DST", help="Directory to write: a new one, or one that an interrupted run began.")
+    ],
     expert_format: Annotated[
         str | None,
         typer.Option("--format", help=f"{', '.join(config.EXPERT_FORMATS)}. [{config.DEFAULT_EXPERT_FORMAT}]"),
@@ -116,8 +134,6 @@ def convert(
         problems = command.convert(source, target, settings, report=report, check=check, console=console)
     except KeyboardInterrupt:
         raise refuse(f"interrupted; what is finished in {target} is kept, run the same command again") from None
-    except (OSError, ValueError) as error:
-        raise refuse(str(error)) from None
     for problem in problems:
         console.print(Text(problem, style="red"), soft_wrap=True)
     if problems:
@@ -170,25 +186,22 @@ def verify(
     from ktft.cli import verify as command
     from ktft.cli import verify_server
 
-    try:
-        settings = config.Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
-        verify_server.require_fitting(
-            serve, {"--served-model-name": served_model_name, "--prompts": prompts if deferral is None else None},
-            {"--layers": layers, "--source": source, "--whole": whole, "--deferral": deferral},
-        )  # fmt: skip
-        if serve is not None:
-            asked = verify_server.Request(
-                serve, served_model_name, model, settings, adapter, prompts, tokens or SERVE_TOKENS
-            )
-            raise typer.Exit(verify_server.verify(asked, as_json))
-        if deferral is not None:
-            command.show_deferral(model, settings, deferral, tokens or VERIFY_TOKENS, prompts, adapter, as_json)
-            return
-        numbers = command.parse_layers(layers)
-        request = command.Request(model, settings, numbers, tokens or VERIFY_TOKENS, adapter, source, whole)
-        report = command.verify(request, Console(stderr=True))
-    except (OSError, ValueError) as error:
-        raise refuse(str(error)) from None
+    settings = config.Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
+    verify_server.require_fitting(
+        serve, {"--served-model-name": served_model_name, "--prompts": prompts if deferral is None else None},
+        {"--layers": layers, "--source": source, "--whole": whole, "--deferral": deferral},
+    )  # fmt: skip
+    if serve is not None:
+        asked = verify_server.Request(
+            serve, served_model_name, model, settings, adapter, prompts, tokens or SERVE_TOKENS
+        )
+        raise typer.Exit(verify_server.verify(asked, as_json))
+    if deferral is not None:
+        command.show_deferral(model, settings, deferral, tokens or VERIFY_TOKENS, prompts, adapter, as_json)
+        return
+    numbers = command.parse_layers(layers)
+    request = command.Request(model, settings, numbers, tokens or VERIFY_TOKENS, adapter, source, whole)
+    report = command.verify(request, Console(stderr=True))
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
@@ -213,7 +226,10 @@ def merge(
     ] = "same",
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare logits with base and adapter.")] = True,
     allow_drowned: Annotated[
-        bool, typer.Option("--allow-drowned", help="Take a result in which rounding drowned the adapter.")
+        bool,
+        typer.Option(
+            "--allow-drowned", help="Write the result even if rounding removed most of what the adapter does."
+        ),
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
     numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to work on. [all]")] = None,
@@ -231,8 +247,6 @@ def merge(
         warnings = command.merge(request, console)
     except KeyboardInterrupt:
         raise refuse("interrupted; what is finished is kept, run the same command again") from None
-    except (OSError, ValueError) as error:
-        raise refuse(str(error)) from None
     for warning in warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     typer.echo(f"{out}: merged")
@@ -251,6 +265,6 @@ def train(
     # LLaMA-Factory finds torchrun on PATH: it must be the one of this environment, activated or not.
     environment = os.environ | {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
     # -P: a file of the working directory (a torch.py, say) must not shadow a package.
-    command = [sys.executable, "-P", "-m", "llamafactory.cli", "train", str(file), *(overrides or ())]
+    command = [sys.executable, "-P", "-m", "ktft.cli.launch", "train", str(file), *(overrides or ())]
     sys.stdout.flush()
     os.execve(sys.executable, command, environment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -13,15 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ktft.plan.planner import Plan
+    from ktft.plan.description import Machine
+    from ktft.plan.plan import Plan
 
 TABLE_WIDTH = 120
 
 
 def plan(
-    model: Annotated[Path, typer.Argument(help="A model's directory, as released or converted, or its config.json.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A model's directory, as released or converted; its config.json; or its name on the Hugging Face Hub, "
+            "from where its config.json alone is fetched."
+        ),
+    ],
     recipe: Annotated[
-        Path | None, typer.Argument(help="LLaMA-Factory's YAML file. [its defaults]", dir_okay=False)
+        Path | None, typer.Argument(help="LLaMA-Factory's YAML file. [its defaults]", exists=True, dir_okay=False)
     ] = None,
     ram: Annotated[str | None, typer.Option(help="Memory of the machine, as 512G. [this machine]")] = None,
     gpu: Annotated[str | None, typer.Option(help="Memory of its GPU, as 24G, or none.")] = None,
@@ -35,7 +42,8 @@ def plan(
     isa: Annotated[str | None, typer.Option(help="amx_bf16, avx512_bf16, avx512 or avx2.")] = None,
     disk_rate: Annotated[str | None, typer.Option(help="Bytes a second the disk is read at, as 3G.")] = None,
     routing: Annotated[
-        str, typer.Option(help="How tokens choose experts: uniform, or zipf (few get most).")
+        Literal["uniform", "zipf"],
+        typer.Option(help="How tokens choose experts: evenly, or most of them the same few."),
     ] = "uniform",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -43,21 +51,18 @@ def plan(
 
     Nothing is loaded: config.json is enough, shards' headers are read where they are. Exits with 1 if nothing fits.
     """
-    from transformers.utils import logging
+    # All that can be refused without torch is refused before it is imported, which takes seconds.
+    from ktft.checkpoint.hub import fetch_file, local_path
+    from ktft.plan.description import Description
 
-    logging.set_verbosity_error()
-    from ktft.plan.machine import Description
-
-    console = Console(stderr=True)
     description = Description(ram, gpu, gpu_tflops, pcie, cores, sockets, bandwidth, isa, disk_rate)
-    try:
-        with console.status("planning ..."):
-            result = _make(model, recipe, description, routing)
-    except (ValueError, OSError) as error:
-        console.print(Text(str(error), style="red"), soft_wrap=True)
-        raise typer.Exit(2) from None
+    machine, rate = description.machine() if description.given else None, description.size("disk_rate", 1000)
+    with Console(stderr=True).status("planning ..."):
+        path = local_path("MODEL", model)
+        name = str(model) if path is None else None
+        result = _make(path or fetch_file("MODEL", model, "config.json"), name, recipe, machine, rate, routing)
     if as_json:
-        from ktft.plan.planner import to_json
+        from ktft.plan.plan import to_json
 
         typer.echo(json.dumps(to_json(result), indent=2))
     else:
@@ -65,28 +70,30 @@ def plan(
     raise typer.Exit(int(not result.fits))
 
 
-def _make(model: Path, recipe_file: Path | None, description: object, routing: str) -> Plan:
-    from ktft.plan.machine import Description, this_machine
+def _make(
+    path: Path, name: str | None, recipe_file: Path | None, machine: Machine | None, rate: int | None, routing: str
+) -> Plan:
+    """The plan for a model at `path`, which is called `name`, on a machine; None is this one."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    from ktft.plan.machine import this_machine
     from ktft.plan.planner import Planner
     from ktft.plan.source import disk_rate, read_source
     from ktft.train.recipe import read_recipe
 
-    assert isinstance(description, Description)
     recipe, notes = read_recipe(recipe_file)
-    source = read_source(model, recipe.settings)
-    if description.given:
-        machine = description.machine()
-    else:
-        given = description.size("disk_rate", 1000)
-        rate = given or (disk_rate(source.shard) if source.shard else None)
+    source = read_source(path, recipe.settings, name)
+    if machine is None:
+        measured = rate or (disk_rate(source.shard) if source.shard else None)
         settings = recipe.settings
-        machine = this_machine(settings.threads, settings.numa_nodes, gpu=not recipe.use_cpu, disk_rate=rate)
+        machine = this_machine(settings.threads, settings.numa_nodes, gpu=not recipe.use_cpu, disk_rate=measured)
     return Planner(source, machine, recipe, routing).plan(tuple(notes))
 
 
 def show(plan: Plan, console: Console) -> None:
     """Table, verdict, what to change, and what the numbers rest on."""
-    from ktft.plan.planner import advice, to_json, verdict
+    from ktft.plan.plan import advice, to_json, verdict
     from ktft.system import readable
 
     facts = to_json(plan)

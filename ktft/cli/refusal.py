@@ -10,13 +10,13 @@ from rich.text import Text
 def refuse(error: Exception | str) -> Exception:
     """Tell the user what is wrong, and give back what to raise: an exit, or the error itself if it is a bug's."""
     from ktft.config import show_tracebacks
-    from ktft.errors import exit_code, message_for_user
+    from ktft.errors import exit_code, for_user
 
-    if isinstance(error, str):
-        words, code = error, 2
-    else:
-        words, code = message_for_user(error) or "", exit_code(error)
-        if not words or show_tracebacks():
+    code = 2
+    if isinstance(error, Exception):
+        told = for_user(error)
+        if told is None or show_tracebacks():
             return error
-    Console(stderr=True).print(Text(words, style="red"), soft_wrap=True)
+        error, code = str(told), exit_code(told)
+    Console(stderr=True).print(Text(error, style="red"), soft_wrap=True)
     return typer.Exit(code)

@@ -13,9 +13,6 @@ from ktft.lanes.placement import Placement, Placer
 from ktft.lanes.rates import BF16, LANES, LayerKind, Rate, Rates
 
 ROUTINGS = ("uniform", "zipf")
-# Bytes/s of pinned copies over 16 lanes by PCIe generation: 54 measured of generation 5's 63 GB/s, the same share of
-# the others' published rates.
-PCIE_RATES = {3: 13.5e9, 4: 27e9, 5: 54e9}
 # Of the GPU's dense bf16 FLOP/s that grouped products reach beyond reading their weights, and of its memory's rate that
 # decoding does: Qwen3-30B-A3B's gate and up take 0.26, 0.43 and 1.25 ms at 512, 4096 and 16384 tokens on an H200.
 PRODUCT_SHARE, MEMORY_SHARE = 0.75, 0.6

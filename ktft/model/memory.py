@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ktft import config, native, system
+from ktft import config, native
 from ktft.config import PROJECTIONS
 from ktft.model.shape import ModelShape, MoeShape
 
@@ -362,45 +362,6 @@ def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -
     """
     size = free - max(SPARE_VRAM, int(used * SPARE_SHARE)) if isinstance(wished, str) else wished
     return min(max(size, 0), packed_bytes)
-
-
-# --- the check before loading -----------------------------------------------------------------------------------------
-
-
-def shortage(what: str, needed: int, available: int, of: str = "memory", limit: str = "") -> str:
-    """The words for memory that does not suffice; `ktft plan` and training use the same."""
-    return (
-        f"{what} needs {system.readable(needed)} of {of}, {system.readable(available)} are available{limit}: "
-        f"{system.readable(needed - available)} too few"
-    )
-
-
-def _limit_words() -> str:
-    if config.memory_limit() is not None:
-        return " (KTFT_MEMORY_LIMIT is set)"
-    limit, total = system.cgroup_memory_limit(), system.memory().get("MemTotal", 0)
-    return f" (a cgroup allows {system.readable(limit)})" if limit is not None and limit < total else ""
-
-
-def require_memory(what: str, needed: int) -> None:
-    """Refuse what does not fit in the memory that this process can still take.
-
-    Raises:
-        ValueError: it does not; the message has both sizes and the cures.
-    """
-    available = system.available_memory()
-    if needed <= available or config.skip_memory_check():
-        return
-    raise ValueError(
-        f"{shortage(what, needed, available, limit=_limit_words())}. Choose a smaller expert_format "
-        f"({', '.join(by_size())}, smallest first), or see what fits with `ktft plan MODEL train.yaml`; "
-        "KTFT_SKIP_MEMORY_CHECK=1 loads all the same"
-    )
-
-
-def by_size() -> list[str]:
-    """Expert formats, smallest first."""
-    return sorted(config.EXPERT_FORMATS, key=lambda name: native.packed_bytes(1, 1024, 1024, name, 1)[0])
 
 
 def expert_adapters(moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]]) -> list[Adapter]:

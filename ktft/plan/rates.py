@@ -14,7 +14,7 @@ from ktft import native
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.memory import Adapter, Workload, active_experts
 from ktft.model.shape import ModelShape, MoeShape
-from ktft.plan.machine import Machine
+from ktft.plan.description import Machine
 
 # Share of P that forward and backward reach, docs/benchmarks.md: AMX, int8 at the deepseek-v3 shape (42 and 36%) and at
 # the qwen3-30b-a3b shape (32 and 24%), whose experts are small; AVX-512-BF16, H over P times the share of H (70 and

@@ -51,12 +51,13 @@ class ModelSource:
     shard: Path | None
 
 
-def read_source(path: Path, settings: Settings) -> ModelSource:
+def read_source(path: Path, settings: Settings, name: str | None = None) -> ModelSource:
     """Read a model directory, as released or converted, or a config.json.
 
     Args:
         path: of the directory or file.
         settings: `expert_checkpoint` says where the experts are, if not there.
+        name: what to call the model; None takes the directory's name or the file's.
 
     Raises:
         ValueError: no config.json there, one that transformers cannot read, a model or quantization that ktft does not
@@ -67,7 +68,7 @@ def read_source(path: Path, settings: Settings) -> ModelSource:
         raise ValueError(f"{path} has no {CONFIG_NAME}; give a model's directory, or its {CONFIG_NAME}")
     try:
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
-        scheme = scheme_of(json.loads(file.read_text()), str(file))
+        scheme = scheme_of(json.loads(file.read_bytes()), str(file))
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is no config that transformers can read: {str(error).splitlines()[0]}") from None
     shape, model = shape_of(config)
@@ -75,7 +76,7 @@ def read_source(path: Path, settings: Settings) -> ModelSource:
     experts = Path(settings.expert_checkpoint or path)
     packed = PackedCache.find(experts, settings.verify_checksums) if experts.is_dir() else None
     common: dict[str, Any] = {
-        "name": file.parent.resolve().name if file.name == CONFIG_NAME else file.name,
+        "name": name or file.parent.resolve().name if file.name == CONFIG_NAME else file.name,
         "config": config,
         "shape": shape,
         "model": model,

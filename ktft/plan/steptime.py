@@ -10,7 +10,7 @@ from ktft.lanes.rates import LayerKind
 from ktft.lanes.simulate import Hardware, Simulated, joined, simulate
 from ktft.model.memory import FP32, Workload, active_experts
 from ktft.model.shape import ModelShape
-from ktft.plan.machine import Machine
+from ktft.plan.description import Machine
 from ktft.plan.rates import ExpertRate, LayerRate, OtherRates, TorchRate, expert_flops
 from ktft.plan.source import ModelSource
 

@@ -19,6 +19,7 @@ from ktft.checkpoint.hub import require_found
 from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, emulate_gpu, other_hub, parse_kt_config
 from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
 from ktft.model.shape import ModelShape, shape_of
+from ktft.model.shortage import PACKED, WEIGHTS, by_cause
 
 # Sequences that a stage runs together for each row of the batch: chosen and rejected, or a row and its KL pair.
 SEQUENCES = {"pt": 1, "sft": 1, "rm": 2, "dpo": 2, "kto": 2}
@@ -120,7 +121,7 @@ def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:
     if path is None:
         return Recipe(), []
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_bytes())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is not a YAML file: {error}") from None
     if not isinstance(values, dict):
@@ -135,7 +136,7 @@ def recipe_of(values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """The recipe of LLaMA-Factory's keys, others ignored; and notes on kt_config."""
     kt_config = values.get("kt_config") or {}
     if isinstance(kt_config, str) and Path(kt_config).is_file():
-        kt_config = yaml.safe_load(Path(kt_config).read_text())
+        kt_config = yaml.safe_load(Path(kt_config).read_bytes())
     if not isinstance(kt_config, Mapping):
         raise ValueError(f"kt_config is {kt_config!r}; give a mapping, or the path of a file that holds one")
     top_level = {key: value for key, value in values.items() if key.startswith("kt_") and key != "kt_config"}
@@ -191,13 +192,12 @@ def weight_bytes_of(config: PreTrainedConfig) -> int:
     return FP32 if getattr(config, "dtype", None) in (torch.float32, "float32") else BF16
 
 
-def training_reserve(config: PreTrainedConfig, recipe: Recipe, *, threads: int, nodes: int, gpu: bool) -> int:
-    """RAM that training takes beside the model itself: LoRA, gradients, moments and activations."""
+def training_reserve(
+    config: PreTrainedConfig, recipe: Recipe, *, threads: int, nodes: int, gpu: bool
+) -> dict[str, int]:
+    """RAM that training takes beside the model itself, by cause: LoRA, gradients, moments and activations."""
     shape, model = shape_of(config)
     work = recipe.workload(recipe.adapters(shape, model), weight_bytes_of(config))
-    # what the experts themselves take is in both, so their format does not matter
-    training, holding = (
-        footprint(shape, w, DEFAULT_EXPERT_FORMAT, threads=threads, nodes=nodes, gpu=gpu) for w in (work, None)
-    )
-    other = 0 if gpu else shape.other_parameters * (work.weight_bytes - BF16)
-    return training.ram_bytes - holding.ram_bytes - other
+    # what the weights take is left out, so the experts' format does not matter
+    need = footprint(shape, work, DEFAULT_EXPERT_FORMAT, threads=threads, nodes=nodes, gpu=gpu)
+    return {cause: size for cause, size in by_cause(need.ram).items() if cause not in (PACKED, WEIGHTS)}

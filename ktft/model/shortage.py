@@ -1,0 +1,92 @@
+"""Memory that does not suffice: what is told, whose fault it is, and the check before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ktft import config, native, system
+
+
+def shortage(what: str, needed: int, available: int, of: str = "memory", limit: str = "") -> str:
+    """The words for memory that does not suffice; `ktft plan` and training use the same."""
+    return (
+        f"{what} needs {system.readable(needed)} of {of}, {system.readable(available)} are available{limit}: "
+        f"{system.readable(needed - available)} too few"
+    )
+
+
+PACKED, WEIGHTS, LORA, ACTIVATIONS, RESIDENT = (
+    "packed experts",
+    "other weights",
+    "LoRA",
+    "activations",
+    "resident experts",
+)
+_CAUSES = {
+    "experts": PACKED,
+    "other weights": WEIGHTS,
+    "expert LoRA": LORA,
+    "its gradients and moments": LORA,
+    "other LoRA, gradients, moments": LORA,
+    "expert activations": ACTIVATIONS,
+    "activations": ACTIVATIONS,
+    "fragments": ACTIVATIONS,
+    "expert outputs": ACTIVATIONS,
+    "resident experts": RESIDENT,
+}
+_CURES = {
+    PACKED: "choose a smaller expert_format ({formats}, smallest first)",
+    WEIGHTS: "these have to be there whole",
+    LORA: "lower lora_rank, or name fewer modules in lora_target",
+    ACTIVATIONS: "lower cutoff_len or per_device_train_batch_size",
+    RESIDENT: "lower gpu_expert_memory",
+}
+"""What makes less of a cause, by the keys of LLaMA-Factory's YAML."""
+
+
+def by_cause(parts: Mapping[str, int]) -> dict[str, int]:
+    """Parts of a footprint, added up by what a person can change; those that nobody can are left out."""
+    causes: dict[str, int] = {}
+    for part, size in parts.items():
+        if part in _CAUSES:
+            causes[_CAUSES[part]] = causes.get(_CAUSES[part], 0) + size
+    return causes
+
+
+def largest_cause(causes: Mapping[str, int]) -> str:
+    """The words for what takes most, and for what makes it less."""
+    name = max(causes, key=lambda each: causes[each])
+    cure = _CURES.get(name, "ask for less of it").format(formats=", ".join(by_size()))
+    return f"most of it, {system.readable(causes[name])}, is for {name}: {cure}"
+
+
+def _limit_words() -> str:
+    if config.memory_limit() is not None:
+        return " (KTFT_MEMORY_LIMIT is set)"
+    limit, total = system.cgroup_memory_limit(), system.memory().get("MemTotal", 0)
+    return f" (a cgroup allows {system.readable(limit)})" if limit is not None and limit < total else ""
+
+
+def require_memory(what: str, causes: Mapping[str, int]) -> None:
+    """Refuse what does not fit in the memory that this process can still take.
+
+    Args:
+        what: that needs it.
+        causes: bytes by what they are for, as `by_cause` has them.
+
+    Raises:
+        ValueError: it does not; the message has both sizes, the largest cause and the cures.
+    """
+    needed = sum(causes.values())
+    available = system.available_memory()
+    if needed <= available or config.skip_memory_check():
+        return
+    raise ValueError(
+        f"{shortage(what, needed, available, limit=_limit_words())}; {largest_cause(causes)}. `ktft plan MODEL "
+        "train.yaml` says what fits; KTFT_SKIP_MEMORY_CHECK=1 loads all the same"
+    )
+
+
+def by_size() -> list[str]:
+    """Expert formats, smallest first."""
+    return sorted(config.EXPERT_FORMATS, key=lambda name: native.packed_bytes(1, 1024, 1024, name, 1)[0])

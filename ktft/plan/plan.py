@@ -1,0 +1,213 @@
+"""The plan: memory and time of every expert format, which of them fit, and what to change if none does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
+from ktft.lanes.simulate import Simulated
+from ktft.model.memory import FP32, LANE_PARTS, Footprint, Workload
+from ktft.plan.description import Machine
+from ktft.plan.source import ModelSource
+from ktft.plan.steptime import StepTime
+from ktft.system import readable
+from ktft.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class FormatPlan:
+    """One expert format on one machine. `lanes` are the experts of one pass, None without a GPU; `lacking` is empty
+    when it fits, else the words for what there is too little of.
+    """
+
+    format: str
+    footprint: Footprint
+    load_seconds: float
+    step: StepTime
+    lanes: Simulated | None
+    tokens_per_second: float
+    lacking: tuple[str, ...]
+    tight: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has the memory."""
+        return not self.lacking
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that would make a format fit, and what it then costs."""
+
+    words: str
+    plan: FormatPlan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `ktft plan` tells."""
+
+    source: ModelSource
+    machine: Machine
+    recipe: Recipe
+    work: Workload
+    formats: tuple[FormatPlan, ...]
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def wished(self) -> str:
+        """The format that training would take."""
+        return wished_format(self.source, self.recipe)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any format fits."""
+        return any(each.fits for each in self.formats)
+
+    def best(self) -> FormatPlan | None:
+        """The recipe's own format if it fits, else the most precise that does."""
+        return best_of(self.formats, self.wished)
+
+
+def wished_format(source: ModelSource, recipe: Recipe) -> str:
+    return source.expert_format or recipe.settings.expert_format or DEFAULT_EXPERT_FORMAT
+
+
+def best_of(plans: tuple[FormatPlan, ...], wished: str) -> FormatPlan | None:
+    fitting = [each for each in plans if each.fits]
+    own = [each for each in fitting if each.format == wished]
+    precision = {name: i for i, name in enumerate(EXPERT_FORMATS)}
+    return own[0] if own else min(fitting, key=lambda each: precision[each.format], default=None)
+
+
+def verdict(plan: Plan) -> str:
+    """The answer in plain words."""
+    best, wished = plan.best(), plan.wished
+    if best is None:
+        smallest = min(plan.formats, key=lambda each: each.footprint.ram_bytes)
+        none = "No expert format fits" if len(plan.formats) > 1 else f"The converted {wished} experts do not fit"
+        return f"{none}. {_sentence('; '.join(smallest.lacking))}."
+    others = [each.format for each in plan.formats if each.fits and each is not best]
+    words = f"{plan.source.name} can be trained here with {best.format} experts, at about {cost_of(best)}"
+    if best.format != wished:
+        words = f"The recipe's {wished} experts do not fit. {words}"
+    if best.tight:
+        words += "; it is tight, within 5% of what there is"
+    if plan.source.expert_format:
+        return f"{words}. The experts were converted to that format; the original checkpoint can have others."
+    return f"{words}. {_sentence('also fit: ' + ', '.join(others)) + '.' if others else 'No other format fits.'}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def cost_of(plan: FormatPlan) -> str:
+    return f"{plan.step.total:,.1f} s a step ({plan.tokens_per_second:,.0f} tokens/s)"
+
+
+_LANE_NAMES = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
+
+
+def lane_notes(plan: Plan) -> list[str]:
+    """Where the experts of the best format run, what limits them, and what that takes of the GPU's memory."""
+    best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
+    if (lanes := best.lanes) is None:
+        return []
+    shares = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
+    busy = ", ".join(f"{_LANE_NAMES[lane]} {seconds / lanes.total:.0%}" for lane, seconds in lanes.busy.items())
+    vram = best.footprint.vram
+    own = ", ".join(f"{part} {readable(vram[part])}" for part in LANE_PARTS if vram.get(part))
+    return [
+        f"{best.format} experts: of their rows {shares['cpu']} run on the CPU, {shares['stream']} are streamed to the "
+        f"GPU, {shares['resident']} meet residents there; {_LANE_NAMES[lanes.slowest]} is what most time is waited for "
+        f"(busy: {busy})",
+        f"of the GPU's memory the experts take: {own or 'nothing'}",
+    ]
+
+
+def advice(plan: Plan) -> list[str]:
+    """What to change, a line each."""
+    return [
+        f"{change.words}: then {change.plan.format} fits ({readable(change.plan.footprint.ram_bytes)} of memory"
+        + (f", {readable(change.plan.footprint.vram_bytes)} of GPU memory" if change.plan.footprint.vram else "")
+        + f"), at about {cost_of(change.plan)}"
+        for change in plan.changes
+    ]
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON's types; bytes, seconds and bytes/s."""
+    shape, source, machine = plan.source.shape, plan.source, plan.machine
+    adapter = sum(a.parameters for a in plan.work.adapters)
+    return {
+        "model": {
+            "name": source.name,
+            "model_type": shape.model_type,
+            "expert_parameters": shape.expert_parameters,
+            "other_parameters": shape.other_parameters,
+            "moe_layers": len(shape.moe),
+            "quantization": source.scheme,
+            "converted_to": source.expert_format,
+            "sizes_from": "shards" if source.from_shards else "config",
+        },
+        "machine": {
+            **{k: v for k, v in asdict(machine).items() if k not in ("assumptions", "warnings")},
+            "nodes": machine.nodes,
+        },
+        "recipe": {
+            **{k: v for k, v in asdict(plan.recipe).items() if k != "settings"},
+            "kt_config": asdict(plan.recipe.settings),
+        },
+        "adapter": {
+            "parameters": adapter,
+            "expert_parameters": sum(a.parameters for a in plan.work.on_experts()),
+            "training_bytes": plan.work.training_bytes(plan.work.adapters),
+        },
+        "disk": {
+            "checkpoint_bytes": source.expert_bytes + source.other_bytes,
+            "adapter_bytes": adapter * FP32,
+            "training_checkpoint_bytes": int(adapter * FP32 * (1 + plan.work.states)),
+        },
+        "formats": [_format_json(each) for each in plan.formats],
+        "fits": plan.fits,
+        "verdict": verdict(plan),
+        "changes": [{"change": each.words, **_format_json(each.plan)} for each in plan.changes],
+        "estimates": "memory, times and rates are estimates; bytes of packed experts and LoRA are exact",
+        "assumptions": list(machine.assumptions),
+        "warnings": list(machine.warnings),
+        "notes": list(plan.notes),
+    }
+
+
+def _format_json(plan: FormatPlan) -> dict[str, Any]:
+    need = plan.footprint
+    return {
+        "format": plan.format,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "lacking": list(plan.lacking),
+        "ram_bytes": need.ram_bytes,
+        "ram": need.ram,
+        "packed_bytes": list(need.packed),
+        "node_bytes": list(need.node_bytes),
+        "vram_bytes": need.vram_bytes,
+        "vram": need.vram,
+        "load_seconds": plan.load_seconds,
+        "step_seconds": plan.step.total,
+        "step": asdict(plan.step),
+        "tokens_per_second": plan.tokens_per_second,
+        "lanes": _lanes_json(plan.lanes) if plan.lanes else None,
+    }
+
+
+def _lanes_json(lanes: Simulated) -> dict[str, Any]:
+    return {
+        "row_shares": lanes.shares,
+        "forward_seconds": lanes.forward,
+        "backward_seconds": lanes.backward,
+        "busy_seconds": lanes.busy,
+        "limited_by": lanes.slowest,
+    }
