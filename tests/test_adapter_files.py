@@ -332,3 +332,27 @@ def test_the_card_promises_no_more_than_is_true(tiny_checkpoint: Checkpoint, tmp
     assert "do not load this directory with PEFT" in stacked
     assert "do not load" not in plain
     assert 'In PEFT: `PeftModel.from_pretrained(model, "THIS_DIRECTORY")`' in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("out/adaptr", "no such directory from here"),  # two parts, the first of them a folder here
+        ("./adapter", "no such directory from here"),
+        ("adapter", "no such directory from here"),
+        ("nobody/adapter", "the Hugging Face Hub cannot be asked: HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_a_mistyped_path_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    asked: list[str] = []
+    if "nobody" not in name:
+        monkeypatch.setattr(files, "snapshot_download", lambda name, **_: asked.append(name))
+    (tmp_path / "out" / "adapter").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words) as caught:
+        files.local_directory(name)
+    assert "repo id" not in str(caught.value).lower()
+    assert asked == []
+    assert ("there is 'out/adapter'" in str(caught.value)) == (name == "out/adaptr")

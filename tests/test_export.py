@@ -190,7 +190,7 @@ def test_gguf_is_read_by_its_own_reader(make: Callable[..., Path], family: str, 
         ("mixtral", {}, "sglang", "SGLang.*Mixtral"),
         ("qwen3moe", {"rank_pattern": {"q_proj": 520}}, "vllm", "rank 520, vLLM loads 512 at most"),
         ("qwen2moe", {}, "sglang", "SGLang has no place for .*shared_expert_gate"),
-        ("qwen3moe", {}, "ollama", "exports to peft, vllm, sglang, gguf"),
+        ("qwen3moe", {}, "ollama", "'ollama'.*'peft'"),
     ],
 )
 def test_what_a_target_cannot_hold_is_refused(
@@ -214,7 +214,7 @@ def test_bad_input(
     good = {name: (adapter / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
     said = run(adapter, "peft", "--base", str(tiny_checkpoint("dsv3")), code=2)
     assert "was trained on a model of type qwen3_moe, this one is deepseek_v3" in said
-    assert "is not a directory" in run(adapter / "absent", "peft", code=2)
+    assert "no such directory" in run(adapter / "absent", "peft", code=2)
     out.mkdir()
     (out / "file").touch()
     assert "is not empty; name a new directory" in run(adapter, "peft", code=2)
@@ -222,7 +222,7 @@ def test_bad_input(
 
     config = json.loads(good["adapter_config.json"])
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/nowhere/model"}))
-    assert "the base model /nowhere/model has no config that can be read" in run(adapter, "peft", code=2)
+    assert "the base model '/nowhere/model': no such directory; name its directory" in run(adapter, "peft", code=2)
     run(adapter, "peft", "--base", str(tiny_checkpoint("qwen3moe")))
     shutil.rmtree(out)
     (adapter / "adapter_config.json").write_bytes(good["adapter_config.json"])
@@ -244,3 +244,35 @@ def test_bad_input(
         assert f"[Errno {errno.ENOSPC}]" in run(adapter, "vllm", code=2)
     assert not any(out.iterdir())
     run(adapter, "vllm")
+
+
+# --- from another folder ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def relative(tmp_path: Path, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An adapter whose base was named by a relative path, seen from another folder than the one of its training."""
+    (tmp_path / "home" / "build").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(tiny_checkpoint("qwen3moe"), tmp_path / "home" / "build" / "model")
+    monkeypatch.chdir(tmp_path / "home")
+    adapted(Path("build/model")).save_pretrained(tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "adapter"
+
+
+def test_the_base_is_found_from_any_folder(relative: Path) -> None:
+    assert json.loads((relative / "adapter_config.json").read_text())["base_model_name_or_path"] == "build/model"
+    base = relative.parent / "home" / "build" / "model"
+    assert f'from_pretrained("{base}"' in (relative / "README.md").read_text()
+    assert f'AutoModelForCausalLM.from_pretrained("{base}")' in run(relative, "peft")
+
+
+def test_a_base_that_is_gone_is_not_asked_of_the_hub(relative: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (relative.parent / "home").rename(relative.parent / "moved")
+    (relative.parent / "elsewhere" / "build").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    said = run(relative, "peft", code=2)
+    assert f"the base model 'build/model': no such directory from here ({relative.parent / 'elsewhere'})" in said
+    assert "--base" in said
+    assert "repo" not in said.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ Below = Sequence[Mapping[str, Any]]
 
 
 def describe(path: str, directory: Path) -> dict[str, Any]:
-    """What an adapter's file says of one below it: its path, and what tells its tensors from others."""
-    return {"path": path, **identify_shard(directory / SAFETENSORS_WEIGHTS_NAME)}
+    """What an adapter's file says of one below it: its path, absolute, and what tells its tensors from others."""
+    return {
+        "path": os.path.abspath(path) if os.path.isdir(path) else path,
+        **identify_shard(directory / SAFETENSORS_WEIGHTS_NAME),
+    }
 
 
 def paths_of(below: Below) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktft.adapters.below import stands_on
+from ktft.adapters.files import absolute
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.adapters.several import base_adapters_of
 from ktft.checkpoint.families import GROUPS, SEPARATE, group_of
@@ -60,7 +61,7 @@ def update_card(file: Path, model: Any) -> None:
 def _section(model: Any) -> str:
     layers = [module for module in model.modules() if isinstance(module, KtftExpertsLora)]
     tensors = sum(2 * len(ranks) * layer.experts.num_experts for layer in layers for ranks in layer.ranks.values())
-    base = model.config.name_or_path or "BASE_MODEL"
+    base = absolute(model.config.name_or_path) or "BASE_MODEL"
     lines = [f"Base model: `{base}` ({model.config.model_type})", "", "## What was trained", *_counts(model), ""]
     if layers:
         lines += [f"LoRA on {len(layers)} layers x {layers[0].experts.num_experts} routed experts.", ""]

@@ -22,13 +22,16 @@ from ktft.adapters.files import (
     CONFIG,
     MEANING,
     LazyTensor,
+    absolute,
+    base_of,
     local_directory,
-    read_config,
     saving,
     write_tensors,
 )
 from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.files import to_json
+from ktft.checkpoint.hub import require_found
+from ktft.checkpoint.reader import CONFIG_NAME
 
 Progress = Callable[[str, int], None]
 
@@ -114,20 +117,25 @@ def open_adapter(directory: Path, base: Path | None = None) -> SavedAdapter:
         ValueError: no base model, or not the one that the adapter was trained on; see `SavedAdapter` too.
     """
     config = local_directory(directory) / CONFIG
-    named = base or read_config(config.parent).base_model_name_or_path
+    named = base or base_of(config.parent)
     cure = "name its directory, or its config.json, with --base"
     if not named:
         raise ValueError(f"{config} names no base model; {cure}")
+    try:
+        require_found("the base model", named, CONFIG_NAME)
+    except ValueError as error:
+        raise ValueError(f"{error}; {cure}") from None
     try:
         found = AutoConfig.from_pretrained(str(named), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"the base model {named} has no config that can be read: {first}; {cure}") from None
     adapter = SavedAdapter(directory, found)
+    where = Path(named).parent if Path(named).is_file() else Path(named)
     if adapter.below:
-        where = Path(named).parent if Path(named).is_file() else Path(named)
         require_merged(adapter.directory, adapter.below, where, f"ktft export {directory} OUT --to ... --base {{base}}")
-        adapter.config.base_model_name_or_path = str(where)
+    if adapter.below or not Path(named).is_file():
+        adapter.config.base_model_name_or_path = absolute(str(where))
     return adapter
 
 

@@ -32,6 +32,7 @@ from ktft.adapters.below import BELOW, Below
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.cache import read_metadata
 from ktft.checkpoint.files import CRC32, NewTensor, sync_directory, write_safetensors
+from ktft.checkpoint.hub import FAILURES, local_path, not_fetched
 from ktft.checkpoint.lock import LOCK, locked
 from ktft.checkpoint.reader import DTYPES, CheckpointReader
 from ktft.checkpoint.schemes import PLAIN
@@ -43,6 +44,9 @@ RECORD = "ktft"
 """Metadata key of an adapter file: JSON of `MEANING`'s fields as they were when it was saved, and `model_type`."""
 MEANING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 """Fields of adapter_config.json that decide what an adapter computes, beside what its tensors' names and shapes say."""
+
+BASE = "base_directory"
+"""Metadata key within `RECORD`: the base model's name -> its directory, absolute, where it was one."""
 
 SCRATCH = ".saving-"
 """What the name of a folder begins with in which an adapter is being saved."""
@@ -56,11 +60,12 @@ Tensors = dict[str, Tensor]
 
 def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
     """An adapter's directory; one of the Hugging Face Hub is downloaded. Raises ValueError if it is no adapter."""
-    root = Path(path)
-    if not root.is_dir():
-        if root.is_absolute() or len(root.parts) != 2:
-            raise ValueError(f"adapter {str(path)!r} is not a directory")
-        root = Path(snapshot_download(str(path), allow_patterns=["*adapter_*", "*/adapter_*"], **hub))
+    root = local_path("adapter", path)
+    if root is None:
+        try:
+            root = Path(snapshot_download(str(path), allow_patterns=["*adapter_*", "*/adapter_*"], **hub))
+        except FAILURES as error:
+            raise ValueError(not_fetched("adapter", path, error)) from error
     directory = root / subfolder if subfolder else root
     for name in (CONFIG, SAFETENSORS_WEIGHTS_NAME):
         if not (directory / name).is_file():
@@ -90,6 +95,23 @@ def read_config(directory: Path) -> LoraConfig:
                 "set_scale method of its layers"
             )
     return config
+
+
+def base_of(directory: Path) -> str | None:
+    """The base model that an adapter names: where it is from here, or else as the configuration has it.
+
+    A path in the configuration may be relative to the folder that training was started in.
+    """
+    named = read_config(directory).base_model_name_or_path
+    recorded = dict(read_own_metadata(directory).get(RECORD, {}).get(BASE, {}))
+    if named and not Path(named).exists() and os.path.isdir(there := str(recorded.get(named, ""))):
+        return there
+    return absolute(named) if named else None
+
+
+def absolute(name: str) -> str:
+    """The same place from any folder, of a name of something that is here; other names are the hub's."""
+    return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def read_own_metadata(directory: Path) -> dict[str, Any]:
@@ -133,6 +155,9 @@ def adapter_tensors(
     tensors: Tensors = get_peft_model_state_dict(
         model, state_dict=others, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
     )
+    # With a resized vocabulary PEFT adds all that an embedding has, copies around one that is held whole among it
+    copies = {"original_module", "modules_to_save"}
+    tensors = {name: tensor for name, tensor in tensors.items() if not copies & set(name.split("."))}
     for name, layer in layers.items():
         if adapter_name in layer.lora_A:
             for kind, projection, _ in layer.tensors(adapter_name):
@@ -275,6 +300,8 @@ def write_adapter(directory: Path, tensors: Tensors, config: PeftConfig, model_t
     """
     record = {field: getattr(config, field) for field in MEANING} | {"model_type": model_type}
     record |= {BELOW: list(below)} if below else {}
+    base = config.base_model_name_or_path or ""
+    record |= {BASE: {base: os.path.abspath(base)}} if os.path.isdir(base) else {}
 
     def lazy(name: str, tensor: Tensor) -> LazyTensor:
         def make() -> Tensor:

@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+TAIL = 32
 
 
 def show(steps: Iterator[tuple[str, int]], total: int, console: Console) -> None:
@@ -57,5 +69,21 @@ class Phases:
 
 
 def _bar(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    """A bar for 80 columns and more: names that are too long lose their beginning, figures keep one line."""
+    columns = (
+        _Tail(table_column=Column(no_wrap=True)),
+        BarColumn(None, table_column=Column(ratio=1)),
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+    )
+    return Progress(*columns, console=console, expand=True)
+
+
+class _Tail(ProgressColumn):
+    """What is worked on: of a long name the end, which tells it from others."""
+
+    def render(self, task: Task) -> Text:
+        """At most `TAIL` characters."""
+        name = task.description
+        return Text(name if len(name) <= TAIL else f"…{name[1 - TAIL :]}")
