@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -96,14 +94,12 @@ def test_a_layer_s_own_passes(recompute: bool) -> None:
     run = cpu_pass(layer, lora, recompute=recompute)
     kind = LayerKind.of(layer, 2, lora)
     assert kind == LayerKind(experts, 2, hidden, inner, layer.packed_bytes // experts, 4 * (hidden + inner))
-    began = time.perf_counter()
     device = torch.device("cpu")
     ran: list[tuple[str, int, int]] = []
     on_device = gpu_pass(device, lambda *what: ran.append(what))
     rates = calibrate(kind, Probes(run, on_device, copy_seconds(device)), budget=0.5)
     assert {work for work, *_ in ran} == set(WORKS)
     assert {experts for _, experts, _ in ran} == {5, 1}
-    assert time.perf_counter() - began < 5
     assert all(rate.flops > 0 for rate in rates.cpu.values())
     assert all(
         torch.equal(old, new)

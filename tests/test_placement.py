@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -225,20 +224,6 @@ def test_many_rows_go_to_the_gpu_and_few_to_the_cpu() -> None:
     placed = Placer(KIND, RATES).decide(counts, (), "forward")
     assert set(range(100, 128)) <= set(placed.stream)
     assert set(placed.cpu) <= set(range(100)) and len(placed.cpu) > 40
-
-
-def test_a_decision_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
-    for experts, residents in ((128, 0), (128, 32), (512, 0), (512, 128)):
-        kind = replace(KIND, num_experts=experts)
-        placer, best = Placer(kind, RATES), math.inf
-        counts = np.random.default_rng(0).multinomial(4096 * 8, [1 / experts] * experts).tolist()
-        for _ in range(100):
-            began = time.perf_counter()
-            placed = placer.decide(counts, range(residents), "forward")
-            best = min(best, time.perf_counter() - began)
-        share = best / max(placed.seconds.values())
-        with capsys.disabled():
-            print(f"\n{experts} experts, {residents} residents: {best * 1e6:.0f} us, {share:.2%} of the layer", end="")
 
 
 # --- correcting rates -------------------------------------------------------------------------------------------------
