@@ -12,12 +12,18 @@ from test_lane_stream import _run
 from torch import Tensor
 
 from ktft import native
+from ktft.checkpoint.families import FAMILIES
+from ktft.config import Settings
 from ktft.lanes import lane as lane_module
+from ktft.lanes import lanes as lanes_module
 from ktft.lanes import resident as resident_module
 from ktft.lanes.lane import GpuLane
+from ktft.lanes.lanes import Lanes
+from ktft.lanes.rates import Rate, Rates
 from ktft.lanes.resident import Residents
 from ktft.lanes.staging import Place
 from ktft.lanes.transfer import Locks, Transfer
+from ktft.model.experts import KtftExperts
 
 ISA = native.default_isa()
 
@@ -129,6 +135,21 @@ def test_events_alone_order_the_streams(
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_adapters_may_change_after_the_last_layer(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies are done when a forward without gradients returns; the next layer's routing tells of the others'."""
+    late = LateTransfer(torch.device("cpu"))
+    monkeypatch.setattr(lane_module, "transfer", lambda device: late)
+    monkeypatch.setattr(Place, "wait", lambda self, stream: self.views)  # a device that has not got to the products
+    lanes = Lanes(Settings(placement="stream"), on_cpu=True)
+    layers = [KtftExperts(make_layer(64, 160, "int8", ISA), FAMILIES["qwen3_moe"]).eval() for _ in range(2)]
+    for number, layer in enumerate(layers):
+        layer.run_in(lanes, number)
+    with torch.no_grad():
+        layers[last](*inputs_for(TAILS[1], 64), make_lora(64, 160, 4, torch.float32))
+    assert late.copies > 0 and (late.into.done > 0) is last
+
+
 def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are not there before `finish`, and products that do not wait take what was in the buffers before."""
     late = LateTransfer(torch.device("cpu"))
@@ -150,3 +171,39 @@ def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(found[0], expected[0])
     late.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(_run(lane, layer, lora, *inputs), expected, strict=True))
+
+
+def test_steps_after_a_checkpoint_are_those_of_a_run_that_resumes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one step sent ahead for the next is multiplied first, and sums then have other last bits."""
+    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
+    monkeypatch.setattr(lanes_module, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+    layers = [make_layer(64, 160, "int8", ISA) for _ in range(2)]
+    loras = [make_lora(64, 160, 4, torch.float32) for _ in layers]
+
+    def steps(batches: list[int], forget: bool) -> list[Tensor]:
+        lanes = Lanes(Settings(placement="stream"), on_cpu=True)
+        model = [KtftExperts(layer, FAMILIES["qwen3_moe"]).train() for layer in layers]
+        for number, experts in enumerate(model):
+            experts.run_in(lanes, number)
+        for seed in batches:
+            lanes.begin_step()
+            generator = torch.Generator().manual_seed(seed)
+            # Few tokens, so that each step uses other experts
+            x = hidden = torch.randn(2, 64, generator=generator).requires_grad_()
+            index = torch.rand(2, EXPERTS, generator=generator).argsort(1)[:, :3]
+            for experts, lora in zip(model, loras, strict=True):
+                hidden = hidden + experts(hidden, index, torch.rand(2, 3, generator=generator), lora)
+            found = [hidden, *torch.autograd.grad(hidden.square().sum(), [x, *loras[0].parameters()])]
+            lanes.end_step()
+            if forget:
+                lanes.forget()
+        return found
+
+    pairs = [(first, second) for first in range(4) for second in range(8, 12)]
+    resumed = {second: steps([second], forget=True) for _, second in pairs[:4]}
+    differ = dict.fromkeys((True, False), 0)
+    for first, second in pairs:
+        for forget in differ:
+            found = steps([first, second], forget)
+            differ[forget] += not all(map(torch.equal, found, resumed[second]))
+    assert differ[True] == 0 and differ[False] > 0

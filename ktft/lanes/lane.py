@@ -221,6 +221,12 @@ class GpuLane:
             for part in itertools.islice(parts, len(plan.packed)):
                 self._ahead.append((plan, _Begun(part, self._buffers.packed.fill(plan.packed, part.experts))))
 
+    def forget(self) -> None:
+        """Begin the next call with nothing on its way."""
+        with self.mutex:
+            self._buffers.packed.turn_back(len(self._ahead))
+            self._ahead.clear()
+
     def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> Coming:
         """Experts of a layer that `prefetch` began to copy for a call with these adapters."""
         with self.mutex:

@@ -222,6 +222,16 @@ class Lanes:
             with self._mutex:
                 self._counted.append((layer, counts))
 
+    def forget(self) -> None:
+        """Go on as a run does that resumes here: with nothing on its way to the GPU, and no pass to foresee another by.
+
+        What was sent ahead is multiplied first, so it has a say in the order of sums, and in their last bits.
+        """
+        with self._mutex:
+            self._last.clear()
+            if self._device is not None:
+                self.gpu.forget()
+
     def begin_step(self) -> None:
         """A step of training begins: what went on since the last one, such as evaluation, has no part in its time."""
         with self._mutex:

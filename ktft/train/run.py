@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
@@ -22,7 +22,9 @@ from ktft.model.experts import find_experts, layer_number
 from ktft.model.record import Record
 from ktft.native import Runtime
 from ktft.train.attention import AttentionSpans
-from ktft.train.guards import GradientWatch, Guards, Step, group_norms, rates_of, trained_parameters
+from ktft.train.dead import LifeSigns, vocabulary_of
+from ktft.train.gradients import GradientWatch, group_norms, rates_of, trained_parameters
+from ktft.train.guards import Guards, Step
 from ktft.train.norms import clip_grad_norm
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport, facts_of
@@ -46,6 +48,7 @@ class Run:
         lanes: that the experts run in.
         norms: of gradients by group, at the step `norms_step`.
         since: what is logged next.
+        loss: of the step at hand, the sum over its batches so far; None at steps that are not looked at.
         mark: when what is not training (logging, saving, evaluating) or the step before ended.
         began: when the step at hand did, reading its data included.
         optimizer: the step's span.
@@ -62,6 +65,7 @@ class Run:
     norms: dict[str, float] = field(default_factory=dict)
     norms_step: int = 0
     since: Since = field(default_factory=Since)
+    loss: Tensor | None = None
     mark: float = field(default_factory=time.perf_counter)
     began: float = 0.0
     optimizer: spans.Span | None = None
@@ -82,7 +86,7 @@ class Run:
         shorten(model)
         return cls(
             records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
-            guards=Guards(parameters),
+            guards=Guards(parameters, LifeSigns(vocabulary_of(model))),
             watch=GradientWatch(parameters, runtime),
             report=RunReport(
                 facts_of(model, facts, args, optimizer),
@@ -102,10 +106,15 @@ class Run:
             self.lanes.begin_step()
         spans.RECORDER.on = True
         spans.add("data", None, self.began, time.perf_counter(), waited=True)
-        self.watch.on = look
+        self.watch.on, self.loss = look, None
         for record in self.records.values():
             record.watching = look
             record.reached.zero_()
+
+    def add_loss(self, loss: Any) -> None:
+        """A batch's part of the step's loss, a scalar; it stays where it is, for nothing shall wait for a GPU here."""
+        if self.watch.on and isinstance(loss, Tensor) and loss.numel() == 1:
+            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
 
     def before_optimizer(self, number: int, optimizer: Any) -> None:
         """Gradients of a step are complete."""
@@ -115,7 +124,8 @@ class Run:
             norms = {name: norm / scale for name, norm in self.watch.take().items()}
             self.norms, self.norms_step = group_norms(norms, self.guards.parameters), number
             reached = {name: record.reached for name, record in self.records.items()}
-            step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None)
+            loss = None if self.loss is None else float(self.loss)
+            step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None, loss)
             self.guards.before_step(step)
         self.optimizer = spans.span("optimizer").begin()
 
@@ -196,11 +206,7 @@ class RunCallback(TrainerCallback):
     ) -> None:
         """The data of the step's first batches have been read."""
         if self.run is not None:
-            by_steps = args.logging_strategy == IntervalStrategy.STEPS
-            interval = (by_steps and state.logging_steps) or UNLOGGED_INTERVAL
-            number = state.global_step + 1
-            first = number == 1 and args.logging_first_step
-            self.run.begin_step(self.run.guards.open or number % interval == 0 or first)
+            self.run.begin_step(self.run.guards.open or _looked_at(state.global_step + 1, args, state))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -230,8 +236,15 @@ class RunCallback(TrainerCallback):
         self._before_save(state, control)
 
     def _before_save(self, state: TrainerState, control: TrainerControl) -> None:
-        if self.run is not None and control.should_save:
-            self.run.guards.check_finite(state.global_step)
+        if self.run is None or not control.should_save:
+            return
+        self.run.guards.check_finite(state.global_step)
+        if self.run.guards.life.doubtful:
+            control.should_save = False
+            logger().warning(
+                "step %d: no checkpoint is saved, for the run may be dead: the next steps decide. Those before stay",
+                state.global_step,
+            )
 
     def on_log(
         self,
@@ -260,6 +273,8 @@ class RunCallback(TrainerCallback):
                 self.run.report.note_guards(self.run.guards)
                 self.run.report.write(checkpoint, page=False)
         if self.run is not None:
+            if self.run.lanes is not None:
+                self.run.lanes.forget()
             self.run.mark = time.perf_counter()
 
     def on_train_end(
@@ -267,8 +282,7 @@ class RunCallback(TrainerCallback):
     ) -> None:
         """Look at all parameters once more, and write the report."""
         if self.run is not None:
-            self.run.guards.close(state.global_step)
-            self.run.guards.check_finite(state.global_step)
+            self.run.guards.end(state.global_step)
             self._finish(kwargs["model"], args, state, FINISHED)
 
     def failed(self, model: nn.Module, args: TrainingArguments, state: TrainerState, error: BaseException) -> None:
@@ -290,15 +304,24 @@ class RunCallback(TrainerCallback):
             self.run.report.write(directory)
 
 
+def _looked_at(number: int, args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether a step's gradients are looked at though nothing is in doubt: it is logged, saved or the last."""
+    by_steps = args.logging_strategy == IntervalStrategy.STEPS
+    logged = number % ((by_steps and state.logging_steps) or UNLOGGED_INTERVAL) == 0
+    first = number == 1 and args.logging_first_step
+    saved = args.save_strategy == IntervalStrategy.STEPS and bool(state.save_steps) and number % state.save_steps == 0
+    return logged or first or saved or number == state.max_steps
+
+
 def install() -> None:
-    """Tell `RunCallback` of what Trainers send no event: the checkpoint resumed, an exception, clipping, the last save.
+    """Tell `RunCallback` of what Trainers send no event: the checkpoint resumed, losses, exceptions, clipping, saving.
 
     Once.
     """
     if hasattr(transformers.Trainer._inner_training_loop, "_ktft_run"):
         return
     train, save = transformers.Trainer._inner_training_loop, transformers.Trainer.save_model
-    clip = transformers.Trainer._clip_grad_norm
+    clip, step = transformers.Trainer._clip_grad_norm, transformers.Trainer.training_step
 
     @functools.wraps(train)
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -325,7 +348,15 @@ def install() -> None:
         self.accelerator.unscale_gradients()
         return clip_grad_norm(model.parameters(), self.args.max_grad_norm, run.runtime)
 
+    @functools.wraps(step)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = step(self, *args, **kwargs)
+        if (run := _callback(self).run) is not None:
+            run.add_loss(loss)
+        return loss
+
     transformers.Trainer._clip_grad_norm = _clip_grad_norm  # type: ignore[method-assign]
+    transformers.Trainer.training_step = training_step  # type: ignore[method-assign]
     _inner_training_loop._ktft_run = True  # type: ignore[attr-defined]
     transformers.Trainer._inner_training_loop = _inner_training_loop  # type: ignore[method-assign]
     transformers.Trainer.save_model = save_model  # type: ignore[method-assign]
