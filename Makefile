@@ -18,6 +18,8 @@ EXTRAS := llamafactory dev
 SERVE_STUBS ?= $(STUBS) ./ci/stubs/torchcodec
 SERVE_VENV ?= .venv-serve
 SERVE_BIN := $(SERVE_VENV)/bin
+# Tests that run beside each other: `auto` is one for each core, if memory has room (tests/conftest.py).
+WORKERS ?= auto
 
 # Twice quiet: errors, a failed compilation among them, are still shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -29,9 +31,12 @@ CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 demo: native
 	$(BIN)/python examples/demo/run.py
 
+# Both halves, also if the first one fails. A file of the second starts servers: it stays with one worker.
 test: native serving
-	$(BIN)/python -m pytest tests --ignore tests/serve
-	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest tests/serve
+	@failed=0; set -x; \
+	$(BIN)/python -m pytest -n $(WORKERS) tests --ignore tests/serve || failed=1; \
+	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/serve || failed=1; \
+	exit $$failed
 
 lint: native
 	$(BIN)/ruff check .

@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 
-# Before any library imports Triton, whose functions are made for a GPU or for its interpreter once and for all
+# Before any library is imported, since each of them reads these once. Triton's functions are made for a GPU or for its
+# interpreter once and for all. torch's sums depend on how many threads share them: here as in the processes that tests
+# start it is one, on every machine and however many tests run beside each other.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +25,19 @@ import yaml
 from fake_cuda import Fake, build
 from tiny import write_checkpoint, write_data
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from ktft import native
+from ktft.system import available_memory
+
+MEMORY_PER_WORKER = 3 << 30
+"""What a worker of pytest-xdist and the training process that its test starts hold at most, with room to spare."""
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` is: as many workers as there are cores for this process, and room in memory."""
+    return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
 
 
 @pytest.fixture(scope="session")
