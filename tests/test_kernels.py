@@ -76,7 +76,7 @@ def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bf
     routes += [0] * (len(routes) % TOP_K)
     generator = torch.Generator().manual_seed(7)
     order = torch.randperm(len(routes), generator=generator)
-    index = torch.tensor(routes)[order].view(-1, TOP_K)
+    index = torch.tensor(routes, dtype=torch.int64)[order].view(-1, TOP_K)
     x = torch.randn(index.shape[0], hidden, generator=generator).to(dtype).requires_grad_()
     weights = torch.rand(index.shape, generator=generator).requires_grad_()
     return x, index, weights

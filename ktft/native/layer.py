@@ -362,7 +362,7 @@ class ExpertLayer:
         return x.contiguous(), self._numbers(index), weights.to(torch.float32).contiguous()
 
     def _numbers(self, index: Tensor) -> Tensor:
-        if index.dim() != 2 or (index.dtype not in INTEGERS and index.numel()):
+        if index.dim() != 2 or index.dtype not in INTEGERS:
             raise ValueError(f"{self.name}: top_k_index must be integers [tokens, top_k], got {described(index)}")
         check_memory(index, f"{self.name}: top_k_index")
         return index.to(torch.int64).contiguous()
