@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
+from pathlib import Path
 
 TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "torch": ("2.11", "2.14"),
@@ -43,10 +45,31 @@ def pip_install(package: str) -> str:
     """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
     if package in _EXTRAS:
         extra, torch = _EXTRAS[package]
-        return f"pip install 'ktft[{extra}]' torch=={torch}"
+        return f"pip install '{_own_requirement(extra)}' torch=={torch}"
     lower, upper = TESTED_VERSIONS[package]
     command = f"pip install '{package}>={lower},<{upper}'"
     return command if package == "torch" else _naming_torch(command)
+
+
+def checkout() -> Path | None:
+    """Where this ktft's source is, with its Makefile; None for an installed package."""
+    root = Path(__file__).parents[1]
+    return root if (root / "Makefile").is_file() and (root / "pyproject.toml").is_file() else None
+
+
+def _own_requirement(extra: str) -> str:
+    """What pip takes for this ktft with an extra: by its name alone it finds only what came from an index."""
+    if (root := checkout()) is not None:
+        return f"{root}[{extra}]"
+    try:
+        text = metadata.distribution("ktft").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    if not text:
+        return f"ktft[{extra}]"
+    origin = json.loads(text)
+    url, vcs = origin["url"], origin.get("vcs_info")
+    return f"ktft[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"ktft[{extra}] @ {url}"
 
 
 def _naming_torch(command: str) -> str:

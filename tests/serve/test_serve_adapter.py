@@ -26,7 +26,7 @@ from ktft.adapters.below import describe
 from ktft.adapters.files import CONFIG
 from ktft.serve.adapter import ServedAdapter, Slot, Target
 from ktft.serve.experts import current
-from ktft.serve.linear import A, slots_of
+from ktft.serve.linear import A, KtftLinearMethod, slots_of
 from ktft.serve.worker import reason_of
 
 FILE = "adapter_model.safetensors"
@@ -97,6 +97,51 @@ def test_swaps_are_exact_and_keep_nothing(qwen: Served, bases: dict[str, Path], 
         del applied, stacks, slots
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["from the base", "from another"])
+def test_memory_that_runs_out_between_experts_and_linear_layers(
+    qwen: Served, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """All of the one before is served on: at whatever layer it happens."""
+    base = bases["qwen2moe"]
+    one, two = (random_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    told = qwen.set_adapter(None if first else one)
+    before, put = qwen.logprobs(), KtftLinearMethod.put
+    for last in (0, 1, len(slots_of(qwen.model)) - 1):
+        for adapter in (two, None if told else two):
+            calls: list[Any] = []
+
+            def out_of_memory(*args: Any, calls: list[Any] = calls, at: int = last) -> None:
+                calls.append(args)
+                if len(calls) == at + 1:
+                    raise torch.OutOfMemoryError("out of memory")
+                put(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(KtftLinearMethod, "put", out_of_memory)
+                with pytest.raises(Exception, match="out of memory"):
+                    qwen.set_adapter(adapter)
+            assert torch.equal(qwen.logprobs(), before) and qwen.status()["adapter"] == told
+
+
+def test_what_cannot_be_put_back_is_said(
+    qwen: Served, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server serves nothing then, until a change works."""
+    adapter = random_adapter(bases["qwen2moe"], tmp_path / "one", seed=1)
+    qwen.set_adapter(None)
+    before = qwen.logprobs()
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(KtftLinearMethod, "put", out_of_memory)
+    with pytest.raises(Exception, match="parts of two adapters are in the model: out of memory; and the one before"):
+        qwen.set_adapter(adapter)
+    monkeypatch.undo()
+    qwen.set_adapter(None)
+    assert torch.equal(qwen.logprobs(), before)
+
+
 def test_a_bad_adapter_leaves_the_one_before(qwen: Served, bases: dict[str, Path], tmp_path: Path) -> None:
     base = bases["qwen2moe"]
     good = random_adapter(base, tmp_path / "good", seed=3)
@@ -123,7 +168,7 @@ def test_a_bad_adapter_leaves_the_one_before(qwen: Served, bases: dict[str, Path
     (pissa / CONFIG).write_text(json.dumps(config))
     below = [describe("elsewhere/first", good)]
     for path, message in (
-        (tmp_path / "nowhere", "is not a directory"),
+        (tmp_path / "nowhere", "no such directory"),
         (flipped, "is damaged, its CRC-32 is"),
         (broken(lambda t: t[name].view(-1)[3:4].fill_(torch.nan)), f"{name} holds NaN or Inf"),
         (broken(lambda t: t.pop(name)), f"of the model are missing, the first is {name}"),

@@ -146,3 +146,18 @@ def test_compiled_code_sees_another_adapter() -> None:
 def test_no_adapter_costs_nothing_where_nothing_is_captured() -> None:
     layer, _, _ = make("qkv", torch.float32, None)
     assert getattr(layer, A).numel() == getattr(layer, B).numel() == 0 and layer.quant_method.rank == 0
+
+
+@pytest.mark.parametrize("fixed", [None, RANK], ids=["free", "fixed"])
+def test_what_is_held_can_be_put_again(fixed: int | None) -> None:
+    """After something else was put in its place, in the same memory or in other."""
+    layer, _, _ = make("qkv", torch.float32, fixed)
+    method, x = layer.quant_method, torch.randn(5, HIDDEN)
+    outs, held = [], []
+    for slices in ([], lora(layer, {0: 4}), lora(layer, {0: 4, 2: 8}, seed=2)):
+        method.put(layer, method.ready(method.stacked(slices)))
+        outs.append(layer(x)[0])
+        held.append(method.held(layer))
+    for out, tensors in zip(outs, held, strict=True):
+        method.put(layer, tensors)
+        assert torch.equal(layer(x)[0], out)
