@@ -1,8 +1,8 @@
 """Resume on a GPU, in a process of its own, and compare bits: `python tests/scripts/cuda_resume.py`.
 
-A tiny model trains eight steps with attention on CUDA and experts on the CPU, in torch's deterministic mode, with LoRA
-dropout on both and two batches a step; then a new process resumes from step 3. Losses, adapter, optimizer, scheduler
-and random states must be the same bytes. Exits 1 if they are not.
+A tiny model trains eight steps with attention on CUDA, in torch's deterministic mode, with LoRA dropout on attention
+and experts and two batches a step; then a new process resumes from step 3. Losses, adapter, optimizer, scheduler and
+random states must be the same bytes, for each placement that does not decide by times. Exits 1 if they are not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 STEPS = 8
+PLACEMENTS = "cpu", "stream"
 
 
-def train(base: str, output: str, resume: str) -> None:
+def train(base: str, output: str, resume: str, placement: str) -> None:
     """One run, in this process."""
     import torch
     from peft import LoraConfig
@@ -29,7 +30,7 @@ def train(base: str, output: str, resume: str) -> None:
 
     import ktft
 
-    config = ktft.KtftConfig(expert_format="int8")
+    config = ktft.KtftConfig(expert_format="int8", placement=placement)
     model = AutoModelForCausalLM.from_pretrained(
         base, quantization_config=config, dtype=torch.bfloat16, device_map={"": 0}
     )
@@ -64,24 +65,29 @@ def losses(output: Path) -> list[tuple[float, ...]]:
 def main() -> int:
     """Returns the exit status."""
     if len(sys.argv) > 1:
-        train(*sys.argv[1:4])
+        train(*sys.argv[1:5])
         return 0
+    return max(map(resumed, PLACEMENTS))
+
+
+def resumed(placement: str) -> bool:
+    """Whether a run that was resumed differs."""
     from tiny import write_checkpoint
 
     with tempfile.TemporaryDirectory() as name:
-        base = write_checkpoint("dsv3", Path(name, "model"))
+        base = write_checkpoint("dsv3", Path(name, "model"), n_routed_experts=32, num_experts_per_tok=4)
         whole, rest = Path(name, "whole"), Path(name, "rest")
         for output, resume in ((whole, ""), (rest, str(rest / "checkpoint-3"))):
             if resume:
                 shutil.copytree(whole / "checkpoint-3", resume)
-            subprocess.run([sys.executable, __file__, str(base), str(output), resume], check=True)
+            subprocess.run([sys.executable, __file__, str(base), str(output), resume, placement], check=True)
         different = [
             name
             for name in STATE
             if (whole / f"checkpoint-{STEPS}" / name).read_bytes() != (rest / f"checkpoint-{STEPS}" / name).read_bytes()
         ]
         different += ["losses"] * (losses(whole) != losses(rest))
-    print(f"different: {', '.join(different)}" if different else "the same losses and the same bytes")
+    print(f"{placement}: {', '.join(different)} differ" if different else f"{placement}: the same losses and bytes")
     return bool(different)
 
 
