@@ -71,3 +71,20 @@ def test_trainer_api(tiny_checkpoint: Callable[[str], Path], docstrings: Path, t
     assert done.returncode == 0, done.stdout
     assert "before step 1" in done.stdout and "reloaded from" in done.stdout
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_readmes_snippet_as_it_stands(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On texts of unequal length, and what it names as "later" too."""
+    readme = (ROOT / "README.md").read_text().partition("## Without LLaMA-Factory")[2]
+    snippet = readme.partition("```python\n")[2].partition("```")[0]
+    later = re.search(r"# later: (.*)$", snippet, re.MULTILINE)
+    assert later is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    names = {"path": str(tiny_checkpoint("dsv3")), "texts": ["a text", "a longer text of more words", "short"]}
+    exec(snippet, names)
+    again = "AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig())"
+    exec(f"base_model = {again}\nagain = {later[1]}", names)
+    assert any("experts.lora_B" in name and p.any() for name, p in names["again"].named_parameters())  # type: ignore[attr-defined]

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import trl
 from packaging.version import Version
 from safetensors.torch import load_file
 from test_llamafactory import load
 from torch import Tensor, nn
 
 import ktft
+from ktft.cli.doctor import known_limits
 from ktft.model import quantizer
 from ktft.train.muon import orthogonalize, take_stacked
 
@@ -62,7 +64,8 @@ def test_new_tokens_train_are_saved_and_loaded_again(
         ktft.load_adapter(model, tmp_path / "out")
     model.resize_token_embeddings(384)
     ktft.load_adapter(model, tmp_path / "out")
-    assert torch.equal(model.get_input_embeddings().weight.float(), rows[next(n for n in rows if "embed" in n)].float())
+    (embeddings,) = (tensor for name, tensor in rows.items() if "embed_tokens" in name)
+    assert torch.equal(model.get_input_embeddings().weight, embeddings.bfloat16())
 
 
 # --- Muon -------------------------------------------------------------------------------------------------------------
@@ -223,11 +226,14 @@ def test_fa2_is_refused_where_transformers_cannot_run_it(
 
     if Version(transformers.__version__) != Version("5.6.0"):
         pytest.skip("another transformers may run it")
+    def as_asked(self: Any, implementation: str | None, *args: Any, **kwargs: Any) -> str | None:
+        return implementation  # no flash-attn, which the check comes before, is installed here
+
     words = r"cannot work with transformers 5\.6\.0.*flash_attn: sdpa"
     with pytest.raises(ValueError, match=f"flash_attn: fa2 {words}"):
         get_train_args(train_yaml("qwen3moe", flash_attn="fa2"))
     get_train_args(train_yaml("qwen3moe", flash_attn="sdpa"))
-    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel._flash_attn_can_dispatch", lambda *a, **k: True)
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation", as_asked)
     with pytest.raises(ValueError, match=f"attn_implementation 'flash_attention_2' {words}"):
         load(tiny_checkpoint("qwen3moe"), attn_implementation="flash_attention_2")
 
@@ -236,6 +242,18 @@ def test_fa2_is_refused_where_transformers_cannot_run_it(
 
     monkeypatch.setattr(quantizer, "flash_attention_forward", mended)
     get_train_args(train_yaml("qwen3moe", flash_attn="fa2"))  # what decides is the function, not its version
+
+
+def test_doctor_says_what_the_versions_cannot_do_together() -> None:
+    """And it is true: TRL's DPOTrainer by itself does not import."""
+    if Version(transformers.__version__) != Version("5.6.0") or not trl.__version__.startswith("0.24."):
+        pytest.skip("other versions may")
+    said = {row.check: row.value for row in known_limits()}
+    assert "stage: dpo works" in said["trl"]
+    assert "flash_attn: sdpa" in said["flash attention"]
+    program = "from trl import DPOTrainer"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "mergekit" in done.stderr
 
 
 def test_ligers_experts_are_left_out_and_the_rest_stays(

@@ -95,6 +95,7 @@ def test_sft_reports_saves_evaluates_and_resumes(train_yaml: TrainYaml, run_cli:
         "threads: 1",
         f"  {'routed experts':<15}{'18,432':>16}",
         "by ktft's kernel",
+        "ktft export would refuse this adapter for vllm: LoRA on kv_b_proj; gguf: LoRA on kv_a_proj_with_mqa, ",
         "'loss':",
     ):
         assert expected in after

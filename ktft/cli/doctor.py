@@ -139,12 +139,12 @@ def packages() -> Iterator[Row]:
 
 
 def hook() -> Iterator[Row]:
-    from ktft import config
+    from ktft_autoload import disabled
 
     found = [point for point in metadata.entry_points(group="torch.backends") if point.name == "ktft"]
     switches = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0",
-        "KTFT_DISABLE": config.disabled(),
+        "KTFT_DISABLE": disabled(),
     }
     off = [name for name, set_off in switches.items() if set_off]
     if not found:
@@ -159,11 +159,15 @@ def hook() -> Iterator[Row]:
 
 def media() -> Iterator[Row]:
     """LLaMA-Factory imports torchaudio, and torchvision if it is there: both must fit the installed torch."""
+    from ktft.versions import version_of
+
     absent: dict[str, Status] = {"torchaudio": "warn", "torchvision": "ok"}
     for name, status in absent.items():
         cure = f"without a GPU: pip install ./ci/stubs/{name} in a ktft checkout; else reinstall {name} to match torch"
         if importlib.util.find_spec(name) is None:
-            yield Row(name, status, "not installed", "" if status == "ok" else cure)
+            placeholder = version_of(name) is not None
+            value = "a placeholder, enough for text" if placeholder else "not installed"
+            yield Row(name, "ok" if placeholder else status, value, "" if placeholder or status == "ok" else cure)
             continue
         try:
             version = importlib.import_module(name).__version__
@@ -183,7 +187,22 @@ def ranks() -> Iterator[Row]:
         yield Row("ranks", "ok", "one process")
 
 
-CHECKS: tuple[Callable[[], Iterator[Row]], ...] = (cpu, numa, memory, gpu, packages, hook, media, ranks)
+def known_limits() -> Iterator[Row]:
+    """What the tested versions cannot do together, with what does the same."""
+    from ktft.model.quantizer import check_flash_attention
+    from ktft.versions import version_of
+
+    trl, transformers = version_of("trl") or "", version_of("transformers") or ""
+    if trl.startswith("0.24.") and transformers.startswith("5."):
+        value = f"DPOTrainer of trl {trl} cannot be imported, or trained with, beside transformers {transformers}"
+        yield Row("trl", "ok", f"{value}; LLaMA-Factory's stage: dpo works, SFTTrainer too")
+    try:
+        check_flash_attention("flash_attn: fa2")
+    except ValueError as error:
+        yield Row("flash attention", "ok", str(error))
+
+
+CHECKS: tuple[Callable[[], Iterator[Row]], ...] = (cpu, numa, memory, gpu, packages, known_limits, hook, media, ranks)
 
 
 def examine() -> list[Row]:

@@ -131,9 +131,9 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
         foreign = next((type(m).__name__ for n, m in model.named_modules() if n.endswith(".experts")), None)
         if foreign is not None:
             raise ValueError(
-                f"{type(model).__name__} has {foreign} in place of {family.experts_classes[0]}: another package replaced "
-                "transformers' class before the model was made; have it leave the experts alone, Liger for instance by "
-                "apply_liger_kernel_to_...(swiglu=False)"
+                f"{type(model).__name__} has {foreign} in place of {family.experts_classes[0]}: another package "
+                "replaced transformers' class before the model was made; have it leave the experts alone, Liger for "
+                "instance by apply_liger_kernel_to_...(swiglu=False)"
             )
         raise ValueError(
             f"{type(model).__name__} (model_type {config.model_type!r}) has no {family.experts_classes[0]} to replace; "

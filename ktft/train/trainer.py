@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft import config
+from ktft.adapters.elsewhere import said_before_training
 from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.model.experts import find_experts
 from ktft.train import checkpoints, run
@@ -83,6 +84,8 @@ class KtftCallback(TrainerCallback):
             checkpoints.clear_leftovers(Path(str(args.output_dir)))
             number = state.global_step + 1  # of a resumed run it is not the first
             logger().info("before step %d\n%s\n%s", number, format_report(report), describe(optimizer))
+            if refused := said_before_training(model):
+                logger().info(refused)
 
 
 def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,0 +1,73 @@
+"""Which programs could not apply an adapter as it is, said before it is trained: what `ktft export` would refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from ktft.adapters.export_gguf import ARCHITECTURES
+from ktft.adapters.export_serving import SGLANG, VLLM, Server
+from ktft.adapters.lora import KtftExpertsLora
+from ktft.checkpoint.families import SEPARATE, Family
+from ktft.config import PROJECTIONS
+from ktft.model.experts import experts_family
+
+SERVERS = {"vllm": VLLM, "sglang": SGLANG}
+
+
+def said_before_training(model: nn.Module) -> str:
+    """A line on the targets of `ktft export` that could not hold a model's adapter; empty if all of them can."""
+    reasons = dict(reasons_against(model))
+    if not reasons:
+        return ""
+    refused = "; ".join(f"{target}: {reason}" for target, reason in reasons.items())
+    return (
+        f"ktft export would refuse this adapter for {refused}. To have it there unmerged, train without these "
+        "(docs/adapters.md); ktft merge takes it as it is"
+    )
+
+
+def reasons_against(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Targets of `ktft export` that could not hold the LoRA that a model has now, each with what is in the way."""
+    family, leaves = experts_family(model), _leaves(model)
+    whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
+    for target, server in SERVERS.items():
+        if reason := _of_server(model, server, family, leaves, whole):
+            yield target, reason
+    row = ARCHITECTURES.get(family.name)
+    unapplied = [] if row is None else [leaf for leaf in sorted(leaves) if leaf in row.unapplied]
+    if row is None:
+        yield "gguf", f"the family {family.name}"
+    elif whole or unapplied:
+        yield "gguf", "modules trained whole" if whole else f"LoRA on {', '.join(unapplied)}"
+
+
+def _leaves(model: nn.Module) -> dict[str, set[str]]:
+    """Last name of a module that has LoRA -> the modules around it."""
+    found: dict[str, set[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, KtftExpertsLora):
+            projections = {projection for ranks in module.ranks.values() for projection in ranks}
+            for projection in projections:
+                found.setdefault(projection, set())
+        elif isinstance(module, LoraLayer):
+            parent, _, leaf = name.rpartition(".")
+            found.setdefault(leaf, set()).add(parent)
+    return found
+
+
+def _of_server(model: nn.Module, server: Server, family: Family, leaves: dict[str, set[str]], whole: bool) -> str:
+    if whole:
+        return "modules trained whole"
+    if family.layouts[0] != SEPARATE:
+        return f"the family {family.name}"
+    unknown = set() if server.known is None else leaves.keys() - server.known - set(PROJECTIONS)
+    bad = unknown | (leaves.keys() & server.ignored.keys())
+    for group in server.together:
+        for leaf in leaves.keys() & set(group):
+            if any(not all(hasattr(model.get_submodule(p), each) for each in group) for p in leaves[leaf]):
+                bad.add(leaf)
+    return f"LoRA on {', '.join(sorted(bad))}" if bad else ""
