@@ -375,8 +375,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing layer": (lambda d: (d / LAYER).unlink(), f"{LAYER} is missing; run the same ktft convert"),
     "truncated": (lambda d: os.truncate(d / LAYER, 1000), f"{LAYER} has 1000 bytes, ktft.json says"),
     "missing shard": (lambda d: next(d.glob("model-*")).unlink(), "model-00001-of-00001.safetensors"),
-    "not JSON": (lambda d: (d / MANIFEST).write_text("{"), "ktft.json is not what ktft convert wrote"),
-    "no such key": (lambda d: (d / MANIFEST).write_text("{}"), "ktft.json is not what ktft convert wrote"),
+    "not JSON": (lambda d: (d / MANIFEST).write_text("{"), "ktft.json is not valid JSON"),
+    "no such key": (lambda d: (d / MANIFEST).write_text("{}"), "has format_version None, this ktft knows 1"),
     "newer": (lambda d: edit_json(d / MANIFEST, format_version=2), "has format_version 2, this ktft knows 1"),
     "other layout": (lambda d: edit_json(d / MANIFEST, layout_version=0), "has layout_version 0, this ktft knows 1"),
     "layer dropped": (

@@ -3,7 +3,8 @@
 A checkpoint of about 0.4 GB and an adapter are made here and merged once without interruption. Then merges are killed
 with SIGKILL and run again, until there were enough kills. A killed one must leave no OUT; every OUT that gets finished
 must hold the same bytes as the uninterrupted one. Exits 1 when that is not so. Each run of the command is a fork of a
-process that has imported all, so that kills hit the merge and not the imports.
+process that has imported all, so that kills hit the merge and not the imports. The clock jumps all the while, an hour
+back or forth, and so do the times of what was written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from killing import hashes, start, wait
+from killing import JumpingTimes, hashes, start, wait
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -68,8 +69,10 @@ def main() -> int:
         print(f"seed {seed}; {options.format}: uninterrupted {total:.1f} s, {len(expected)} files", flush=True)
         kills = finished = half_written = 0
         staging = out.with_name("out.merging")
+        times = JumpingTimes(Path(folder), "out.merging/**/*", chance)
         while kills < options.kills or staging.exists():
-            child, moment = start(*given, str(out)), chance.uniform(0, total)
+            times.touch()
+            child, moment = start(*given, str(out), jumping=True), chance.uniform(0, total)
             status = wait(child, moment if kills < options.kills else float("inf"))
             if status is None:
                 os.kill(child, signal.SIGKILL)

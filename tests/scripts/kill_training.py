@@ -3,7 +3,8 @@
 A small model is trained by LLaMA-Factory with a checkpoint every second step, once without interruption. Then runs are
 killed with SIGKILL after a random number of checkpoints, two thirds of them while the next one is being written, and
 started again as they were, until there were so many kills. Every run that ends must have the losses, the adapter and
-the optimizer's state of the uninterrupted one, and no checkpoint may ever be there that is not whole. Exits 1 if not.
+the optimizer's state of the uninterrupted one, no checkpoint may ever be there that is not whole, and the newest may
+not go. Exits 1 if not. The clock jumps between saves, by an hour back and forth, and so do the times of checkpoints.
 
 A run is a fork of a process that has imported all, so that kills hit training and not the imports; the first `--cli`
 kills hit `llamafactory-cli train` itself.
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from killing import JumpingTimes, jump_clock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -80,6 +83,7 @@ def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:
     try:
         os.dup2(target, 1)
         os.dup2(target, 2)
+        jump_clock()
         run_exp(config)
         status = 0
     except BaseException:
@@ -141,7 +145,10 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
     expected = result(whole)
     print(f"seed {seed}; uninterrupted {took[False]:.1f} s, llamafactory-cli {took[True]:.1f} s", flush=True)
 
+    times = JumpingTimes(output, "checkpoint-*", chance)
+
     def newest() -> int:
+        times.touch()
         return max((int(path.name.split("-")[1]) for path in checkpoints(output)), default=0)
 
     def saving() -> bool:
@@ -151,8 +158,15 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
     while done < kills or output.exists():
         last, cli, begun = done >= kills, done < by_cli, newest()
         child = start(config | {"output_dir": str(output)}, log, cli=cli and not last)
+        seen = begun
         after = STEPS + 1 if last else chance.randrange(begun, STEPS + 1, SAVE_STEPS)
-        status = wait(child, float("inf"), lambda after=after: newest() >= after)
+
+        def reached(after: int = after) -> bool:
+            nonlocal seen
+            seen = max(seen, newest())
+            return seen >= after
+
+        status = wait(child, float("inf"), reached)
         if status is None and chance.random() < 2 / 3:  # on to the next save, and a little into it
             status = wait(child, float("inf"), saving)
             status = wait(child, chance.uniform(0, 0.05)) if status is None else status
@@ -164,6 +178,9 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
             os.waitpid(child, 0)
             done, half, now = done + 1, half + saving(), checkpoints(output)
             print(f"kill {done}: {', '.join(p.name for p in now) or 'none'}{', while saving' * saving()}", flush=True)
+            if newest() < seen:
+                print(f"LOST: checkpoint-{seen} was there, checkpoint-{newest()} is the newest now")
+                return 1
             if bad := [problem for path in now if (problem := damage(path))]:
                 print("NOT WHOLE:", bad)
                 return 1
