@@ -153,7 +153,7 @@ def _take(path: str, directory: Path, what: str) -> int:
     try:
         _succeed(directory, Holder.read(os.pread(descriptor, 1 << 16, 0)))
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(Holder.here(what))).encode(), 0)
+        os.write(descriptor, json.dumps(asdict(Holder.here(what))).encode())
         return descriptor
     except OSError as error:  # a full disk: an empty lock would say nothing
         with suppress(OSError):
