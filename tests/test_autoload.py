@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-from ktft import _autoload
+import pytest
+
+import ktft_autoload
 
 ARGUMENTS = """
-args = {"model_name_or_path": "x", "stage": "sft", "do_train": True, "finetuning_type": "lora", "dataset": "d",
+args = {"model_name_or_path": ".", "stage": "sft", "do_train": True, "finetuning_type": "lora", "dataset": "d",
         "template": "default", "output_dir": "/nonexistent/out", "use_cpu": True, "report_to": "none"}
 """
 
@@ -25,23 +28,51 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_import_torch_only_adds_a_finder() -> None:
     done = python(
         "import sys, torch\n"
-        "print([type(f).__module__ for f in sys.meta_path].count('ktft._autoload'))\n"
-        "print([m for m in ('transformers', 'peft', 'ktft.train', 'yaml') if m in sys.modules])"
+        "print([type(f).__module__ for f in sys.meta_path].count('ktft_autoload'))\n"
+        "print([m for m in ('transformers', 'peft', 'ktft', 'yaml') if m in sys.modules])"
     )
     assert done.stdout.splitlines() == ["1", "[]"], done.stderr
     assert "ktft" not in done.stderr
 
 
 def test_ktft_disable() -> None:
-    code = "import sys, torch; print('ktft._autoload' in [type(finder).__module__ for finder in sys.meta_path])"
+    code = "import sys, torch; print('ktft_autoload' in [type(finder).__module__ for finder in sys.meta_path])"
     done = python(code, KTFT_DISABLE="1")
     assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_broken_ktft_never_breaks_torch() -> None:
-    done = python("import sys; sys.modules['ktft.config'] = None\nimport torch; print(torch.ones(2).sum().item())")
-    assert done.stdout.strip() == "2.0", done.stderr
-    assert done.stderr.count("ktft: its LLaMA-Factory integration is off") == 1
+    done = python("import sys; sys.modules['ktft'] = None\nimport torch; print(torch.ones(2).sum().item())")
+    assert (done.stdout.strip(), done.stderr) == ("2.0", "")
+
+
+INSTALLED = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "ktft_editable" not in type(f).__module__]  # as a wheel is found
+sys.path.insert(0, {folder!r})
+import torch
+print(torch.ones(2).sum().item(), "ktft" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("other", ["ktft.py", "ktft/__init__.py"])
+def test_something_else_named_ktft_never_breaks_torch(other: str, tmp_path: Path) -> None:
+    """Nor is it executed: a program of that name, say, which imports torch itself."""
+    file = tmp_path / other
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("raise SystemExit('executed')")
+    done = python(INSTALLED.format(folder=str(tmp_path)))
+    assert (done.stdout.strip(), done.stderr) == ("2.0 False", "")
+    done = python(INSTALLED.format(folder=str(tmp_path)) + "import llamafactory.hparams")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is imported in place of ktft, since its folder comes first on sys.path: rename it") == 1
+    assert str(file if other == "ktft.py" else file.parent) in done.stderr
+
+
+def test_metadata_of_an_older_install_finds_the_hook() -> None:
+    from ktft import _autoload
+
+    assert _autoload.install is ktft_autoload.install
 
 
 def test_a_broken_hook_leaves_llamafactory_as_it_was() -> None:
@@ -62,7 +93,7 @@ def test_a_broken_hook_leaves_llamafactory_as_it_was() -> None:
 def test_modules_imported_before_are_adapted_too() -> None:
     code = (
         "import llamafactory.train.tuner\nfrom llamafactory.hparams import get_train_args\n"
-        "from ktft import _autoload\n_autoload.install(); _autoload.install()\n"
+        "import ktft_autoload\nktft_autoload.install(); ktft_autoload.install()\n"
         "from ktft.train.llamafactory import settings_of\n"
         + ARGUMENTS
         + "model_args = get_train_args({**args, 'use_kt': True, 'kt_config': {'threads': 3}})[0]\n"
@@ -73,9 +104,9 @@ def test_modules_imported_before_are_adapted_too() -> None:
 
 
 def test_install_is_idempotent_and_finds_nothing_else() -> None:
-    _autoload.install()
-    _autoload.install()
-    (finder,) = [finder for finder in sys.meta_path if isinstance(finder, _autoload._Finder)]
+    ktft_autoload.install()
+    ktft_autoload.install()
+    (finder,) = [finder for finder in sys.meta_path if isinstance(finder, ktft_autoload._Finder)]
     assert finder.find_spec("json") is None
-    spec: Any = finder.find_spec(_autoload.MODULES[0], [])
+    spec: Any = finder.find_spec(ktft_autoload.MODULES[0], [])
     assert spec is None

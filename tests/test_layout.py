@@ -116,14 +116,14 @@ def test_only_the_gateway_imports(module: str) -> None:
 
 def test_autoload_needs_only_the_standard_library() -> None:
     """It runs inside `import torch`, in every process: an import that can fail there breaks torch itself."""
-    tree = ast.parse((PACKAGE / "_autoload.py").read_text())
-    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    tree = ast.parse((ROOT / "ktft_autoload/__init__.py").read_text())
+    top = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [n.module or "" if isinstance(n, ast.ImportFrom) else alias.name for n in top for alias in n.names]
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"__future__"}
 
 
 @pytest.mark.parametrize(
-    "statement", ["import ktft", "import ktft._autoload", "from ktft.cli.main import app; app(['--help'])"]
+    "statement", ["import ktft", "import ktft_autoload", "from ktft.cli.main import app; app(['--help'])"]
 )
 def test_starts_without_torch(statement: str) -> None:
     code = f"import sys, atexit\natexit.register(lambda: print('torch' in sys.modules))\n{statement}"

@@ -55,7 +55,7 @@ _HUB_ARGUMENTS = {
 
 
 def adapt(module: ModuleType) -> None:
-    """Adapt one of `ktft._autoload.MODULES`, once."""
+    """Adapt one of `ktft_autoload.MODULES`, once."""
     if not hasattr(module, _ADAPTED):
         _ADAPTERS[module.__name__](module)
         setattr(module, _ADAPTED, True)
