@@ -20,8 +20,9 @@ from ktft.adapters.lora import KtftExpertsLora
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts
 from ktft.native import ExpertLayer
-from ktft.train import guards
-from ktft.train.guards import MAX_SKIPPED, WINDOW, GuardError, Guards, Step, trained_parameters
+from ktft.train import gradients, guards
+from ktft.train.gradients import trained_parameters
+from ktft.train.guards import MAX_SKIPPED, WINDOW, GuardError, Guards, Step
 from ktft.train.run import RunCallback
 from ktft.train.run_report import JSON_NAME
 
@@ -112,7 +113,7 @@ def test_one_expert_of_one_projection(
         return grads
 
     monkeypatch.setattr(ExpertLayer, "backward", backward)
-    message = r"layers\.1\.mlp\.experts\.lora_B\.default\.up_proj has no gradient for expert 7; the loss depends on \d+"
+    message = r"layers\.[12]\.mlp\.experts\.lora_B\.default\.up_proj has no gradient for expert 7; the loss depends"
     with pytest.raises(GuardError, match=message):
         trainer(fresh(), tmp_path).train()
 
@@ -210,7 +211,7 @@ class Spoil(TrainerCallback):
 @pytest.mark.parametrize("strategy", ["steps", "no"])
 def test_parameters_that_are_not_finite_are_not_saved(fresh: Callable[[], Any], tmp_path: Path, strategy: str) -> None:
     run = trainer(fresh(), tmp_path, callbacks=[Spoil()], max_steps=3, save_strategy=strategy, save_steps=1)
-    with pytest.raises(GuardError, match=r"step 3: parameter .*layers\.2.*o_proj.lora_B.* holds NaN or Inf, so it is"):
+    with pytest.raises(GuardError, match=r"step 3: parameter .*layers\.2.*o_proj.lora_B.* holds NaN or Inf"):
         run.train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == (
         {"checkpoint-1", "checkpoint-2"} if strategy == "steps" else set()
@@ -328,14 +329,14 @@ def test_overflow_in_fp16_is_no_alarm_before_it_never_ends(fresh: Callable[[], A
 def test_checks_are_bounded(fresh: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the window no parameter is read, and gradients are at logged steps only."""
     sums, looks = [], []
-    original, look = guards._bits, guards.GradientWatch._look
+    original, look = guards._bits, gradients.GradientWatch._look
     monkeypatch.setattr(guards, "_bits", lambda each: sums.append(each.name) or original(each))
 
-    def spy(self: guards.GradientWatch, each: Any, parameter: Tensor) -> None:
+    def spy(self: gradients.GradientWatch, each: Any, parameter: Tensor) -> None:
         looks.append(self.on)
         look(self, each, parameter)
 
-    monkeypatch.setattr(guards.GradientWatch, "_look", spy)
+    monkeypatch.setattr(gradients.GradientWatch, "_look", spy)
     model = fresh()
     run = trainer(model, tmp_path, max_steps=WINDOW + 10, logging_steps=5)
     run.train()

@@ -1,4 +1,5 @@
-"""Proof, in a run's first optimizer steps, that all that was asked for is trained; and a watch for NaN ever after.
+"""Proof, in a run's first optimizer steps, that all that was asked for is trained; and a watch ever after, for NaN and
+for runs that learn no more (`ktft.train.dead`).
 
 LoRA's A has no gradient while B is zero. So each group of parameters must have a gradient, and each B a value other
 than zero, after the first step that has a learning rate; A must have moved `WINDOW` such steps later. Of the routed
@@ -10,20 +11,15 @@ parameters, in the window. It keeps numbers by expert and tensor, never a copy.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from accelerate.state import GradientState
-from torch import Tensor, nn
+from torch import Tensor
 
-from ktft.adapters.lora import KtftExpertsLora
-from ktft.checkpoint.families import GROUPS, group_of
-from ktft.model.experts import experts_family
-from ktft.native import Runtime
-from ktft.train.norms import norms
+from ktft.checkpoint.families import GROUPS
+from ktft.train.dead import NOT_SAVED, LifeSigns, Look
+from ktft.train.gradients import Trained, group_norms
 from ktft.train.report import logger
 
 WINDOW = 10
@@ -43,104 +39,6 @@ _CUT = (
 
 class GuardError(RuntimeError):
     """A run that would end with an adapter that was not trained, or is broken."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A parameter that the run trains.
-
-    Attributes:
-        late: has no gradient before its partner has moved away from zero.
-        layer: the routed experts that it is a stack of, an entry of the first dimension each; None elsewhere.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    group: str
-    late: bool
-    layer: str | None
-
-    @property
-    def gradient(self) -> Tensor:
-        """As `rows` has it."""
-        assert self.parameter.grad is not None
-        return self.rows(self.parameter.grad)
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its gradient, as `[experts, elements]`; one row where it is no stack."""
-        return tensor.detach().flatten(1) if self.layer is not None else tensor.detach().reshape(1, -1)
-
-
-def trained_parameters(model: nn.Module) -> dict[str, Trained]:
-    """All parameters with requires_grad, by name."""
-    family = experts_family(model)
-    stacks: dict[int, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, KtftExpertsLora):
-            stacks |= {id(t): name for adapter in module.lora_A for *_, t in module.tensors(adapter)}
-    late = (".lora_A.", ".lora_embedding_B.")
-    return {
-        name: Trained(name, p, group_of(name, family), any(kind in name for kind in late), stacks.get(id(p)))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-
-class GradientWatch:
-    """Norms of gradients as the last backward of an optimizer step leaves them: before clipping, in backward's order.
-
-    Attributes:
-        on: whether norms are taken.
-    """
-
-    def __init__(self, parameters: Mapping[str, Trained], runtime: Runtime) -> None:
-        self.on = False
-        self._runtime = runtime
-        self._complete: dict[str, Trained] = {}  # that have a gradient, in backward's order
-        self._norms: dict[str, Tensor] | None = None
-        self._hooks = [
-            each.parameter.register_post_accumulate_grad_hook(functools.partial(self._look, each))
-            for each in parameters.values()
-        ]
-
-    def _look(self, each: Trained, parameter: Tensor) -> None:
-        if self.on and GradientState().sync_gradients and parameter.grad is not None:
-            self._complete.pop(each.name, None)
-            self._complete[each.name] = each
-            self._norms = None
-
-    def measure(self) -> None:
-        """Take the norms now: something is about to change the gradients."""
-        if self._norms is not None:
-            return
-        complete = [each for each in self._complete.values() if each.parameter.grad is not None]
-        found = norms(self._runtime, [each.gradient for each in complete])
-        self._norms = {each.name: norm for each, norm in zip(complete, found, strict=True)}
-
-    def take(self) -> dict[str, Tensor]:
-        """Name -> norms on the CPU, `[experts]` or `[1]`, since this was last called."""
-        self.measure()
-        taken, self._norms = self._norms, None
-        self._complete.clear()
-        return taken or {}
-
-    def close(self) -> None:
-        """Take no more."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _row_norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-
-
-def group_norms(found: Mapping[str, Tensor], parameters: Mapping[str, Trained]) -> dict[str, float]:
-    """Norm of the gradients of each group that has trained parameters."""
-    present = {each.group for each in parameters.values()}
-    groups: dict[str, list[Tensor]] = {group: [torch.zeros(1)] for group in GROUPS if group in present}
-    for name, norm in found.items():
-        groups[parameters[name].group].append(norm)
-    return {group: float(torch.linalg.vector_norm(torch.cat(own).double())) for group, own in groups.items()}
 
 
 @dataclass
@@ -163,6 +61,7 @@ class Step:
         reached: name of routed experts -> (token, expert) pairs by expert that the loss depends on.
         rates: id of a parameter -> its learning rate.
         scaled: whether a gradient scaler may skip this step.
+        loss: mean over the step's batches; None if it is not known.
     """
 
     number: int
@@ -170,6 +69,7 @@ class Step:
     reached: dict[str, Tensor]
     rates: dict[int, float]
     scaled: bool = False
+    loss: float | None = None
 
 
 @dataclass
@@ -178,6 +78,7 @@ class Guards:
 
     Attributes:
         parameters: what the run trains.
+        life: whether it still learns.
         proofs: by group, what has been seen.
         steps: steps of the window that are over.
         closed_step: the step at which the window closed; None while it is open.
@@ -185,6 +86,7 @@ class Guards:
     """
 
     parameters: dict[str, Trained]
+    life: LifeSigns = field(default_factory=lambda: LifeSigns(None))
     proofs: dict[str, GroupProof] = field(default_factory=dict)
     steps: int = 0
     skipped: int = 0
@@ -212,13 +114,13 @@ class Guards:
     @property
     def open(self) -> bool:
         """Whether every step is still checked."""
-        return self.closed_step is None
+        return self.closed_step is None or self.life.doubtful
 
     def before_step(self, step: Step) -> None:
         """Check gradients.
 
         Raises:
-            GuardError: NaN or Inf, or a group or an expert without a gradient.
+            GuardError: NaN or Inf, a group or an expert without a gradient, or a run that learns no more.
         """
         self._step, self._overflow = None, None
         every = torch.cat([torch.zeros(1), *step.norms.values()])
@@ -230,11 +132,15 @@ class Guards:
             return
         if broken is not None:
             self._fail(self._not_finite(step, broken))
+        norm = float(torch.linalg.vector_norm(every.double()))
+        dead = self.life.look(Look(step.number, step.loss, norm, max(step.rates.values(), default=0.0)))
+        if dead is not None:
+            self._fail(dead)
         if not every.any():
             return  # no sample had a label, for instance
         self._check_groups(step)
         self._check_experts(step)
-        if self.open and any(rate > 0 for rate in step.rates.values()):
+        if self.closed_step is None and any(rate > 0 for rate in step.rates.values()):
             self._step = step
             if not self._bits:
                 self._bits = {name: _bits(each) for name, each in self.parameters.items()}
@@ -269,7 +175,7 @@ class Guards:
         Raises:
             GuardError: a group has no gradient, or it, or LoRA's A in it, was not updated.
         """
-        if not self.open or self.steps < 3:
+        if self.closed_step is not None or self.steps < 3:
             return
         self.closed_step = number
         for group, proof in self.proofs.items():
@@ -290,6 +196,18 @@ class Guards:
             self.steps,
         )
 
+    def end(self, number: int) -> None:
+        """The run is over.
+
+        Raises:
+            GuardError: as `close`; or it did not learn at its end, or never.
+        """
+        dead = self.life.end()
+        if dead is not None:
+            self._fail(dead)
+        self.close(number)
+        self.check_finite(number)
+
     def check_finite(self, number: int) -> None:
         """Look at all trained parameters, before they are saved.
 
@@ -302,10 +220,7 @@ class Guards:
             if finite.all() or rows.isfinite().all():
                 continue
             expert = f" of expert {int((~finite).nonzero()[0])}" if each.layer else ""
-            self._fail(
-                f"step {number}: parameter {name}{expert} holds NaN or Inf, so it is not saved and the checkpoints "
-                "before stay as they are; resume from the last one with a smaller learning_rate"
-            )
+            self._fail(f"step {number}: parameter {name}{expert} holds NaN or Inf. {self.life.blame()}. {NOT_SAVED}")
 
     def _check_groups(self, step: Step) -> None:
         for group, norm in group_norms(step.norms, self.parameters).items():
@@ -317,26 +232,39 @@ class Guards:
                 first = next(each.name for each in self.parameters.values() if each.group == group)
                 self._fail(
                     f"step {step.number}: {group} are not trained: the gradient of all their parameters is 0 or absent "
-                    f"(the first is {first}), while other groups have one; {_CUT}"
+                    f"(the first is {first}), while other groups have one; {self._cut(proof, step)}"
                 )
 
     def _check_experts(self, step: Step) -> None:
         for name, each in self.parameters.items():
             if each.layer is None or each.late:
                 continue
-            reached, norm = step.reached[each.layer], step.norms.get(name)
+            reached, norm, cut = (
+                step.reached[each.layer],
+                step.norms.get(name),
+                self._cut(self.proofs[each.group], step),
+            )
             if not reached.any():
                 self._fail(
                     f"step {step.number}: {each.layer}: none of its tokens has a gradient, while other layers' have; "
-                    f"{_CUT}"
+                    f"{cut}"
                 )
-            untrained = (reached > 0) & (norm == 0) if norm is not None else reached > 0
+            # Two tokens may cancel out, bit by bit: in DPO's chosen and rejected answers, as far as they agree
+            untrained = reached % 2 == 1
+            if norm is not None:
+                untrained &= norm == 0
             if untrained.any():
                 expert = int(untrained.nonzero()[0])
                 self._fail(
                     f"step {step.number}: routed experts are not trained: {name} has no gradient for {_some(untrained)}"
-                    f"; the loss depends on {int(reached[expert])} tokens of expert {expert}; {_CUT}"
+                    f"; the loss depends on {int(reached[expert])} tokens of expert {expert}; {cut}"
                 )
+
+    def _cut(self, proof: GroupProof, step: Step) -> str:
+        """Why a gradient may be absent: once it was there, nothing cuts the graph."""
+        if proof.gradient_step is None or proof.gradient_step == step.number:
+            return _CUT
+        return f"there was one at step {proof.gradient_step}. {self.life.blame()}. {NOT_SAVED}"
 
     def _check_updates(self, step: Step) -> None:
         for name, each in self.parameters.items():
@@ -381,13 +309,17 @@ class Guards:
         expert = f" of expert {int(rows[0])}" if self.parameters[broken].layer else ""
         return (
             f"step {step.number}: the gradient of {broken}{expert} holds NaN or Inf. It is the first in backward's "
-            f"order, {count} of {len(step.norms)} do. Nothing was updated in this step; resume from the last "
-            "checkpoint with a smaller learning_rate, and look for samples without a label"
+            f"order, {count} of {len(step.norms)} do. Nothing was updated in this step. {self.life.blame()}; look for "
+            f"samples without a label, too. {NOT_SAVED}"
         )
 
     def _fail(self, message: str) -> None:
         self.failure = message
         raise GuardError(message)
+
+
+def _row_norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
 
 
 def _bits(each: Trained) -> Tensor:
@@ -422,8 +354,3 @@ def _rate(each: Trained, rates: Mapping[int, float]) -> str:
         f"its learning rate is {rate:.3g}, so the optimizer leaves it out: use the Trainer's own (optim: adamw_torch), "
         "or look at what wraps or patches its step"
     )
-
-
-def rates_of(param_groups: Iterable[dict[str, Any]]) -> dict[int, float]:
-    """Id of a parameter -> its learning rate."""
-    return {id(parameter): float(group["lr"]) for group in param_groups for parameter in group["params"]}

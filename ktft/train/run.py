@@ -23,11 +23,12 @@ from ktft.model.record import Record
 from ktft.native import Runtime
 from ktft.train.attention import AttentionSpans
 from ktft.train.dead import LifeSigns, vocabulary_of
+from ktft.train.facts import Told, facts_of
 from ktft.train.gradients import GradientWatch, group_norms, rates_of, trained_parameters
 from ktft.train.guards import Guards, Step
 from ktft.train.norms import clip_grad_norm
 from ktft.train.report import examine, logger
-from ktft.train.run_report import JSON_NAME, RunReport, facts_of
+from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import Since, memory_now, times_of
 from ktft.train.trace import Trace
 
@@ -71,11 +72,14 @@ class Run:
     optimizer: spans.Span | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, args: TrainingArguments, optimizer: Any) -> Run | None:
-        """A run that begins on a model; None if it has no experts of ktft's."""
-        facts = examine(model)
-        if facts is None:
+    def of(
+        cls, args: TrainingArguments, state: TrainerState, told: Told, *, model: nn.Module, **kwargs: Any
+    ) -> Run | None:
+        """A run that begins; None if its model has no experts of ktft's. `kwargs` are those of `on_train_begin`."""
+        report = examine(model)
+        if report is None:
             return None
+        facts = facts_of(model, report, args, state, told, **kwargs)
         path = trace_file()
         trace = None if path is None else Trace(path)
         experts = find_experts(model)
@@ -89,9 +93,9 @@ class Run:
             guards=Guards(parameters, LifeSigns(vocabulary_of(model))),
             watch=GradientWatch(parameters, runtime),
             report=RunReport(
-                facts_of(model, facts, args, optimizer),
+                facts,
                 [layer_number(name) for name in experts],
-                torch.zeros(len(experts), facts.num_experts, dtype=torch.int64),
+                torch.zeros(len(experts), report.num_experts, dtype=torch.int64),
             ),
             attention=AttentionSpans(model),
             trace=trace,
@@ -178,17 +182,19 @@ class RunCallback(TrainerCallback):
     Attributes:
         run: the one that trains, or was the last to.
         resume_from: the checkpoint that it goes on from.
+        told: what only its Trainer knows.
     """
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.resume_from: str | None = None
+        self.told = Told()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin to count, and to look at gradients."""
-        self.run = Run.of(kwargs["model"], args, kwargs["optimizer"])
+        self.run = Run.of(args, state, self.told, **kwargs)
         if self.run is not None and self.resume_from is not None:
             self.run.report.resume(Path(self.resume_from), state.global_step, state.log_history)
 
@@ -199,7 +205,13 @@ class RunCallback(TrainerCallback):
         if self.run is not None:
             self.run.mark = time.perf_counter()
 
-    on_evaluate = on_epoch_begin
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take over what was measured, after training ended too."""
+        if self.run is not None:
+            self.run.report.evaluate(state.global_step, kwargs.get("metrics") or {})
+            self.run.mark = time.perf_counter()
+            if self.run.report.ended != "running" and state.is_world_process_zero:
+                self.run.report.write(Path(str(args.output_dir)))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -327,6 +339,7 @@ def install() -> None:
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         callback = _callback(self)
         callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
+        callback.told = Told.by(self)
         try:
             return train(self, *args, **kwargs)
         except BaseException as error:

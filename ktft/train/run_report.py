@@ -6,27 +6,21 @@ import hashlib
 import importlib.util
 import json
 import math
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import TrainingArguments
+from torch import Tensor
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
-from ktft import native, system
 from ktft.checkpoint.files import write_whole
-from ktft.model.experts import experts_family
 from ktft.model.routing import ROUTING_NAME, Routing
 from ktft.train.guards import WINDOW, Guards
-from ktft.train.report import Report, logger
+from ktft.train.report import logger
 from ktft.train.run_times import BUSY, ROOM, TIMES, Row, RunSums, lane_rates
-from ktft.versions import TESTED_VERSIONS
 
 JSON_NAME, PAGE_NAME = "ktft_report.json", "ktft_report.html"
 LAYOUT = 2
@@ -90,6 +84,11 @@ class Series:
         self.stride = int(self.rows[0]["merged"] or 1) if self.rows else 1
 
 
+def _is_measure(name: str, value: Any) -> bool:
+    speed = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
+    return name.startswith("eval_") and not name.endswith(speed) and isinstance(value, Real)
+
+
 def _finite(value: float | None) -> float | None:
     """JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
@@ -109,6 +108,7 @@ class RunReport:
         facts: that do not change: machine, versions, model, experts, adapter, training.
         steps: a row an optimizer step: seconds, by `TIMES` and `BUSY`, tokens, memory.
         spans: of all steps, by layer.
+        evaluated: a row each time the Trainer evaluates: what it measures, speed left out.
         logged: a row each time the Trainer logs: its loss, learning rate and gradient norm, and this one by group.
         layers: numbers of the layers with experts, one for each row of `expert_tokens`.
         expert_tokens: `[layers, experts]` int64, (token, expert) pairs.
@@ -122,6 +122,7 @@ class RunReport:
     steps: Series = field(default_factory=_steps)
     spans: RunSums = field(default_factory=RunSums)
     logged: Series = field(default_factory=Series)
+    evaluated: Series = field(default_factory=Series)
     resumed: list[dict[str, Any]] = field(default_factory=list)
     guards: dict[str, Any] = field(default_factory=dict)
     ended: str = "running"
@@ -139,6 +140,7 @@ class RunReport:
             "spans": spans,
             "rates": lane_rates(spans, sum(value or 0.0 for value in steps.get("seconds", []))),
             "logged": self.logged.columns(),
+            "evaluated": self.evaluated.columns(),
             "expert_tokens": {"layers": self.layers, "tokens": self.expert_tokens.tolist()},
         }
 
@@ -150,12 +152,14 @@ class RunReport:
             self.steps.load(earlier["steps"])
             self.spans.load(earlier["spans"])
             self.logged.load(earlier["logged"])
+            self.evaluated.load(earlier.get("evaluated", {}))
             self.expert_tokens += torch.tensor(earlier["expert_tokens"]["tokens"], dtype=torch.int64)
             self.resumed = [*earlier["resumed"], {**origin, "from": JSON_NAME}]
             return
         for entry in log_history:
             if "loss" in entry:
                 self.log(int(entry["step"]), entry, {})
+            self.evaluate(int(entry["step"]), entry)
         self.resumed = [{**origin, "from": "trainer_state.json, which has no times, tokens or norms by group"}]
         logger().warning(
             "%s has no %s that fits: the training report has loss, learning rate and gradient norm of steps up to %d, "
@@ -171,6 +175,12 @@ class RunReport:
         for ours, theirs in (("loss", "loss"), ("learning_rate", "learning_rate"), ("grad_norm", "grad_norm")):
             row[ours] = None if logs.get(theirs) is None else float(logs[theirs])
         self.logged.add(row | {f"grad_norm of {group}": norm for group, norm in norms.items()})
+
+    def evaluate(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add what the Trainer measures in an evaluation after a step."""
+        found = {name: float(value) for name, value in metrics.items() if _is_measure(name, value)}
+        if found:
+            self.evaluated.add({"step": step, **found})
 
     def note_guards(self, guards: Guards) -> None:
         """Take over what the guards saw."""
@@ -242,72 +252,9 @@ def _lines(content: Mapping[str, Any]) -> bytes:
     """JSON with a line for each entry of the outer mappings: to be read by people, and small."""
 
     def entry(key: str, value: Any) -> str:
-        if key in ("steps", "spans", "rates", "logged") and value:
+        if key in ("steps", "spans", "rates", "logged", "evaluated") and value:
             inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in value.items())
             return f" {json.dumps(key)}: {{\n{inner}\n }}"
         return f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
 
     return ("{\n" + ",\n".join(entry(key, value) for key, value in content.items()) + "\n}\n").encode()
-
-
-# --- facts ------------------------------------------------------------------------------------------------------------
-
-
-def facts_of(model: nn.Module, report: Report, args: TrainingArguments, optimizer: Any) -> dict[str, Any]:
-    """What is known of a run before its first step."""
-    config: Any = getattr(model, "config", None)
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
-        "versions": _versions(),
-        "model": {
-            "name": str(getattr(config, "_name_or_path", "")),
-            "model_type": str(getattr(config, "model_type", "")),
-            "family": experts_family(model).name,
-        },
-        "experts": {
-            "layers": report.layers,
-            "experts": report.num_experts,
-            "format": report.format,
-            "packed_bytes": report.packed_bytes,
-            "isa": report.isa,
-            "threads": report.threads,
-            "numa_nodes": report.nodes,
-        },
-        "adapter": {"groups": [asdict(group) for group in report.groups], "file": None},
-        "training": {
-            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            "learning_rate": args.learning_rate,
-            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-            "warmup_steps": args.warmup_steps,
-            "per_device_train_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "gradient_checkpointing": bool(args.gradient_checkpointing),
-            "max_grad_norm": args.max_grad_norm,
-            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "as the model is",
-            "seed": args.seed,
-        },
-    }
-
-
-def _machine() -> dict[str, Any]:
-    memory, limit = system.memory().get("MemTotal", 0), system.cgroup_memory_limit()
-    cuda = torch.cuda.is_available()
-    return {
-        "cpu": system.cpu_name(),
-        "cores": int(native.topology()["cores"]),
-        "memory_bytes": min(memory, limit or memory),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-        "kernel": platform.release(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("ktft", "torch", *TESTED_VERSIONS):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -10,6 +10,7 @@ import io
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -71,7 +72,11 @@ def page_of(content: Mapping[str, Any]) -> str:
     steps, logged = _thinned(content["steps"]), _thinned(content["logged"])
     with matplotlib.rc_context(_STYLE):
         plots = [
-            ("Loss", "mean over the steps since the one logged before", _loss(logged)),
+            (
+                "Loss",
+                "mean over the steps since the one logged before; evaluations",
+                _loss(logged, _thinned(content.get("evaluated", {}))),
+            ),
             ("Throughput", "padding included", _throughput(steps)),
             ("Where the time goes", "as training waits for it; evaluating and saving left out", _times(steps)),
             (
@@ -125,17 +130,23 @@ def _marker(rows: int) -> str:
     return "o" if rows <= _MANY else ""
 
 
-def _loss(logged: Drawn) -> Figure | None:
+def _loss(logged: Drawn, evaluated: Drawn) -> Figure | None:
     if not logged:
         return None
     steps, loss = logged["step"], logged["loss"]
     figure, axes = _axes("loss")
+    losses = [name for name in evaluated if name.endswith("_loss")]
+    for name, colour in zip(losses, cycle(_COLOURS[1:]), strict=False):
+        label = name.removesuffix("_loss").replace("_", " ", 1)
+        axes.plot(evaluated["step"], evaluated[name], marker="s", markersize=4, color=colour, label=label)
     smooth = len(steps) > _MANY
-    axes.plot(steps, loss, marker=_marker(len(steps)), markersize=3, alpha=0.35 if smooth else 1, color=_COLOURS[0])
+    style: Any = {"marker": _marker(len(steps)), "markersize": 3, "alpha": 0.35 if smooth else 1, "color": _COLOURS[0]}
+    axes.plot(steps, loss, label=None if smooth else "training", **style)
     if smooth:
         width = max(len(steps) // 30, 2)
         mean = np.convolve(loss, np.ones(width) / width, "valid")
-        axes.plot(steps[width - 1 :], mean, color=_COLOURS[0], label=f"mean of {width}")
+        axes.plot(steps[width - 1 :], mean, color=_COLOURS[0], label=f"training, mean of {width}")
+    if smooth or losses:
         axes.legend()
     return figure
 
@@ -274,6 +285,7 @@ def _summary(content: Mapping[str, Any]) -> str:
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ", no GPU"
     rows = {
         "Loss": f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else _MISSING,
+        "Evaluation": _evaluation(content.get("evaluated", {})),
         "Steps": f"{number:,}" + _resumed(content["resumed"]),
         "Tokens": f"{tokens:,.0f}, {tokens / seconds:,.0f} tokens/s" if seconds else _MISSING,
         "A step": f"{_duration(seconds / count)}, {_duration(seconds)} in all" if count else _MISSING,
@@ -283,6 +295,8 @@ def _summary(content: Mapping[str, Any]) -> str:
         )
         or _MISSING,
         "Trained": f"{trainable:,} parameters",
+        "LoRA": _lora(content["adapter"].get("lora", {})),
+        "Data": _named(content.get("data", {})),
         "Model": f"{content['model']['family']}, {content['model']['name']}",
         "Experts": f"{experts['layers']} layers x {experts['experts']}, {experts['format']}, "
         f"{readable(experts['packed_bytes'])} packed",
@@ -291,6 +305,35 @@ def _summary(content: Mapping[str, Any]) -> str:
         "Adapter": f"{file['name']}, {readable(file['bytes'])}, SHA-256 {file['sha256']}" if file else "not saved yet",
     }
     return _table([(f"<th>{name}</th>", f"<td>{html.escape(value)}</td>") for name, value in rows.items()], "summary")
+
+
+def _named(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()) or _MISSING
+
+
+def _lora(adapters: Mapping[str, Mapping[str, Any]]) -> str:
+    """Each adapter's rank, alpha, dropout and modules."""
+    return (
+        "; ".join(
+            _named({k: v for k, v in own.items() if v not in (None, False) and k != "modules"})
+            + f", on {', '.join(own['modules'])}"
+            for own in adapters.values()
+        )
+        or _MISSING
+    )
+
+
+def _evaluation(evaluated: Columns) -> str:
+    """First and last value of what was measured."""
+    parts = []
+    for name, column in evaluated.items():
+        values = [value for value in column if value is not None]
+        if values and name not in ("step", "merged"):
+            parts.append(
+                f"{name.removeprefix('eval_')} "
+                + " → ".join(f"{v:.4g}" for v in dict.fromkeys((values[0], values[-1])))
+            )
+    return ", ".join(parts) or _MISSING
 
 
 def _resumed(resumed: list[dict[str, Any]]) -> str:
@@ -359,8 +402,7 @@ def _table(rows: Iterable[Iterable[str]], name: str) -> str:
 
 def _footer(content: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    training = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in content["training"].items())
-    lines = (f"Started {content['started']}. {training}.", f"{versions}.")
+    lines = (f"Started {content['started']}. {_named(content['training'])}.", f"{versions}.")
     return f"<footer>{''.join(f'<p class=note>{html.escape(line)}</p>' for line in lines)}</footer>"
 
 

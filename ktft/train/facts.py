@@ -1,0 +1,164 @@
+"""What a run is: machine, versions, model, adapter, data and settings, each read from what runs."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sized
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import TrainerState, TrainingArguments
+
+from ktft import native, system
+from ktft.model.experts import experts_family
+from ktft.train.report import Report
+from ktft.versions import TESTED_VERSIONS
+
+TOLD = (
+    *("stage", "dataset", "eval_dataset", "val_size", "max_samples", "template", "cutoff_len", "max_length"),
+    *("packing", "neat_packing", "train_on_prompt", "mask_history", "streaming", "pref_loss", "pref_beta"),
+)
+"""Settings of data and method that are facts wherever they are found: with TRL in the Trainer's arguments."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a Trainer knows and tells no callback.
+
+    Attributes:
+        precision: in which it computes.
+        settings: those of `TOLD` that are set.
+    """
+
+    precision: str = "not known"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def by(cls, trainer: Any) -> Told:
+        """Of any Trainer. LLaMA-Factory hands its arguments to a callback of its own."""
+        callbacks = trainer.callback_handler.callbacks
+        sources = [
+            trainer.args,
+            *(getattr(each, name, None) for each in callbacks for name in ("finetuning_args", "data_args")),
+        ]
+        found = {name: getattr(source, name, None) for source in sources for name in TOLD if hasattr(source, name)}
+        return cls(
+            _precision(trainer), {name: _plain(value) for name, value in found.items() if value not in (None, False, 0)}
+        )
+
+
+def _plain(value: Any) -> Any:
+    return (
+        value if isinstance(value, bool | int | float) else ", ".join(value) if isinstance(value, list) else str(value)
+    )
+
+
+def _precision(trainer: Any) -> str:
+    accelerator, dtype = trainer.accelerator, getattr(trainer.model, "dtype", None)
+    asked, as_is = accelerator.mixed_precision, f"{str(dtype).removeprefix('torch.')}, as the model is"
+    if asked == "no" or accelerator.native_amp:
+        return as_is if asked == "no" else f"{asked} by autocast"
+    return f"{as_is}; {asked} was asked for and has no effect on a {accelerator.device.type.upper()}"
+
+
+def facts_of(
+    model: nn.Module,
+    report: Report,
+    args: TrainingArguments,
+    state: TrainerState,
+    told: Told,
+    *,
+    optimizer: Any,
+    train_dataloader: Any = None,
+    eval_dataloader: Any = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """What is known of a run before its first step; the last arguments are those of a callback's `on_train_begin`."""
+    config: Any = getattr(model, "config", None)
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    rates = list(dict.fromkeys(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups))
+    samples = {"samples": _samples(train_dataloader), "eval_samples": _samples(eval_dataloader)}
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "versions": _versions(),
+        "model": {
+            "name": str(getattr(config, "_name_or_path", "")),
+            "model_type": str(getattr(config, "model_type", "")),
+            "family": experts_family(model).name,
+        },
+        "experts": {
+            "layers": report.layers,
+            "experts": report.num_experts,
+            "format": report.format,
+            "packed_bytes": report.packed_bytes,
+            "isa": report.isa,
+            "threads": report.threads,
+            "numa_nodes": report.nodes,
+        },
+        "adapter": {"groups": [asdict(group) for group in report.groups], "lora": _lora(model), "file": None},
+        "data": {**told.settings, **{name: count for name, count in samples.items() if count is not None}},
+        "training": {
+            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            "learning_rate": rates[0] if len(rates) == 1 else rates,
+            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "warmup_steps": args.get_warmup_steps(state.max_steps),
+            "max_steps": state.max_steps,
+            "per_device_train_batch_size": state.train_batch_size or args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "gradient_checkpointing": any(getattr(each, "gradient_checkpointing", False) for each in model.modules()),
+            "max_grad_norm": args.max_grad_norm,
+            "precision": told.precision,
+            "seed": args.seed,
+        },
+    }
+
+
+def _samples(dataloader: Any) -> int | None:
+    dataset = getattr(dataloader, "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else None
+
+
+def _lora(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """By name the adapters that train: what they are, and the last parts of the names of modules that they are on."""
+    configs: dict[str, Any] = next((each.peft_config for each in model.modules() if isinstance(each, PeftModel)), {})
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" in name]
+    found = {}
+    for adapter, config in configs.items():
+        own = [name for name in trained if adapter in name.split(".")]
+        if own:
+            found[adapter] = {
+                **{key: getattr(config, key, None) for key in ("r", "lora_alpha", "lora_dropout", "use_rslora")},
+                "modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in own}),
+            }
+            for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+                if getattr(config, key, None):
+                    found[adapter][key] = getattr(config, key)
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    memory, limit = system.memory().get("MemTotal", 0), system.cgroup_memory_limit()
+    cuda = torch.cuda.is_available()
+    return {
+        "cpu": system.cpu_name(),
+        "cores": int(native.topology()["cores"]),
+        "memory_bytes": min(memory, limit or memory),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "kernel": platform.release(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("ktft", "torch", *TESTED_VERSIONS):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

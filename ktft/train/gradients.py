@@ -1,0 +1,117 @@
+"""What a run trains, and the norms of its gradients as backward leaves them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.state import GradientState
+from torch import Tensor, nn
+
+from ktft.adapters.lora import KtftExpertsLora
+from ktft.checkpoint.families import GROUPS, group_of
+from ktft.model.experts import experts_family
+from ktft.native import Runtime
+from ktft.train.norms import norms
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that the run trains.
+
+    Attributes:
+        late: has no gradient before its partner has moved away from zero.
+        layer: the routed experts that it is a stack of, an entry of the first dimension each; None elsewhere.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    group: str
+    late: bool
+    layer: str | None
+
+    @property
+    def gradient(self) -> Tensor:
+        """As `rows` has it."""
+        assert self.parameter.grad is not None
+        return self.rows(self.parameter.grad)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The tensor, or its gradient, as `[experts, elements]`; one row where it is no stack."""
+        return tensor.detach().flatten(1) if self.layer is not None else tensor.detach().reshape(1, -1)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Trained]:
+    """All parameters with requires_grad, by name."""
+    family = experts_family(model)
+    stacks: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, KtftExpertsLora):
+            stacks |= {id(t): name for adapter in module.lora_A for *_, t in module.tensors(adapter)}
+    late = (".lora_A.", ".lora_embedding_B.")
+    return {
+        name: Trained(name, p, group_of(name, family), any(kind in name for kind in late), stacks.get(id(p)))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+class GradientWatch:
+    """Norms of gradients as the last backward of an optimizer step leaves them: before clipping, in backward's order.
+
+    Attributes:
+        on: whether norms are taken.
+    """
+
+    def __init__(self, parameters: Mapping[str, Trained], runtime: Runtime) -> None:
+        self.on = False
+        self._runtime = runtime
+        self._complete: dict[str, Trained] = {}  # that have a gradient, in backward's order
+        self._norms: dict[str, Tensor] | None = None
+        self._hooks = [
+            each.parameter.register_post_accumulate_grad_hook(functools.partial(self._look, each))
+            for each in parameters.values()
+        ]
+
+    def _look(self, each: Trained, parameter: Tensor) -> None:
+        if self.on and GradientState().sync_gradients and parameter.grad is not None:
+            self._complete.pop(each.name, None)
+            self._complete[each.name] = each
+            self._norms = None
+
+    def measure(self) -> None:
+        """Take the norms now: something is about to change the gradients."""
+        if self._norms is not None:
+            return
+        complete = [each for each in self._complete.values() if each.parameter.grad is not None]
+        found = norms(self._runtime, [each.gradient for each in complete])
+        self._norms = {each.name: norm for each, norm in zip(complete, found, strict=True)}
+
+    def take(self) -> dict[str, Tensor]:
+        """Name -> norms on the CPU, `[experts]` or `[1]`, since this was last called."""
+        self.measure()
+        taken, self._norms = self._norms, None
+        self._complete.clear()
+        return taken or {}
+
+    def close(self) -> None:
+        """Take no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def group_norms(found: Mapping[str, Tensor], parameters: Mapping[str, Trained]) -> dict[str, float]:
+    """Norm of the gradients of each group that has trained parameters."""
+    present = {each.group for each in parameters.values()}
+    groups: dict[str, list[Tensor]] = {group: [torch.zeros(1)] for group in GROUPS if group in present}
+    for name, norm in found.items():
+        groups[parameters[name].group].append(norm)
+    return {group: float(torch.linalg.vector_norm(torch.cat(own).double())) for group, own in groups.items()}
+
+
+def rates_of(param_groups: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Id of a parameter -> its learning rate."""
+    return {id(parameter): float(group["lr"]) for group in param_groups for parameter in group["params"]}
