@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +79,20 @@ def test_json_lines_on_stdout_are_alone_there() -> None:
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == list(STEPS)
     assert "%read" in done.stderr
+
+
+def test_a_terminal_shows_the_table_alone() -> None:
+    command = [sys.executable, "-P", "-c", "from ktft.cli.main import app; app()", "bench", "kernels"]
+    command += ["--shape", TINY, "--tokens", "1", "--format", "int8", "--rank", "0", "--runs", "1", "--peer", "none"]
+    reader, terminal = pty.openpty()
+    done = subprocess.run(command, stdout=terminal, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(terminal)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(OSError):  # nothing was written
+        os.read(reader, 1)
+    os.close(reader)
+    assert "%read" in done.stderr
+    assert "its time over ktft's" in " ".join(done.stderr.split())
 
 
 def test_ktft_beside_itself(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,9 +18,10 @@ from typer.testing import CliRunner
 from ktft import native, system, versions
 from ktft.cli import doctor
 from ktft.cli.doctor import Row
-from ktft.cli.main import app
+from ktft.cli.main import ORDER, app
 
 runner = CliRunner()
+DATA = Path(__file__).parent / "data" / "deepseek-v3"
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -189,8 +194,107 @@ def test_train_hands_over_to_llamafactory(tmp_path: Path, monkeypatch: pytest.Mo
     assert environment["PATH"].startswith(str(Path(sys.executable).parent))
 
 
-@pytest.mark.parametrize("env", [{}, {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}], ids=["one-process", "torchrun"])
-def test_train_ends_as_llamafactory_does(run_cli: Callable[..., Any], env: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("env", "code"),
+    [({}, 2), ({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}, 1)],
+    ids=["one-process", "torchrun"],
+)
+def test_train_ends_as_llamafactory_does(run_cli: Callable[..., Any], env: dict[str, str], code: int) -> None:
     done = run_cli(["ktft", "train"], {"stage": "sft"}, check=False, env=env)
-    assert done.returncode == 1
+    assert done.returncode == code
     assert "Please provide `model_name_or_path`" in done.stdout
+    assert ("Traceback" in done.stdout) == bool(env)  # torchrun's own
+
+
+# --- a newcomer's first hour ------------------------------------------------------------------------------------------
+
+
+def test_commands_are_listed_as_they_are_needed() -> None:
+    listed = [line.split()[1] for line in runner.invoke(app, ["--help"], env={"COLUMNS": "200"}).output.splitlines()
+              if line.startswith("│ ") and line[2].isalpha()]  # fmt: skip
+    assert tuple(listed) == ORDER
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["plan", "nowhere"], "no such directory from here"),
+        (["plan", "."], "has no config.json"),
+        (["plan", str(DATA), "nowhere.yaml"], "nowhere.yaml"),
+        (["plan", str(DATA), "--ram", "512"], "write 512G"),
+        (["plan", str(DATA), "--gpu", "24G"], "needs --ram"),
+        (["plan", str(DATA), "--routing", "even"], "'even'"),
+        (["plan", "Qwen/Qwen3-30B-A3B"], "hf download Qwen/Qwen3-30B-A3B config.json --local-dir Qwen3-30B-A3B"),
+        (["export", "nowhere", "out", "--to", "peft"], "no such directory from here"),
+        (["export", str(DATA), "out", "--to", "ollama"], "'ollama'"),
+        (["merge", str(DATA), "nowhere", "out", "--format", "int3"], "--format is 'int3'"),
+        (["convert", str(DATA), "out", "--format", "int3"], "expert_format is 'int3'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value[:1] + value[2:]),
+)
+def test_wrong_arguments_are_refused_before_torch_is_imported(args: list[str], words: str) -> None:
+    code = (
+        "import sys, atexit\natexit.register(lambda: print('torch:', 'torch' in sys.modules))\n"
+        f"from ktft.cli.main import app; app({args!r})"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert words in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert done.stdout.split() == ["torch:", "False"]
+
+
+def test_plan_fetches_config_json_alone(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    """A hub that has nothing else, at an address of this machine."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            found = self.path == "/deepseek-ai/DeepSeek-V3/resolve/main/config.json"
+            body = (DATA / "config.json").read_bytes() if found else b""
+            self.send_response(200 if found else 404)
+            for name, value in {"ETag": '"1"', "X-Repo-Commit": "0" * 40, "Content-Length": len(body)}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        environment = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(tmp_path),
+        }
+        done = run_cli(
+            ["ktft", "plan", "deepseek-ai/DeepSeek-V3", "--ram", "64G", "--json"], check=False, env=environment
+        )
+        server.shutdown()
+    assert done.returncode == 1, done.stdout  # 64 GB are too little
+    assert json.loads(done.stdout[done.stdout.index("{") :])["model"]["name"] == "deepseek-ai/DeepSeek-V3"
+    assert {path for path in asked if "DeepSeek" in path} == {"/deepseek-ai/DeepSeek-V3/resolve/main/config.json"}
+
+
+def test_what_to_do_next_is_said(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    done = runner.invoke(app, ["convert", str(tiny_checkpoint("qwen3moe")), str(tmp_path / "a b"), "--format", "k4"])
+    assert done.exit_code == 0, done.output
+    place = f"'{tmp_path / 'a b'}'"
+    for command in (f"ktft verify {place}", f"model_name_or_path={place}", f"ktft serve {place}"):
+        assert command in done.stdout
+
+
+def test_a_placeholder_is_no_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(versions, "version_of", lambda name: "0.28.0")
+    row = by_check(doctor.media())["torchvision"]
+    assert (row.status, row.value, row.cure) == ("ok", "a placeholder, enough for text", "")
+    monkeypatch.setattr(versions, "version_of", lambda name: None)
+    assert by_check(doctor.media())["torchaudio"].status == "warn"

@@ -217,6 +217,8 @@ def test_corrupted_weights_with_valid_checksums(tiny_checkpoint: Checkpoint, con
     (problem,) = report["problems"]
     assert (problem["layer"], problem["expert"], problem["projection"]) == (1, 3, "up_proj")
     assert problem["check"] == "quantization" and problem["error"] > 1
+    assert verify(target)[0] == 1, "ktft convert wrote down where the source is"
+    (target / MANIFEST).write_bytes(to_json(replace(manifest, files=files, source_directory="").to_dict()))
     status, report = verify(target)
     assert status == 0 and report["layers"][1]["quantization"] is None and "give --source" in report["notes"][0]
 

@@ -16,6 +16,11 @@ from ktft.bench.cases import W8A8_STEP, Record
 
 STEP_NAMES = {"forward": "fwd", "backward": "bwd", "forward+backward": "both", W8A8_STEP: "w8a8"}
 NOT_ASKED = "not asked for"
+LEGEND = (
+    "T tokens; both: forward and backward. %P, %H, %S: of what products reach on registers, in the kernel's own loop "
+    "and with weights from memory. GB/s: packed weights over the time; %read: of the memory's rate; reads: times "
+    "that products read them, 1 is the least. err%: against fp32. NAME x: its time over ktft's. docs/benchmarks.md"
+)
 PEER_NAMES = {"torch-eager": "eager", "torch-grouped": "grouped", "kt-kernel": "kt"}  # short enough for a column
 
 
@@ -33,6 +38,11 @@ def _rounded(value: Any) -> Any:
 def short(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.1 else f"{value:.3f}"
+
+
+def gpu_words(device: str) -> str:
+    """The GPU that a benchmark ran on."""
+    return "no GPU" if device == "cpu" else f"GPU: {device}"
 
 
 def make_table(records: Iterable[Record]) -> Table:
@@ -75,6 +85,7 @@ def explain(records: Sequence[Record], console: Console) -> None:
         f"P {registers:.3g} TFLOPS, H {hot:.3g} TFLOPS, S {streamed:.3g} TFLOPS, read {read:.3g} GB/s",
         highlight=False,
     )
+    console.print(LEGEND, highlight=False, markup=False)
     absent = {f"{name}: {reason}" for record in records for name, reason in record.absent_peers.items()}
     absent = {line for line in absent if not line.endswith(NOT_ASKED)}
     for line in sorted(absent):

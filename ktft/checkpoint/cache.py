@@ -64,6 +64,7 @@ class Manifest:
         layers: layer number -> its experts' shape.
         files: safetensors file's name within the directory -> `describe_file`; empty in `ktft.unfinished.json`.
         config_sha256: of config.json as it was copied. Editing it is allowed (a longer context, for instance).
+        source_directory: where the source was, absolute; empty where that was not written down.
     """
 
     expert_format: str
@@ -74,11 +75,13 @@ class Manifest:
     config_sha256: str
     format_version: int = FORMAT_VERSION
     layout_version: int = LAYOUT_VERSION
+    source_directory: str = ""
 
     @property
     def id(self) -> str:
         """Hash of source, model, format and versions. Every safetensors file repeats it."""
-        return hashlib.sha256(to_json(self.to_dict() | {"files": {}, "config_sha256": ""})).hexdigest()
+        fixed = {key: value for key, value in self.to_dict().items() if key != "source_directory"}
+        return hashlib.sha256(to_json(fixed | {"files": {}, "config_sha256": ""})).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """What the JSON file holds."""
@@ -137,6 +140,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "layers": _is_map(lambda number: number.isascii() and number.isdecimal(), _is_shape),
     "files": _is_map(_is_inside, _is_file),
     "config_sha256": lambda found: isinstance(found, str),
+    "source_directory": lambda found: found is None or isinstance(found, str),  # which earlier ones do not have
 }
 """Key of a manifest -> whether it can have a value."""
 

@@ -103,7 +103,8 @@ class Conversion:
         shapes = {number: ExpertShape.of(layer) for number, layer in layers.items()}
         config = sha256(self.source / CONFIG_NAME)
         source = identify(self.reader.files) | dict(added or {})
-        self.manifest = Manifest(expert_format, model_type, source, shapes, {}, config)
+        where = "" if added else str(self.source.absolute())  # with an adapter merged in, no directory is the source
+        self.manifest = Manifest(expert_format, model_type, source, shapes, {}, config, source_directory=where)
         self.layer_outputs = self._layer_outputs()
         self.copy_outputs = self._copy_outputs()
         self.outputs = [*self.copy_outputs, *self.layer_outputs.values()]

@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.logging import set_verbosity_error
 
+_MODEL_FILE = "config.json"
 FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
 """What huggingface_hub raises for a repository that it cannot give."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -52,12 +53,22 @@ def require_found(what: str, name: str | os.PathLike[str], file: str, cache: str
         raise ValueError(not_fetched(what, name, OfflineModeIsEnabled("HF_HUB_OFFLINE is set")))
 
 
-def fetch_file(what: str, name: str | os.PathLike[str], file: str) -> Path:
-    """One file of a repository of the hub, from the hub's cache or downloaded into it.
+def model_path(what: str, name: str | os.PathLike[str]) -> Path:
+    """A model's directory or config.json; of a repository of the hub its config.json alone is fetched.
 
     Raises:
-        ValueError: with the command that fetches it where the hub can be reached.
+        ValueError: there is none; offline with the command that fetches it.
     """
+    path = local_path(what, name)
+    if path is None:
+        return _fetch(what, name, _MODEL_FILE)
+    if path.is_dir() and not (path / _MODEL_FILE).is_file():
+        raise ValueError(f"{path} has no {_MODEL_FILE}; give a model's directory, or its {_MODEL_FILE}")
+    return path
+
+
+def _fetch(what: str, name: str | os.PathLike[str], file: str) -> Path:
+    """One file of a repository, from the hub's cache or downloaded into it."""
     set_verbosity_error()  # else a line for each of six attempts
     try:
         return Path(hf_hub_download(str(name), file))

@@ -41,9 +41,12 @@ def _require_matplotlib(plot: Path | None) -> None:
 
 @contextmanager
 def _lines(output: Path | None) -> Iterator[TextIO]:
-    """Where JSON lines go. Peers' native code writes to descriptor 1: meanwhile that is stderr, and ours a copy."""
-    if output is not None:
-        with output.open("w") as file:
+    """Where JSON lines go; nowhere if a person would see them between the lines of the table.
+
+    Peers' native code writes to descriptor 1: meanwhile that is stderr, and ours a copy.
+    """
+    if output is not None or sys.stdout.isatty():
+        with (output or Path(os.devnull)).open("w") as file:
             yield file
         return
     sys.stdout.flush()
@@ -64,11 +67,15 @@ def kernels(
     rank: Annotated[int, typer.Option(min=0, max=LARGEST_RANK, help="LoRA rank, 0 for none.")] = 8,
     runs: Annotated[int, typer.Option(min=1, help="Timed runs a case; medians are reported.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [libraries found]")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another library to time beside ktft, or none; repeatable. [those found]")
+    ] = None,
     w8a8: Annotated[
         bool, typer.Option("--w8a8", help="Format int8's forward with 8-bit activations too; needs AMX.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of TFLOPS over tokens; needs matplotlib.")] = None,
 ) -> None:
     """Time one layer's experts, forward and backward, beside the machine's ceilings and the peers installed."""
@@ -119,8 +126,12 @@ def optimizer(
     ] = "200M",
     runs: Annotated[int, typer.Option(min=1, help="Timed steps of each; medians are reported.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [those that run]")] = None,
-    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
 ) -> None:
     """Time one AdamW step over expert LoRA on the CPU, beside memory bandwidth and other AdamWs."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
@@ -166,8 +177,12 @@ def step(
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing, as LLaMA-Factory does.")] = True,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps a case; medians are reported.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [those that run]")] = None,
-    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of ms a layer over tokens; needs matplotlib.")] = None,
 ) -> None:
     """Time training steps of a few layers beside the machine's limits and other ways to train them."""
@@ -234,12 +249,16 @@ def serve(
     option: Annotated[
         list[str] | None, typer.Option(help="For ktft serve, as --option=--format=k4; repeatable.")
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers, or none; repeatable. [those that run]")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
+    ] = None,
     together: Annotated[
         bool | None,
         typer.Option("--together/--one-by-one", help="All servers at once, taking turns. [unless there is a GPU]"),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout]")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture over the number of clients; needs matplotlib.")] = None,
 ) -> None:
     """Time a server: prefill, decode, time to first token, time between tokens; beside other servers."""

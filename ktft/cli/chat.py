@@ -28,7 +28,12 @@ def chat(
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. [the server's]")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling. [the server's]")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer. [what fits]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Number that fixes which answer is drawn; the same one gives the same answer again. [random]"
+        ),
+    ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="VLLM_API_KEY", help="The server's key.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="With MODEL: an adapter to serve.")] = None,
     expert_format: Annotated[str | None, typer.Option(help="With MODEL: as in ktft serve.")] = None,

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import sys
 from dataclasses import asdict
 from importlib import metadata
@@ -141,7 +142,16 @@ def convert(
             f"{len(problems)} problems. Delete damaged files and run ktft convert {source} {target} again, which makes "
             "what is missing; where the source has changed, convert it into another directory"
         )
-    typer.echo(f"{target}: {'all checksums match' if check else 'converted'}")
+    if check:
+        typer.echo(f"{target}: all checksums match")
+        return
+    place = shlex.quote(str(target))
+    typer.echo(
+        f"{target}: converted. Next:\n"
+        f"  ktft verify {place}    compares it with {source}\n"
+        f"  ktft train FILE.yaml model_name_or_path={place}\n"
+        f"  ktft serve {place}"
+    )
 
 
 @app.command()
@@ -161,7 +171,7 @@ def verify(
     adapter: Annotated[
         Path | None, typer.Option(help="Directory of an adapter. [random LoRA; none with --serve]")
     ] = None,
-    source: Annotated[Path | None, typer.Option(help="What a converted MODEL was converted from.")] = None,
+    source: Annotated[Path | None, typer.Option(help="What MODEL was converted from. [where it was then]")] = None,
     whole: Annotated[
         bool | None, typer.Option("--whole/--layers-only", help="The whole model too. [if it fits in memory]")
     ] = None,
@@ -249,7 +259,9 @@ def merge(
         raise refuse("interrupted; what is finished is kept, run the same command again") from None
     for warning in warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    typer.echo(f"{out}: merged")
+    place = shlex.quote(str(out))
+    served = f"  ktft serve {place}\n  ktft chat {place}"
+    typer.echo(f"{out}: merged. Next:\n{served}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -52,15 +52,14 @@ def plan(
     Nothing is loaded: config.json is enough, shards' headers are read where they are. Exits with 1 if nothing fits.
     """
     # All that can be refused without torch is refused before it is imported, which takes seconds.
-    from ktft.checkpoint.hub import fetch_file, local_path
+    from ktft.checkpoint.hub import model_path
     from ktft.plan.description import Description
 
     description = Description(ram, gpu, gpu_tflops, pcie, cores, sockets, bandwidth, isa, disk_rate)
     machine, rate = description.machine() if description.given else None, description.size("disk_rate", 1000)
     with Console(stderr=True).status("planning ..."):
-        path = local_path("MODEL", model)
-        name = str(model) if path is None else None
-        result = _make(path or fetch_file("MODEL", model, "config.json"), name, recipe, machine, rate, routing)
+        path = model_path("MODEL", model)
+        result = _make(path, None if model.exists() else str(model), recipe, machine, rate, routing)
     if as_json:
         from ktft.plan.plan import to_json
 

@@ -104,7 +104,10 @@ def verify(request: Request, console: Console) -> Report:
     runtime = verifier.runtime
     report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes)
     if verifier.source is None:
-        report.notes.append("the source is not known, so the packed weights were not compared with it: give --source")
+        report.notes.append(
+            "the source is not where it was when it was converted, or has changed, so the packed weights were not "
+            "compared with it: give --source"
+        )
     adapter = verifier.adapter
     if adapter is not None and adapter.below and not holds(request.directory, adapter.below):
         report.notes.append(

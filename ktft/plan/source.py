@@ -55,17 +55,15 @@ def read_source(path: Path, settings: Settings, name: str | None = None) -> Mode
     """Read a model directory, as released or converted, or a config.json.
 
     Args:
-        path: of the directory or file.
+        path: of the directory or file, as `ktft.checkpoint.hub.model_path` gives it.
         settings: `expert_checkpoint` says where the experts are, if not there.
         name: what to call the model; None takes the directory's name or the file's.
 
     Raises:
-        ValueError: no config.json there, one that transformers cannot read, a model or quantization that ktft does not
+        ValueError: a config.json that transformers cannot read, a model or quantization that ktft does not
             support, damaged shards, or experts converted to another format than `settings` name.
     """
     file = path / CONFIG_NAME if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{path} has no {CONFIG_NAME}; give a model's directory, or its {CONFIG_NAME}")
     try:
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
         scheme = scheme_of(json.loads(file.read_bytes()), str(file))

@@ -50,7 +50,7 @@ class LayerVerifier:
         layers: numbers of those to verify; None for all.
         tokens: in each call of a layer.
         adapter: directory of an adapter whose LoRA is used; None for random LoRA.
-        source: of a converted checkpoint, to compare weights with.
+        source: of a converted checkpoint, to compare weights with; None takes what the conversion wrote down.
 
     Raises:
         FileNotFoundError, ValueError: what `outline` refuses; no such layer; a source that is not the one converted.
@@ -90,13 +90,22 @@ class LayerVerifier:
                 raise ValueError(f"{self.directory} is no conversion: it is its own source, leave --source out")
             return self.packed
         if source is None:
-            return None
+            return self._recorded_source(settings)
         plan = outline(source, replace(settings, expert_format=self.packed.manifest.expert_format))
         if not isinstance(plan.experts, ExpertPlan):
             raise ValueError(f"--source {source} is a conversion itself; give the original checkpoint")
         self.packed.check_source(plan.experts.reader.files)
         self.packed.check_model(plan.model_type, plan.layers)
         return plan.experts
+
+    def _recorded_source(self, settings: Settings) -> ExpertPlan | None:
+        """What the conversion says it was made from, if that is still there and still the same."""
+        assert isinstance(self.packed, PackedCache)
+        recorded = self.packed.manifest.source_directory
+        try:
+            return self._source(Path(recorded), settings) if recorded and Path(recorded).is_dir() else None
+        except (OSError, ValueError):
+            return None
 
     @property
     def nbytes(self) -> int:

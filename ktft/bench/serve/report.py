@@ -8,8 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ktft.bench.report import NOT_ASKED, short
+from ktft.bench.report import NOT_ASKED, gpu_words, short
 from ktft.bench.serve.cases import ServeRecord
+
+LEGEND = (
+    "in, out: tokens of a prompt and of an answer; TTFT: time to the first token; ITL: time between tokens; p95: of "
+    "the slowest twentieth; prefill, decode, output: tokens a second of all clients. docs/benchmarks.md"
+)
 
 
 def make_table(records: Sequence[ServeRecord]) -> Table:
@@ -35,10 +40,11 @@ def explain(records: Sequence[ServeRecord], console: Console) -> None:
     first = records[0]
     layers = f", {first.layers} layers" if first.layers is not None else ""
     console.print(
-        f"{first.model}{layers}; {first.cpu}, GPU: {first.device}; {first.rounds} rounds; ITL x: the "
+        f"{first.model}{layers}; {first.cpu}, {gpu_words(first.device)}; {first.rounds} rounds; ITL x: the "
         "peer's over the first server's, above 1 that one is faster",
         highlight=False,
     )
+    console.print(LEGEND, highlight=False, markup=False)
     for name, note in {record.server: record.note for record in records if record.note}.items():
         console.print(f"{name}: {note}", highlight=False, markup=False)
     for name, reason in first.absent_peers.items():

@@ -10,11 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ktft.bench.report import NOT_ASKED, short
+from ktft.bench.report import NOT_ASKED, gpu_words, short
 from ktft.bench.step.cases import StepRecord
 
 PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "kt", "hf-resident": "hf"}
 FLOOR = ", floor"
+LEGEND = (
+    "L layers, T tokens; lanes: where experts run. margin: ms of one more layer; x floor: forward and backward over "
+    "the least this machine allows. experts': of VRAM, RSS: memory. NAME x: its time over ktft's. docs/benchmarks.md"
+)
 
 
 def make_table(records: Sequence[StepRecord]) -> Table:
@@ -45,11 +49,12 @@ def explain(records: Sequence[StepRecord], console: Console) -> None:
         for name in ("pcie_gbs", "read_gbs", "registers_tflops", "gpu_tflops")
     )
     console.print(
-        f"{first.cpu}, {first.isa}, {first.threads} threads, GPU: {first.device}; rank {first.rank}, gradient "
+        f"{first.cpu}, {first.isa}, {first.threads} threads, {gpu_words(first.device)}; rank {first.rank}, gradient "
         f"checkpointing {'on' if first.checkpointing else 'off'}; to the GPU {pcie:.3g} GB/s, read {read:.3g} GB/s, "
         f"P {cpu:.3g} TFLOPS, GPU {gpu:.3g} TFLOPS; memory in GB",
         highlight=False,
     )
+    console.print(LEGEND, highlight=False, markup=False)
     notes = {name: figure.note for record in records for name, figure in record.peers.items()}
     for name, note in notes.items():
         console.print(f"{name}: {note}", highlight=False, markup=False)
