@@ -84,28 +84,33 @@ def part_of(module: str) -> str | None:
     return names[1] if names[0] == "ktft" and len(names) > 1 and names[1] in PYTHON_RANKS else None
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_file_is_short(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines, the limit is {MAX_LINES}: split it by noun"
+def test_files_are_short() -> None:
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in SOURCES}
+    long = {name: count for name, count in lines.items() if count > MAX_LINES}
+    assert not long, f"more than {MAX_LINES} lines: split by noun"
 
 
-@pytest.mark.parametrize("path", [path for path in PYTHON_FILES if path.name != "__init__.py"], ids=name_of)
-def test_python_imports_point_down(path: Path) -> None:
-    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    assert own in PYTHON_RANKS, f"{name_of(path)}: give the new part a rank in this test and a line in the docs"
-    for module in imports(path):
-        part = part_of(module)
-        if part is not None and part != own:
-            assert PYTHON_RANKS[part] < PYTHON_RANKS[own], f"{name_of(path)} imports {module}, which lies above it"
+def test_python_imports_point_down() -> None:
+    wrong = []
+    for path in PYTHON_FILES:
+        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        assert own in PYTHON_RANKS, f"{name_of(path)}: give the new part a rank in this test and a line in the docs"
+        parts = {module: part_of(module) for module in imports(path)}
+        above = [m for m, part in parts.items() if part not in (None, own) and PYTHON_RANKS[part] >= PYTHON_RANKS[own]]
+        wrong += [f"{name_of(path)} imports {module}, which lies above or beside it" for module in above]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", CPP_FILES, ids=name_of)
-def test_cpp_includes_point_down(path: Path) -> None:
-    own = path.relative_to(ROOT / "csrc").parts[0]
-    for part in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE):
-        below = part == own or CPP_RANKS[part] < CPP_RANKS[own]
-        assert below, f"{name_of(path)} includes {part}/, which lies above or beside it"
+def test_cpp_includes_point_down() -> None:
+    wrong = []
+    for path in CPP_FILES:
+        own = path.relative_to(ROOT / "csrc").parts[0]
+        parts = re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
+        above = [part for part in parts if part != own and CPP_RANKS[part] >= CPP_RANKS[own]]
+        wrong += [f"{name_of(path)} includes {part}/, which lies above or beside it" for part in above]
+    assert not wrong
 
 
 @pytest.mark.parametrize("module", GATEWAYS)
