@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -122,3 +123,21 @@ def test_code_with_other_parameters_is_left_alone() -> None:
     modeling_qwen3_moe.apply_rotary_pos_emb = by_positions
     rotary.fuse_rotary(model_of(modeling_qwen3_moe))
     assert modeling_qwen3_moe.apply_rotary_pos_emb is by_positions
+
+
+def test_heads_of_another_size_are_compared_again() -> None:
+    def odd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = PLAIN(q, k, cos, sin, unsqueeze_dim)
+        return found if q.shape[-1] == 32 else (found[0] * 2, found[1])
+
+    code = ModuleType("odd_code")
+    code.apply_rotary_pos_emb = odd  # type: ignore[attr-defined]
+    sys.modules[code.__name__] = code
+    try:
+        rotary.fuse_rotary(model_of(code))
+    finally:
+        del sys.modules[code.__name__]
+    for size in (32, 16):
+        given = inputs("cpu", torch.float32, size=size)
+        for mine, theirs in zip(code.apply_rotary_pos_emb(*given), odd(*given), strict=True):  # type: ignore[attr-defined]
+            assert torch.allclose(mine, theirs, atol=1e-5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ DEVICES = {"cuda"}
 _ROUNDING = 2.0**-7  # of bf16: two last places, for its sums run in another order
 
 _fused: Any = getattr(torch.ops.aten, "_fused_rms_norm", None)  # torch 2.9 has it
-_agree: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = weakref.WeakKeyDictionary()
+_agree: weakref.WeakKeyDictionary[nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
 
 
 def fuse_norms(model: nn.Module) -> None:
@@ -42,11 +42,11 @@ def _epsilon(module: Any) -> Any:
 def _forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
     if hidden_states.device.type not in DEVICES:
         return _plain(module, hidden_states)
-    known = _agree.setdefault(module, {})
-    dtype = hidden_states.dtype
-    if dtype not in known:
-        known[dtype] = _agrees(module, hidden_states)
-    return _normalized(module, hidden_states) if known[dtype] else _plain(module, hidden_states)
+    known, weight = _agree.setdefault(module, {}), cast(Tensor, module.weight)
+    kind = hidden_states.dtype, weight.dtype, hidden_states.device, _epsilon(module)
+    if kind not in known:
+        known[kind] = _agrees(module, hidden_states)
+    return _normalized(module, hidden_states) if known[kind] else _plain(module, hidden_states)
 
 
 def _plain(module: nn.Module, hidden_states: Tensor) -> Tensor:

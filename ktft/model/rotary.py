@@ -44,7 +44,7 @@ def _rotate(plain: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, uns
     given = q, k, cos, sin, unsqueeze_dim
     if q.device.type not in DEVICES or not _is_usual(q, k, cos, sin):
         return plain(*given)
-    kind = plain, q.dtype, unsqueeze_dim
+    kind = plain, q.dtype, q.device, q.shape[-1], unsqueeze_dim
     if kind not in _agree:
         _agree[kind] = _agrees(plain, q, unsqueeze_dim)
     return _rotated(*given) if _agree[kind] else plain(*given)
