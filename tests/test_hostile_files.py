@@ -24,9 +24,8 @@ from test_resume import STATE, require_same_end, trainer
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from ktft import errors
 from ktft.adapters.files import read_config
-from ktft.checkpoint.lock import LOCK
+from ktft.checkpoint.files import TEMPORARY, replacing
 from ktft.cli.main import app
 from ktft.train import checkpoints
 from ktft.train.checkpoints import clear_leftovers
@@ -36,6 +35,7 @@ Checkpoint = Callable[[str], Path]
 TrainYaml = Callable[..., dict[str, Any]]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 HOUR = 3600
+LOCK = "_ktft.lock"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,8 @@ def ktft_command(*arguments: str | Path) -> tuple[int, str]:
     result = CliRunner(env={"COLUMNS": "400"}).invoke(app, list(map(str, arguments)))
     if result.exception is None or isinstance(result.exception, SystemExit):
         return result.exit_code, result.output
+    from ktft import errors
+
     words = errors.message_for_user(result.exception)
     assert words is not None, result.exception
     return errors.exit_code(result.exception), words
@@ -298,6 +300,20 @@ def test_second_run_is_refused_and_the_first_goes_on(train_yaml: TrainYaml, run_
         log = first.communicate()[0]
     assert first.returncode == 0, log
     assert (out / "adapter_model.safetensors").is_file() and not (out / LOCK).exists()
+
+
+def test_two_writers_of_one_path(tmp_path: Path) -> None:
+    """Each writes whole files under a name of its own; the one that ends last stays. What a kill leaves goes."""
+    path = tmp_path / "expert_routing.json"
+    with replacing(path) as first:
+        os.pwrite(first, b"1" * 3000, 0)
+        with replacing(path) as second:
+            os.pwrite(second, b"2" * 2000, 0)
+        assert path.read_bytes() == b"2" * 2000
+    assert path.read_bytes() == b"1" * 3000
+    (tmp_path / f"{path.name}.0123{TEMPORARY}").write_bytes(b"half")
+    clear_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_every_way_into_a_folder_in_use_is_refused(base: Path, whole: transformers.Trainer, tmp_path: Path) -> None:
