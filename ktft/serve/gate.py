@@ -177,7 +177,6 @@ class Gate:
         self.swaps += 1
         models = state.openai_serving_models.base_model_paths  # vLLM names responses after the first
         models[:] = [replace(models[0], name=self.served)]
-        self._metrics.forget()
         return result
 
     def _add_parent(self, body: bytes) -> bytes:

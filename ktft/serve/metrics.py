@@ -40,25 +40,24 @@ class Metrics(Collector):
     """
 
     def __init__(self, gate: Source, registry: CollectorRegistry) -> None:
-        self._gate, self._status, self._asked = gate, None, -MAX_AGE
+        self._gate, self._status, self._asked, self._swaps = gate, None, -MAX_AGE, -1
         self._lock = asyncio.Lock()
         registry.register(self)
 
-    def forget(self) -> None:
-        """Ask again next time."""
-        self._asked = -MAX_AGE
-
     async def refresh(self, engine: Any) -> None:
-        """Ask the worker, unless it was asked within `MAX_AGE`. One that does not answer is left out."""
+        """Ask the worker, unless it was asked within `MAX_AGE` of the same adapter. One that does not answer is left
+        out.
+        """
         async with self._lock:
-            if time.monotonic() - self._asked < MAX_AGE:
+            swaps = self._gate.swaps
+            if swaps == self._swaps and time.monotonic() - self._asked < MAX_AGE:
                 return
             try:
                 async with asyncio.timeout(_PATIENCE):
                     self._status = (await engine.collective_rpc("ktft_status"))[0]
             except Exception:  # a dead engine must not take vLLM's own metrics along
                 self._status = None
-            self._asked = time.monotonic()
+            self._asked, self._swaps = time.monotonic(), swaps
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON; `engine` is null where no worker answered."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gated import CHAT, HELLO, STATUS, Run, Server, adapter, done, load, serve
+from gated import CHAT, HELLO, STATUS, Run, Server, adapter, done, load, serve, settle
 
 from ktft.serve import requests
 
@@ -172,6 +173,30 @@ def test_status_and_metrics(serve: Run, tmp_path: Path) -> None:
         ):
             assert f"{line}\n" in text
         assert server.engine.calls.count("status") == 1  # cached
+
+    serve(test)
+
+
+def test_an_answer_from_before_a_change_is_not_shown_after_it(serve: Run, tmp_path: Path) -> None:
+    """The worker was asked before, and answers when the adapter has changed."""
+    path = adapter(tmp_path / "tuned")
+
+    async def test(server: Server) -> None:
+        call, answered = server.engine.collective_rpc, asyncio.Event()
+
+        async def late(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            answer = [{**STATUS, "adapter": server.engine.adapter}] if method == "ktft_status" else None
+            if answer is not None and not answered.is_set():
+                await answered.wait()
+            return answer or await call(method, args)
+
+        server.engine.collective_rpc = late  # type: ignore[method-assign]
+        before = asyncio.ensure_future(done(server, "/ktft/status"))
+        await settle()
+        assert (await load(server, path)).status == 200
+        answered.set()
+        await before
+        assert json.loads((await done(server, "/ktft/status")).body)["engine"]["adapter"] == path
 
     serve(test)
 
