@@ -23,9 +23,8 @@ from test_llamafactory import load
 from torch import Tensor, nn
 
 import ktft
-from ktft.cli.doctor import known_limits
 from ktft.model import quantizer
-from ktft.train.muon import orthogonalize, take_stacked
+from ktft.train.trainer import check_arguments
 
 TrainYaml = Callable[..., dict[str, Any]]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
@@ -76,6 +75,8 @@ def test_muon_on_stacked_matrices_is_muon_on_each(shape: tuple[int, int, int]) -
     """Beside LLaMA-Factory's own Muon on every matrix as a parameter of its own, after each of three steps."""
     from llamafactory.third_party.muon import Muon
 
+    from ktft.train.muon import orthogonalize, take_stacked
+
     generator = torch.Generator().manual_seed(3)
     stacked = nn.Parameter(torch.randn(shape, generator=generator))
     vector = nn.Parameter(torch.randn(7, generator=generator))
@@ -104,6 +105,8 @@ def test_muon_on_stacked_matrices_is_muon_on_each(shape: tuple[int, int, int]) -
 
 def test_muons_state_is_resumed_and_another_is_refused() -> None:
     from llamafactory.third_party.muon import Muon
+
+    from ktft.train.muon import take_stacked
 
     def make(stacked: bool) -> tuple[nn.Parameter, Any]:
         parameter = nn.Parameter(torch.arange(24.0).view(2, 3, 4))
@@ -226,6 +229,7 @@ def test_fa2_is_refused_where_transformers_cannot_run_it(
 
     if Version(transformers.__version__) != Version("5.6.0"):
         pytest.skip("another transformers may run it")
+
     def as_asked(self: Any, implementation: str | None, *args: Any, **kwargs: Any) -> str | None:
         return implementation  # no flash-attn, which the check comes before, is installed here
 
@@ -246,6 +250,8 @@ def test_fa2_is_refused_where_transformers_cannot_run_it(
 
 def test_doctor_says_what_the_versions_cannot_do_together() -> None:
     """And it is true: TRL's DPOTrainer by itself does not import."""
+    from ktft.cli.doctor import known_limits
+
     if Version(transformers.__version__) != Version("5.6.0") or not trl.__version__.startswith("0.24."):
         pytest.skip("other versions may")
     said = {row.check: row.value for row in known_limits()}
@@ -286,6 +292,14 @@ def test_ligers_experts_are_left_out_and_the_rest_stays(
     run_exp(train_yaml("qwen3moe", enable_liger_kernel=True, max_steps=1))
     assert seen
     assert any(".mlp.experts." in name for name in adapter_of(tmp_path / "out"))
+
+
+def test_a_trainers_own_liger_must_leave_experts_alone(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", use_liger_kernel=True)
+    with pytest.raises(ValueError, match=r"in place of ktft's experts.*'swiglu': False"):
+        check_arguments(args)
+    args.liger_kernel_config = {"swiglu": False}
+    check_arguments(args)
 
 
 def test_experts_that_another_package_replaced_are_named(
