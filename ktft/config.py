@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from ktft.sizes import parse_size
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_FORMATS = ("bf16", "int8", "fp8", "k4", "int4", "mxfp4")
@@ -43,34 +45,6 @@ def launched_as() -> tuple[str, str] | None:
 def cuda_library() -> str:
     """CUDA's driver library, as the dynamic linker finds it; `KTFT_LIBCUDA` names another."""
     return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"
-
-
-_UNITS = ("", "K", "M", "G", "T")
-_LEAST_BARE = 1 << 20
-
-
-def parse_count(text: str, unit: int = 1000) -> int:
-    """`200M`, `1.5T`, `24GB` or a plain number.
-
-    Raises:
-        ValueError: not a number of at least 0 with one of K, M, G, T.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{str(text)!r} is not a size; give a number with K, M, G or T, for instance 512G")
-    return int(float(match[1]) * unit ** _UNITS.index(match[2].upper()))
-
-
-def parse_size(text: str | int, unit: int = 1024) -> int:
-    """A size in bytes, as a person writes it; `unit` is 1024 for capacities, 1000 for rates.
-
-    Raises:
-        ValueError: not a size, or so few bytes without a unit that the unit was forgotten.
-    """
-    size = parse_count(str(text), unit)
-    if 0 < size < _LEAST_BARE and str(text).strip()[-1].isdecimal():
-        raise ValueError(f"{text} without a unit is {size} bytes; write {text}G if gigabytes are meant")
-    return size
 
 
 def memory_limit() -> int | None:
@@ -133,6 +107,11 @@ def other_hub() -> bool:
 def show_tracebacks() -> bool:
     """Whether `KTFT_TRACEBACK` has errors of the user's, too, shown with their traceback."""
     return os.environ.get("KTFT_TRACEBACK", "0") not in ("", "0")
+
+
+def emulate_cpus() -> bool:
+    """Whether `KTFT_EMULATE_CPUS` lets threads and NUMA nodes be more than this machine has: to test other machines'."""
+    return os.environ.get("KTFT_EMULATE_CPUS", "0") not in ("", "0")
 
 
 def use_triton() -> bool:
@@ -211,9 +190,13 @@ def _one_of(name: str, accepted: tuple[str | None, ...]) -> Callable[[Any], Any]
 
 def _count(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is None:
+            return None
+        # By value, not by Python's type: numpy's integers count, what is true or false does not
+        number = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else 0
+        if number < 1:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least 1, or leave it out")
-        return value
+        return number
 
     return check
 

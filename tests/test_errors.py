@@ -12,7 +12,7 @@ import pytest
 
 from ktft import errors
 from ktft.checkpoint.hub import local_path
-from ktft.config import parse_size
+from ktft.sizes import parse_size
 
 TrainYaml = Callable[..., dict[str, Any]]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,6 +17,7 @@ MAX_LINES = 450
 
 # A part may import from parts of a lower rank, and from itself.
 PYTHON_RANKS = {
+    "sizes": -1,
     "config": 0,
     "errors": 1,
     "lora": 1,

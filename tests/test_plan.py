@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 from ktft import config, native, system
 from ktft.cli.main import app
-from ktft.config import EXPERT_FORMATS, Settings, parse_size
+from ktft.config import EXPERT_FORMATS, Settings
 from ktft.model.shape import shape_of
 from ktft.plan import backbone, machine, planner, rates
 from ktft.plan.description import Description
 from ktft.plan.source import read_source
+from ktft.sizes import parse_size
 from ktft.system import GIB
 from ktft.train.recipe import Recipe, read_recipe, recipe_of
 

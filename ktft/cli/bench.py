@@ -18,7 +18,8 @@ from rich.text import Text
 from ktft.bench.cases import ROUTINGS, SHAPES, parse_shape
 from ktft.bench.step.cases import SHAPES as STEP_SHAPES
 from ktft.bench.step.cases import parse_step_shape
-from ktft.config import EXPERT_FORMATS, PLACEMENTS, Settings, parse_count
+from ktft.config import EXPERT_FORMATS, PLACEMENTS, Settings
+from ktft.sizes import parse_count
 
 app = typer.Typer(no_args_is_help=True, help="Time ktft on this machine.")
 

@@ -129,7 +129,7 @@ def _routing(profile: Path | None, *directories: Path | None) -> str | None:
 
 
 def _size(text: str | None) -> int | None:
-    from ktft.config import parse_size
+    from ktft.sizes import parse_size
 
     return None if text is None else parse_size(text)
 

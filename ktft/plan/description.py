@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktft import system
-from ktft.config import parse_size
+from ktft.sizes import parse_size
 
 # FLOP/s of products on registers, a core: measured P over cores, docs/benchmarks.md (amx_bf16: 43 TFLOPS on 16;
 # avx512_bf16: 0.43 on 2). Without bf16 products: two fp32 multiply-adds of a vector a cycle at 2.5 GHz, published.
