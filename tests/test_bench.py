@@ -75,7 +75,7 @@ def test_json_lines_on_stdout_are_alone_there() -> None:
     """In a process of its own: descriptor 1 is lent to stderr meanwhile."""
     command = [sys.executable, "-P", "-c", "from ktft.cli.main import app; app()", "bench", "kernels"]
     command += ["--shape", TINY, "--tokens", "1", "--format", "int8", "--rank", "0", "--runs", "1", "--peer", "none"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == list(STEPS)
     assert "%read" in done.stderr
@@ -85,7 +85,7 @@ def test_a_terminal_shows_the_table_alone() -> None:
     command = [sys.executable, "-P", "-c", "from ktft.cli.main import app; app()", "bench", "kernels"]
     command += ["--shape", TINY, "--tokens", "1", "--format", "int8", "--rank", "0", "--runs", "1", "--peer", "none"]
     reader, terminal = pty.openpty()
-    done = subprocess.run(command, stdout=terminal, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, stdout=terminal, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(terminal)
     assert done.returncode == 0, done.stderr
     with pytest.raises(OSError):  # nothing was written

@@ -238,7 +238,7 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(args: list[str], w
         f"from ktft.cli.main import app; app({args!r})"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 2, done.stderr
     assert words in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

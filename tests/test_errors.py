@@ -106,7 +106,7 @@ def test_a_bug_in_a_command_keeps_its_traceback() -> None:
         "convert.convert = lambda *args, **kwargs: int('x')\n"
         "main.app(['convert', 'a', 'b'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "invalid literal for int()" in done.stderr
     assert "Traceback" in done.stderr

@@ -283,8 +283,8 @@ def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict
             stderr=subprocess.STDOUT,
         )
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
-                deadline = time.monotonic() + 200
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=300) as client:
+                deadline = time.monotonic() + 600
                 while True:
                     try:
                         client.get("/v1/models").raise_for_status()
@@ -296,7 +296,7 @@ def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict
                 reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
         finally:
             server.terminate()
-            server.wait(30)
+            server.wait(300)
     assert reply["choices"][0]["message"]["content"].strip() == answers["adapter"].strip()
 
 

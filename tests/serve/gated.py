@@ -200,11 +200,11 @@ def serve(tmp_path: Path) -> Run:
     def run(test: Callable[[Server], Coroutine[Any, Any, None]], **settings: Any) -> None:
         async def inside() -> None:
             values = {
-                "swap_timeout": 5.0,
+                "swap_timeout": 60.0,
                 "adapter_swap": True,
                 "status_path": str(tmp_path / "status.json"),
             } | settings
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(300):
                 await test(Server(ServeSettings(str(checkpoint), **values), CollectorRegistry()))
 
         asyncio.run(inside())
