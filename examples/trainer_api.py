@@ -43,13 +43,13 @@ def loss_on(model: Any, batch: dict[str, torch.Tensor]) -> float:
 
 def main(
     model: Annotated[Path, typer.Option(help="Checkpoint folder of a supported MoE.")],
-    data: Annotated[Path, typer.Option(help="Folder with docstrings.json, in alpaca format.")],
+    data: Annotated[Path, typer.Option(help="Folder with functions.json, in alpaca format.")],
     out: Annotated[Path, typer.Option(help="Folder for the adapter.")] = Path("build/trainer_api"),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 50,
 ) -> None:
     """Train, save, reload, compare."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    records = json.loads((data / "docstrings.json").read_text(encoding="utf-8"))
+    records = json.loads((data / "functions.json").read_text(encoding="utf-8"))
     dataset: Any = [encode(tokenizer, record) for record in records[: steps * 8]]
     collator = DataCollatorForSeq2Seq(tokenizer)
 

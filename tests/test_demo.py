@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["corpus", "tokenizer", "model", "data", "before", "lora", "after", "samples"]
+STAGES = ["data", "tokenizer", "model", "lora", "reloaded", "answers"]
 
 
 def run_demo(out: Path) -> str:
@@ -53,7 +54,8 @@ def test_summary(demo: Path, summary: dict[str, Any]) -> None:
     assert all(math.isfinite(loss) for loss in summary["heldout_loss"].values())
     assert math.isfinite(summary["stages"]["model"]["loss"])
     assert Path(summary["loss_curve"]).read_bytes().startswith(b"\x89PNG")
-    assert [set(sample) for sample in summary["samples"]] == [{"input", "reference", "before", "after"}] * 2
+    assert Path(summary["report"]).is_file()
+    assert [set(sample) for sample in summary["samples"]] == [{"input", "reference", "before", "after"}] * 3
 
 
 def test_reload_reproduces_the_loss_and_lora_changed_it(summary: dict[str, Any]) -> None:
@@ -76,38 +78,63 @@ def test_checkpoint_is_what_deepseek_publishes(demo: Path) -> None:
 
 
 def test_finished_stages_are_not_run_again(demo: Path) -> None:
-    record = demo / "records" / "samples.json"
+    record = demo / "records" / "answers.json"
     before = {path.name: path.stat().st_mtime_ns for path in (demo / "records").iterdir()}
     record.unlink()  # as after a kill in the last stage
     output = run_demo(demo)
     assert output.count("done before") == len(STAGES) - 1
     after = {path.name: path.stat().st_mtime_ns for path in (demo / "records").iterdir()}
-    assert {name for name in before if before[name] != after[name]} == {"samples.json"}
+    assert {name for name in before if before[name] != after[name]} == {"answers.json"}
+    # What a reader sees last: how much better the answers are, and then what to do.
+    order = ["Result", "right answers", "held-out loss", "Next", "ktft plan", "ktft serve"]
+    assert sorted(order, key=output.rindex) == order
 
 
 def test_heldout_functions_come_from_other_files(demo: Path, modules: None) -> None:
-    import corpus
     import dataset
 
-    train, heldout = (corpus.read(demo / "corpus", split) for split in ("train", "heldout"))
-    assert {file["path"] for file in train}.isdisjoint(file["path"] for file in heldout)
-    summaries = [[record["output"] for record in dataset.read(demo / "data", split)] for split in ("train", "heldout")]
-    assert len(set(summaries[0] + summaries[1])) == len(summaries[0]) + len(summaries[1])
+    train, heldout = (dataset.read(demo / "data", split) for split in ("train", "heldout"))
+    assert {record["path"] for record in train}.isdisjoint(record["path"] for record in heldout)
+    functions = [record["input"] for record in train + heldout]
+    assert len(set(functions)) == len(functions)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("def f(self):\n    self.x = 1", "This method returns nothing."),
+        (
+            "async def f(x):\n    if x:\n        raise errors.ParseError('no')\n    return x",
+            "This function checks a condition, raises ParseError and returns a value.",
+        ),
+        (
+            "def f(cls, n):\n    try:\n        yield from range(n)\n    except OSError:\n        return",
+            "This method catches exceptions and yields values.",
+        ),
+        (
+            "def f(x):\n    return [a if a else 0 for a in x]",
+            "This function checks a condition, loops and returns a value.",
+        ),
+        ("def f(x):\n    raise x", ""),
+        ("def f(x):\n    return lambda: x", ""),
+    ],
+)
+def test_sentence_says_what_the_function_does(modules: None, source: str, sentence: str) -> None:
+    import dataset
+
+    [function] = ast.parse(source).body
+    assert dataset.describe(function) == sentence
 
 
 def test_records_hold_code_without_its_docstring(modules: None) -> None:
     import dataset
 
-    docstring = '"""Return the area\n    of a rectangle.\n\n    More."""'
-    source = f"def area(width, height):\n    {docstring}\n    return width * height"
-    assert list(dataset.records(source)) == [
-        {
-            "instruction": dataset.INSTRUCTION,
-            "input": "def area(width, height):\n    return width * height",
-            "output": "Return the area of a rectangle.",
-        }
-    ]
-    assert list(dataset.records("def undocumented(): return 1")) == []
+    code = "def area(width, height):\n    product = width * height\n    return product"
+    source = code.replace("\n", '\n    """Return the area.\n\n    More."""\n', 1)
+    sentence = "This function returns a value."
+    record = {"instruction": dataset.INSTRUCTION, "input": code, "output": sentence}
+    assert list(dataset.records("@cached\n" + source)) == [record]
+    assert list(dataset.records("def short(): return 1")) == []
     assert list(dataset.records("a template {{ of }} no language")) == []
 
 

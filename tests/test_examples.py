@@ -19,12 +19,12 @@ YAML = ROOT / "examples" / "yaml" / "kt_deepseek_lora.yaml"
 
 
 @pytest.fixture
-def docstrings(tmp_path: Path) -> Path:
+def functions(tmp_path: Path) -> Path:
     """A data folder with the demo's two data sets, of a few records."""
     records = [{"instruction": "Add.", "input": f"{n} + {n}", "output": f"The sum is {2 * n}."} for n in range(16)]
-    for name in ("docstrings", "docstrings_heldout"):
+    for name in ("functions", "functions_heldout"):
         (tmp_path / f"{name}.json").write_text(json.dumps(records))
-    info = {name: {"file_name": f"{name}.json"} for name in ("docstrings", "docstrings_heldout")}
+    info = {name: {"file_name": f"{name}.json"} for name in ("functions", "functions_heldout")}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     return tmp_path
 
@@ -52,21 +52,21 @@ def test_yaml_marks_two_lines_and_names_the_demos_folders() -> None:
 
 def test_yaml_trains_another_deepseek_by_its_two_lines(
     tiny_checkpoint: Callable[[str], Path],
-    docstrings: Path,
+    functions: Path,
     tmp_path: Path,
     run_cli: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     changed = [f"model_name_or_path={tiny_checkpoint('dsv2')}", "template=default"]
-    short = [f"dataset_dir={docstrings}", f"output_dir={tmp_path / 'out'}", "max_steps=2", "logging_steps=1"]
+    short = [f"dataset_dir={functions}", f"output_dir={tmp_path / 'out'}", "max_steps=2", "logging_steps=1"]
     run_cli(["llamafactory-cli", "train", str(YAML), *changed, *short])
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "out" / "training_loss.png").is_file()
     assert "eval_loss" in json.loads((tmp_path / "out" / "eval_results.json").read_text())
 
 
-def test_trainer_api(tiny_checkpoint: Callable[[str], Path], docstrings: Path, tmp_path: Path) -> None:
+def test_trainer_api(tiny_checkpoint: Callable[[str], Path], functions: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "trainer_api.py"), "--steps", "2"]
-    command += ["--model", str(tiny_checkpoint("dsv3")), "--data", str(docstrings), "--out", str(tmp_path / "adapter")]
+    command += ["--model", str(tiny_checkpoint("dsv3")), "--data", str(functions), "--out", str(tmp_path / "adapter")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
     assert "before step 1" in done.stdout and "reloaded from" in done.stdout

@@ -1,4 +1,4 @@
-"""Stages 5 and 6: LoRA and evaluation, both as a user runs them, through `llamafactory-cli` and the example YAML."""
+"""Stage 5: LoRA, and evaluation of what it saved, both as a user runs them: `llamafactory-cli` and the example YAML."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def evaluate(overrides: list[str], folder: Path, log: Path) -> dict[str, Any]:
     """Held-out loss, in a process of its own that does nothing else."""
     train([*overrides, "do_train=false", "plot_loss=false", f"output_dir={folder}"], log)
     return {"heldout_loss": eval_loss(folder)}
+
+
+def loss_at_start(folder: Path) -> float:
+    """The loss of the evaluation before step 1 (`eval_on_start` of the YAML), when LoRA changes nothing yet."""
+    history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return next(entry["eval_loss"] for entry in history if "eval_loss" in entry and entry["step"] == 0)
 
 
 def eval_loss(folder: Path) -> float:

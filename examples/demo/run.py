@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import corpus
 import dataset
 import factory
 import typer
@@ -74,7 +73,7 @@ def run_stages(out: Path, scale: Scale) -> Stages:
     overrides = [*factory.folders(out), *scale.yaml_overrides]
 
     def texts(split: str) -> list[str]:
-        return [file["text"] for file in corpus.read(out / "corpus", split)]
+        return [dataset.text_of(record) for record in dataset.read(out / "data", split)]
 
     def make_tokenizer(folder: Path) -> dict[str, Any]:
         from tokenizer import train_tokenizer
@@ -90,78 +89,94 @@ def run_stages(out: Path, scale: Scale) -> Stages:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "tokenizer")
         return pretrain.build(tokenizer, texts("train"), texts("heldout"), folder, scale.recipe, **scale.model)
 
-    def make_data(folder: Path) -> dict[str, Any]:
-        return dataset.build(out / "corpus", folder, scale.train_records, scale.heldout_records)
-
     def train_lora(folder: Path) -> dict[str, Any]:
         factory.train(overrides, out / "logs" / "lora.log", show_from="[INFO|ktft] before step 1")
-        return {"heldout_loss": factory.eval_loss(folder)}
+        return {"heldout_loss_before": factory.loss_at_start(folder), "heldout_loss": factory.eval_loss(folder)}
 
-    def loss(name: str, adapter: list[str]) -> Callable[[Path], dict[str, Any]]:
-        return lambda folder: factory.evaluate([*overrides, *adapter], folder, out / "logs" / f"{name}.log")
+    def evaluate_again(folder: Path) -> dict[str, Any]:
+        adapter = f"adapter_name_or_path={out / 'lora'}"
+        return factory.evaluate([*overrides, adapter], folder, out / "logs" / "reloaded.log")
 
-    def write_samples(_: Path) -> dict[str, Any]:
+    def answer(_: Path) -> dict[str, Any]:
         import samples
 
-        records = dataset.read(out / "data", "heldout")
-        chosen = [records[len(records) // 3], records[2 * len(records) // 3]]
-        return {"samples": samples.complete(out / "model", out / "lora", chosen, scale.sample_tokens)}
+        train, heldout = (dataset.read(out / "data", split) for split in ("train", "heldout"))
+        return samples.compare(out / "model", out / "lora", train, heldout[: scale.prompts], scale.answer_tokens)
 
-    stages.run("corpus", "Text: the standard library's sources", lambda f: corpus.collect(f, scale.corpus_bytes))
+    data = "Text: functions of the standard library, and a sentence on each"
+    stages.run("data", data, lambda folder: dataset.build(folder, scale.corpus_bytes, scale.heldout_records))
     stages.run("tokenizer", "Byte-level tokenizer", make_tokenizer)
     stages.run("model", "Pretraining a small DeepSeek-V3 from scratch", make_model)
-    stages.run("data", "Instruction data: functions and their docstrings", make_data)
-    stages.run("before", "Held-out loss before LoRA", loss("before", []))
     stages.run("lora", "LoRA on int8 experts: llamafactory-cli train", train_lora)
-    adapter = [f"adapter_name_or_path={out / 'lora'}"]
-    stages.run("after", "Held-out loss after LoRA, in a new process", loss("after", adapter))
-    stages.run("samples", "Samples", write_samples)
+    stages.run("reloaded", "Held-out loss with the saved adapter, in a new process", evaluate_again)
+    stages.run("answers", "Answers to held-out prompts, without and with LoRA", answer)
     return stages
 
 
 def summarize(stages: Stages, scale: Scale) -> dict[str, Any]:
     """What the demo found, and in `failures` which of its criteria it missed."""
     figures = stages.figures
-    before, trained, after = (figures[stage]["heldout_loss"] for stage in ("before", "lora", "after"))
-    drop = (before - after) / before
+    answers, lora = figures["answers"], figures["lora"]
+    before, trained, after = lora["heldout_loss_before"], lora["heldout_loss"], figures["reloaded"]["heldout_loss"]
+    right = {name: answers[f"right_{name}"] / answers["prompts"] for name in ("before", "after")}
     failures = []
-    if not drop >= scale.required_drop:
+    if not right["after"] - right["before"] >= scale.required_gain:
         steps = f"{figures['model']['steps']} of {scale.recipe.steps}"
         failures.append(
-            f"held-out loss fell by {drop:.1%}, from {before:.4f} to {after:.4f}, less than {scale.required_drop:.0%}; "
-            f"pretraining had time for {steps} steps: on a slow or busy machine raise max_seconds in scale.py"
+            f"{right['before']:.0%} of the answers were right before LoRA and {right['after']:.0%} after, a gain of "
+            f"less than {scale.required_gain:.0%}; pretraining had time for {steps} steps: on a slow or busy "
+            "machine raise max_seconds in examples/demo/scale.py"
         )
     if not abs(after - trained) <= RELOAD_TOLERANCE:
         failures.append(f"held-out loss is {after:.5f} with the reloaded adapter, {trained:.5f} at the end of training")
     return {
         "loss_curve": str(stages.out / "lora" / "training_loss.png"),
-        "heldout_loss": {"before": before, "after_training": trained, "after_reload": after, "drop": drop},
-        "samples": figures["samples"]["samples"],
+        "report": str(stages.out / "lora" / "ktft_report.html"),
+        "heldout_loss": {"before": before, "after_training": trained, "after_reload": after},
+        "right_answers": {name: answers[name] for name in ("prompts", "right_before", "right_after", "commonest")},
+        "samples": [answers["answers"][len(answers["answers"]) * third // 3] for third in range(3)],
         "seconds": {name: stage["seconds"] for name, stage in figures.items()},
-        "stages": {name: {k: v for k, v in stage.items() if k != "samples"} for name, stage in figures.items()},
+        "stages": {name: {k: v for k, v in stage.items() if k != "answers"} for name, stage in figures.items()},
         "failures": failures,
     }
 
 
-def show(summary: dict[str, Any]) -> None:
-    """Prints a summary."""
-    loss, seconds = summary["heldout_loss"], summary["seconds"]
+def show(summary: dict[str, Any], out: Path) -> None:
+    """Prints a summary, and what a reader can do next."""
+    loss, seconds, right = summary["heldout_loss"], summary["seconds"], summary["right_answers"]
     console.rule("[bold]Result", align="left")
     table = Table("stage", "seconds", box=None)
     for name, value in seconds.items():
         table.add_row(name, f"{value:.1f}")
     table.add_row("[bold]all", f"[bold]{sum(seconds.values()):.1f}")
     console.print(table)
+    console.print("\nThree of the held-out functions, and how the model describes them:")
     for sample in summary["samples"]:
         console.print(f"\n{sample['input']}", style="dim", markup=False, highlight=False)
-        for name in ("reference", "before", "after"):
-            console.print(f"[bold]{name:>9}[/] ", end="")
-            console.print(sample[name] or "(nothing)", markup=False, highlight=False)
-    console.print(f"\nloss curve      {summary['loss_curve']}", highlight=False)
-    console.print(f"held-out loss   {loss['before']:.4f} before, {loss['after_reload']:.4f} after: {-loss['drop']:.1%}")
-    console.print(
-        f"reloaded        {loss['after_training']:.5f} in training, {loss['after_reload']:.5f} in a new process"
-    )
+        for name, label in (("before", "before LoRA"), ("after", "after LoRA"), ("reference", "right")):
+            console.print(f"[bold]{label:>11}[/]  ", end="")
+            console.print(" ".join(sample[name].split()) or "(nothing)", markup=False, highlight=False)
+    lines = {
+        "right answers": f"{right['right_before']} of {right['prompts']} before LoRA, {right['right_after']} after "
+        f"(the commonest sentence every time: {right['commonest']})",
+        "held-out loss": f"{loss['before']:.4f} before LoRA, {loss['after_training']:.4f} after",
+        "reloaded": f"{loss['after_reload']:.4f}, with the saved adapter in a new process",
+        "loss curve": summary["loss_curve"],
+        "report": summary["report"],
+    }
+    console.print()
+    for name, text in lines.items():
+        console.print(f"{name:<15}{text}", markup=False, highlight=False, soft_wrap=True)
+    console.print("\n[bold]Next")
+    yaml, model, adapter = "examples/yaml/kt_deepseek_lora.yaml", out / "model", out / "lora"
+    commands = {
+        ".venv/bin/ktft doctor": "Is this machine ready for a large model?",
+        f".venv/bin/ktft plan MODEL {yaml}": "Does MODEL, a folder or a Hugging Face name, fit, and how fast is it?",
+        f".venv/bin/ktft train {yaml}": "Train it, after a change of the lines (1) and (2) of that file.",
+        f".venv-serve/bin/ktft serve {model} --adapter {adapter}": "Serve the demo's model, after `make serving`.",
+    }
+    for command, purpose in commands.items():
+        console.print(f"  {command}\n      {purpose}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main(
@@ -178,7 +193,7 @@ def main(
     stages = run_stages(out, scale)
     summary = summarize(stages, scale)
     write_json(out / "summary.json", summary)
-    show(summary)
+    show(summary, out)
     if summary["failures"]:
         sys.exit("\n".join(f"FAILED: {failure}" for failure in summary["failures"]))
 

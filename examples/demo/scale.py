@@ -10,11 +10,11 @@ from typing import Any
 class Recipe:
     """How long and how to pretrain. Training ends after `steps` or `max_seconds`, whichever comes first."""
 
-    steps: int = 900
-    max_seconds: float = 225.0
-    batch_size: int = 4
-    sequence_length: int = 256
-    learning_rate: float = 2e-3
+    steps: int = 500
+    max_seconds: float = 240.0
+    batch_size: int = 6
+    sequence_length: int = 192
+    learning_rate: float = 3e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
     bias_update_speed: float = 0.02
@@ -26,14 +26,14 @@ class Scale:
     """Sizes of all stages; `model` changes the model's configuration, `yaml_overrides` the YAML's settings."""
 
     corpus_bytes: int = 8_000_000
-    vocab_size: int = 4096
+    vocab_size: int = 2048
     recipe: Recipe = field(default_factory=Recipe)
     model: dict[str, Any] = field(default_factory=dict)
-    train_records: int = 4000
-    heldout_records: int = 256
+    heldout_records: int = 128
     yaml_overrides: tuple[str, ...] = ()
-    sample_tokens: int = 40
-    required_drop: float = 0.15  # of the held-out loss, as a fraction
+    prompts: int = 64  # held-out functions that are described without and with LoRA
+    answer_tokens: int = 40
+    required_gain: float = 0.25  # of the share of right answers
 
 
 QUICK = Scale(
@@ -52,7 +52,6 @@ QUICK = Scale(
         "n_group": 2,
         "topk_group": 1,
     },
-    train_records=64,
     heldout_records=16,
     yaml_overrides=(
         "max_steps=8",
@@ -62,6 +61,7 @@ QUICK = Scale(
         "learning_rate=5.0e-3",
         "cutoff_len=128",
     ),
-    sample_tokens=4,
-    required_drop=0.0,
+    prompts=4,
+    answer_tokens=4,
+    required_gain=0.0,
 )
