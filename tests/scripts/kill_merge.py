@@ -33,14 +33,14 @@ SIZES = {
 }
 
 
-def make(base: Path, adapter: Path) -> None:
+def make(base: Path, adapter: Path, hidden_size: int) -> None:
     """Write checkpoint and adapter."""
     import torch
     from merging import write_adapter
     from tiny import write_checkpoint
 
     torch.set_default_dtype(torch.bfloat16)
-    write_checkpoint("qwen3moe", base, **SIZES)
+    write_checkpoint("qwen3moe", base, **SIZES | {"hidden_size": hidden_size})
     torch.set_default_dtype(torch.float32)
     write_adapter(base, adapter)
 
@@ -50,12 +50,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--format", default="same")
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"], help="less of it on a slow machine")
     options = parser.parse_args()
     seed = random.randrange(1 << 32)
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         base, adapter, whole, out = (Path(folder) / name for name in ("base", "adapter", "whole", "out"))
-        maker = multiprocessing.get_context("spawn").Process(target=make, args=(base, adapter))
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=(base, adapter, options.hidden_size))
         maker.start()
         maker.join()
         import ktft.adapters.merge
