@@ -44,6 +44,8 @@ def main() -> None:
         "name": settings["adapter_name"],
         "key": os.environ["VLLM_API_KEY"],
         "admin_key": os.environ.get("KTFT_ADMIN_KEY"),
+        "hosts": settings.get("hosts"),
+        "origins": settings.get("origins"),
         "command": Path("/proc/self/cmdline").read_bytes().decode(),
     }
     with plan.with_suffix(".starts").open("a") as starts:

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 __all__ = ["serve"]
 
 FOREIGN = {"Origin": "https://evil.example"}
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 ASK = {"model": "base", "messages": HELLO}
 Test = Callable[[Server, httpx.AsyncClient], Awaitable[None]]
 
@@ -122,7 +122,7 @@ def test_names_of_this_server(over_http: Callable[..., None], host: str) -> None
             await client.post(CHAT, json=ASK, headers={"Host": host, "Origin": f"http://{host}"})
         ).status_code == 200
 
-    over_http(test, hosts=[*LOCAL, "proxy.lan"])
+    over_http(test, hosts=[*LOCAL_NAMES, "proxy.lan"])
 
 
 @pytest.mark.parametrize("host", ["evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "@"])
@@ -140,7 +140,7 @@ def test_a_name_that_was_bound_to_this_machine(over_http: Callable[..., None], t
             assert answer.status_code == 403 and "--allowed-host" in message(answer)
         assert not server.seen and not server.engine.calls
 
-    over_http(test, hosts=LOCAL)
+    over_http(test, hosts=LOCAL_NAMES)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -403,3 +403,37 @@ def test_a_model_with_parts_of_two_adapters_serves_nothing(over_http: Callable[.
         assert (await client.post(CHAT, json=ASK | {"model": "tuned"})).status_code == 200
 
     over_http(test)
+
+
+# --- what a server is told of its names and of origins ----------------------------------------------------------------
+
+
+def test_names_follow_the_address() -> None:
+    from ktft.serve.door import names_of
+
+    assert names_of("127.0.0.1", ()) == names_of("localhost", ()) == LOCAL_NAMES
+    assert names_of("127.0.0.2", ()) == (*LOCAL_NAMES, "127.0.0.2")
+    assert names_of("0.0.0.0", ()) == names_of("gpu.lan", ()) == ()
+    assert names_of("0.0.0.0", ["Me.lan"]) == (*LOCAL_NAMES, "0.0.0.0", "me.lan")
+
+
+@pytest.mark.parametrize(
+    ("extra", "origins"),
+    [
+        ((), ()),
+        (("--seed", "3"), ()),
+        (("--allowed-origins", '["a", "b"]', "--seed", "3"), ("a", "b")),
+        (('--allowed_origins=["*"]',), ("*",)),
+        (('--allowed-or=["a"]', '--allowed-origins=["b"]'), ("b",)),
+    ],
+)
+def test_origins_are_read_as_vllm_does(extra: tuple[str, ...], origins: tuple[str, ...]) -> None:
+    """Its own parser gets ktft's word first, and the user's after it."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from ktft.serve.arguments import allowed_origins
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    assert tuple(parser.parse_args(["--allowed-origins", "[]", *extra]).allowed_origins) == origins
+    assert allowed_origins(extra) == origins

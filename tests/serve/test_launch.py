@@ -94,6 +94,10 @@ def test_the_command_refuses_before_it_starts(
     assert "is not a directory" in refused(tmp_path / "none")
     assert "config.json; download the checkpoint first" in refused(tmp_path)
     assert "--enable-lora cannot be passed on" in refused(base, "--", "--enable-lora")
+    assert "--allowed-origins is {}; give a JSON list" in refused(base, "--", "--allowed-origins={}")
+    assert "--allowed-origins: Expecting value" in refused(base, "--", "--allowed-origins", "https://a.example")
+    assert "--admin-key is --api-key, so that every user" in refused(base, "--api-key", "x", "--admin-key", "x")
+    assert "--api-key has characters that no header" in refused(base, "--api-key", "a\nb")
     assert "activation_bits is 7; supported: 16 and 8" in refused(base, "--activation-bits", 7)
     assert "'much' is not a size" in refused(base, "--kv-cache-memory", "much")
     with socket.socket() as taken:
@@ -219,6 +223,10 @@ def test_addresses() -> None:
     assert not list(host_notes(Options("127.0.0.1"))) + list(host_notes(Options("localhost")))
     assert not list(host_notes(Options("0.0.0.0", api_key="x")))
     assert "lets other machines use" in next(iter(host_notes(Options("0.0.0.0"))))
+    for options, noted in ((Options(), 0), (Options(api_key="x"), 1), (Options(api_key="x", admin_key="y"), 0)):
+        for adapter_swap in (True, False):
+            notes = list(checks.key_notes(ServeSettings(".", adapter_swap=adapter_swap), options))
+            assert len(notes) == (noted and adapter_swap)
     assert (
         launch.url(Options("::", 9)) == "http://[::1]:9" and launch.url(Options("0.0.0.0", 9)) == "http://127.0.0.1:9"
     )
@@ -334,12 +342,16 @@ def parent(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(parent: Callable[..., Parent], number: signal.Signals) -> None:
-    server = parent("slow", "--api-key", "secret", "--admin-key", "mighty", "--served-model-name", "mine")
+    keys = ("--api-key", "secret", "--admin-key", "mighty", "--allowed-host", "Proxy.lan")
+    origins = ("--", "--allowed_origins", '["https://a.example"]')
+    server = parent("slow", *keys, "--served-model-name", "mine", *origins)
     server.said("Packing experts (int8) ...")
     server.go()
     assert f"http://127.0.0.1:{server.port}/v1" in server.said("serving mine at")
     (start,) = server.starts()
     assert (start["key"], start["admin_key"]) == ("secret", "mighty")
+    assert start["hosts"] == ["localhost", "127.0.0.1", "::1", "proxy.lan"]
+    assert start["origins"] == ["https://a.example"]
     assert "secret" not in start["command"] and "mighty" not in start["command"]
     server.process.send_signal(number)
     assert server.ended()[0] == 0
