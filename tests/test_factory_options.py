@@ -20,6 +20,7 @@ import trl
 from packaging.version import Version
 from safetensors.torch import load_file
 from test_llamafactory import load
+from tiny import make_config, make_model, tokenizer
 from torch import Tensor, nn
 
 import ktft
@@ -311,3 +312,45 @@ def test_experts_that_another_package_replaced_are_named(
     monkeypatch.setattr(modeling, "Qwen3MoeExperts", other)
     with pytest.raises(ValueError, match="LigerExperts in place of Qwen3MoeExperts.*swiglu=False"):
         load(tiny_checkpoint("qwen3moe"))
+
+
+# --- tool calls -------------------------------------------------------------------------------------------------------
+
+
+def test_the_api_answers_with_a_tool_call(tmp_path: Path) -> None:
+    """A tiny model that was taught a single one, in stock torch, answers through ktft's experts and LLaMA-Factory."""
+    from fastapi.testclient import TestClient
+    from llamafactory.api.app import create_app
+    from llamafactory.chat import ChatModel
+    from llamafactory.data import get_template_and_fix_tokenizer
+    from llamafactory.hparams import DataArguments
+
+    numbers = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tool = {"name": "add", "description": "Add.", "parameters": numbers}
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    words = tokenizer()
+    template = get_template_and_fix_tokenizer(words, DataArguments(template="default"))
+    turn = [{"role": "user", "content": "1+2?"}, {"role": "function", "content": json.dumps([call])}]
+    prompt, answer = template.encode_oneturn(words, turn, None, json.dumps([tool]))
+    ids = torch.tensor([prompt + answer])
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
+    model = make_model(make_config("qwen3moe", max_position_embeddings=1024)).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        loss = model(input_ids=ids, labels=labels).loss
+        if loss < 0.01:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.bfloat16().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+
+    arguments = {"model_name_or_path": str(tmp_path), "template": "default", "use_kt": True, "infer_dtype": "float32"}
+    chat = ChatModel(arguments | {"kt_config": {"expert_format": "bf16", "threads": 1}, "do_sample": False})
+    body = {"model": "ktft", "messages": turn[:1], "tools": [{"type": "function", "function": tool}], "max_tokens": 64}
+    with TestClient(create_app(chat)) as client:
+        choice = client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (made,) = choice["message"]["tool_calls"]
+    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
