@@ -34,6 +34,7 @@ SPEAKERS = (
     Speaker("omegaconf", (ValueError,)),
     Speaker("transformers.hf_argparser", (ValueError,)),
     Speaker("transformers.training_args", (ValueError, ImportError)),
+    Speaker("transformers.utils.generic", (ValueError,)),
     Speaker("transformers.utils.hub", (OSError,)),
     Speaker("transformers.configuration_utils", (OSError, ValueError)),
     Speaker("transformers.models.auto", (ValueError,)),
@@ -79,6 +80,9 @@ def install() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt) and not show_tracebacks():
+            print("\n".join(getattr(error, "__notes__", [])) or "interrupted", file=sys.stderr, flush=True)
+            raise SystemExit(130)
         told = None if show_tracebacks() else for_user(error)
         if told is None:
             previous(kind, error, trace)

@@ -184,7 +184,7 @@ def test_loading_refuses_and_can_be_told_not_to(tiny_checkpoint: Checkpoint, mon
         return AutoModelForCausalLM.from_pretrained(path, quantization_config=ktft.KtftConfig(threads=1, **options))
 
     monkeypatch.setenv("KTFT_MEMORY_LIMIT", "100K")
-    with pytest.raises(ValueError, match="expert_format int8 needs .* too few; most of it, .*, is for "):
+    with pytest.raises(ValueError, match="expert_format int8 needs .* too few; the largest part, .*, is for "):
         load()
     monkeypatch.setenv("KTFT_SKIP_MEMORY_CHECK", "1")
     load()

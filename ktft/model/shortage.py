@@ -57,7 +57,7 @@ def largest_cause(causes: Mapping[str, int]) -> str:
     """The words for what takes most, and for what makes it less."""
     name = max(causes, key=lambda each: causes[each])
     cure = _CURES.get(name, "ask for less of it").format(formats=", ".join(by_size()))
-    return f"most of it, {system.readable(causes[name])}, is for {name}: {cure}"
+    return f"the largest part, {system.readable(causes[name])}, is for {name}: {cure}"
 
 
 def _limit_words() -> str:
