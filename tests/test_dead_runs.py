@@ -6,7 +6,10 @@ import json
 import logging
 import math
 import re
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import tokenizer
@@ -202,6 +206,22 @@ def test_signs_of_death(losses: list[float], norms: list[float], rate: float, st
     reason, signs = looks(*losses, norms=norms, rate=rate)
     assert reason is not None and re.search(message, reason), reason
     assert signs.looks == steps and signs.doubtful
+
+
+def test_what_is_stopped_by_hand_tells_how_it_goes_on(train_yaml: TrainYaml, tmp_path: Path, data_dir: Path) -> None:
+    """As Ctrl-C does it: one line, without a traceback."""
+    config, output = tmp_path / "train.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(train_yaml(max_steps=10000, save_steps=1, save_total_limit=1)))
+    command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(config)]
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        while run.poll() is None and not list(output.glob("checkpoint-*")):
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        code = run.wait(300)
+    words = (tmp_path / "log").read_text()
+    assert code == 130 and "Traceback" not in words, words
+    assert re.search(rf"interrupted after step \d+; the same command goes on from {output}/checkpoint-\d+", words)
 
 
 def test_tokens_of_a_pair_that_cancel_out_are_no_alarm(train_yaml: TrainYaml, run_cli: RunCli, tmp_path: Path) -> None:

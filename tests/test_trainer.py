@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -9,15 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTuner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import ktft
 from ktft.train.report import examine, format_report
+from ktft.train.run_times import LOGGED
 from ktft.train.trainer import check_launch
 
 Checkpoint = Callable[[str], Path]
@@ -130,6 +134,47 @@ def test_frozen_or_forgotten_lora_is_refused(tiny_checkpoint: Checkpoint, tmp_pa
         transformers.Trainer(model, arguments(tmp_path), train_dataset=DATA, optimizers=(optimizer, None)).train()
 
 
+def test_adapter_that_passes_the_experts_by_is_refused(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PEFT makes it where nothing of ktft's is in its way."""
+    plain = getattr(BaseTuner.inject_adapter, "__wrapped__", BaseTuner.inject_adapter)
+    monkeypatch.setattr(BaseTuner, "inject_adapter", plain)
+    lora = LoraConfig(r=4, target_modules=["q_a_proj", "gate_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(
+        ValueError, match="'default': its target_modules name projections of the routed experts, but no"
+    ):
+        transformers.Trainer(
+            peft.get_peft_model(load(tiny_checkpoint("dsv3")), lora), arguments(tmp_path), train_dataset=DATA
+        ).train()
+    lora = LoraConfig(r=4, target_modules=["q_a_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(load(tiny_checkpoint("dsv3")), lora)
+    transformers.Trainer(model, arguments(tmp_path, save_strategy="no", max_steps=1), train_dataset=DATA).train()
+
+
+def test_precision_that_a_cpu_has_not_is_told(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(tmp_path, fp16=True, max_steps=1, save_strategy="no")
+    transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA).train()
+    assert "fp16: true has no effect on a CPU" in caplog.text
+    report = json.loads((tmp_path / "ktft_report.json").read_text())
+    assert report["training"]["precision"] == "float32, as the model is; fp16 was asked for and has no effect on a CPU"
+
+
+def test_what_is_logged_is_explained(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    class Keys(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: set[str] = set()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.seen |= {key.removeprefix("ktft/") for key in logs if key.startswith("ktft/")}
+
+    args, keys = arguments(tmp_path, max_steps=2, save_strategy="no"), Keys()
+    transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA, callbacks=[keys]).train()
+    assert keys.seen and all(name in LOGGED for name in keys.seen)
+
+
 def test_several_gpus_are_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     args = arguments(tmp_path)
     args._n_gpu = 2  # what a machine with two GPUs gives: transformers would wrap the model in DataParallel
@@ -159,5 +204,5 @@ def test_stock_models_are_left_alone_and_told_apart(tiny_checkpoint: Checkpoint,
 
 def test_report_reaches_a_console_without_logging_set_up() -> None:
     code = "from ktft.train.report import logger; logger().info('seen'); logger().info('again')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stderr.splitlines()[-2:] == ["[INFO|ktft] seen", "[INFO|ktft] again"], done.stderr

@@ -26,6 +26,7 @@ from ktft.train.dead import LifeSigns, vocabulary_of
 from ktft.train.facts import Told, facts_of
 from ktft.train.gradients import GradientWatch, group_norms, rates_of, trained_parameters
 from ktft.train.guards import Guards, Step
+from ktft.train.manifest import MANIFEST, checkpoints
 from ktft.train.norms import clip_grad_norm
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
@@ -344,6 +345,8 @@ def install() -> None:
             return train(self, *args, **kwargs)
         except BaseException as error:
             callback.failed(self.model, self.args, self.state, error)
+            if isinstance(error, KeyboardInterrupt) and callback.run is not None:
+                error.add_note(_interrupted(self))
             raise
 
     @functools.wraps(save)
@@ -373,6 +376,15 @@ def install() -> None:
     _inner_training_loop._ktft_run = True  # type: ignore[attr-defined]
     transformers.Trainer._inner_training_loop = _inner_training_loop  # type: ignore[method-assign]
     transformers.Trainer.save_model = save_model  # type: ignore[method-assign]
+
+
+def _interrupted(trainer: Any) -> str:
+    """What a person who stopped the training finds, and how it goes on."""
+    whole = (path for path in checkpoints(Path(str(trainer.args.output_dir))) if (path / MANIFEST).is_file())
+    last, step = next(whole, None), f"interrupted after step {trainer.state.global_step}"
+    if last is None:
+        return f"{step}; no checkpoint was saved, so training would begin anew"
+    return f"{step}; the same command goes on from {last} (in Python: train(resume_from_checkpoint=True))"
 
 
 def _callback(trainer: Any) -> RunCallback:

@@ -20,6 +20,14 @@ BUSY = tuple(f"busy_{name}" for name in LANES)
 ROOM = ("ram_free_bytes", "gpu_free_bytes")
 """Of memory, at the least."""
 
+LOGGED = (
+    "logged as ktft/..., means of the steps since the line before: step_s, seconds of a step; wait_s, of these spent "
+    "waiting for a GPU or another thread; attention_s, cpu_s, stream_s, resident_s, copy_in_s, copy_out_s, seconds "
+    "that attention, experts on the CPU, on the GPU with copied and with resident weights, and copies were at work; "
+    "tokens_per_s; ram_free_gib and vram_free_gib, memory left"
+)
+"""What the names mean that `Since` logs."""
+
 
 def times_of(seconds: float, sums: Sums) -> Row:
     """`TIMES` and `BUSY` of a step."""

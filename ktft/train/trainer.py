@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
@@ -15,10 +17,13 @@ from transformers.trainer import DEFAULT_CALLBACKS
 from ktft import config
 from ktft.adapters.elsewhere import said_before_training
 from ktft.adapters.peft import get_peft_model, load_adapter
+from ktft.adapters.reach import reach_of
 from ktft.model.experts import find_experts
 from ktft.train import checkpoints, run
+from ktft.train.guards import ROUTED
 from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
+from ktft.train.run_times import LOGGED
 from ktft.train.trace import require_writable
 
 __all__ = ["KtftCallback", "Trainer", "check_arguments", "check_launch", "get_peft_model", "load_adapter"]
@@ -52,6 +57,11 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int 
 def check_arguments(args: TrainingArguments) -> None:
     """`check_launch` on what transformers, accelerate and torchrun were told, `check_optimizer`, and `KTFT_TRACE`."""
     check_optimizer(args)
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
+        raise ValueError(
+            "use_liger_kernel would put Liger's code in place of ktft's experts; take its norms, rotation and loss by "
+            "liger_kernel_config={'swiglu': False}"
+        )
     if (path := config.trace_file()) is not None:
         require_writable(path)
     check_launch(
@@ -82,17 +92,32 @@ class KtftCallback(TrainerCallback):
             optimizer = kwargs["optimizer"]
             check_trained(model, report, optimizer)
             checkpoints.clear_leftovers(Path(str(args.output_dir)))
-            number = state.global_step + 1  # of a resumed run it is not the first
-            logger().info("before step %d\n%s\n%s", number, format_report(report), describe(optimizer))
+            left = state.global_step < state.max_steps  # of a resumed run it is not the first, and there may be none
+            when = f"before step {state.global_step + 1}" if left else f"after step {state.global_step}, the last"
+            logger().info("%s\n%s\n%s\n%s", when, format_report(report), describe(optimizer), LOGGED)
+            for ignored in without_effect(args):
+                logger().warning("%s", ignored)
             if refused := said_before_training(model):
                 logger().info(refused)
+
+
+def without_effect(args: TrainingArguments) -> list[str]:
+    """What these arguments ask for and this machine leaves out, a sentence each."""
+    asked = {"fp16": args.fp16, "fp8": getattr(args, "fp8", False)}
+    return [
+        f"{name}: true has no effect on a CPU, where training runs in the model's own precision; set bf16: true, or "
+        "leave it out"
+        for name, value in asked.items()
+        if value and args.device.type == "cpu"
+    ]
 
 
 def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optimizer | None) -> None:
     """Everything that was given LoRA must be trained, the parameters held on the CPU included.
 
     Raises:
-        ValueError: nothing is trainable, a group's LoRA is frozen, or the optimizer lacks trainable parameters.
+        ValueError: nothing is trainable, a group's LoRA is frozen, the experts lack LoRA that was asked for, or the
+            optimizer lacks trainable parameters.
     """
     if not any(group.trainable for group in report.groups):
         raise ValueError("no parameter is trainable; add LoRA with ktft.get_peft_model(model, LoraConfig(...))")
@@ -102,12 +127,29 @@ def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optim
             f"LoRA was requested on {', '.join(frozen)}, but none of it is trainable; load the adapter with "
             "is_trainable=True, or leave its requires_grad on"
         )
+    for name in _adapters_without_experts(model, report):
+        raise ValueError(
+            f"adapter {name!r}: its target_modules name projections of the routed experts, but no LoRA is on them, so "
+            "no expert would train; put it on the model with ktft.get_peft_model. To train other modules alone, name "
+            "these, such as q_proj"
+        )
     missing = _names_not_in(model, optimizer.param_groups) if optimizer is not None else []
     if missing:
         raise ValueError(
             f"the optimizer lacks {len(missing)} trainable parameters, the first is {missing[0]}; build it after "
             "adding LoRA, from all parameters with requires_grad"
         )
+
+
+def _adapters_without_experts(model: nn.Module, report: Report) -> list[str]:
+    """Adapters in use that should be on experts by PEFT's rule, of a model whose experts have none at all."""
+    if any(group.name == ROUTED and group.adapter for group in report.groups):
+        return []
+    adapted = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    if adapted is None:
+        return []
+    base: Any = adapted.base_model.model
+    return [name for name in adapted.active_adapters if reach_of(base, copy.copy(adapted.peft_config[name])).ranks]
 
 
 def _names_not_in(model: nn.Module, param_groups: Iterable[dict[str, Any]]) -> list[str]:

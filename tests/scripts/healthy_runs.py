@@ -1,6 +1,6 @@
 """Healthy runs, to show that no guard ends one: SFT and DPO through LLaMA-Factory, and a Trainer with unlabelled data.
 
-    python tests/scripts/healthy_runs.py [--steps 300] [--seeds 10] [--kinds sft dpo masked]
+    python tests/scripts/healthy_runs.py [--steps 300] [--seeds 10] [--first 0] [--kinds sft dpo masked]
 
 Batch size, accumulation, dropout, warm-up, logging and checkpointing change with the seed. The models are tiny and new,
 so that their loss begins at the level of a guess, and they learn their few samples by heart, so that gradients become
@@ -122,6 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="The first seed.")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -131,7 +132,7 @@ def main() -> int:
         model = write_checkpoint("dsv3", Path(folder) / "model", **SMALL)
         data = write_data(Path(folder) / "data")
         for kind in asked.kinds:
-            for seed in range(asked.seeds):
+            for seed in range(asked.first, asked.first + asked.seeds):
                 output, norms, began = Path(folder) / f"{kind}-{seed}", Norms(), time.perf_counter()
                 try:
                     if kind == "masked":
