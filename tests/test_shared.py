@@ -80,3 +80,13 @@ def test_what_was_changed_meanwhile_is_computed_again() -> None:
 def test_a_block_without_shared_experts() -> None:
     assert shared_ahead(nn.Module(), ("shared_experts",)) is None
     assert shared_ahead(nn.Module(), ()) is None
+
+
+def test_inference_mode() -> None:
+    """Its tensors have no version that would tell of a change, so the block computes its shared experts itself."""
+    plain = Block()
+    block = copy.deepcopy(plain)
+    block.ahead = shared_ahead(block, ("shared_experts",))
+    with torch.inference_mode():
+        x = torch.randn(1, 5, SIZE)
+        assert torch.equal(block(x), plain(x))

@@ -173,3 +173,13 @@ def test_the_optimizer_waits_for_a_call_that_reads_the_adapters(monkeypatch: pyt
         thread.join(60)
     assert waits
     assert not any(map(torch.equal, parameters, before))
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "none"])
+def test_inference_mode(placement: str) -> None:
+    """LLaMA-Factory's `chat` and `api` generate in it; the model may be in training mode."""
+    model, lora = make_model(placement), make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    expected = evaluated(model, lora, 1)
+    with torch.inference_mode():
+        found = [experts(*batch(1), lora) for experts in model]
+    assert all(relative(one, other) < 1e-2 for one, other in zip(found, expected, strict=True))

@@ -68,7 +68,8 @@ class LanedExperts:
         """
         inputs = [hidden_states, top_k_weights, *(lora.parameters() if lora is not None else ())]
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-        run = _Run(self, lora, record, gradients, keep=training and not gradients)
+        again = training and not gradients and not torch.is_inference_mode_enabled()
+        run = _Run(self, lora, record, gradients, keep=again)
         run.start(hidden_states.detach(), top_k_index, top_k_weights.detach())
         if meanwhile is not None:
             with run.settled():

@@ -23,9 +23,12 @@ class Ahead:
         module.forward = self
 
     def compute(self, hidden_states: Tensor) -> None:
-        """Compute the output of `[T, H]` now, unless the block did; the next call of the same memory returns it."""
+        """Compute the output of `[T, H]` now, unless the block did; the next call of the same memory returns it.
+
+        Tensors of inference mode do not tell whether they were changed since, so the block computes them itself.
+        """
         thread = threading.get_ident()
-        if thread not in self._asked:
+        if thread not in self._asked and not hidden_states.is_inference():
             self._held[thread] = (hidden_states, hidden_states._version, self._forward(hidden_states))
         self._asked.discard(thread)
 
