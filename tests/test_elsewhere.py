@@ -11,7 +11,11 @@ from test_adapter_files import adapted
 
 from ktft.adapters.elsewhere import reasons_against, said_before_training
 from ktft.adapters.export import TARGETS, open_adapter, plan
+from ktft.config import PROJECTIONS
 
+EVERYWHERE = ["o_proj", *PROJECTIONS]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", *EVERYWHERE]
+"""As docs/adapters.md recommends them for DeepSeek's attention."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -22,6 +26,11 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
         ("qwen3moe", {"modules_to_save": ["lm_head"]}, {"vllm", "sglang", "gguf"}),
         ("dsv3", {}, {"vllm", "gguf"}),
         ("dsv3", {"target_modules": ["experts", "o_proj"]}, set()),
+        ("dsv3", {"target_modules": LATENT}, {"gguf"}),
+        ("dsv3", {"target_modules": EVERYWHERE}, set()),
+        ("dsv2", {"target_modules": EVERYWHERE}, set()),
+        ("qwen2moe", {}, {"sglang"}),
+        ("qwen2moe", {"target_modules": [*ATTENTION, *PROJECTIONS]}, set()),
         ("dsv2", {}, {"vllm", "sglang", "gguf"}),
         ("dsv2", {"target_modules": ["kv_a_proj_with_mqa"]}, {"sglang", "gguf"}),
         ("gpt_oss", {"target_modules": ["experts"]}, {"vllm", "sglang", "gguf"}),
