@@ -110,7 +110,7 @@ def show_tracebacks() -> bool:
 
 
 def emulate_cpus() -> bool:
-    """Whether `KTFT_EMULATE_CPUS` lets threads and NUMA nodes be more than this machine has: to test other machines'."""
+    """Whether `KTFT_EMULATE_CPUS` lets settings ask for more threads and NUMA nodes than there are: to test that."""
     return os.environ.get("KTFT_EMULATE_CPUS", "0") not in ("", "0")
 
 

@@ -7,6 +7,7 @@ in it and in no span inside of it: these, with what lies in no span, add up to a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -379,6 +380,10 @@ def _cuda_event() -> Any:
 
 RECORDER = Recorder()
 """The process's own. Spans go to it through the functions of this module."""
+# A fork waits for those who add spans up, so that no child finds the lock held by a thread that it does not have
+os.register_at_fork(
+    before=RECORDER._lock.acquire, after_in_parent=RECORDER._lock.release, after_in_child=RECORDER._lock.release
+)
 span, begin, end, device, add, expect = (
     RECORDER.span,
     RECORDER.begin,

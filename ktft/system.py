@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -21,9 +22,12 @@ def readable(size: float) -> str:
 
 
 def read(path: Path) -> str | None:
-    """The file's text without the trailing newline, None if it cannot be read."""
+    """The file's text without the trailing newline, None if it cannot be read.
+
+    A cgroup's name is whatever somebody called it: bytes that are no text are kept as `os.fsdecode` keeps them.
+    """
     try:
-        return path.read_text().strip()
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return None
 

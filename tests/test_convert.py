@@ -86,6 +86,12 @@ def forked(function: Callable[[], Any], log: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.fixture(autouse=True)
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits over NUMA nodes, and two threads, whatever this machine has."""
+    monkeypatch.setenv("KTFT_EMULATE_CPUS", "1")
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose experts divide into up to three slices, the last one short."""

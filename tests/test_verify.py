@@ -43,6 +43,12 @@ def verify(model: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
     return status, json.loads(out)
 
 
+@pytest.fixture(autouse=True)
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits over NUMA nodes, and two threads, whatever this machine has."""
+    monkeypatch.setenv("KTFT_EMULATE_CPUS", "1")
+
+
 @pytest.fixture(scope="module")
 def fp8(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeepSeek-V3 as released: FP8 in blocks, the experts in two slices of which one is short."""

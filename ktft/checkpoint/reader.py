@@ -6,9 +6,11 @@ and forgotten. For the same reason the pages that a read leaves in the page cach
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -188,7 +190,12 @@ class CheckpointReader:
     def _descriptor(self, file: Path) -> int:
         with self._lock:
             if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    if error.errno != errno.EMFILE:
+                        raise
+                    raise OSError(f"{file}: {_too_many_files(len(self.files))}") from None
             return self._descriptors[file]
 
     def close(self) -> None:
@@ -202,6 +209,14 @@ class CheckpointReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _too_many_files(shards: int) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"too many open files: ulimit -n is {limit}, and the checkpoint's {shards} shards are read side by side; raise "
+        f"it with ulimit -n {max(1024, shards + 512)}"
+    )
 
 
 def read_header(path: Path) -> list[TensorEntry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -87,6 +88,7 @@ class Lanes:
         self.residents: Residents | None = None
         self.kept: weakref.WeakSet[KeptOutputs] = weakref.WeakSet()
         self._mutex = threading.RLock()
+        self._owner = os.getpid()
         self._settings, self._on_cpu = settings, on_cpu
         self._device: torch.device | None = None
         self._placers: dict[LayerKind, Placer] = {}
@@ -101,9 +103,16 @@ class Lanes:
 
         Raises:
             ValueError: lanes of another device exist.
+            RuntimeError: this process was forked from the one that has the lanes.
         """
         if device.type != "cuda" and not self._on_cpu:
             return False
+        if os.getpid() != self._owner:  # it has neither the CPU lane's thread nor the GPU, and locks may be held
+            raise RuntimeError(
+                f"this process ({os.getpid()}) was forked from the one that loaded the model ({self._owner}): it has "
+                "neither its threads nor its GPU. Load the model in the process that computes with it, or start that "
+                "process with multiprocessing's spawn method"
+            )
         with self._mutex:
             if self._device is None:
                 self.crossing, self.gpu = Crossing(device), GpuLane(device)

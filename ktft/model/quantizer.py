@@ -283,6 +283,7 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
     if threads is None and lanes is not None:
         cores = native.topology()["cores"]
         threads = max(cores - max(cores // 8, 1), 1)  # the others give the GPU its work
+    native.check_machine(settings.threads, settings.numa_nodes)
     runtime = native.runtime(threads, settings.numa_nodes, settings.isa)
     experts: dict[int, KtftExperts] = {}
     for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):

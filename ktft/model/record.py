@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch import Tensor
 
 _NEGLIGIBLE = 1e-25  # of a gradient times a routing weight: below it products may vanish in bf16 kernels
 _COUNTING = threading.Lock()  # of all records: one of their own could not be copied with a model
+# A fork waits for it, so that no child finds it held by a thread that it does not have
+os.register_at_fork(before=_COUNTING.acquire, after_in_parent=_COUNTING.release, after_in_child=_COUNTING.release)
 
 
 class Record:

@@ -7,7 +7,18 @@ from ktft.native.ceilings import StreamedMemory, compute_ceilings
 from ktft.native.extension import FORMATS
 from ktft.native.hybrid import HostExperts, HostExpertsError
 from ktft.native.layer import ELSEWHERE, ExpertLayer, Gradients
-from ktft.native.machine import Runtime, cpu_features, default_isa, isas, kernels, packed_bytes, runtime, topology
+from ktft.native.machine import (
+    Runtime,
+    check_machine,
+    cpu_features,
+    default_isa,
+    isas,
+    kernels,
+    packed_bytes,
+    runtime,
+    runtime_of,
+    topology,
+)
 from ktft.native.packed import PackedMatrix, PackedSlice
 
 __all__ = [
@@ -21,6 +32,7 @@ __all__ = [
     "PackedSlice",
     "Runtime",
     "StreamedMemory",
+    "check_machine",
     "compute_ceilings",
     "cpu_features",
     "default_isa",
@@ -28,5 +40,6 @@ __all__ = [
     "kernels",
     "packed_bytes",
     "runtime",
+    "runtime_of",
     "topology",
 ]

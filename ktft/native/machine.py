@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
+from ktft import config
+from ktft.config import Settings
 from ktft.native.extension import core
 
 
@@ -100,8 +104,54 @@ def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str 
     """The process's runtime for these settings, made on first use.
 
     Args:
-        threads: threads that compute; None for one per physical core that affinity and cgroup allow.
+        threads: threads that compute; None for one per physical core that affinity and cgroup allow. More than there
+            are CPUs share them.
         numa_nodes: parts to split the experts into; None for the machine's nodes. More than it has emulates a split.
         isa: kernel ISA; None for `default_isa()`.
+
+    Raises:
+        ValueError: a number below 1, or an ISA that cannot run here.
+        OSError: the system refuses to start so many threads; the message names its limits.
     """
-    return Runtime(core.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
+    for name, count in (("threads", threads), ("numa_nodes", numa_nodes)):
+        if count is not None and (isinstance(count, bool) or operator.index(count) < 1):
+            raise ValueError(f"{name} is {count!r}; give a whole number of at least 1, or None")
+    try:
+        return Runtime(core.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
+    except RuntimeError as error:  # the system's refusal of a thread, and so its kind of error
+        raise OSError(str(error)) from None
+
+
+def check_machine(threads: int | None, numa_nodes: int | None) -> None:
+    """Hold what a user asks for against what this process may use. `runtime` itself emulates any machine.
+
+    Raises:
+        ValueError: more threads than CPUs, or more NUMA nodes than there are, unless `KTFT_EMULATE_CPUS` is set.
+    """
+    if config.emulate_cpus():
+        return
+    found = topology()
+    cpus, quota = sum(len(node["cpus"]) for node in found["nodes"]), found["cgroup_cpus"]
+    most = cpus if quota is None else min(cpus, max(math.ceil(quota), 1))
+    if threads is not None and threads > most:
+        limit = "" if quota is None else f", with a cgroup quota of {quota:g}"
+        raise ValueError(
+            f"threads is {threads}, but this process may use {cpus} CPU{'s' * (cpus > 1)}{limit}: set threads to at "
+            f"most {most}, or leave it out for one thread per physical core, which is {found['cores']}"
+        )
+    nodes = len(found["nodes"])
+    if numa_nodes is not None and numa_nodes > nodes:
+        raise ValueError(
+            f"numa_nodes is {numa_nodes}, but this process may use {nodes} NUMA node{'s' * (nodes > 1)}: set "
+            f"numa_nodes to at most {nodes}, or leave it out for all of them"
+        )
+
+
+def runtime_of(settings: Settings) -> Runtime:
+    """The runtime that a user's settings ask for.
+
+    Raises:
+        ValueError: this machine does not have it; see `check_machine`.
+    """
+    check_machine(settings.threads, settings.numa_nodes)
+    return runtime(settings.threads, settings.numa_nodes, settings.isa)

@@ -22,6 +22,7 @@ def this_machine(threads: int | None, numa_nodes: int | None, *, gpu: bool, disk
         gpu: whether a GPU is to be used if there is one.
         disk_rate: as measured from the checkpoint or given; None if neither.
     """
+    native.check_machine(threads, numa_nodes)
     runtime = native.runtime(threads, numa_nodes)
     flops, bandwidth = _measure(runtime)
     available = system.available_memory()

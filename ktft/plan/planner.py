@@ -70,7 +70,7 @@ class Planner:
         if not self.machine.measured:
             return rates.published_expert_rate(self.machine, moe, name, lora)
         settings = self.recipe.settings
-        runtime = native.runtime(settings.threads, settings.numa_nodes)
+        runtime = native.runtime_of(settings)
         return rates.timed_expert_rate(
             runtime, self.machine, moe, name, self.work.tokens, lora, self.work.expert_activation(gpu=self._on_gpu)
         )

@@ -83,6 +83,9 @@ def check(settings: ServeSettings, options: Options) -> Findings:
     allowed_origins(options.extra)
     check_port(options.host, options.port)
     notes = (*host_notes(options), *key_notes(settings, options))
+    from ktft import native
+
+    native.check_machine(settings.threads, settings.numa_nodes)
     check_directory(Path(settings.checkpoint))
     gpu = package == "vllm"
     if gpu:

@@ -17,12 +17,13 @@ def members(group: int) -> Iterator[int]:
     """Processes of a group that are not over. Nobody may have waited for one that is."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = stat.read_text().rpartition(") ")
+            # In bytes: a name is whatever its process called itself, and need not be text in any encoding
+            name, _, rest = stat.read_bytes().rpartition(b") ")
         except OSError:  # ended meanwhile
             continue
         state, _, number = rest.split()[:3]
-        if int(number) == group and state not in "ZX":
-            yield int(name.partition(" ")[0])
+        if int(number) == group and state not in b"ZX":
+            yield int(name.partition(b" ")[0])
 
 
 def end_group(group: int, patience: float = _KILL_AFTER) -> None:
