@@ -64,10 +64,12 @@ def test_the_best_checkpoint_of_a_folder_that_was_moved_stays(base: Path, tmp_pa
     """`trainer_state.json` names it by the path that the folder had."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     best |= {"metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}  # so the first is best
-    trainer(base, tmp_path / "one", **best, max_steps=4).train()
-    assert [path.name for path in (tmp_path / "one").glob("checkpoint-*")] == ["checkpoint-2"]
+    trainer(base, tmp_path / "one", **best, max_steps=2).train()
     shutil.move(tmp_path / "one", tmp_path / "two")
-    run = trainer(base, tmp_path / "two", **best, max_steps=6)
+    trainer(base, tmp_path / "two", **best, max_steps=2).train(
+        resume_from_checkpoint=True
+    )  # finished: nothing is saved
+    run = trainer(base, tmp_path / "two", **best, max_steps=4)
     run.train(resume_from_checkpoint=True)
     assert run.state.best_model_checkpoint == str(tmp_path / "two/checkpoint-2")
     assert [path.name for path in (tmp_path / "two").glob("checkpoint-*")] == ["checkpoint-2"]
