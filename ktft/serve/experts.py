@@ -86,9 +86,8 @@ class ServedModel:
 
     def loras(self) -> dict[int, ExpertLora] | None:
         """What `set_lora` was given; None for the base."""
-        if self.adapter is None:
-            return None
-        return {number: experts.lora for number, experts in self.layers.items() if experts.lora is not None}
+        held = {number: experts.lora for number, experts in self.layers.items() if experts.lora is not None}
+        return held if held or self.adapter is not None else None
 
     def status(self) -> dict[str, Any]:
         """Work since the start, for `/metrics`: all values are JSON's.
