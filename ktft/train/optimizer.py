@@ -17,6 +17,7 @@ from torch.optim.adam import adam
 from transformers import TrainingArguments
 
 from ktft import native
+from ktft.lanes.lane import adapters_at_rest
 from ktft.model.experts import find_experts
 from ktft.native.optim import adamw, takes
 
@@ -81,18 +82,19 @@ class AdamW(torch.optim.AdamW):
         params, grads, exp_avgs, exp_avg_sqs, _, steps, _ = self._with_state(group, params)
         for step in steps:
             step += 1
-        adamw(
-            self._runtime or native.runtime(),
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [float(step) for step in steps],
-            lr=float(group["lr"]),
-            betas=(float(group["betas"][0]), float(group["betas"][1])),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-        )
+        with adapters_at_rest():
+            adamw(
+                self._runtime or native.runtime(),
+                params,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                [float(step) for step in steps],
+                lr=float(group["lr"]),
+                betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
 
     def _step_in_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         params, grads, exp_avgs, exp_avg_sqs, maxima, steps, has_complex = self._with_state(group, params)
