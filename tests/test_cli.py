@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ktft import native, system, versions
 from ktft.cli import doctor
 from ktft.cli.doctor import Row
-from ktft.cli.main import ORDER, app
+from ktft.cli.main import app
 
 runner = CliRunner()
 DATA = Path(__file__).parent / "data" / "deepseek-v3"
@@ -212,7 +212,7 @@ def test_train_ends_as_llamafactory_does(run_cli: Callable[..., Any], env: dict[
 def test_commands_are_listed_as_they_are_needed() -> None:
     listed = [line.split()[1] for line in runner.invoke(app, ["--help"], env={"COLUMNS": "200"}).output.splitlines()
               if line.startswith("│ ") and line[2].isalpha()]  # fmt: skip
-    assert tuple(listed) == ORDER
+    assert listed == "doctor plan train convert verify merge export serve chat bench version".split()
 
 
 @pytest.mark.parametrize(

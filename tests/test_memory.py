@@ -30,7 +30,6 @@ from ktft.model.memory import (
     workspace,
 )
 from ktft.model.shape import MoeShape, shape_of
-from ktft.model.shortage import by_cause, require_memory
 from ktft.train.recipe import Recipe
 
 Checkpoint = Callable[[str], Path]
@@ -211,6 +210,8 @@ def test_training_names_the_key_that_asks_for_most(
 
 
 def test_packed_experts_name_their_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktft.model.shortage import by_cause, require_memory
+
     monkeypatch.setenv("KTFT_MEMORY_LIMIT", "1M")
     with pytest.raises(ValueError, match=r"packed experts: choose a smaller expert_format \(mxfp4, k4, int4"):
         require_memory("all", by_cause({"experts": 5 << 20, "python": 9 << 20, "activations": 2 << 20}))

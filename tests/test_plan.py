@@ -124,7 +124,9 @@ def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -
     path = tiny_checkpoint("qwen3moe")
     recipe = tmp_path / "train.yaml"
     recipe.write_text("cutoff_len: 64\nuse_cpu: true\nkt_config: {expert_format: bf16, kt_num_threads: 1}\n")
+    generator = torch.get_rng_state()
     told = plan(path, recipe)
+    assert torch.equal(torch.get_rng_state(), generator), "what is timed draws from a generator of its own"
     assert told["fits"]
     assert told["model"]["sizes_from"] == "shards"
     tensors = [safe_open(file, "pt").keys() for file in path.glob("*.safetensors")]

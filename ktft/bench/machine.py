@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ktft.sizes import parse_count
+
 ROOT = Path("/")
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # Of what is free, for ktft's copies, and as much again for each peer's.
 MEMORY_SHARE = 0.15
 MAX_COPIES = 64
@@ -22,7 +23,7 @@ def cache_bytes(root: Path = ROOT) -> int:
         if levels:
             size = (levels[-1] / "size").read_text().strip()
             shared = (levels[-1] / "shared_cpu_list").read_text()
-            caches[shared] = int(size[:-1]) * UNITS[size[-1]]
+            caches[shared] = parse_count(size, 1024)
     return sum(caches.values()) or NO_CACHE_FILES
 
 

@@ -57,7 +57,8 @@ def _this_gpu() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
     name, (free, _) = torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, generator=generator)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(3):
         a @ a

@@ -44,8 +44,10 @@ class Planner:
         self._moe = max(source.shape.moe.values(), key=lambda moe: moe.parameters)
         lora = self.work.on_experts(min(source.shape.moe))
         self._notes: tuple[str, ...] = ()
-        self._others = self._other_rates()
-        self._experts = {name: self._expert_rate(name, self._moe, lora) for name in self.formats}
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(gpus):  # timing draws weights and inputs, which must not move anybody's generator
+            self._others = self._other_rates()
+            self._experts = {name: self._expert_rate(name, self._moe, lora) for name in self.formats}
 
     def _workload(self, recipe: Recipe) -> Workload:
         key = (recipe.lora_target, recipe.lora_rank)
