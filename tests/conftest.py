@@ -135,3 +135,17 @@ def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     yield run_exp
     logging.getLogger("transformers").setLevel(verbosity)
     torch.set_grad_enabled(grad)
+
+
+@pytest.fixture
+def train(
+    run_exp: Callable[[dict[str, Any]], None], caplog: pytest.LogCaptureFixture
+) -> Callable[[dict[str, Any]], str]:
+    """`train(config)` -> what ktft logged: `llamafactory-cli train`, but without the seconds that a process takes."""
+
+    def run(config: dict[str, Any]) -> str:
+        with caplog.at_level(logging.INFO, "ktft"):
+            run_exp(config)
+        return caplog.text
+
+    return run

@@ -140,14 +140,14 @@ def test_sft_reports_saves_evaluates_and_resumes(train_yaml: TrainYaml, run_cli:
 )
 def test_stages(
     train_yaml: TrainYaml,
-    run_cli: RunCli,
+    train: Callable[[dict[str, Any]], str],
     tiny_checkpoint: Checkpoint,
     tmp_path: Path,
     stage: str,
     family: str,
     options: dict[str, Any],
 ) -> None:
-    log = run_cli(TRAIN, train_yaml(family, stage=stage, **options)).stdout
+    log = train(train_yaml(family, stage=stage, **options))
     output = tmp_path / "out"
     assert "before step 1" in log
     assert set(logged_losses(output)) == {1, 2}
