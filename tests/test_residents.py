@@ -118,3 +118,16 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="has 5 experts, the earlier run's counts are of 3"):
         residents.start({layer: [1, 2, 3]})
     assert free_for_residents(lane) == 0 and residents.slots(layers("k4")[0]) == {}
+
+
+def test_auto_takes_what_torch_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the driver has: `torch.cuda.set_per_process_memory_fraction` leaves the rest to others."""
+    lane = GpuLane("cpu")
+    monkeypatch.setattr(lane.transfer, "driver", object())
+    facts = {"mem_get_info": (100 << 30, 120 << 30), "get_per_process_memory_fraction": 0.2, "memory_reserved": 8 << 30}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert lane.transfer.free_bytes() == (16 << 30, 24 << 30)
+    assert free_for_residents(lane) == (16 - 2) << 30
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 30 << 30)  # before the limit was set
+    assert free_for_residents(lane) == 0
