@@ -94,6 +94,11 @@ def test_factory_ends(train_yaml: TrainYaml, run_cli: RunCli, tmp_path: Path, st
     assert done.returncode != 0, done.stdout
     check_dead(tmp_path / "out", done.stdout)
     assert "learning_rate, which is 10000" in done.stdout
+    facts = json.loads((tmp_path / "out" / JSON_NAME).read_text())
+    told = {"stage": stage, "dataset": stage, "template": "default", "cutoff_len": 64, "samples": 16}
+    assert facts["data"].items() >= told.items()
+    assert facts["training"]["gradient_checkpointing"] is True  # LLaMA-Factory's, not the Trainer's argument
+    assert facts["adapter"]["lora"]["default"]["lora_dropout"] == 0.1
 
 
 def test_trainer_of_trl_reports_and_ends(

@@ -154,6 +154,11 @@ def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list
     assert report["model"] == {"name": str(base), "model_type": "deepseek_v3", "family": "DeepSeek-V3"}
     assert report["versions"]["torch"] == torch.__version__
     assert report["training"]["gradient_accumulation_steps"] == 2
+    assert report["adapter"]["lora"]["default"].items() >= {"r": 2, "lora_alpha": 8, "lora_dropout": 0.0}.items()
+    assert report["data"] == {"samples": 8, "eval_samples": 2}
+    measured = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    assert report["evaluated"].items() >= {"step": [2, 4, 6], "eval_loss": measured}.items()
+    assert f"loss {measured[0]:.4g} → " in (output / PAGE_NAME).read_text()
     assert report["machine"]["memory_bytes"] > 1 << 28 and report["machine"]["gpus"] == []
     guards = report["guards"]
     assert guards["groups"]["routed experts"]["update_step"] == 1

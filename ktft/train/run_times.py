@@ -142,8 +142,8 @@ def lane_rates(spans: Mapping[str, Any], seconds: float) -> dict[str, dict[str, 
         rates[name] = {
             "seconds": round(busy, 6),
             "share": round(busy / seconds, 4) if seconds else None,
-            "gb_per_s": round(total["bytes"] / busy / 1e9, 3) if busy and total["bytes"] else None,
-            "tflops": round(total["flops"] / busy / 1e12, 4) if busy and total["flops"] else None,
+            "gb_per_s": float(f"{total['bytes'] / busy / 1e9:.4g}") if busy and total["bytes"] else None,
+            "tflops": float(f"{total['flops'] / busy / 1e12:.4g}") if busy and total["flops"] else None,
             "expected_seconds": round(total["expected"], 6) if total["expected"] else None,
         }
     return rates
