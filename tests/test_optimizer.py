@@ -242,7 +242,7 @@ def test_the_rest_is_refused_before_training(
     ("options", "expected"),
     [
         ({"loraplus_lr_ratio": 16.0}, ("Using LoRA+ optimizer", "ktft.train.optimizer.AdamW", "by ktft's kernel")),
-        ({"use_muon": True}, ("Using Muon optimizer", "muon.Muon, parameters: ")),
+        ({"use_muon": True}, ("Using Muon", "Muon also updates", "ktft.train.muon.StackedMuon, parameters: ")),
     ],
     ids=["loraplus", "muon"],
 )
