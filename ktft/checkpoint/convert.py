@@ -10,7 +10,7 @@ import errno
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -160,7 +160,7 @@ class Conversion:
 
     @contextmanager
     def opened(self, write: bool = True) -> Iterator[None]:
-        """Make the target directory this conversion's alone. To `write`, remove what a killed run left half written.
+        """To `write`, make the target directory this conversion's alone and remove what a killed run left half written.
 
         Raises:
             ValueError: it holds something else, or another conversion, or another process is at it.
@@ -168,7 +168,7 @@ class Conversion:
         target = self.target
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is not a directory; give one that is empty or does not exist")
-        with locked(target, "converting"):
+        with locked(target, "converting") if write else nullcontext():  # what is only read may be on read-only disks
             existing = next((target / name for name in (MANIFEST, UNFINISHED) if (target / name).is_file()), None)
             if existing is not None:
                 self._check_same(existing)
