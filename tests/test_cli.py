@@ -212,7 +212,19 @@ def test_train_ends_as_llamafactory_does(run_cli: Callable[..., Any], env: dict[
 def test_commands_are_listed_as_they_are_needed() -> None:
     listed = [line.split()[1] for line in runner.invoke(app, ["--help"], env={"COLUMNS": "200"}).output.splitlines()
               if line.startswith("│ ") and line[2].isalpha()]  # fmt: skip
-    assert listed == "doctor plan train convert verify merge export serve chat bench version".split()
+    assert listed == [
+        "doctor",
+        "plan",
+        "train",
+        "convert",
+        "verify",
+        "merge",
+        "export",
+        "serve",
+        "chat",
+        "bench",
+        "version",
+    ]
 
 
 @pytest.mark.parametrize(

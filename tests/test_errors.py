@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-
 TrainYaml = Callable[..., dict[str, Any]]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 COMMANDS = pytest.mark.parametrize("command", [["llamafactory-cli", "train"], ["ktft", "train"]], ids=lambda c: c[0])
