@@ -383,7 +383,7 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str
     recipe = getattr(model_args, _RECIPE, None)
     if recipe is None:
         return 0
-    runtime = native.runtime(settings.threads, settings.numa_nodes)
+    runtime = native.runtime_of(settings)
     on_gpu = not recipe.use_cpu and torch.cuda.is_available()
     return training_reserve(config, recipe, threads=runtime.threads, nodes=runtime.nodes, gpu=on_gpu)
 
