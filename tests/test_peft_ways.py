@@ -88,6 +88,13 @@ def test_inject_adapter_in_model(tiny_checkpoint: Checkpoint) -> None:
     assert torch.equal(logits(again), trained)
 
 
+def test_a_configuration_keeps_the_modules_that_its_user_registered(tiny_checkpoint: Checkpoint) -> None:
+    config = lora_config()
+    config._register_custom_module({torch.nn.Bilinear: torch.nn.Identity})
+    assert expert_parameters(peft.get_peft_model(load(tiny_checkpoint("qwen3moe")), config))
+    assert config._custom_modules == {torch.nn.Bilinear: torch.nn.Identity}
+
+
 def test_trls_peft_config_trains_and_saves_experts(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("qwen3moe")
     args = SFTConfig(

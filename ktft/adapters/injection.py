@@ -84,12 +84,13 @@ def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Itera
     for module, own in ranks.items():
         if isinstance(module, KtftExpertsLora):
             module.ranks[adapter_name] = own
+    own_modules = config._custom_modules and dict(config._custom_modules)
     config._register_custom_module({KtftExperts: create})
     config.target_modules = reach.modules
     try:
         yield
     finally:
-        config.target_modules, config._custom_modules = reach.standard, None
+        config.target_modules, config._custom_modules = reach.standard, own_modules
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
