@@ -15,6 +15,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other stand still on a busy machine
 HOUR = 3600
 
 
