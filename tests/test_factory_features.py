@@ -207,3 +207,14 @@ def test_refused_before_anything_is_loaded(
             export_model({key: config[key] for key in keep} | options)
         else:
             run_exp(train_yaml("qwen3moe", **options))
+
+
+def test_balance_that_a_model_does_not_have_is_told(
+    train_yaml: TrainYaml, run_exp: Callable[[dict[str, Any]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`moe_aux_loss_coef` is a part of the loss in transformers' Qwen3-MoE, and nothing in its DeepSeek-V3."""
+    run_exp(train_yaml("dsv3", max_steps=1, moe_aux_loss_coef=0.5, save_strategy="no"))
+    assert "moe_aux_loss_coef: 0.5 has no effect: transformers' code of deepseek_v3" in caplog.text
+    caplog.clear()
+    run_exp(train_yaml("qwen3moe", max_steps=1, moe_aux_loss_coef=0.5, save_strategy="no", overwrite_output_dir=True))
+    assert "has no effect" not in caplog.text

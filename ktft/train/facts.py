@@ -32,7 +32,7 @@ class Told:
 
     Attributes:
         precision: in which it computes.
-        settings: those of `TOLD` that are set.
+        settings: those of `TOLD` that are set, and how many samples there are.
     """
 
     precision: str = "not known"
@@ -47,9 +47,10 @@ class Told:
             *(getattr(each, name, None) for each in callbacks for name in ("finetuning_args", "data_args")),
         ]
         found = {name: getattr(source, name, None) for source in sources for name in TOLD if hasattr(source, name)}
-        return cls(
-            _precision(trainer), {name: _plain(value) for name, value in found.items() if value not in (None, False, 0)}
-        )
+        settings = {name: _plain(value) for name, value in found.items() if value not in (None, False, 0)}
+        counts = {"samples": _samples(trainer.train_dataset), "eval_samples": _samples(trainer.eval_dataset)}
+        settings |= {name: count for name, count in counts.items() if count is not None}
+        return cls(_precision(trainer), settings)
 
 
 def _plain(value: Any) -> Any:
@@ -74,15 +75,12 @@ def facts_of(
     told: Told,
     *,
     optimizer: Any,
-    train_dataloader: Any = None,
-    eval_dataloader: Any = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """What is known of a run before its first step; the last arguments are those of a callback's `on_train_begin`."""
+    """What is known of a run before its first step; the optimizer is one argument of `on_train_begin`'s."""
     config: Any = getattr(model, "config", None)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     rates = list(dict.fromkeys(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups))
-    samples = {"samples": _samples(train_dataloader), "eval_samples": _samples(eval_dataloader)}
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
@@ -102,7 +100,7 @@ def facts_of(
             "numa_nodes": report.nodes,
         },
         "adapter": {"groups": [asdict(group) for group in report.groups], "lora": _lora(model), "file": None},
-        "data": {**told.settings, **{name: count for name, count in samples.items() if count is not None}},
+        "data": dict(told.settings),
         "training": {
             "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             "learning_rate": rates[0] if len(rates) == 1 else rates,
@@ -119,8 +117,11 @@ def facts_of(
     }
 
 
-def _samples(dataloader: Any) -> int | None:
-    dataset = getattr(dataloader, "dataset", None)
+def _samples(dataset: Any) -> int | None:
+    """How many there are, in all of several data sets; None of a stream."""
+    if isinstance(dataset, Mapping):
+        counts = [_samples(each) for each in dataset.values()]
+        return sum(count for count in counts if count is not None) or None
     return len(dataset) if isinstance(dataset, Sized) else None
 
 

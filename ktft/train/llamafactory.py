@@ -314,6 +314,7 @@ def _adapt_loader(module: Any) -> None:
         adapted = original_adapter(config, model, own_args, finetuning_args, is_trainable)
         if is_trainable:
             _check_precision(adapted, getattr(model_args, _RECIPE, None))
+            _tell_of_balance(adapted, model_args.moe_aux_loss_coef)
             if finetuning_args.use_muon:
                 _adapt_muon()
         if below:
@@ -365,6 +366,17 @@ def _adapt_muon() -> None:
 
     setattr(create_muon_optimizer, _ADAPTED, True)
     trainers._create_muon_optimizer = create_muon_optimizer
+
+
+def _tell_of_balance(model: Any, coefficient: float | None) -> None:
+    """LLaMA-Factory takes `moe_aux_loss_coef` for any model, and transformers balances the experts of some alone."""
+    if coefficient and all(getattr(each, "router_aux_loss_coef", None) != coefficient for each in model.modules()):
+        logger().warning(
+            "moe_aux_loss_coef: %g has no effect: transformers' code of %s has no loss that balances its experts; "
+            "leave it out",
+            coefficient,
+            model.config.model_type,
+        )
 
 
 def _check_precision(model: Any, recipe: Recipe | None) -> None:
