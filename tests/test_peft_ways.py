@@ -47,7 +47,7 @@ def expert_parameters(model: torch.nn.Module) -> int:
         (["experts"], set(PROJECTIONS)),
         (ATTENTION, set()),
     ],
-    ids=str,
+    ids=["all-linear", "all names", "some names", "pattern", "experts", "attention"],
 )
 def test_get_peft_model_of_peft_itself(
     tiny_checkpoint: Checkpoint, tmp_path: Path, targets: Any, projections: set[str]

@@ -142,14 +142,15 @@ def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optim
 
 
 def _adapters_without_experts(model: nn.Module, report: Report) -> list[str]:
-    """Adapters in use that should be on experts by PEFT's rule, of a model whose experts have none at all."""
+    """Adapters to train that should be on experts by PEFT's rule, of a model whose experts have none to train."""
     if any(group.name == ROUTED and group.adapter for group in report.groups):
         return []
     adapted = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
     if adapted is None:
         return []
     base: Any = adapted.base_model.model
-    return [name for name in adapted.active_adapters if reach_of(base, copy.copy(adapted.peft_config[name])).ranks]
+    names = set(adapted.active_adapters) - set(getattr(adapted, "base_adapters", ()))  # which `stand_on` has put on
+    return [name for name in sorted(names) if reach_of(base, copy.copy(adapted.peft_config[name])).ranks]
 
 
 def _names_not_in(model: nn.Module, param_groups: Iterable[dict[str, Any]]) -> list[str]:
