@@ -346,7 +346,15 @@ def test_argument_forms_and_untested_versions(
     monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "train.yaml"), "kt_config.expert_format=bf16"])
     settings = settings_of(get_train_args()[0])
     assert (settings.expert_format, settings.threads) == ("bf16", 1)
-    flags = ["--model_name_or_path", "m", "--template", "default", "--use_kt", "--kt_config", '{"threads": 4}']
+    flags = [
+        "--model_name_or_path",
+        given["model_name_or_path"],
+        "--template",
+        "default",
+        "--use_kt",
+        "--kt_config",
+        '{"threads": 4}',
+    ]
     assert settings_of(get_infer_args(flags)[0]).threads == 4
     assert settings_of(get_infer_args(flags[:4])[0]) is None
 
