@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ktft.checkpoint import files as checkpoint_files
-from ktft.checkpoint.cache import MANIFEST, UNFINISHED, PackedCache, layer_file
+from ktft.checkpoint.cache import MANIFEST, UNFINISHED, layer_file
 from ktft.checkpoint.files import TEMPORARY, to_json
 from ktft.checkpoint.quantization_error import REPORT
 from ktft.checkpoint.reader import INDEX_NAME
@@ -325,37 +325,6 @@ def test_commands_that_are_refused(source: Path, packed: Path, tmp_path: Path) -
     with held_by_another(packed) as other:
         assert f"{packed} is in use by process {other.pid}" in refused(source, packed)
         assert convert(source, packed, "--check")[0] == 0  # which writes nothing, and works on a read-only disk
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("files", {"x": {}}),
-        ("files", []),
-        ("files", {"../../etc/hostname": {"bytes": 1, "header_sha256": ""}}),
-        ("files", {"/etc/hostname": {"bytes": 1, "header_sha256": ""}}),
-        ("layers", {"first": {}}),
-        ("layers", {"1": {"num_experts": "4", "hidden_size": 64, "intermediate_size": 288, "biases": False}}),
-        ("layers", {"1": {"num_experts": 4}}),
-        ("layers", None),
-        ("expert_format", None),
-        ("expert_format", ["k4"]),
-        ("source", {"model.safetensors": 1}),
-        ("model_type", 3),
-    ],
-)
-def test_damaged_manifest_names_the_field(packed: Path, tmp_path: Path, field: str, value: Any) -> None:
-    content = json.loads((packed / MANIFEST).read_text()) | {field: value}
-    (tmp_path / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"^{tmp_path}/{MANIFEST}: {field} is .*; convert the original"):
-        PackedCache(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"[]", b"[" * 100_000, b"\xff", b"", b'"ktft"'])
-def test_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / MANIFEST).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{tmp_path}/{MANIFEST} is not .*; convert the original"):
-        PackedCache(tmp_path)
 
 
 def change_shard(folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
