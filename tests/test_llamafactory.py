@@ -390,13 +390,13 @@ def test_targets_that_match_nothing_and_nan_end_the_run_clearly(
 def test_refusals_end_the_command_without_a_crash(
     train_yaml: TrainYaml, run_cli: RunCli, chat_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two ranks through torchrun, and export: an exit code of 1 and ktft's message, before a model is loaded."""
+    """Two ranks through torchrun, and export: ktft's message and not zero, before a model is loaded."""
     two = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = run_cli(TRAIN, train_yaml("qwen3moe"), check=False, env=two)
     assert done.returncode == 1
     assert "ktft does not support training in 2 processes in this release; set CUDA_VISIBLE_DEVICES" in done.stdout
     export = {key: value for key, value in chat_config.items() if not key.startswith(("do_", "max_"))}
     done = run_cli(["llamafactory-cli", "export"], export | {"export_dir": str(tmp_path / "merged")}, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2  # a wrong input, as every command says it
     assert "ktft keeps adapters unmerged" in done.stdout
     assert "Loading" not in done.stdout
