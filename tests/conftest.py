@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import subprocess
@@ -14,6 +16,9 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# LLaMA-Factory gives transformers 5 the answers that TRL 0.24 expects of it, which TRL asks for once, at its import
+with contextlib.suppress(ImportError):
+    importlib.import_module("llamafactory.extras.packages")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ktft.serve import experts
+from ktft.serve.plugin import register
 from ktft.serve.settings import ServeSettings
 
 IDS = list(range(3, 35))
@@ -73,6 +74,7 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        register()  # vLLM loads plugins once in a process: a test before this one may have made it do so without ktft
         llm = LLM(
             str(checkpoint),
             **{
