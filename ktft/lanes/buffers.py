@@ -119,7 +119,8 @@ class Buffers:
         signature = names, [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
         found = self._plans.get(layer)
         if found is None or found[0] != signature:
-            found = signature, self._make(layer, lora, parameters, residents)
+            with torch.inference_mode(False):  # a later call that trains writes there, too
+                found = signature, self._make(layer, lora, parameters, residents)
             self._plans[layer] = found
         return found[1]
 

@@ -80,7 +80,8 @@ class Residents:
             raise ValueError(
                 f"gpu_expert_memory: {budget} bytes hold no expert, one takes {self._block_bytes}; give more, or 0"
             )
-        self.arena = torch.empty(count, self._block_bytes, dtype=torch.uint8, device=lane.device)
+        with torch.inference_mode(False):
+            self.arena = torch.empty(count, self._block_bytes, dtype=torch.uint8, device=lane.device)
         self._transfer.keep([self.arena], self._transfer.into)
         self._free = list(range(count - 1, -1, -1))
         self.arrived = self._transfer.event()

@@ -184,9 +184,10 @@ class Ring:
     def _through_mirror(self, place: Place, rows: Sequence[int]) -> None:
         buffer = place.buffer
         if buffer.mirror is None:
-            buffer.mirror = torch.empty(
-                buffer.memory.nbytes, dtype=torch.uint8, pin_memory=self._transfer.driver is not None
-            )
+            with torch.inference_mode(False):
+                buffer.mirror = torch.empty(
+                    buffer.memory.nbytes, dtype=torch.uint8, pin_memory=self._transfer.driver is not None
+                )
         buffer.copied.synchronize()  # the copy before this one has left the mirror
         shift = buffer.mirror.data_ptr() - buffer.memory.data_ptr()
         copy_on_host(
