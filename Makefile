@@ -75,7 +75,7 @@ $(VENV)/.environment: pyproject.toml ci/requirements.py $(shell find ci/stubs -n
 	@$(BIN)/python ci/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
 	@$(PIP) install --no-compile $(TORCH) $(STUBS) -r $(VENV)/requirements.txt
 # pip would compile on one core. A package may hold files that are no Python of this version.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # The build folder is kept, so only what changed in csrc is compiled again.

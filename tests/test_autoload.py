@@ -48,7 +48,7 @@ def test_a_broken_ktft_never_breaks_torch() -> None:
 
 INSTALLED = """
 import sys
-sys.meta_path[:] = [f for f in sys.meta_path if "ktft_editable" not in type(f).__module__]  # as a wheel is found
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]  # as a wheel is found
 sys.path.insert(0, {folder!r})
 import torch
 print(torch.ones(2).sum().item(), "ktft" in sys.modules)
