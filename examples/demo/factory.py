@@ -28,7 +28,8 @@ def train(overrides: list[str], log: Path, show_from: str = "") -> None:
         RuntimeError: it failed; the message has the end of its output.
     """
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(YAML), *overrides]
-    environment = os.environ | {
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ  # idle threads of torch leave the cores to ktft's
+    environment |= {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(log.parent / "cache"),
         "LLAMAFACTORY_VERBOSITY": "WARN",  # of its lines and transformers'; ktft's report is not among them

@@ -186,8 +186,6 @@ def main(
     ] = False,
 ) -> None:
     """Make a small MoE, train it with LoRA on int8 experts through llamafactory-cli, and check the result."""
-    # torch's idle OpenMP threads would spin on cores that ktft's threads, or other programs, could use.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     out = out.resolve()
     scale = QUICK if quick else Scale()
     stages = run_stages(out, scale)
