@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -215,10 +214,9 @@ def test_clients_that_leave(server: Server) -> None:
     body = {"model": server.name, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body | {"stream": True}, timeout=300) as response:
         next(response.iter_lines())
-    url, content = httpx.URL(server.url + COMPLETIONS), json.dumps(body | {"n": 8})
-    head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc.decode()}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((url.host, url.port)) as leaving:
-        leaving.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+    leaving = http.client.HTTPConnection(httpx.URL(server.url).netloc.decode())
+    leaving.request("POST", COMPLETIONS, json.dumps(body | {"n": 8}), {"Content-Type": "application/json"})
+    leaving.close()
     deadline = time.monotonic() + 300
     while status(server)["requests_in_flight"]:
         assert time.monotonic() < deadline
