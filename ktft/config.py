@@ -76,7 +76,7 @@ def skip_memory_check() -> bool:
 
 
 SERVE_ENV = "KTFT_SERVE"
-"""Carries `ktft.serve.settings.ServeSettings` from `ktft serve` to the processes of the server."""
+"""Carries `ktft.serve.runtime.settings.ServeSettings` from `ktft serve` to the processes of the server."""
 
 
 def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:

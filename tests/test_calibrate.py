@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ktft import native
-from ktft.lanes import calibrate as module
-from ktft.lanes.calibrate import Probes, calibrate, copy_seconds, cpu_pass, gpu_pass
-from ktft.lanes.placement import Placer
-from ktft.lanes.rates import WORKS, LayerKind, Rate, Rates
+from ktft.lanes.decide import calibrate as module
+from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_pass, gpu_pass
+from ktft.lanes.decide.costs import WORKS, LayerKind, Rate, Rates
+from ktft.lanes.decide.placer import Placer
 from ktft.lora import ExpertLora, LoraPair
 
 KIND = LayerKind(256, 8, 7168, 2048, 44_000_000, 3 * 8 * 9216)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ktft.lanes.choice import AGAIN, AT_MOST, MORE, TRIALS, WAYS, Choice
+from ktft.lanes.decide.trial import AGAIN, AT_MOST, MORE, TRIALS, WAYS, Choice
 
 EXPECTED = {"auto": 1.0, "stream": 1.2, "cpu": 1.5}
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ktft.cli.main import app
 from ktft.config import Settings
-from ktft.lanes.deferral import lowest
+from ktft.deferral import lowest
 from ktft.verify.deferral import deferral_effect, deferred
 from ktft.verify.whole import load_model, outermost_experts, random_tokens
 

@@ -21,7 +21,7 @@ from test_kernels import make_layer
 
 from ktft import native
 from ktft.native import ExpertLayer
-from ktft.serve.processes import end_group, members
+from ktft.serve.front.processes import end_group, members
 
 HIDDEN, INTERMEDIATE = 64, 32
 # Stacks of 64 threads take 512 MiB of address space, which stands for any limit on threads: root has no ulimit -u

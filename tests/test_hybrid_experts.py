@@ -10,15 +10,15 @@ import torch
 from test_kernels import EXPERTS, dequantized, make_layer, make_lora, relative
 
 from ktft import native, reference
+from ktft.checkpoint.routing_profile import Routing
+from ktft.deferral import lowest
 from ktft.lanes import lanes
-from ktft.lanes.deferral import lowest
-from ktft.lanes.rates import Rate, Rates
+from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lora import ExpertLora
-from ktft.model.routing import Routing
 from ktft.native.hybrid import HostExpertsError
-from ktft.serve import hybrid
-from ktft.serve.hybrid import HybridModel
-from ktft.serve.settings import ServeSettings
+from ktft.serve.runtime import hybrid_experts as hybrid
+from ktft.serve.runtime.hybrid_experts import HybridModel
+from ktft.serve.runtime.settings import ServeSettings
 
 HIDDEN, INTERMEDIATE, TOP_K, LAYERS = 64, 160, 3, 3
 TOLERANCE = 0.005

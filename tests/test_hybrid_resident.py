@@ -10,11 +10,11 @@ from test_swiglu import oracle as swiglu_oracle
 
 from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
-from ktft.lanes.lane import GpuLane
+from ktft.lanes.gpu.lane import GpuLane
 from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
-from ktft.serve import torch_resident
-from ktft.serve.resident import HotExperts, HotOperations
+from ktft.serve.runtime import torch_resident
+from ktft.serve.runtime.resident_experts import HotExperts, HotOperations
 
 ISA = native.default_isa()
 TOLERANCE = 0.005

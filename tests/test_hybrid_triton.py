@@ -15,7 +15,7 @@ from test_swiglu import oracle as swiglu_oracle
 
 from ktft import reference
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
-from ktft.serve import triton_resident
+from ktft.serve.runtime import triton_resident
 
 __all__ = ["bf16_in_the_interpreter"]
 

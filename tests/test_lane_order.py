@@ -14,15 +14,15 @@ from torch import Tensor
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
-from ktft.lanes import lane as lane_module
 from ktft.lanes import lanes as lanes_module
-from ktft.lanes import resident as resident_module
-from ktft.lanes.lane import GpuLane
+from ktft.lanes.decide.costs import Rate, Rates
+from ktft.lanes.gpu import lane as lane_module
+from ktft.lanes.gpu import residents as resident_module
+from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.residents import Residents
+from ktft.lanes.gpu.rings import Place
+from ktft.lanes.gpu.transfer import Locks, Transfer
 from ktft.lanes.lanes import Lanes
-from ktft.lanes.rates import Rate, Rates
-from ktft.lanes.resident import Residents
-from ktft.lanes.staging import Place
-from ktft.lanes.transfer import Locks, Transfer
 from ktft.model.experts import KtftExperts
 
 ISA = native.default_isa()

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
-from ktft.lanes import lane as lane_module
-from ktft.lanes.lane import GpuLane
-from ktft.lanes.resident import Residents
+from ktft.lanes.gpu import lane as lane_module
+from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.residents import Residents
+from ktft.lanes.gpu.transfer import Locks, Transfer
 from ktft.lanes.routes import Routes
-from ktft.lanes.transfer import Locks, Transfer
 from ktft.lora import ExpertLora
 from ktft.model import autograd
 from ktft.model.autograd import routed_experts

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from ktft import native, reference
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, Settings
+from ktft.lanes.decide.placer import Placement, Placer
 from ktft.lanes.lanes import Lanes
-from ktft.lanes.placement import Placement, Placer
 from ktft.model.experts import KtftExperts
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -37,7 +37,7 @@ MIXES = {
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timings have no say in these tests."""
     from ktft.lanes import lanes
-    from ktft.lanes.rates import Rate, Rates
+    from ktft.lanes.decide.costs import Rate, Rates
 
     rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
     monkeypatch.setattr(lanes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
-from ktft.lanes import ops, products, torch_ops
-from ktft.lanes.dropout import Dropout, stays
-from ktft.lanes.ops import operations
+from ktft.lanes.ops import interface as ops
+from ktft.lanes.ops import products, torch_ops
+from ktft.lanes.ops.dropout import Dropout, stays
+from ktft.lanes.ops.interface import operations
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out, piece_rows
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
@@ -178,7 +179,7 @@ def test_torch_operations_where_triton_is_not_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ops, "has_triton", lambda: False)
     assert operations(cuda) is torch_ops
     monkeypatch.setattr(ops, "has_triton", lambda: True)
-    monkeypatch.setitem(sys.modules, "ktft.lanes.triton_ops", chosen := ModuleType("triton_ops"))
+    monkeypatch.setitem(sys.modules, "ktft.lanes.ops.triton_ops", chosen := ModuleType("triton_ops"))
     assert operations(cuda) is chosen
     monkeypatch.setenv("KTFT_TRITON", "0")
     assert operations(cuda) is torch_ops

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktft.lanes.lane import GpuLane
-from ktft.lanes.placement import Placement, Placer
+from ktft.lanes.decide.placer import Placement, Placer
+from ktft.lanes.gpu.lane import GpuLane
 from ktft.native import ExpertLayer
 
 STEPS = 4

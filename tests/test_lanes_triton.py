@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
-from ktft.lanes import torch_ops, triton_ops
+from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lora import ExpertLora
 
 ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"  # see conftest.py

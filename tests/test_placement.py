@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ktft.config import Settings
-from ktft.lanes.placement import Coming, Placement, Placer, usable_placement
-from ktft.lanes.rates import LANES, WORKS, Costs, LayerKind, Rate, Rates, costs
+from ktft.lanes.decide.costs import LANES, WORKS, Costs, LayerKind, Rate, Rates, costs
+from ktft.lanes.decide.placer import Coming, Placement, Placer, usable_placement
 
 KIND = LayerKind(128, 8, 2048, 768, 4_790_000, 3 * 8 * 2816)
 RATES = Rates(

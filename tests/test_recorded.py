@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from ktft.lanes.recorded import Recorded
+from ktft.lanes.gpu.graphs import Recorded
 
 DEVICE = torch.device("cuda", 0)
 

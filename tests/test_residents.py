@@ -7,8 +7,8 @@ import torch
 from test_kernels import EXPERTS, make_layer
 
 from ktft import native
-from ktft.lanes.lane import GpuLane
-from ktft.lanes.resident import Residents, free_for_residents
+from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.residents import Residents, free_for_residents
 from ktft.native import ExpertLayer
 from ktft.native.cuda import Rows, copy_on_host
 

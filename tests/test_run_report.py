@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import ktft
+from ktft.checkpoint.routing_profile import Routing, find_routing
+from ktft.lanes.record import Record
 from ktft.model.experts import find_experts
-from ktft.model.record import Record
-from ktft.model.routing import Routing, find_routing
 from ktft.spans import LANES, Sum
 from ktft.train import run_report
 from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, RunReport, Series

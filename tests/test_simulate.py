@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ktft import native
-from ktft.lanes.placement import Placer
-from ktft.lanes.rates import WORKS, LayerKind, costs
-from ktft.lanes.simulate import Hardware, Simulated, draw_counts, joined, popularity, simulate
+from ktft.lanes.decide.costs import WORKS, LayerKind, costs
+from ktft.lanes.decide.placer import Placer
+from ktft.lanes.decide.simulate import Hardware, Simulated, draw_counts, joined, popularity, simulate
 from ktft.plan.description import PCIE_RATES
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B

@@ -13,10 +13,10 @@ from torch import Tensor
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
-from ktft.lanes import lane as lane_module
 from ktft.lanes import lanes as lanes_module
+from ktft.lanes.decide.costs import Rate, Rates
+from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.lanes import Lanes
-from ktft.lanes.rates import Rate, Rates
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
 from ktft.train.optimizer import AdamW

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ktft.lanes import triton_launch
-from ktft.lanes.triton_launch import short
+from ktft.lanes.ops import triton_launch
+from ktft.lanes.ops.triton_launch import short
 
 
 @dataclass

@@ -75,8 +75,8 @@ def _started(
     import socket
 
     from ktft.cli.serve import started
-    from ktft.serve.checks import Options
-    from ktft.serve.settings import ServeSettings
+    from ktft.serve.front.checks import Options
+    from ktft.serve.runtime.settings import ServeSettings
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

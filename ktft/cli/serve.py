@@ -18,9 +18,9 @@ from ktft.cli.progress import Phases
 from ktft.config import ADMIN_KEY_ENV
 
 if TYPE_CHECKING:
-    from ktft.serve.checks import Findings, Options
-    from ktft.serve.launch import Failed, Place, Watcher
-    from ktft.serve.settings import ServeSettings
+    from ktft.serve.front.checks import Findings, Options
+    from ktft.serve.front.launch import Failed, Place, Watcher
+    from ktft.serve.runtime.settings import ServeSettings
 
 FORMATS = "bf16, int8, fp8, k4, int4 or mxfp4. [a converted MODEL's own, else int8]"
 
@@ -82,8 +82,8 @@ def serve(
 
     Exits with 0 when it was told to end (Ctrl-C, SIGTERM), 1 if the server could not start or died, 2 on bad input.
     """
-    from ktft.serve.checks import Options
-    from ktft.serve.settings import ServeSettings
+    from ktft.serve.front.checks import Options
+    from ktft.serve.runtime.settings import ServeSettings
 
     console = Console(stderr=True)
     try:
@@ -122,7 +122,7 @@ def serve(
 
 
 def _routing(profile: Path | None, *directories: Path | None) -> str | None:
-    from ktft.model.routing import find_routing
+    from ktft.checkpoint.routing_profile import find_routing
 
     found = profile or find_routing(*directories)
     return None if found is None else str(found)
@@ -148,7 +148,7 @@ def run(
         ValueError, OSError: nothing was started.
         typer.Exit: it could not start, or died; the user was told.
     """
-    from ktft.serve import launch
+    from ktft.serve.front import launch
 
     found = _checked(settings, options, console)
     with _files(console, verbose) as (place, progress):
@@ -163,7 +163,7 @@ def started(settings: ServeSettings, options: Options, console: Console) -> Iter
     Raises:
         ValueError, OSError, typer.Exit: see `run`.
     """
-    from ktft.serve.launch import Server, url
+    from ktft.serve.front.launch import Server, url
 
     found, never = _checked(settings, options, console), threading.Event()
     with _files(console, verbose=False) as (place, progress):
@@ -177,7 +177,7 @@ def started(settings: ServeSettings, options: Options, console: Console) -> Iter
 
 
 def _checked(settings: ServeSettings, options: Options, console: Console) -> Findings:
-    from ktft.serve.checks import check
+    from ktft.serve.front.checks import check
 
     with console.status(f"checking {settings.checkpoint} ..."):
         found = check(settings, options)
@@ -187,8 +187,8 @@ def _checked(settings: ServeSettings, options: Options, console: Console) -> Fin
 
 
 def _watcher(console: Console, progress: Phases, options: Options) -> Watcher:
-    from ktft.serve.launch import Watcher, url
-    from ktft.serve.progress import READY, Progress
+    from ktft.serve.front.launch import Watcher, url
+    from ktft.serve.runtime.progress import READY, Progress
 
     def loading(state: Progress) -> None:
         phase = "Starting the engine" if state.phase == READY else state.phase
@@ -217,7 +217,7 @@ def _tell(console: Console, failure: Failed) -> None:
 @contextmanager
 def _files(console: Console, verbose: bool) -> Iterator[tuple[Place, Phases]]:
     """A directory for a server's files, which goes unless it fails, and a bar that shows how far it is."""
-    from ktft.serve.launch import Failed, Place
+    from ktft.serve.front.launch import Failed, Place
 
     place, progress = Place(Path(tempfile.mkdtemp(prefix="ktft-serve-"))), Phases(console)
     try:

@@ -16,7 +16,7 @@ from rich.text import Text
 from ktft.config import Settings
 
 if TYPE_CHECKING:
-    from ktft.serve.parity import ParityResult
+    from ktft.verify.server import ParityResult
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def verify(request: Request, as_json: bool) -> int:
     """
     if not (request.directory / "config.json").is_file():
         raise ValueError(f"{request.directory} is not a directory with a config.json; it must be the model as trained")
-    from ktft.serve.client import Server
-    from ktft.serve.parity import ParityResult, read_prompts, verify_server
+    from ktft.verify.client import Server
+    from ktft.verify.server import ParityResult, read_prompts, verify_server
 
     prompts = read_prompts(request.prompts)
     with Server(request.url, request.model) as server, Console(stderr=True).status("asking ...") as status:

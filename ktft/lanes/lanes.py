@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from ktft.config import Settings
-from ktft.lanes.choice import WAYS, Choice
-from ktft.lanes.crossing import Crossing
+from ktft.lanes.decide.costs import WORKS, LayerKind
+from ktft.lanes.decide.placer import Placement, Placer
+from ktft.lanes.decide.trial import WAYS, Choice
+from ktft.lanes.gpu.crossing import Crossing
+from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.measure import measured_rates
+from ktft.lanes.gpu.residents import Residents, free_for_residents
 from ktft.lanes.kept import KeptOutputs
-from ktft.lanes.lane import GpuLane
-from ktft.lanes.measure import measured_rates
-from ktft.lanes.placement import Placement, Placer
-from ktft.lanes.rates import WORKS, LayerKind
-from ktft.lanes.resident import Residents, free_for_residents
 from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.system import readable

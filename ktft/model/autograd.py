@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ktft import spans
 from ktft.config import PROJECTIONS
+from ktft.lanes.record import Record
 from ktft.lanes.routes import rows_of
 from ktft.lora import ExpertLora
-from ktft.model.record import Record
 from ktft.native import ExpertLayer
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import LayerShape
 from ktft.lanes.lanes import Lanes
+from ktft.lanes.layer import LanedExperts
+from ktft.lanes.record import Record
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
-from ktft.model.laned import LanedExperts
-from ktft.model.record import Record
 from ktft.model.shared import Ahead
 from ktft.native import ExpertLayer
 

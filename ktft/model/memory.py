@@ -344,7 +344,7 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
 
 
 def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
-    """As `ktft.lanes.buffers` sizes them: for half of a layer's experts, twice as they are packed, `packed` bytes a
+    """As `ktft.lanes.gpu.buffers` sizes them: for half of a layer's experts, twice as they are packed, `packed` bytes a
     parameter, once more for residents, twice their LoRA, and decoded once.
     """
     times = 3 if work.gpu_expert_memory else 2

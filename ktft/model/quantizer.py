@@ -29,8 +29,8 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
 from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key, world_size
+from ktft.lanes.decide.placer import usable_placement
 from ktft.lanes.lanes import Lanes
-from ktft.lanes.placement import usable_placement
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of

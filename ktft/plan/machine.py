@@ -8,7 +8,7 @@ import torch
 
 from ktft import native, system
 from ktft.config import memory_limit
-from ktft.lanes.calibrate import copy_seconds
+from ktft.lanes.decide.calibrate import copy_seconds
 from ktft.plan.description import DISK_RATE, Gpu, Machine
 
 _STREAMED, _STREAMED_A_THREAD = 1 << 30, 128 << 20  # bytes that are read to see how fast memory is: more than caches

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
-from ktft.lanes.simulate import Simulated
+from ktft.lanes.decide.simulate import Simulated
 from ktft.model.memory import FP32, LANE_PARTS, Footprint, Workload
 from ktft.plan.description import Machine
 from ktft.plan.source import ModelSource

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ktft import native
-from ktft.lanes.rates import LayerKind
-from ktft.lanes.simulate import Hardware, Simulated, joined, simulate
+from ktft.lanes.decide.costs import LayerKind
+from ktft.lanes.decide.simulate import Hardware, Simulated, joined, simulate
 from ktft.model.memory import FP32, Workload, active_experts
 from ktft.model.shape import ModelShape
 from ktft.plan.description import Machine

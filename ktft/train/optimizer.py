@@ -17,7 +17,7 @@ from torch.optim.adam import adam
 from transformers import TrainingArguments
 
 from ktft import native
-from ktft.lanes.lane import adapters_at_rest
+from ktft.lanes.gpu.lane import adapters_at_rest
 from ktft.model.experts import find_experts
 from ktft.native.optim import adamw, takes
 

@@ -18,8 +18,8 @@ from ktft import spans
 from ktft.adapters.linear import restore, shorten
 from ktft.config import trace_file
 from ktft.lanes.lanes import Lanes
+from ktft.lanes.record import Record
 from ktft.model.experts import find_experts, layer_number
-from ktft.model.record import Record
 from ktft.native import Runtime
 from ktft.train.attention import AttentionSpans
 from ktft.train.dead import LifeSigns, vocabulary_of

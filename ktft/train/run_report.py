@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from ktft.checkpoint.files import write_whole
-from ktft.model.routing import ROUTING_NAME, Routing
+from ktft.checkpoint.routing_profile import ROUTING_NAME, Routing
 from ktft.train.guards import WINDOW, Guards
 from ktft.train.report import logger
 from ktft.train.run_times import BUSY, ROOM, TIMES, Row, RunSums, lane_rates

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from ktft.config import Settings
-from ktft.lanes.deferral import lowest
+from ktft.deferral import lowest
 from ktft.verify.contract import relative_error
 from ktft.verify.whole import load_model, outermost_experts, random_tokens
 

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import test_kernels as kernels
 
 from ktft import native, reference
+from ktft.checkpoint.routing_profile import Routing
 from ktft.lanes import lanes
-from ktft.lanes.rates import Rate, Rates
+from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lora import ExpertLora
-from ktft.model.routing import Routing
 from ktft.native import ExpertLayer
-from ktft.serve.hybrid import HybridModel
+from ktft.serve.runtime.hybrid_experts import HybridModel
 
 TOP_K, LAYERS = 3, 3
 TOLERANCE = 0.005

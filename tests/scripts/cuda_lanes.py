@@ -29,10 +29,10 @@ from lanes import Lane, adapters, blocks
 
 from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
-from ktft.lanes import torch_ops
-from ktft.lanes.decode import ChunkWeights, decode, place
-from ktft.lanes.experts import chunk_backward, chunk_forward
-from ktft.lanes.ops import Operations, has_triton
+from ktft.lanes.ops import torch_ops
+from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
+from ktft.lanes.ops.decode import ChunkWeights, decode, place
+from ktft.lanes.ops.interface import Operations, has_triton
 from ktft.lanes.routes import Routes, lay_out
 
 ISA = native.default_isa()
@@ -44,7 +44,7 @@ def implementations(device: str) -> dict[str, Operations]:
     """By name, those that run there."""
     found: dict[str, Operations] = {}
     if device == "cuda" and has_triton():
-        from ktft.lanes import triton_ops
+        from ktft.lanes.ops import triton_ops
 
         found["triton"] = triton_ops
     return found | {"torch": torch_ops}

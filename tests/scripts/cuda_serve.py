@@ -37,8 +37,8 @@ def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     """What one process of vLLM made of the prompts, and how fast."""
     from vllm import LLM, SamplingParams
 
-    from ktft.serve.experts import current
-    from ktft.serve.settings import ServeSettings
+    from ktft.serve.runtime.served_model import current
+    from ktft.serve.runtime.settings import ServeSettings
 
     settings = ServeSettings(
         str(args.directory / "model"), gpu_expert_memory=args.gpu_expert_memory, threads=args.threads

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ktft import config, native
 from ktft.config import PROJECTIONS
-from ktft.lanes.lane import GpuLane
-from ktft.lanes.ops import operations
-from ktft.lanes.resident import Residents, free_for_residents
+from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.residents import Residents, free_for_residents
+from ktft.lanes.ops.interface import operations
 from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer, cuda

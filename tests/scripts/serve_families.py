@@ -78,8 +78,8 @@ def served(checkpoint: Path) -> list[float]:
     import torch
     from vllm import LLM, SamplingParams
 
-    from ktft.serve.families import CONFIG_OVERRIDES, compilation_config
-    from ktft.serve.settings import ServeSettings
+    from ktft.serve.runtime.settings import ServeSettings
+    from ktft.serve.vllm.families import CONFIG_OVERRIDES, compilation_config
 
     model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
     os.environ.update(ServeSettings(str(checkpoint), expert_format="bf16", threads=1).to_env())

@@ -1,4 +1,4 @@
-"""Stands for `ktft.serve.engine` in tests of its parent: loads nothing, answers /health, and fails as it is told to.
+"""Stands for `ktft.serve.vllm.engine` in tests of its parent: loads nothing, answers /health, fails as told.
 
 What it does stands in the file that FAKE_ENGINE names, a word a start: `serve`; `slow`, which packs until it may
 serve; `crash`, which serves until it may crash; `early`, which crashes before it serves; `deaf`, which goes on after
@@ -18,8 +18,8 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from ktft.serve.processes import follow
-from ktft.serve.progress import Progress, StatusFile
+from ktft.serve.front.processes import follow
+from ktft.serve.runtime.progress import Progress, StatusFile
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from ktft.serve import requests
-from ktft.serve.gate import Gate
-from ktft.serve.settings import ServeSettings
+from ktft.serve.front import requests
+from ktft.serve.front.gate import Gate
+from ktft.serve.runtime.settings import ServeSettings
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ktft.serve import experts
-from ktft.serve.plugin import register
-from ktft.serve.settings import ServeSettings
+from ktft.serve.runtime import served_model as experts
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.plugin import register
 
 IDS = list(range(3, 35))
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
@@ -80,7 +80,7 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
             **{
                 "quantization": "ktft",
                 "load_format": "ktft",
-                "worker_extension_cls": "ktft.serve.worker.KtftWorker",
+                "worker_extension_cls": "ktft.serve.vllm.worker.KtftWorker",
                 "enforce_eager": True,
                 "max_model_len": 128,
                 "dtype": "bfloat16",

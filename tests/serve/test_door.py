@@ -409,7 +409,7 @@ def test_a_model_with_parts_of_two_adapters_serves_nothing(over_http: Callable[.
 
 
 def test_names_follow_the_address() -> None:
-    from ktft.serve.door import names_of
+    from ktft.serve.front.door import names_of
 
     assert names_of("127.0.0.1", ()) == names_of("localhost", ()) == LOCAL_NAMES
     assert names_of("127.0.0.2", ()) == (*LOCAL_NAMES, "127.0.0.2")
@@ -432,7 +432,7 @@ def test_origins_are_read_as_vllm_does(extra: tuple[str, ...], origins: tuple[st
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from ktft.serve.arguments import allowed_origins
+    from ktft.serve.vllm.arguments import allowed_origins
 
     parser = make_arg_parser(FlexibleArgumentParser())
     assert tuple(parser.parse_args(["--allowed-origins", "[]", *extra]).allowed_origins) == origins

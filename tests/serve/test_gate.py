@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gated import CHAT, HELLO, STATUS, Run, Server, adapter, done, load, serve, settle
 
-from ktft.serve import requests
+from ktft.serve.front import requests
 
 __all__ = ["serve"]
 

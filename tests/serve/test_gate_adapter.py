@@ -236,7 +236,7 @@ def test_bad_loads_are_refused_before_anything_waits(serve: Run, content: Any, w
 
 def test_prefixes_that_are_still_held(serve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = adapter(tmp_path / "tuned")
-    monkeypatch.setattr("ktft.serve.gate._RESET_PAUSE", 0.0)
+    monkeypatch.setattr("ktft.serve.front.gate._RESET_PAUSE", 0.0)
 
     async def test(server: Server) -> None:
         server.engine.busy = 3

@@ -23,12 +23,12 @@ from tiny import write_checkpoint
 from typer.testing import CliRunner
 
 from ktft import versions
+from ktft.checkpoint.routing_profile import ROUTING_NAME, Routing
 from ktft.cli.main import app
-from ktft.model.routing import ROUTING_NAME, Routing
-from ktft.serve import checks, launch
-from ktft.serve.checks import Findings, Options, check_extra, check_port, host_notes, kv_token_bytes
-from ktft.serve.processes import members
-from ktft.serve.settings import ServeSettings
+from ktft.serve.front import checks, launch
+from ktft.serve.front.checks import Findings, Options, check_extra, check_port, host_notes, kv_token_bytes
+from ktft.serve.front.processes import members
+from ktft.serve.runtime.settings import ServeSettings
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class Parent:
             self.port = probe.getsockname()[1]
         fake = Path(__file__).with_name("fake_engine.py")
         code = (
-            "from ktft.serve import checks, launch; from ktft.cli.main import app\n"
+            "from ktft.serve.front import checks, launch; from ktft.cli.main import app\n"
             f"launch.ENGINE = ({str(fake)!r},); launch.DRAIN = 0.5; launch.TRIES = 3\n"
             "checks.check = lambda *_: checks.Findings('qwen3_moe', False, 512, None)\n"
             "app()"

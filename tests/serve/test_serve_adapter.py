@@ -24,10 +24,10 @@ from in_process import Served, served
 
 from ktft.adapters.below import describe
 from ktft.adapters.files import CONFIG
-from ktft.serve.adapter import ServedAdapter, Slot, Target
-from ktft.serve.experts import current
-from ktft.serve.linear import A, KtftLinearMethod, slots_of
-from ktft.serve.worker import reason_of
+from ktft.serve.runtime.adapter import ServedAdapter, Slot, Target
+from ktft.serve.runtime.served_model import current
+from ktft.serve.vllm.lora_linear import A, KtftLinearMethod, slots_of
+from ktft.serve.vllm.worker import reason_of
 
 FILE = "adapter_model.safetensors"
 SIZES: dict[str, dict[str, Any]] = {"qwen2moe": {"hidden_size": 128}, "dsv3": DSV3}
@@ -190,7 +190,7 @@ def test_a_bad_adapter_leaves_the_one_before(qwen: Served, bases: dict[str, Path
 def test_too_little_memory_is_said_before_anything_changes(
     qwen: Served, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktft.serve.adapter.available_memory", lambda: 1 << 16)
+    monkeypatch.setattr("ktft.serve.runtime.adapter.available_memory", lambda: 1 << 16)
     with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload that one first"):
         qwen.set_adapter(random_adapter(bases["qwen2moe"], tmp_path / "big"))
 

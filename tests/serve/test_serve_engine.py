@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import KtftConfig
-from ktft.serve.settings import ServeSettings
+from ktft.serve.runtime.settings import ServeSettings
 
 PROMPT = list(range(20, 60))
 BOUND = 0.02  # of the mean difference of log-probabilities; rounding to bf16 alone makes about 0.005
@@ -67,7 +67,7 @@ def plugin(served_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     for name, value in ServeSettings(str(served_checkpoint)).to_env().items():
         monkeypatch.setenv(name, value)
     load_general_plugins()
-    from ktft.serve.plugin import register
+    from ktft.serve.vllm.plugin import register
 
     register()  # vLLM may have loaded its plugins before there were settings
     yield
@@ -112,7 +112,7 @@ def vllm_layer(**changes: Any) -> Any:
     ],
 )
 def test_what_the_kernels_do_not_compute_is_refused(changes: dict[str, Any], message: str) -> None:
-    from ktft.serve.moe import KtftMoEMethod
+    from ktft.serve.vllm.moe import KtftMoEMethod
 
     assert KtftMoEMethod(vllm_layer()).number == 2
     with pytest.raises(ValueError) as error:
@@ -124,7 +124,7 @@ def test_made_up_tokens_of_vllms_profiling_run_reach_no_expert() -> None:
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import ForwardContext, override_forward_context
 
-    from ktft.serve.moe import KtftMoEMethod
+    from ktft.serve.vllm.moe import KtftMoEMethod
 
     method, x = KtftMoEMethod(vllm_layer()), torch.ones(3, 8)
     weights, index = torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int32)

@@ -19,8 +19,8 @@ from conftest import Server, serving
 from fragile import TOKEN, write_fragile
 from typer.testing import CliRunner
 
+from ktft.checkpoint.routing_profile import ROUTING_NAME, Routing
 from ktft.cli.main import app
-from ktft.model.routing import ROUTING_NAME, Routing
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -27,8 +27,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.utils.network_utils import get_open_port
 
-from ktft.serve.adapter import SliceLora
-from ktft.serve.linear import A, B, KtftLinearMethod
+from ktft.serve.runtime.adapter import SliceLora
+from ktft.serve.vllm.lora_linear import A, B, KtftLinearMethod
 
 HIDDEN, RANK = 64, 8
 Make = Callable[[torch.dtype], Any]

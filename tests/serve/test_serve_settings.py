@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ktft.config import SERVE_ENV
-from ktft.serve.progress import Progress, StatusFile, read_progress
-from ktft.serve.settings import ServeSettings, cpu_environment
+from ktft.serve.runtime.progress import Progress, StatusFile, read_progress
+from ktft.serve.runtime.settings import ServeSettings, cpu_environment
 
 
 def test_settings_come_back_from_the_environment(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_status_file_is_replaced_whole(tmp_path: Path) -> None:
 def test_plugin_is_cheap_and_silent_where_ktft_does_not_serve() -> None:
     """vLLM calls it in every process of every server, whatever that serves."""
     code = (
-        "import sys; from ktft.serve.plugin import register; register();"
+        "import sys; from ktft.serve.vllm.plugin import register; register();"
         "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     )
     environment = {"PATH": "/usr/bin"}
@@ -101,5 +101,5 @@ def test_vllm_finds_the_plugin() -> None:
     from importlib.metadata import entry_points
 
     (point,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "ktft"]
-    assert point.value == "ktft.serve.plugin:register"
+    assert point.value == "ktft.serve.vllm.plugin:register"
     assert callable(point.load())

@@ -1,0 +1,178 @@
+"""What layers' experts would take on a machine that is described, as the code that places them would place them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktft.lanes.decide.costs import BF16, LANES, LayerKind, Rate, Rates
+from ktft.lanes.decide.placer import Placement, Placer
+
+ROUTINGS = ("uniform", "zipf")
+# Of the GPU's dense bf16 FLOP/s that grouped products reach beyond reading their weights, and of its memory's rate that
+# decoding does: Qwen3-30B-A3B's gate and up take 0.26, 0.43 and 1.25 ms at 512, 4096 and 16384 tokens on an H200.
+PRODUCT_SHARE, MEMORY_SHARE = 0.75, 0.6
+# Forward, backward: products of a row over forward's (backward computes gate and up again), times that bf16 weights are
+# read after they were written, and bytes a row of gathering, SwiGLU and summing, by hidden and by intermediate size.
+_PRODUCTS, _READS = {"forward": 1.0, "backward": 5 / 3}, {"forward": 1.0, "backward": 5 / 3}
+_ROW_BYTES = {"forward": (14, 12), "backward": (30, 30)}
+_DRAWS = 4  # of counts
+# Seconds of a call that computes nothing: Python, waking threads; some tens of kernel launches and their events.
+_CPU_CALL, _COPY_CALL, _GPU_CALL = 1e-4, 5e-5, {"forward": 3e-4, "backward": 6e-4}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine's rates for one kind of layer: FLOP/s of base products on the CPU (backward's with all that it computes
+    again) and on the GPU (dense bf16), bytes/s of their memories and of pinned copies each way.
+    """
+
+    cpu_forward: float
+    cpu_backward: float
+    cpu_bandwidth: float
+    pcie: float
+    gpu_flops: float
+    gpu_bandwidth: float
+
+    def rates(self, kind: LayerKind, *, retained: bool = False) -> Rates:
+        """The lanes' rates; `retained`: the CPU's backward finds gate and up, and need not read them once more."""
+        cpu = {
+            "forward": Rate(self.cpu_forward, self.cpu_bandwidth, _CPU_CALL),
+            "backward": Rate(
+                self.cpu_backward, self.cpu_bandwidth / (1 if retained else _READS["backward"]), _CPU_CALL
+            ),
+        }
+        return Rates(cpu, {work: self._gpu(kind, work) for work in cpu}, self.pcie, self.pcie, _COPY_CALL)
+
+    def _gpu(self, kind: LayerKind, work: str) -> Rate:
+        memory = self.gpu_bandwidth * MEMORY_SHARE
+        hidden, inner = _ROW_BYTES[work]
+        row = _PRODUCTS[work] * kind.row_flops / (self.gpu_flops * PRODUCT_SHARE)
+        row += (hidden * kind.hidden_size + inner * kind.intermediate_size) / memory
+        weights = 3 * kind.hidden_size * kind.intermediate_size * BF16
+        expert = (kind.expert_bytes + weights * (1 + _READS[work])) / memory
+        return Rate(kind.row_flops / row, kind.expert_bytes / expert, _GPU_CALL[work])
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Seconds of layers' experts: of whole passes, by lane how long each was busy, and by lane how long the others
+    waited for it; rows, forward and backward, by where they ran.
+    """
+
+    forward: float
+    backward: float
+    busy: dict[str, float]
+    limiting: dict[str, float]
+    rows: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the rows, by where they ran."""
+        return {where: count / sum(self.rows.values()) for where, count in self.rows.items()}
+
+    @property
+    def slowest(self) -> str:
+        """The lane that most time is spent waiting for."""
+        return max(self.limiting, key=lambda lane: self.limiting[lane])
+
+
+def popularity(kind: LayerKind, routing: str) -> NDArray[np.float64]:
+    """How likely a token is sent to each expert; together `top_k`.
+
+    `zipf`: expert n is drawn with weight 1/n, `top_k` of them without replacement. As if every expert's clock rang
+    after a random time of that rate, and the first `top_k` counted: the chance is 1 - exp(-t / n) at the time t by
+    which `top_k` are expected.
+
+    Raises:
+        ValueError: another routing.
+    """
+    if routing == "uniform":
+        return np.full(kind.num_experts, kind.top_k / kind.num_experts)
+    if routing != "zipf":
+        raise ValueError(f"routing is {routing!r}; known: {', '.join(ROUTINGS)}")
+    weights = 1.0 / np.arange(1, kind.num_experts + 1)
+    low, high = 0.0, 64.0 * kind.num_experts
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if -np.expm1(-weights * middle).sum() < kind.top_k else (low, middle)
+    return -np.expm1(-weights * high)
+
+
+@lru_cache(maxsize=64)
+def draw_counts(kind: LayerKind, tokens: int, routing: str, seed: int = 0) -> tuple[int, ...]:
+    """Rows an expert of one micro-batch, drawn from `popularity`; together `tokens * top_k`."""
+    share = popularity(kind, routing)
+    counts = np.random.default_rng(seed).binomial(tokens, share)
+    missing = tokens * kind.top_k - int(counts.sum())
+    for expert in np.argsort(-share, kind="stable"):  # what independent draws miss
+        if not missing:
+            break
+        more = min(max(int(counts[expert]) + missing, 0), tokens) - int(counts[expert])
+        counts[expert], missing = counts[expert] + more, missing - more
+    return tuple(counts.tolist())
+
+
+def simulate(
+    kind: LayerKind, rates: Rates, tokens: int, *, layers: int = 1, mode: str = "auto", residents: int = 0,
+    routing: str = "uniform", retained: bool = False,
+) -> Simulated:  # fmt: skip
+    """One forward and one backward of such layers.
+
+    Args:
+        layers: how many; up to `_DRAWS` of them draw their own counts, and stand for the others.
+        mode: as `Placer` takes it.
+        residents: of each layer, the most popular ones.
+        retained: backward uses what forward kept, so its experts stay where they were.
+    """
+    placer = Placer(kind, rates, mode)
+    resident = range(min(residents, kind.num_experts))  # `popularity` falls with the number
+    seconds = dict.fromkeys(("forward", "backward"), 0.0)
+    busy, limiting = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
+    rows = dict.fromkeys(("cpu", "stream", "resident"), 0.0)
+    draws = min(layers, _DRAWS)
+    for draw in range(draws):
+        counts = draw_counts(kind, tokens, routing, seed=draw)
+        forward = placer.decide(counts, resident, "both" if retained else "forward")
+        for work in seconds:
+            placed = forward
+            if work == "backward":
+                placed = placer.again(forward, counts, work) if retained else placer.decide(counts, resident, work)
+            slowest = placed.slowest
+            seconds[work] += placed.seconds[slowest] * layers / draws
+            limiting[slowest] += placed.seconds[slowest] * layers / draws
+            for lane in LANES:
+                busy[lane] += placed.seconds[lane] * layers / draws
+            for where in rows:
+                rows[where] += _rows(placed, where, counts) * layers / draws
+    return Simulated(**seconds, busy=busy, limiting=limiting, rows=rows)
+
+
+def _rows(placed: Placement, where: str, counts: tuple[int, ...]) -> int:
+    return sum(counts[expert] for expert in getattr(placed, where))
+
+
+def joined(parts: Iterable[Simulated]) -> Simulated:
+    """The sum over kinds of layers."""
+    several = list(parts)
+
+    def total(name: str) -> dict[str, float]:
+        first: dict[str, float] = getattr(several[0], name)
+        return {key: sum(getattr(each, name)[key] for each in several) for key in first}
+
+    return Simulated(
+        forward=sum(each.forward for each in several),
+        backward=sum(each.backward for each in several),
+        busy=total("busy"),
+        limiting=total("limiting"),
+        rows=total("rows"),
+    )

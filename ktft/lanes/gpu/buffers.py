@@ -1,0 +1,182 @@
+"""The lane's memory on the device, sized once for all layers, and where each layer's chunks lie in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft.lanes.gpu.rings import Place, Ring, Source, aligned, row_bytes
+from ktft.lanes.gpu.transfer import Transfer
+from ktft.lanes.ops.decode import ChunkWeights
+from ktft.lora import ExpertLora
+from ktft.native import ExpertLayer
+from ktft.native.packed import PackedSlice
+
+META = torch.device("meta")
+LEAST_CHUNKS = 2
+"""That a layer's experts make: nothing goes on beside the first one's copy and the last one's products."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What does not change from call to call of a layer.
+
+    Attributes:
+        slices: the layer's.
+        kind: equal where decoding and adapters are the same kernels, but for the buffers that these read.
+        capacity: experts of a chunk.
+        packed, adapters: places of the blocks and of the LoRA tensors, one for each buffer.
+        gathered: the place of resident experts' blocks.
+        weights: the decoded chunk.
+    """
+
+    slices: list[PackedSlice]
+    kind: tuple[object, ...]
+    capacity: int
+    packed: list[Place]
+    adapters: list[Place]
+    gathered: list[Place]
+    weights: ChunkWeights
+    _decoded: dict[int, ChunkWeights] = field(default_factory=dict)
+
+    def decoded(self, experts: int) -> ChunkWeights:
+        """Memory for so many experts' weights."""
+        if experts not in self._decoded:
+            first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
+            self._decoded[experts] = replace(self.weights, **first)
+        return self._decoded[experts]
+
+
+def tensors(weights: ChunkWeights) -> dict[str, Tensor]:
+    """Those of them that there are, by attribute."""
+    found = {each.name: getattr(weights, each.name) for each in fields(weights)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def decoded_bytes(weights: ChunkWeights) -> int:
+    """Bytes of a buffer that `laid_over` takes."""
+    return sum(aligned(tensor.nbytes) for tensor in tensors(weights).values())
+
+
+def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
+    """Weights of these shapes in a buffer, uint8 `[decoded_bytes]` or more."""
+    placed: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors(weights).items():
+        placed[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        at += aligned(tensor.nbytes)
+    return replace(weights, **placed)
+
+
+class Buffers:
+    """Two for packed bytes, two for LoRA tensors, one for residents' packed bytes, one for decoded weights.
+
+    Args:
+        transfer: the device.
+        chunk_bytes: packed bytes of a chunk; it holds one expert at least.
+        limit: bytes of all buffers, as far as one expert a chunk allows.
+
+    Attributes:
+        packed, adapters, gathered: the rings.
+    """
+
+    def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
+        self._transfer, self.chunk_bytes, self.limit = transfer, chunk_bytes, limit
+        self.packed, self.adapters, self.gathered = Ring(transfer, frozen=True), Ring(transfer), Ring(transfer, 1)
+        self._decoded = torch.empty(0, dtype=torch.uint8, device=transfer.device)
+        self._plans: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, Plan]] = weakref.WeakKeyDictionary()
+
+    @property
+    def bytes(self) -> int:
+        """On the device."""
+        return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
+
+    def forget(self) -> None:
+        """Make all plans anew: the residents' memory is another."""
+        self._plans.clear()
+
+    def plan(
+        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
+    ) -> Plan:
+        """The layer's, made at its first call, and again when the adapters' tensors are other ones.
+
+        Args:
+            layer: the packed experts.
+            lora: adapters, CPU tensors.
+            residents: tells where the residents of a layer lie.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+            ValueError: a LoRA tensor that is not a contiguous CPU tensor of the layer's experts.
+        """
+        parameters = lora.parameters() if lora is not None else []
+        names = sorted(lora.pairs) if lora is not None else []
+        signature = names, [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
+        found = self._plans.get(layer)
+        if found is None or found[0] != signature:
+            with torch.inference_mode(False):  # a later call that trains writes there, too
+                found = signature, self._make(layer, lora, parameters, residents)
+            self._plans[layer] = found
+        return found[1]
+
+    def _make(
+        self,
+        layer: ExpertLayer,
+        lora: ExpertLora | None,
+        parameters: Sequence[Tensor],
+        residents: Callable[[ExpertLayer], list[Source]] | None,
+    ) -> Plan:
+        for tensor in parameters:
+            if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.shape[0] != layer.num_experts:
+                raise ValueError(
+                    f"{layer.name}: LoRA's tensors must be contiguous CPU tensors of {layer.num_experts} experts, got "
+                    f"{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+                )
+        slices, locks = layer.slices(), self._transfer.locks
+        locked = locks.layer(layer)
+        blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
+        adapters = [Source.of(tensor, locks.tensor(tensor)) for tensor in parameters]
+
+        def shapes(experts: int) -> ChunkWeights:
+            sizes = experts, layer.hidden_size, layer.intermediate_size
+            return ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, META)
+
+        held = residents(layer) if residents is not None else []
+        places = 3 if held else 2  # of packed bytes
+        one = places * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
+        most = -(-layer.num_experts // LEAST_CHUNKS)
+        capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
+        capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # of chunks alike
+        weights = shapes(capacity)
+        parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
+        rows = [(source.shape, source.dtype) for source in adapters]
+        if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
+            self._plans.clear()
+        weights = laid_over(weights, self._decoded)
+        return Plan(
+            slices,
+            (layer.format, capacity, self._decoded.data_ptr(), *weights.places.items(), *parts, *rows),
+            capacity,
+            self.packed.places(blocks, capacity),
+            self.adapters.places(adapters, capacity) if adapters else [],
+            self.gathered.places(held, capacity) if held else [],
+            weights,
+        )
+
+    def _reserve(self, packed: int, adapters: int, gather: bool, weights: ChunkWeights) -> bool:
+        """Make all buffers large enough; returns whether any is another than before."""
+        moved = [
+            self.packed.reserve(packed),
+            self.adapters.reserve(adapters),
+            self.gathered.reserve(packed if gather else 0),
+        ]
+        if (size := decoded_bytes(weights)) > self._decoded.nbytes:
+            self._decoded = self._decoded.new_empty(0)
+            self._decoded = self._decoded.new_empty(size)
+            moved.append(True)
+        return any(moved)

@@ -1,0 +1,199 @@
+"""Experts that stay on the device: packed as in host memory, chosen by how many tokens they get."""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.rings import ALIGNMENT, Source, row_bytes
+from ktft.native import ExpertLayer
+from ktft.native.cuda import Rows
+
+DECAY = 0.9
+"""What the mean of shares keeps of the steps before."""
+SHARE = 0.03
+"""Of the bytes that a step copies to the device, what changes of residents may add."""
+MARGIN = 1.25
+"""How many times a resident's tokens another expert must have to take its place: else two alike would alternate."""
+
+
+@dataclass
+class _Layer:
+    """One layer's side of it: where its blocks come from, and which of them are resident, by slot.
+
+    `share` is the mean over steps of each expert's part of the layer's tokens, `counted` the tokens of this step.
+    """
+
+    sources: list[Source]
+    slots: dict[int, int]
+    share: torch.Tensor
+    counted: torch.Tensor
+
+
+def free_for_residents(lane: GpuLane) -> int:
+    """Bytes that residents may take of the lane's device, once a step has shown what training needs.
+
+    A quarter of what torch holds, and 1 GiB at least, stay free for longer batches. 0 on the CPU.
+    """
+    room = lane.transfer.free_bytes()
+    if room is None:
+        return 0
+    reserved = torch.cuda.memory_reserved(lane.device)
+    return max(0, room[0] - max(1 << 30, reserved // 4))
+
+
+class Residents:
+    """Experts of all layers that stay on a lane's device, in one arena of equal blocks.
+
+    Args:
+        lane: takes them from here instead of copying them, as soon as they are here.
+        budget: bytes of the arena at most.
+        layers: those whose experts may stay.
+
+    Attributes:
+        arena: uint8 `[blocks, bytes of one]` on the device.
+        arrived: event: all blocks are in their places.
+        moved: experts that `adapt` brought to the device so far.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for the arena.
+        ValueError: not even one expert fits the budget.
+    """
+
+    def __init__(self, lane: GpuLane, budget: int, layers: Sequence[ExpertLayer]) -> None:
+        self._lane, self._transfer = lane, lane.transfer
+        self._layers: weakref.WeakKeyDictionary[ExpertLayer, _Layer] = weakref.WeakKeyDictionary()
+        for layer in layers:
+            locked = self._transfer.locks.layer(layer)
+            sources = [Source(s.address, (s.expert_bytes,), torch.uint8, locked) for s in layer.slices()]
+            zeros = torch.zeros(layer.num_experts)
+            self._layers[layer] = _Layer(sources, {}, zeros, zeros.clone())
+        block = max((sum(source.bytes for source in part.sources) for part in self._layers.values()), default=0)
+        self._block_bytes = -(-block // ALIGNMENT) * ALIGNMENT
+        count = min(budget // max(1, self._block_bytes), sum(layer.num_experts for layer in layers))
+        if count < 1:
+            raise ValueError(
+                f"gpu_expert_memory: {budget} bytes hold no expert, one takes {self._block_bytes}; give more, or 0"
+            )
+        with torch.inference_mode(False):
+            self.arena = torch.empty(count, self._block_bytes, dtype=torch.uint8, device=lane.device)
+        self._transfer.keep([self.arena], self._transfer.into)
+        self._free = list(range(count - 1, -1, -1))
+        self.arrived = self._transfer.event()
+        self.arrived.record(self._transfer.compute())  # what the arena's memory was before may be in use still
+        self.arrived.wait(self._transfer.into)
+        self._before, self.moved = self._transfer.copied_bytes, 0
+        lane.hold(self)
+
+    @property
+    def bytes(self) -> int:
+        """Of the arena."""
+        return self.arena.nbytes
+
+    def slots(self, layer: ExpertLayer) -> dict[int, int]:
+        """The layer's resident experts and their blocks' numbers."""
+        part = self._layers.get(layer)
+        return {} if part is None else part.slots
+
+    def sources(self, layer: ExpertLayer) -> list[Source]:
+        """Where the slices of a block of this layer lie in the arena."""
+        part = self._layers.get(layer)
+        return (
+            []
+            if part is None
+            else [
+                Source(matrix.batch, (matrix.bytes,), torch.uint8, stride=self._block_bytes)
+                for matrix in self._blocks(part, 0)
+            ]
+        )
+
+    def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
+        """Fill the arena by what an earlier run counted: tokens of each expert, as in its training report."""
+        for layer, tokens in expert_tokens.items():
+            part = self._layers[layer]
+            if len(tokens) != len(part.share):
+                raise ValueError(
+                    f"{layer.name} has {len(part.share)} experts, the earlier run's counts are of {len(tokens)}"
+                )
+            part.share = torch.tensor(tokens, dtype=torch.float32) / max(1, sum(tokens))
+        self._replace(0)
+
+    def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
+        """Tokens that each expert got in a micro-batch."""
+        self._layers[layer].counted += torch.tensor(counts, dtype=torch.float32)
+
+    def adapt(self, allowed: int | None = None) -> int:
+        """Once a step: fill what is free, and let the experts with the most tokens take the places of those with few.
+
+        Changes are copied on the lane's own stream.
+
+        Args:
+            allowed: bytes that experts which take others' places may have; by default a share of what the step copied.
+
+        Returns:
+            Bytes that are on their way.
+        """
+        for part in self._layers.values():
+            if total := float(part.counted.sum()):
+                now = part.counted / total
+                part.share = DECAY * part.share + (1 - DECAY) * now if part.share.any() else now
+                part.counted = torch.zeros_like(now)
+        if allowed is None:
+            allowed = int(SHARE * (self._transfer.copied_bytes - self._before))
+        moved = self._replace(max(allowed // self._block_bytes, 1 if allowed else 0))
+        self._before = self._transfer.copied_bytes
+        return moved
+
+    def _replace(self, swaps: int) -> int:
+        """Fill free blocks, then change at most so many; returns the bytes that are copied."""
+        with self._lane.mutex:
+            return self._replaced(swaps)
+
+    def _replaced(self, swaps: int) -> int:
+        outside: list[tuple[float, int, ExpertLayer, int]] = []
+        inside: list[tuple[float, int, ExpertLayer, int]] = []
+        for number, (layer, part) in enumerate(self._layers.items()):
+            for expert, share in enumerate(part.share.tolist()):
+                (inside if expert in part.slots else outside).append((share, number, layer, expert))
+        comers = [comer for comer in _most(outside, len(self._free) + swaps) if comer[0] > 0]
+        coming = [(layer, expert, self._free.pop()) for _, _, layer, expert in comers[: len(self._free)]]
+        goers = heapq.nsmallest(swaps, inside, key=lambda entry: entry[:2] + entry[3:])
+        for (share, _, layer, expert), (held, _, other, out) in zip(comers[len(coming) :], goers, strict=False):
+            if share <= MARGIN * held:
+                break
+            coming.append((layer, expert, self._layers[other].slots.pop(out)))
+        return self._bring(coming)
+
+    def _bring(self, coming: Sequence[tuple[ExpertLayer, int, int]]) -> int:
+        """Copy experts to their blocks, once the products are done with what lies there."""
+        moved = 0
+        self._lane.used.wait(self._transfer.into)
+        for layer, expert, slot in coming:
+            part = self._layers[layer]
+            self._transfer.copy_in([expert], self._blocks(part, slot))
+            moved += row_bytes(part.sources)
+            part.slots[expert] = slot
+        if coming:
+            self.arrived.record(self._transfer.into)
+        self.moved += len(coming)
+        return moved
+
+    def _blocks(self, part: _Layer, slot: int) -> list[Rows]:
+        """From where in host memory to where in a block the slices go."""
+        at, found = self.arena.data_ptr() + slot * self._block_bytes, []
+        for source in part.sources:
+            found.append(Rows(source.address, at, source.bytes))
+            at += source.bytes
+        return found
+
+
+def _most(
+    entries: Sequence[tuple[float, int, ExpertLayer, int]], count: int
+) -> list[tuple[float, int, ExpertLayer, int]]:
+    """Those with the most tokens, in the order of layers and experts where they have as many."""
+    return heapq.nsmallest(count, entries, key=lambda entry: (-entry[0], entry[1], entry[3]))

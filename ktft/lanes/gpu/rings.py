@@ -1,0 +1,201 @@
+"""Buffers on the device that chunks of experts are copied into, in turns, while the products use the one before."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ktft.lanes.gpu.transfer import Transfer
+from ktft.native.cuda import Rows, copy_on_host
+
+ALIGNMENT = 256
+"""Of each matrix in a buffer, in bytes."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A matrix with a row for each expert: packed blocks, or a LoRA tensor `[E, ...]`.
+
+    Attributes:
+        address: of row 0.
+        shape, dtype: of one row.
+        locked: whether copies may leave from it.
+        stride: bytes from one row to the next; 0 where they follow each other.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    locked: bool = True
+    stride: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor, locked: bool) -> Source:
+        """A tensor's rows."""
+        return cls(tensor.data_ptr(), tuple(tensor.shape[1:]), tensor.dtype, locked)
+
+
+class Buffer:
+    """One of the places that are filled in turns.
+
+    Attributes:
+        copied, free: events: what was copied last is there; the products are done with it.
+        holds: what was copied last, if that never changes: the places, and the rows.
+    """
+
+    holds: tuple[Sequence[Place], list[int]] | None = None
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device=transfer.device)
+        self.mirror: Tensor | None = None
+        self.copied, self.free = transfer.event(), transfer.event()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of one set of sources lie in one buffer: `views` are `[capacity, *shape]`."""
+
+    buffer: Buffer
+    views: list[Tensor]
+    locked: list[Rows]
+    pageable: list[Rows]
+    _first: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the views."""
+        return tuple(view.data_ptr() for view in self.views)
+
+    def first(self, count: int) -> list[Tensor]:
+        """So many rows of the views."""
+        if count not in self._first:
+            self._first[count] = [view[:count] for view in self.views]
+        return self._first[count]
+
+    def there(self) -> bool:
+        """Whether the rows are there."""
+        return bool(self.buffer.copied.query())
+
+    def wait(self, stream: object) -> list[Tensor]:
+        """Let `stream` wait for the rows; returns the views."""
+        self.buffer.copied.wait(stream)
+        return self.views
+
+
+def row_bytes(sources: Sequence[Source]) -> int:
+    """Bytes of one expert in a buffer, about: without alignment."""
+    return sum(source.bytes for source in sources)
+
+
+class Ring:
+    """Buffers of one size, filled in turns. Copies of unlocked memory go through a locked mirror of the buffer.
+
+    Args:
+        transfer: the device.
+        count: how many buffers.
+        frozen: what is copied never changes: rows that a buffer is to be filled with again are there.
+    """
+
+    def __init__(self, transfer: Transfer, count: int = 2, *, frozen: bool = False) -> None:
+        self._transfer, self._frozen = transfer, frozen
+        self._buffers = [Buffer(transfer) for _ in range(count)]
+        self._turn = 0
+
+    @property
+    def bytes(self) -> int:
+        """On the device."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    @staticmethod
+    def size(sources: Sequence[Source], capacity: int) -> int:
+        """Bytes of a buffer that holds `capacity` rows of each source."""
+        return sum(aligned(source.bytes * capacity) for source in sources)
+
+    def reserve(self, size: int) -> bool:
+        """Make the buffers at least so large; returns whether they are other ones than before.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+        """
+        if size <= self._buffers[0].memory.nbytes:
+            return False
+        self._transfer.synchronize()
+        for buffer in self._buffers:
+            buffer.free.synchronize()
+            buffer.memory, buffer.mirror, buffer.holds = buffer.memory.new_empty(0), None, None
+        for buffer in self._buffers:
+            buffer.memory = torch.empty(size, dtype=torch.uint8, device=self._transfer.device)
+            self._transfer.keep([buffer.memory], self._transfer.into)
+            # Its memory may have been another's, whose products run still: copies wait for them
+            buffer.free.record(self._transfer.compute())
+        return True
+
+    def places(self, sources: Sequence[Source], capacity: int) -> list[Place]:
+        """Where the sources' rows lie in each buffer, which `reserve` made large enough."""
+        return [self._place(buffer, sources, capacity) for buffer in self._buffers]
+
+    @staticmethod
+    def _place(buffer: Buffer, sources: Sequence[Source], capacity: int) -> Place:
+        views, rows, at = [], {True: [], False: []}, 0  # type: list[Tensor], dict[bool, list[Rows]], int
+        for source in sources:
+            size = source.bytes * capacity
+            view = buffer.memory[at : at + size].view(source.dtype).view(capacity, *source.shape)
+            views.append(view)
+            rows[source.locked].append(Rows(source.address, view.data_ptr(), source.bytes, source.stride))
+            at += aligned(size)
+        return Place(buffer, views, rows[True], rows[False])
+
+    def fill(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
+        """Begin to copy the sources' rows into the next buffer, once the products are done with it."""
+        place = places[self._turn]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        holds = place.buffer.holds
+        if holds is not None and holds[0] is places and holds[1] == rows:
+            return place
+        place.buffer.holds = None
+        place.buffer.free.wait(self._transfer.into)
+        self._transfer.copy_in(rows, place.locked)
+        if place.pageable:
+            self._through_mirror(place, rows)
+        place.buffer.copied.record(self._transfer.into)
+        if self._frozen:
+            place.buffer.holds = places, list(rows)
+        return place
+
+    def turn_back(self, count: int) -> None:
+        """What the last `count` fillings brought is of no use: the next ones take their buffers."""
+        self._turn = (self._turn - count) % len(self._buffers)
+
+    def gather(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
+        """Begin to copy rows of sources on the device, on the stream of the products."""
+        self._transfer.copy_within(rows, places[0].locked)
+        return places[0]
+
+    def _through_mirror(self, place: Place, rows: Sequence[int]) -> None:
+        buffer = place.buffer
+        if buffer.mirror is None:
+            with torch.inference_mode(False):
+                buffer.mirror = torch.empty(
+                    buffer.memory.nbytes, dtype=torch.uint8, pin_memory=self._transfer.driver is not None
+                )
+        buffer.copied.synchronize()  # the copy before this one has left the mirror
+        shift = buffer.mirror.data_ptr() - buffer.memory.data_ptr()
+        copy_on_host(
+            rows, [Rows(m.matrix, m.batch + shift, m.bytes, m.matrix_stride) for m in place.pageable], gather=True
+        )
+        self._transfer.copy_in(range(len(rows)), [Rows(m.batch + shift, m.batch, m.bytes) for m in place.pageable])
+
+
+def aligned(size: int) -> int:
+    """Rounded up, so that what follows in a buffer is aligned."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,123 @@
+"""What a device does to weights and rows besides multiplying them: in torch operations, and in Triton for CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ktft import config
+from ktft.lanes.ops.chunk_adapters import Adapters
+from ktft.lanes.ops.dropout import Dropout
+from ktft.lanes.routes import Piece
+from ktft.native.packed import PackedMatrix
+from ktft.swiglu import Swiglu
+
+
+class Operations(Protocol):
+    """One implementation of them, a module.
+
+    n rows of a piece, G experts, M projections whose outputs lie side by side (gate's and up's: 2; down's: 1), with N
+    inputs each; P places of their adapters, see `Adapters`; a scale is fp32 `[G, outputs]`, of formats that have one.
+    Activations are bf16 and contiguous; `[n, N+]` are rows of N and more columns: two parts of P places, which are
+    added, and a bias's columns, if there are biases. Sums are fp32, in an order that does not change from call to call.
+    Nothing waits for the device.
+    """
+
+    def decode(
+        self,
+        format: str,
+        blocks: Tensor,
+        matrices: Sequence[PackedMatrix],
+        out: Tensor,
+        scale: Tensor | None,
+        row: int,
+        col: int,
+    ) -> None:
+        """out `[G, M, rows, cols+]` from `row` and `col` on = M projections, of the same shape and strips, of packed
+        experts, uint8 `[G, expert_bytes]`, without row scales; these become scale `[G, M, rows]`. Biases, divided by
+        the scale, become the first two of the last `PLACES` columns, of which the others become zero.
+        """
+
+    def place(self, adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
+        """a `[G, 2, P, N]` = A / kept, in a high and a low part; b `[G, outputs, ...]` from column `col` on: scaling ·
+        B / scale likewise, P columns a part. Places beyond a rank, and B beside other projections' rows, become zero.
+        """
+
+    def gather(self, source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
+        """out `[n, H+]` = each row's token of source `[T, H]`, fp32, fp16 or bf16, times its expert's scale."""
+
+    def low_rank(self, rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
+        """Both parts of places [begin, end) of rows `[n, N+]` = drop(their N columns) · aᵀ, of a `[G, 2, P, N]` that of
+        the row's expert.
+        """
+
+    def add_low_rank(
+        self, rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None
+    ) -> None:
+        """N columns of rows `[n, N+]` += drop(both parts of their places [begin, end) · a `[G, 2, P, N]`)."""
+
+    def lora_gradients(
+        self,
+        adapters: Adapters,
+        x: Tensor,
+        dx: Tensor,
+        dy: Tensor,
+        piece: Piece,
+        weights: Tensor | None,
+        scale: Tensor | None,
+        out: Tensor,
+        adds: bool,
+    ) -> None:
+        """out fp32 = or, if `adds`, += the gradients of a and b of each adapter, one after the other, `[G, ...]` each.
+
+        x `[n, N+]` are inputs with A x behind them, dx `[n, N+]` has Bᵀ dy there; dy `[n, outputs]` are the gradients
+        of outputs times their scale. dy and dx count times the rows' routing weights, of fp32 `[T, k]`, if given. A's
+        are dx's places · drop(x) / kept by expert, zero where it has no rows; B's scaling · dy · (A x) / scale.
+        """
+
+    def swiglu(self, gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
+        """out `[n, I+]` = the activation of scale · gate_up `[n, 2 I]`."""
+
+    def swiglu_backward(
+        self,
+        gate_up: Tensor,
+        scale: Tensor | None,
+        grad_h: Tensor,
+        more: Tensor | None,
+        piece: Piece,
+        swiglu: Swiglu,
+        weights: Tensor,
+        h: Tensor,
+        grad_weights: Tensor,
+    ) -> None:
+        """gate_up `[n, 2 I]`, without its scale, becomes scale · its gradient, h `[n, I+]` the activation.
+
+        grad_h `[n, I+]` is h's gradient without the routing weights `[T, k]`, whose own gradient <grad_h, h>, and the
+        first two columns of `more` if given, are added to grad_weights fp32 `[T, k]`.
+        """
+
+    def combine(self, y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
+        """out fp32 `[T, N]` += scale · the rows of y `[n, N+]` at their tokens, times weights `[T, k]` if given."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def by_triton(device: torch.device) -> bool:
+    """Whether operations there are Triton's kernels and nothing else: on a GPU, unless `KTFT_TRITON` is 0."""
+    return device.type == "cuda" and config.use_triton() and has_triton()
+
+
+def operations(device: torch.device) -> Operations:
+    """The best for the device."""
+    chosen = "triton_ops" if by_triton(device) else "torch_ops"
+    return cast(Operations, importlib.import_module(f"ktft.lanes.ops.{chosen}"))

@@ -1,0 +1,241 @@
+"""`ops.Operations` in torch operations, for any device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ktft.lanes.ops.chunk_adapters import Adapters
+from ktft.lanes.ops.dropout import Dropout, stays
+from ktft.lanes.ops.tiles import CODE_BYTES, PLACES, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, TILES
+from ktft.lanes.routes import Piece
+from ktft.native.packed import PackedMatrix
+from ktft.swiglu import Swiglu
+
+
+def decode(
+    format: str,
+    blocks: Tensor,
+    matrices: Sequence[PackedMatrix],
+    out: Tensor,
+    scale: Tensor | None,
+    row: int,
+    col: int,
+) -> None:
+    """See `ops.Operations`. One expert after the other: codes take several times their bytes meanwhile."""
+    for i, matrix in enumerate(matrices):
+        rows = slice(row, row + matrix.rows)
+        for block, decoded in zip(blocks, out[:, i, rows, col : col + matrix.cols], strict=True):
+            values = _tiles(format, block, matrix)
+            values = values.permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
+            if format == "fp8":
+                values = values.float() * _block_scales(block, matrix)
+            decoded.copy_(values)
+        scales = None
+        if scale is not None and matrix.scales is not None:
+            scales = scale[:, i, rows]
+            scales.copy_(_floats(blocks, matrix.scales, matrix.rows))
+        if matrix.bias is not None:
+            bias, to = _floats(blocks, matrix.bias, matrix.rows), out[:, i, rows, -PLACES:]
+            to.zero_()
+            _split(bias if scales is None else bias / scales, to[..., 0], to[..., 1])
+
+
+def _floats(blocks: Tensor, offset: int, count: int) -> Tensor:
+    return blocks[:, offset : offset + 4 * count].view(torch.float32)
+
+
+def _split(values: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write values as the sum of two bf16 tensors."""
+    high.copy_(values)
+    torch.sub(values, high, out=low)
+
+
+def _tiles(format: str, block: Tensor, matrix: PackedMatrix) -> Tensor:
+    """Values without scales that lie outside of the tiles, `[strips, tiles of a strip, 16, columns of a tile]`."""
+    tile = TILES[format]
+
+    def cut(offset: int, row_bytes: int) -> Tensor:
+        return block.as_strided(
+            (matrix.rows // TILE_ROWS, -(-matrix.cols // tile.cols), TILE_ROWS, row_bytes),
+            (matrix.strip_bytes, tile.bytes, row_bytes, 1),
+            block.storage_offset() + matrix.tiles + offset,
+        )
+
+    codes = cut(0, ROW_BYTES)
+    if tile.table is None:
+        return codes.view({"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[format])
+    groups = codes.unflatten(-1, (4, 1, 16))
+    both = torch.cat((groups & 15, groups >> 4), dim=-2).flatten(-2)
+    values = _table(format, block.device)[both.int()]
+    scales = cut(CODE_BYTES, (tile.bytes - CODE_BYTES) // TILE_ROWS)
+    if format == "int4":
+        scales = scales.view(torch.bfloat16)
+    elif format == "mxfp4":
+        scales = torch.where(scales == 0, 2.0**-127, (scales.int() << 23).view(torch.float32))
+    return (values * scales.float()[..., None]).bfloat16().flatten(-2)
+
+
+@functools.cache
+def _table(format: str, device: torch.device) -> Tensor:
+    return torch.tensor(TILES[format].table, device=device)
+
+
+def _block_scales(block: Tensor, matrix: PackedMatrix) -> Tensor:
+    """fp32 `[rows, cols]`."""
+    assert matrix.scales is not None
+    across = -(-matrix.cols // SCALE_BLOCK)
+    down = -(-matrix.rows // SCALE_BLOCK)
+    scales = block[matrix.scales :][: across * down * 4].view(torch.float32).view(down, across)
+    wide = scales.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
+    return wide[: matrix.rows, : matrix.cols]
+
+
+def _of_rows(scale: Tensor, piece: Piece) -> Tensor:
+    """`[n, outputs]`: each row's expert's scale."""
+    rows = torch.arange(piece.rows, dtype=torch.int32, device=scale.device)
+    return scale[torch.searchsorted(piece.ends, rows, right=True)]
+
+
+def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
+    """See `ops.Operations`."""
+    parts = b[..., col : col + 2 * adapters.places].unflatten(-1, (2, -1))
+    parts.zero_()
+    a.zero_()
+    outputs = b.shape[1] // len(adapters.pairs)
+    for i, (pair, begin) in enumerate(zip(adapters.pairs, adapters.begins, strict=True)):
+        if pair is None:
+            continue
+        places, rows = slice(begin, begin + pair.a.shape[1]), slice(i * outputs, (i + 1) * outputs)
+        factor = pair.scaling if scale is None else (pair.scaling / scale[:, rows])[..., None]
+        _split(pair.a.float() / adapters.kept, *a[:, :, places].unbind(1))
+        _split(pair.b.float() * factor, *parts[:, rows, :, places].unbind(2))
+
+
+def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
+    """See `ops.Operations`."""
+    rows = source[piece.row_route // piece.top_k]
+    out[:, : source.shape[1]] = rows if scale is None else rows.float() * _of_rows(scale, piece)
+
+
+def _dropped(x: Tensor, piece: Piece, dropout: Dropout | None) -> Tensor:
+    if dropout is None:
+        return x
+    return torch.where(stays(dropout, piece.row_route, x.shape[1]), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _places(rows: Tensor, inputs: int, places: int) -> Tensor:
+    """What lies behind the inputs: `[n, 2, places]`."""
+    return rows[:, inputs : inputs + 2 * places].unflatten(1, (2, -1))
+
+
+def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
+    """See `ops.Operations`."""
+    _, _, places, inputs = a.shape
+    x, out = _dropped(rows[:, :inputs], piece, dropout), _places(rows, inputs, places)
+    for expert, at in piece.ranges():
+        out[at, :, begin:end] = (x[at].float() @ a[expert, :, begin:end].float().sum(0).T)[:, None]
+
+
+def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
+    """See `ops.Operations`."""
+    _, _, places, inputs = a.shape
+    low = _places(rows, inputs, places)[..., begin:end].float().sum(1)
+    added = torch.empty(rows.shape[0], inputs, device=rows.device)
+    for expert, at in piece.ranges():
+        torch.mm(low[at], a[expert, :, begin:end].float().sum(0), out=added[at])
+    rows[:, :inputs] += _dropped(added, piece, dropout)
+
+
+def lora_gradients(
+    adapters: Adapters,
+    x: Tensor,
+    dx: Tensor,
+    dy: Tensor,
+    piece: Piece,
+    weights: Tensor | None,
+    scale: Tensor | None,
+    out: Tensor,
+    adds: bool,
+) -> None:
+    """See `ops.Operations`."""
+    if not adds:
+        out.zero_()
+    outputs, at = dy.shape[1] // len(adapters.pairs), 0
+    routing = 1 if weights is None else weights.view(-1)[piece.row_route][:, None]
+    for i, (pair, begin, dropout) in enumerate(zip(adapters.pairs, adapters.begins, adapters.dropouts, strict=True)):
+        if pair is None:
+            continue
+        grads = []
+        for tensor in (pair.a, pair.b):
+            grads.append(out[at : at + tensor.numel()].view(tensor.shape))
+            at += tensor.numel()
+        inputs, places = pair.a.shape[2], slice(begin, begin + pair.a.shape[1])
+        cols = slice(i * outputs, (i + 1) * outputs)
+        low_x, low_dy = (_places(rows, inputs, adapters.places)[..., places].float() for rows in (x, dx))
+        low_x, low_dy = low_x[:, 0] * pair.scaling * routing, low_dy.sum(1) / adapters.kept * routing
+        wide = _dropped(x[:, :inputs], piece, dropout)
+        for expert, rows in piece.ranges():
+            grads[0][expert] += low_dy[rows].T @ wide[rows].float()
+            found = dy[rows, cols].float().T @ low_x[rows]
+            grads[1][expert] += found if scale is None else found / scale[expert, cols, None]
+
+
+def _activation(
+    gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gate and up in fp32, the clamped gate's sigmoid and the clamped up with its shift."""
+    scaled = gate_up.float() if scale is None else gate_up.float() * _of_rows(scale, piece)
+    gate, up = scaled.chunk(2, dim=1)
+    sigmoid = torch.sigmoid(swiglu.alpha * gate.clamp(max=swiglu.limit))
+    return gate, up, sigmoid, up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
+
+
+def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
+    """See `ops.Operations`."""
+    gate, _, sigmoid, up = _activation(gate_up, scale, piece, swiglu)
+    out[:, : up.shape[1]] = gate.clamp(max=swiglu.limit) * sigmoid * up
+
+
+def swiglu_backward(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    grad_h: Tensor,
+    more: Tensor | None,
+    piece: Piece,
+    swiglu: Swiglu,
+    weights: Tensor,
+    h: Tensor,
+    grad_weights: Tensor,
+) -> None:
+    """See `ops.Operations`."""
+    routes = piece.row_route
+    gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
+    clamped = gate.clamp(max=swiglu.limit)
+    active = clamped * sigmoid * shifted
+    grad, flat = grad_h[:, : gate.shape[1]].float(), grad_weights.view(-1)
+    flat[routes] += (grad * active).sum(1) + (0 if more is None else more[:, :2].float().sum(1))
+    grad = grad * weights.view(-1)[routes][:, None]
+    # (g sigmoid(alpha g))' = s + alpha g s (1 - s)
+    slope = sigmoid + swiglu.alpha * clamped * sigmoid * (1 - sigmoid)
+    h[:, : gate.shape[1]] = active
+    grad_gate = torch.where(gate <= swiglu.limit, grad * shifted * slope, 0)
+    grad_up = torch.where(up.abs() <= swiglu.limit, grad * clamped * sigmoid, 0)
+    both = torch.cat((grad_gate, grad_up), dim=1)
+    gate_up.copy_(both if scale is None else both * _of_rows(scale, piece))
+
+
+def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
+    """See `ops.Operations`."""
+    y = y[:, : out.shape[1]]
+    if scale is not None:
+        y = y.float() * _of_rows(scale, piece)
+    rows = piece.route_row.view(-1, piece.top_k) - piece.begin
+    here = (rows >= 0) & (rows < piece.rows)
+    rows = rows.clamp(0, piece.rows - 1)
+    for slot in range(piece.top_k):
+        added = torch.where(here[:, slot, None], y[rows[:, slot]], 0).float()
+        out += added if weights is None else added * weights[:, slot, None]

@@ -1,0 +1,200 @@
+"""`ops.Operations` in Triton: rows here, weights and LoRA in their own files."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktft.lanes.ops.tiles import cdiv, power_of_2
+from ktft.lanes.ops.triton_decode import decode
+from ktft.lanes.ops.triton_launch import short
+from ktft.lanes.ops.triton_lora import add_low_rank, lora_gradients, low_rank, place
+from ktft.lanes.routes import Piece
+from ktft.swiglu import Swiglu
+
+__all__ = [
+    "add_low_rank",
+    "combine",
+    "decode",
+    "gather",
+    "lora_gradients",
+    "low_rank",
+    "place",
+    "swiglu",
+    "swiglu_backward",
+]
+
+COLS = 1024
+# What changes from call to call must not make new kernels
+UNSPECIALIZED = {
+    "do_not_specialize": ("experts", "begin", "rows"),
+    "do_not_specialize_on_alignment": ("ends", "routes"),
+}
+
+
+@triton.jit
+def _expert(ends, row, experts, EXPERTS: tl.constexpr):
+    """The expert of one row, or of each of some rows `[n, 1]`."""
+    g = tl.arange(0, EXPERTS)
+    end = tl.load(ends + g, mask=g < experts, other=0x7FFFFFFF)
+    return tl.sum((end <= row).to(tl.int32), 0).to(tl.int64)
+
+
+@short
+@triton.jit(**UNSPECIALIZED)
+def _gather(
+    source, out, out_row, scale, ends, routes, top_k, experts, cols,
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    token = (tl.load(routes + row) // top_k).to(tl.int64)
+    value = tl.load(source + token * cols + col, mask=col < cols, other=0).to(tl.float32)
+    if SCALED:
+        value *= tl.load(scale + _expert(ends, row, experts, EXPERTS) * cols + col, mask=col < cols, other=0)
+    tl.store(out + row.to(tl.int64) * out_row + col, value.to(tl.bfloat16), mask=col < cols)
+
+
+@triton.jit
+def _load_pair(gate_up, scale, expert, col, width, SCALED: tl.constexpr):
+    """Gate and up of one row in fp32, and their scales."""
+    gate = tl.load(gate_up + col, mask=col < width, other=0).to(tl.float32)
+    up = tl.load(gate_up + width + col, mask=col < width, other=0).to(tl.float32)
+    if SCALED:
+        gate_scale = tl.load(scale + expert * 2 * width + col, mask=col < width, other=0)
+        up_scale = tl.load(scale + expert * 2 * width + width + col, mask=col < width, other=0)
+    else:
+        gate_scale, up_scale = 1.0, 1.0
+    return gate * gate_scale, up * up_scale, gate_scale, up_scale
+
+
+@short
+@triton.jit(**UNSPECIALIZED)
+def _swiglu(
+    gate_up, out, out_row, scale, ends, experts, width, alpha, limit, shift,
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    expert = _expert(ends, row, experts, EXPERTS)
+    gate, up, _, _ = _load_pair(gate_up + row.to(tl.int64) * 2 * width, scale, expert, col, width, SCALED)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit) + shift
+    h = gate * tl.sigmoid(alpha * gate) * up
+    tl.store(out + row.to(tl.int64) * out_row + col, h.to(tl.bfloat16), mask=col < width)
+
+
+@short
+@triton.jit(**UNSPECIALIZED)
+def _swiglu_backward(
+    gate_up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, ends, routes,
+    experts, width, alpha, limit, shift,
+    MORE: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    expert = _expert(ends, row, experts, EXPERTS)
+    route = tl.load(routes + row)
+    weight = tl.load(weights + route)
+    row = row.to(tl.int64)
+    gate_up += row * 2 * width
+    dots = tl.zeros((COLS,), tl.float32)
+    for c in range(0, width, COLS):
+        col = c + tl.arange(0, COLS)
+        inside = col < width
+        gate, up, gate_scale, up_scale = _load_pair(gate_up, scale, expert, col, width, SCALED)
+        grad = tl.load(grad_h + row * grad_row + col, mask=inside, other=0).to(tl.float32)
+        g = tl.minimum(gate, limit)
+        u = tl.minimum(tl.maximum(up, -limit), limit) + shift
+        s = tl.sigmoid(alpha * g)
+        h = g * s * u
+        dots += grad * h
+        grad *= weight
+        # (g sigmoid(alpha g))' = s + alpha g s (1 - s)
+        grad_gate = tl.where(gate <= limit, grad * u * (s + alpha * g * s * (1 - s)) * gate_scale, 0)
+        grad_up = tl.where(tl.abs(up) <= limit, grad * g * s * up_scale, 0)
+        tl.store(gate_up + col, grad_gate.to(tl.bfloat16), mask=inside)
+        tl.store(gate_up + width + col, grad_up.to(tl.bfloat16), mask=inside)
+        tl.store(out + row * out_row + col, h.to(tl.bfloat16), mask=inside)
+    dot = tl.sum(dots, 0)
+    if MORE:
+        dot += tl.load(more + row * grad_row).to(tl.float32) + tl.load(more + row * grad_row + 1).to(tl.float32)
+    tl.store(grad_weights + route, tl.load(grad_weights + route) + dot)
+
+
+@short
+@triton.jit(**UNSPECIALIZED)
+def _combine(
+    y, y_row, out, weights, scale, ends, route_row, top_k, begin, rows, experts, cols,
+    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((COLS,), tl.float32)
+    found = 0
+    for slot in range(0, top_k):
+        route = token * top_k + slot
+        row = tl.load(route_row + route) - begin
+        if (row >= 0) & (row < rows):
+            value = tl.load(y + row.to(tl.int64) * y_row + col, mask=col < cols, other=0).to(tl.float32)
+            if SCALED:
+                value *= tl.load(scale + _expert(ends, row, experts, EXPERTS) * cols + col, mask=col < cols, other=0)
+            if WEIGHTED:
+                value *= tl.load(weights + route)
+            total += value
+            found += 1
+    if found > 0:
+        to = out + token * cols + col
+        tl.store(to, tl.load(to, mask=col < cols, other=0) + total, mask=col < cols)
+
+
+def _experts(piece: Piece) -> int:
+    return max(32, power_of_2(len(piece.counts)))
+
+
+def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
+    """See `ops.Operations`."""
+    cols, experts = source.shape[1], len(piece.counts)
+    _gather[(piece.rows, cdiv(cols, COLS))](
+        source, out, out.stride(0), scale, piece.ends, piece.row_route, piece.top_k, experts, cols,
+        SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+    )  # fmt: skip
+
+
+def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
+    """See `ops.Operations`."""
+    width = gate_up.shape[1] // 2
+    _swiglu[(piece.rows, cdiv(width, COLS))](
+        gate_up, out, out.stride(0), scale, piece.ends, len(piece.counts), width,
+        swiglu.alpha, swiglu.limit, swiglu.shift,
+        SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+    )  # fmt: skip
+
+
+def swiglu_backward(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    grad_h: Tensor,
+    more: Tensor | None,
+    piece: Piece,
+    swiglu: Swiglu,
+    weights: Tensor,
+    h: Tensor,
+    grad_weights: Tensor,
+) -> None:
+    """See `ops.Operations`."""
+    _swiglu_backward[(piece.rows,)](
+        gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
+        piece.ends, piece.row_route, len(piece.counts), gate_up.shape[1] // 2, swiglu.alpha, swiglu.limit, swiglu.shift,
+        MORE=more is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+    )  # fmt: skip
+
+
+def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
+    """See `ops.Operations`."""
+    cols = out.shape[1]
+    _combine[(out.shape[0], cdiv(cols, COLS))](
+        y, y.stride(0), out, weights, scale, piece.ends, piece.route_row, piece.top_k, piece.begin, piece.rows,
+        len(piece.counts), cols,
+        WEIGHTED=weights is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""ktft's part of `/metrics`, beside vLLM's in the same registry: expert time, lanes, routing heat, adapter, gate."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ktft.checkpoint.routing_profile import Routing
+from ktft.serve.front.requests import Refusal
+
+MAX_AGE = 1.0  # seconds that a worker's answer is shown
+_PATIENCE = 5.0  # seconds that a scrape waits for it: an engine in a long step answers after the step
+
+
+class Source(Protocol):
+    """What the gate knows."""
+
+    swaps: int
+    admission: Any
+    base: str
+    adapter: tuple[str, str] | None
+
+    @property
+    def served(self) -> str:
+        """The name that requests have to give."""
+
+
+class Metrics(Collector):
+    """What the workers said last, as metrics and as JSON.
+
+    Args:
+        gate: whose own numbers go along.
+        registry: where vLLM's metrics are.
+    """
+
+    def __init__(self, gate: Source, registry: CollectorRegistry) -> None:
+        self._gate, self._status, self._asked, self._swaps = gate, None, -MAX_AGE, -1
+        self._lock = asyncio.Lock()
+        registry.register(self)
+
+    async def refresh(self, engine: Any) -> None:
+        """Ask the worker, unless it was asked within `MAX_AGE` of the same adapter. One that does not answer is left
+        out.
+        """
+        async with self._lock:
+            swaps = self._gate.swaps
+            if swaps == self._swaps and time.monotonic() - self._asked < MAX_AGE:
+                return
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    self._status = (await engine.collective_rpc("ktft_status"))[0]
+            except Exception:  # a dead engine must not take vLLM's own metrics along
+                self._status = None
+            self._asked, self._swaps = time.monotonic(), swaps
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON; `engine` is null where no worker answered."""
+        gate = self._gate
+        adapter = None if gate.adapter is None else {"name": gate.adapter[0], "path": gate.adapter[1]}
+        return {
+            "model": gate.served,
+            "base": gate.base,
+            "adapter": adapter,
+            "adapter_swaps": gate.swaps,
+            "requests_in_flight": gate.admission.in_flight,
+            "requests_waiting": gate.admission.waiting,
+            "engine": self._status,
+        }
+
+    def routing(self) -> Routing:
+        """What was routed since the start, as `ktft serve --routing-profile` takes it.
+
+        Raises:
+            Refusal: 503, no worker answered.
+        """
+        if self._status is None:
+            raise Refusal(503, "the engine has not answered; try again", retry_after=5)
+        return Routing({int(layer): counts for layer, counts in self._status["heat"].items()})
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client asks for it."""
+        gate = self._gate
+        name = gate.adapter[0] if gate.adapter else ""
+        yield GaugeMetricFamily("ktft_requests_in_flight", "Requests until their last byte", gate.admission.in_flight)
+        yield GaugeMetricFamily(
+            "ktft_requests_waiting", "Requests that wait for a change of the adapter", gate.admission.waiting
+        )
+        yield CounterMetricFamily("ktft_adapter_swaps", "Changes of the adapter", gate.swaps)
+        yield InfoMetricFamily("ktft_adapter", "What is served", {"name": name, "base": gate.base})
+        if self._status is not None:
+            yield from _of_experts(self._status)
+
+
+def _of_experts(status: dict[str, Any]) -> Iterator[Metric]:
+    about = {key: str(status[key]) for key in ("expert_format", "isa", "threads", "numa_nodes")}
+    yield InfoMetricFamily("ktft_experts", "How routed experts are held and computed", about)
+    yield GaugeMetricFamily("ktft_experts_packed_bytes", "Routed experts in memory", status["packed_bytes"])
+    lanes = {
+        "seconds": CounterMetricFamily("ktft_expert_seconds", "Time in routed experts", labels=["lane"]),
+        "pairs": CounterMetricFamily("ktft_expert_pairs", "Experts computed, a token each", labels=["lane"]),
+    }
+    for lane, counts in status["lanes"].items():
+        for key, family in lanes.items():
+            family.add_metric([lane], counts[key])
+    yield from lanes.values()
+    heat = CounterMetricFamily("ktft_expert_heat", "Tokens routed to an expert", labels=["layer", "expert"])
+    for layer, counts in status["heat"].items():
+        for expert, tokens in enumerate(counts):
+            heat.add_metric([layer, str(expert)], tokens)
+    yield heat
+    if residents := status.get("residents"):
+        yield GaugeMetricFamily("ktft_resident_bytes", "GPU memory of resident experts", residents["bytes"])
+        yield CounterMetricFamily("ktft_residents_moved", "Experts that became resident later", residents["moved"])

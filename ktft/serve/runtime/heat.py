@@ -1,0 +1,132 @@
+"""How often each expert is hit while serving, and what the lanes took, without holding up the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktft.lanes.lanes import Pass
+from ktft.native import ExpertLayer
+from ktft.native.hybrid import HostExperts
+from ktft.serve.runtime.resident_experts import HotExperts
+
+LANES = ("cpu", "resident", "stream")
+
+
+class Heat:
+    """Pairs of a token and an expert since the start.
+
+    Residents of few tokens are counted on the device, the CPU's by `HostExperts`, prefill's here.
+
+    Args:
+        layers: of the model, in order.
+        host: counts few tokens on the CPU.
+        hot: counts few tokens on the GPU; None where none are resident.
+        top_k: experts of a token.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer], host: HostExperts, hot: HotExperts | None, top_k: int) -> None:
+        self._layers, self._host, self._hot, self._top_k = layers, host, hot, top_k
+        most = max(layer.num_experts for layer in layers)
+        self._many = torch.zeros(len(layers), most, dtype=torch.int64)
+        self._pairs, self._calls = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0)
+        self._seconds = dict.fromkeys(LANES, 0.0)
+        self._unread: deque[Pass] = deque(maxlen=4096)
+        self._asked: tuple[Tensor, Any] | None = None
+        self._before = torch.zeros_like(self._many)
+        self._start: Tensor | None = None
+
+    def clear(self) -> None:
+        """Forget what was counted: it was made up. Waits for the device."""
+        self._start = self._few()
+        self._many.zero_()
+        self._pairs, self._calls = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0)
+        self._seconds = dict.fromkeys(LANES, 0.0)
+        self._unread.clear()
+        self._before = torch.zeros_like(self._many)
+
+    def add(self, place: int, run: Pass, counts: Sequence[int]) -> None:
+        """A layer's prefill has been given to its lanes."""
+        self._many[place, : len(counts)] += torch.tensor(counts)
+        for lane in LANES:
+            experts = getattr(run.placement, lane)
+            self._pairs[lane] += sum(counts[expert] for expert in experts)
+            self._calls[lane] += bool(experts)
+        self._seconds["cpu"] += run.cpu_seconds
+        if run.events:
+            self._unread.append(run)
+        while self._unread and all(event.query() for event in self._unread[0].events):
+            first = self._unread.popleft()
+            _, began, _, ended = first.events
+            lane = "stream" if first.placement.stream else "resident"
+            self._seconds[lane] += began.elapsed_time(ended) / 1e3
+
+    def ask(self) -> None:
+        """Begin to bring the device's counts to the host."""
+        if self._hot is None or self._asked is not None:
+            return
+        heat, cuda = self._hot.heat, self._hot.heat.is_cuda
+        host = torch.empty(heat.shape, dtype=heat.dtype, pin_memory=cuda).copy_(heat, non_blocking=True)
+        event = torch.cuda.Event() if cuda else None
+        if event is not None:
+            event.record()
+        self._asked = host, event
+
+    def arrived(self) -> list[list[int]] | None:
+        """By layer and expert the pairs since the last time, once they are here after `ask`."""
+        if self._asked is None or (self._asked[1] is not None and not self._asked[1].query()):
+            return None
+        (resident, _), self._asked = self._asked, None
+        now = self._sum(resident)
+        since, self._before = now - self._before, now
+        return [row[: layer.num_experts].tolist() for row, layer in zip(since, self._layers, strict=True)]
+
+    def totals(self) -> list[list[int]]:
+        """By layer and expert. Waits for the device."""
+        now = self._sum(None if self._hot is None else self._hot.heat.cpu())
+        return [row[: layer.num_experts].tolist() for row, layer in zip(now, self._layers, strict=True)]
+
+    def lanes(self) -> dict[str, dict[str, float]]:
+        """Pairs of a token and an expert, tokens (pairs over `top_k`), seconds and calls by lane.
+
+        Calls, and all of residents' seconds, are prefill's: what CUDA graphs replay is neither seen nor timed.
+        """
+        host = self._host_counts()
+        pairs = dict(self._pairs)
+        pairs["resident"] += 0 if self._hot is None else int(self._hot.heat.sum())
+        pairs["cpu"] += int(host.sum())
+        if self._start is not None:
+            pairs["resident"] -= int(self._start[0].sum())
+            pairs["cpu"] -= int(self._start[1].sum())
+        seconds = dict(self._seconds)
+        seconds["cpu"] += sum(self._host.seconds(layer) for layer in self._layers)
+        return {
+            lane: {
+                "pairs": pairs[lane],
+                "tokens": pairs[lane] / self._top_k,
+                "seconds": seconds[lane],
+                "calls": self._calls[lane],
+            }
+            for lane in LANES
+        }
+
+    def _host_counts(self) -> Tensor:
+        found = torch.zeros_like(self._many)
+        for row, layer in zip(found, self._layers, strict=True):
+            row[: layer.num_experts] = self._host.counts(layer)
+        return found
+
+    def _few(self) -> Tensor:
+        """`[2, layers, experts]`: residents' pairs and the CPU's."""
+        resident = torch.zeros_like(self._many) if self._hot is None else self._hot.heat.cpu()
+        return torch.stack((resident, self._host_counts()))
+
+    def _sum(self, resident: Tensor | None) -> Tensor:
+        total = self._many + self._host_counts()
+        if resident is not None:
+            total = total + resident
+        return total if self._start is None else total - self._start.sum(0)

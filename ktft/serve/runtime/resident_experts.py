@@ -1,0 +1,230 @@
+"""Experts that stay on a GPU, for a few tokens: where CUDA graphs find them, their adapters, how often they are hit.
+
+Weights stay packed: they are `ktft.lanes.gpu.residents`'s blocks, which long prefills multiply too. bf16 would take 4
+times the memory of a 4-bit format, so a quarter of the experts, for products that take a few microseconds either way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ktft import config
+from ktft.config import PROJECTIONS
+from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.residents import Residents
+from ktft.lanes.ops.interface import has_triton
+from ktft.lora import ExpertLora
+from ktft.native import ExpertLayer
+from ktft.native.packed import PackedSlice
+
+RANK_STEP = 16
+"""Ranks take a multiple of so many places."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where a resident's adapters lie in its row of the stacks: A `[width, inputs]` and B `[outputs, width]` by
+    projection, bf16, scaling in B; `width` is the largest rank, rounded up.
+    """
+
+    width: int
+    a: dict[str, int]
+    b: dict[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, layer: ExpertLayer, max_rank: int) -> Stack:
+        """For adapters of at most this rank."""
+        width, at = -(-max_rank // RANK_STEP) * RANK_STEP, 0
+        places: tuple[dict[str, int], dict[str, int]] = {}, {}
+        for name in PROJECTIONS:
+            for where, length in zip(places, _sizes(layer, name), strict=True):
+                where[name] = at
+                at += width * length
+        return cls(width, *places, at)
+
+
+def _sizes(layer: ExpertLayer, name: str) -> tuple[int, int]:
+    """Inputs and outputs of a projection."""
+    both = layer.hidden_size, layer.intermediate_size
+    return (both[1], both[0]) if name == "down_proj" else both
+
+
+@dataclass(frozen=True)
+class HotLayer:
+    """One layer's residents on the device, at addresses that do not change while graphs refer to them.
+
+    Attributes:
+        layer: the packed experts.
+        slices: with each, the arena's bytes from where that slice of block 0 begins.
+        block_bytes: from one block to the next.
+        table: `[E]` int32: each expert's block, -1 where it is not resident.
+        heat: `[E]` int64: pairs of a token and a resident that were computed here for a few tokens.
+        stack: layout of adapters; None where none will be served.
+        stacks: bf16 `[blocks, size]`, of all layers.
+        ranks: `[3]` int32, of `PROJECTIONS`: what the adapter of now has, 0 where it has none.
+    """
+
+    layer: ExpertLayer
+    slices: list[tuple[PackedSlice, Tensor]]
+    block_bytes: int
+    table: Tensor
+    heat: Tensor
+    stack: Stack | None
+    stacks: Tensor | None
+    ranks: Tensor
+
+
+class HotOperations(Protocol):
+    """One implementation, a module. Fixed shapes, nothing waits for the device, no order of sums changes."""
+
+    def route(self, hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks of the experts in `[T, k]`, int32, -1 where they are not resident; and `top_k_index` with `ELSEWHERE`
+        where they are. Counts heat.
+        """
+
+    def forward(self, hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
+        """fp32 `[T, H]`: the residents' part of the output, for hidden states `[T, H]` and fp32 weights `[T, k]`."""
+
+
+def operations(device: torch.device) -> HotOperations:
+    """Triton's on a GPU where Triton is and `KTFT_TRITON` is not 0; torch's otherwise."""
+    chosen = "triton_resident" if device.type == "cuda" and config.use_triton() and has_triton() else "torch_resident"
+    return cast(HotOperations, importlib.import_module(f"ktft.serve.runtime.{chosen}"))
+
+
+class HotExperts:
+    """The residents of a model as few tokens see them; prefill's lane has the same blocks.
+
+    Blocks change between steps only: `follow` shows an expert after its bytes have arrived, and hides one before its
+    block is given to another.
+
+    Args:
+        lane: whose residents they become.
+        budget: bytes for blocks and adapters.
+        layers: of the model, in order.
+        max_rank: of adapters to be served; 0 for none.
+
+    Attributes:
+        residents: who is resident.
+        layers: one for each of the model's.
+        bytes: on the device.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room.
+        ValueError: not even one expert fits the budget.
+    """
+
+    def __init__(self, lane: GpuLane, budget: int, layers: Sequence[ExpertLayer], max_rank: int = 0) -> None:
+        stacks = [Stack.of(layer, max_rank) if max_rank else None for layer in layers]
+        width = max(stack.size if stack else 0 for stack in stacks)
+        packed = max(layer.packed_bytes // layer.num_experts for layer in layers)
+        self._lane = lane
+        self.residents = Residents(lane, budget * packed // (packed + 2 * width), layers)
+        arena, most = self.residents.arena, max(layer.num_experts for layer in layers)
+        new = arena.new_zeros
+        self.stacks = new(len(arena), width, dtype=torch.bfloat16) if max_rank else None
+        self._tables = new(len(layers), most, dtype=torch.int32).fill_(-1)
+        self.heat = new(len(layers), most, dtype=torch.int64)
+        self._ranks = new(len(layers), len(PROJECTIONS), dtype=torch.int32)
+        self._shown: list[dict[int, int]] = [{} for _ in layers]
+        self._lora: Mapping[int, ExpertLora] = {}
+        self.layers = [
+            self._layer(i, layer, stack) for i, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
+        ]
+
+    def _layer(self, number: int, layer: ExpertLayer, stack: Stack | None) -> HotLayer:
+        arena, experts = self.residents.arena, layer.num_experts
+        places = [source.address - arena.data_ptr() for source in self.residents.sources(layer)]
+        slices = [(part, arena.view(-1)[at:]) for part, at in zip(layer.slices(), places, strict=True)]
+        tables = self._tables[number, :experts], self.heat[number, :experts]
+        return HotLayer(layer, slices, arena.shape[1], *tables, stack, self.stacks, self._ranks[number])
+
+    @property
+    def bytes(self) -> int:
+        """On the device."""
+        return self.residents.bytes + (0 if self.stacks is None else self.stacks.nbytes)
+
+    def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
+        """Bring the experts with the most tokens to the device, and wait until they are there."""
+        self.residents.start(expert_tokens)
+        self.residents.arrived.synchronize()
+        self.follow()
+
+    def adapt(self, allowed: int) -> int:
+        """Between two steps: let those with the most tokens in; returns the bytes that are on their way."""
+        self._lane.used.record(self._lane.transfer.compute())
+        moved = self.residents.adapt(allowed)
+        self.follow()
+        return moved
+
+    def follow(self) -> None:
+        """Between two steps: the tables become what the blocks hold. Newcomers are shown once they have arrived."""
+        arrived, changed = self.residents.arrived.query(), False
+        for i, hot in enumerate(self.layers):
+            now, before = self.residents.slots(hot.layer), self._shown[i]
+            shown = {expert: slot for expert, slot in before.items() if now.get(expert) == slot}
+            if arrived:
+                comers = [expert for expert in now if expert not in shown]
+                self._write(i, comers)
+                shown |= {expert: now[expert] for expert in comers}
+            changed |= shown != before
+            self._shown[i] = shown
+        if changed:
+            table = torch.full(self._tables.shape, -1, dtype=torch.int32)
+            for row, shown in zip(table, self._shown, strict=True):
+                for expert, slot in shown.items():
+                    row[expert] = slot
+            self._tables.copy_(self._pinned(table), non_blocking=True)
+
+    def set_lora(self, loras: Mapping[int, ExpertLora]) -> None:
+        """Between two steps: other adapters, by a layer's place among `layers`. Graphs see them; memory stays.
+
+        Raises:
+            ValueError: a rank that there is no room for.
+        """
+        for i, lora in loras.items():
+            stack = self.layers[i].stack
+            for name, pair in lora.pairs.items():
+                if pair.a.shape[1] > (stack.width if stack else 0):
+                    raise ValueError(
+                        f"{self.layers[i].layer.name}.{name}: the adapter has rank {pair.a.shape[1]}, residents on the "
+                        f"GPU have room for {stack.width if stack else 0}; start the server with a larger max_lora_rank"
+                    )
+        ranks = torch.zeros(self._ranks.shape, dtype=torch.int32)
+        for i, lora in loras.items():
+            for j, name in enumerate(PROJECTIONS):
+                ranks[i, j] = lora.pairs[name].a.shape[1] if name in lora.pairs else 0
+        self._lora = loras
+        for i, shown in enumerate(self._shown):
+            self._write(i, list(shown))
+        self._ranks.copy_(self._pinned(ranks), non_blocking=True)
+
+    def _write(self, number: int, experts: Sequence[int]) -> None:
+        """Bring these experts' adapters to the stacks, without memory of the device for the way. Places beyond a rank
+        are never read.
+        """
+        lora, hot = self._lora.get(number), self.layers[number]
+        if lora is None or hot.stack is None or not experts or self.stacks is None:
+            return
+        stack, slots = hot.stack, self.residents.slots(hot.layer)
+        rows = torch.zeros(len(experts), self.stacks.shape[1], dtype=torch.bfloat16)
+        for name, pair in lora.pairs.items():
+            inputs, outputs = _sizes(hot.layer, name)
+            rank = pair.a.shape[1]
+            a = rows[:, stack.a[name] :][:, : stack.width * inputs].view(-1, stack.width, inputs)
+            b = rows[:, stack.b[name] :][:, : stack.width * outputs].view(-1, outputs, stack.width)
+            a[:, :rank] = pair.a.detach()[list(experts)]
+            b[:, :, :rank] = pair.b.detach()[list(experts)].float() * pair.scaling
+        for expert, row in zip(experts, self._pinned(rows), strict=True):
+            self.stacks[slots[expert]].copy_(row, non_blocking=True)
+
+    def _pinned(self, values: Tensor) -> Tensor:
+        """Where the device copies from in the order of the current stream, while the host goes on."""
+        return values.pin_memory() if self.residents.arena.is_cuda else values

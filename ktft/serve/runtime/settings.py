@@ -1,0 +1,157 @@
+"""What the server's processes must know of routed experts and adapter: one JSON text in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ktft.config import SERVE_ENV, Settings, serve_settings, unknown_key
+from ktft.lora import MAX_RANK
+
+ACTIVATION_BITS = (16, 8)
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a model is served.
+
+    Attributes:
+        checkpoint: directory with config.json and all weights but, maybe, the routed experts.
+        expert_checkpoint, expert_format, threads, numa_nodes, isa, verify_checksums, gpu_expert_memory: as those of
+            `ktft.config.Settings`.
+        adapter: directory of the adapter that is served from the start; None serves the base.
+        adapter_name: what requests call it; None takes the directory's name.
+        adapter_swap: whether an adapter may be loaded, or put in place of that one, while the server runs.
+        max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
+        activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
+        routing: file with counts of experts' tokens, which chooses those that stay on a GPU; None has none.
+        deferral: experts of a token, the least weighted, that decode may add one layer late; 0 defers none.
+        status_path: file that says how far loading is; see `ktft.serve.runtime.progress`. None writes none.
+        served_name: what requests call the base; None takes the checkpoint directory's name.
+        swap_timeout: seconds that requests wait for a change of the adapter, and that change for those in flight.
+        hosts, origins: as those of `ktft.serve.front.door.Door`.
+        parent: number of the process without which the server ends; None lets it outlive any.
+
+    Raises:
+        ValueError: a value is not among those accepted.
+    """
+
+    checkpoint: str
+    expert_checkpoint: str | None = None
+    expert_format: str | None = None
+    threads: int | None = None
+    numa_nodes: int | None = None
+    isa: str | None = None
+    verify_checksums: bool = True
+    gpu_expert_memory: int | str = 0
+    adapter: str | None = None
+    adapter_name: str | None = None
+    adapter_swap: bool = False
+    max_lora_rank: int = 64
+    activation_bits: int = 16
+    routing: str | None = None
+    deferral: int = 0
+    status_path: str | None = None
+    served_name: str | None = None
+    swap_timeout: float = 60.0
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    parent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "origins"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "gpu_expert_memory", self.experts.gpu_expert_memory)
+        if self.activation_bits not in ACTIVATION_BITS:
+            raise ValueError(f"activation_bits is {self.activation_bits!r}; supported: 16 and 8")
+        if type(self.max_lora_rank) is not int or not 1 <= self.max_lora_rank <= MAX_RANK:
+            raise ValueError(f"max_lora_rank is {self.max_lora_rank!r}; give a whole number from 1 to {MAX_RANK}")
+        if type(self.deferral) is not int or self.deferral < 0:
+            raise ValueError(f"deferral is {self.deferral!r}; give a whole number of experts, 0 for none")
+        if not 0 < self.swap_timeout < float("inf"):
+            raise ValueError(f"swap_timeout is {self.swap_timeout!r}; give seconds, more than 0")
+        for name, kind in (("checkpoint", "directory"), ("adapter", "directory"), ("routing", "file")):
+            path = getattr(self, name)
+            if path is not None and not (Path(path).is_dir() if kind == "directory" else Path(path).is_file()):
+                raise ValueError(f"{name} is {str(path)!r}, which is not a {kind}")
+
+    @property
+    def base_name(self) -> str:
+        """What requests call the base."""
+        return self.served_name or Path(self.checkpoint).resolve().name
+
+    @property
+    def served_adapter(self) -> tuple[str, str] | None:
+        """Name and directory of the adapter that is served from the start."""
+        if self.adapter is None:
+            return None
+        return self.adapter_name or Path(self.adapter).resolve().name, str(Path(self.adapter).absolute())
+
+    @property
+    def adapter_file(self) -> Path | None:
+        """Where the adapter that was loaded last stands, as JSON: name and directory, or null."""
+        return None if self.status_path is None else Path(self.status_path).with_name("adapter.json")
+
+    @property
+    def adapter_slots(self) -> bool:
+        """Whether the model has room for an adapter."""
+        return self.adapter_swap or self.adapter is not None
+
+    @property
+    def experts(self) -> Settings:
+        """Those that training has too, checked as there."""
+        return Settings(
+            expert_format=self.expert_format,
+            threads=self.threads,
+            numa_nodes=self.numa_nodes,
+            expert_checkpoint=self.expert_checkpoint,
+            verify_checksums=self.verify_checksums,
+            isa=self.isa,
+            gpu_expert_memory=self.gpu_expert_memory,
+        )
+
+    def to_env(self) -> dict[str, str]:
+        """The environment variable that carries these settings to the server's processes."""
+        return {SERVE_ENV: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str] | None = None) -> ServeSettings:
+        """The settings of this process's environment, or of another.
+
+        Raises:
+            ValueError: there are none, or they are damaged.
+        """
+        text = serve_settings(os.environ if environment is None else environment)
+        if text is None:
+            raise ValueError(f"{SERVE_ENV} is not set; start the server with ktft serve, which sets it")
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{SERVE_ENV} is not JSON: {error}") from None
+        if not isinstance(values, dict) or "checkpoint" not in values:
+            raise ValueError(f"{SERVE_ENV} is {text!r}; it must be a JSON object with at least checkpoint")
+        known = tuple(field.name for field in fields(cls))
+        for key in values:
+            if key not in known:
+                raise unknown_key(key, known, f"{SERVE_ENV}.{key}")
+        return cls(**values)
+
+
+def cpu_environment(settings: ServeSettings) -> dict[str, str]:
+    """What OpenMP and vLLM's CPU backend must be told, so that torch's threads and ktft's do not fight for cores.
+
+    Both get a thread a core. They compute in turn: a layer's attention and a layer's experts. vLLM would bind its
+    worker to cores, all but one, before ktft asks which it may use; and OpenMP's threads would spin on theirs for
+    milliseconds while experts are computed.
+    """
+    from ktft import native
+
+    threads = settings.threads or int(native.topology()["cores"])
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": "10000",
+    }

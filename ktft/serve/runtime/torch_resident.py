@@ -1,0 +1,73 @@
+"""`HotOperations` in torch operations, for any device: pair by pair, so not for speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktft.config import PROJECTIONS
+from ktft.lanes.ops import torch_ops
+from ktft.lanes.ops.decode import ChunkWeights, decode
+from ktft.native import ELSEWHERE
+from ktft.serve.runtime.resident_experts import HotLayer
+
+
+def route(hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
+    """See `HotOperations`."""
+    known = (top_k_index >= 0) & (top_k_index < len(hot.table))
+    expert = top_k_index.where(known, 0).long()
+    blocks = hot.table[expert].where(known, -1)
+    here = blocks >= 0
+    hot.heat.scatter_add_(0, expert.flatten(), here.flatten().long())
+    return blocks, top_k_index.masked_fill(here, ELSEWHERE)
+
+
+def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
+    """See `HotOperations`."""
+    layer = hot.layer
+    out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    weights = ChunkWeights.empty(
+        layer.format, 1, layer.hidden_size, layer.intermediate_size, None, layer.biases, hidden.device
+    )
+    here = blocks >= 0
+    for token in range(blocks.shape[0]):
+        for j in range(blocks.shape[1]):
+            block = blocks[token, j].clamp(min=0).long()
+            y = _expert(hot, weights, hidden[token].float(), block)
+            out[token] += torch.where(here[token, j], y * top_k_weights[token, j], 0)
+    return out
+
+
+def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor) -> Tensor:
+    """One resident's output for one token."""
+    count = hot.slices[0][1].numel() // hot.block_bytes
+    packed = [
+        bytes_.as_strided((count, part.expert_bytes), (hot.block_bytes, 1))[block][None] for part, bytes_ in hot.slices
+    ]
+    decode(hot.layer.format, [part for part, _ in hot.slices], packed, weights, torch_ops)
+    swiglu = hot.layer.swiglu
+    gate, up = _outputs(weights.gate_up, weights.gate_up_scale, weights.biases, x).chunk(2)
+    gate, up = gate + _lora(hot, block, "gate_proj", x), up + _lora(hot, block, "up_proj", x)
+    gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
+    h = gate * torch.sigmoid(swiglu.alpha * gate) * up
+    return _outputs(weights.down, weights.down_scale, weights.biases, h) + _lora(hot, block, "down_proj", h)
+
+
+def _outputs(matrix: Tensor, scale: Tensor | None, biases: bool, x: Tensor) -> Tensor:
+    """W x with its biases, in two parts, at its end, all without scale."""
+    y = matrix[0, :, : len(x)].float() @ x
+    if biases:
+        y += matrix[0, :, len(x) :][:, :2].float().sum(1)
+    return y if scale is None else y * scale[0]
+
+
+def _lora(hot: HotLayer, block: Tensor, name: str, x: Tensor) -> Tensor | float:
+    """scaling · B A x, with places beyond the rank left out: they hold what another adapter had."""
+    if hot.stack is None or hot.stacks is None:
+        return 0.0
+    stack, mine = hot.stack, hot.stacks[block]
+    a = mine[stack.a[name] :][: stack.width * len(x)].view(stack.width, len(x)).float()
+    outputs = hot.layer.hidden_size if name == "down_proj" else hot.layer.intermediate_size
+    b = mine[stack.b[name] :][: stack.width * outputs].view(outputs, stack.width).float()
+    inside = torch.arange(stack.width, device=x.device) < hot.ranks[PROJECTIONS.index(name)]
+    return b @ torch.where(inside, a @ x, 0)

@@ -1,0 +1,304 @@
+"""Few tokens through experts that are resident on a GPU, in Triton: products straight from packed bytes.
+
+A program multiplies 16 rows of one matrix, a strip of tiles, by one token. Weights are read once a (token, expert)
+pair; with so few tokens memory is the limit, and packed bytes are a quarter of bf16's. Sums are fp32 in an order that
+does not change. Which pairs are resident is read on the device: programs of others leave at once, so one CUDA graph
+serves whatever routing and whatever residents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktft.lanes.ops.tiles import TILES, cdiv
+from ktft.lanes.ops.triton_decode import _magnitude
+from ktft.native.packed import PackedMatrix
+from ktft.serve.runtime.resident_experts import HotLayer
+
+COLS = 256
+RANKS = 16
+# What differs from call to call must not make new kernels: a graph's capture is no time to compile
+UNSPECIALIZED = {
+    "do_not_specialize": ("pairs", "experts", "top_k", "per_token", "first"),
+    "do_not_specialize_on_alignment": ("index", "weights", "low"),
+}
+
+
+@triton.jit(**UNSPECIALIZED)
+def _route(
+    index, table, slots, away, heat, pairs, experts,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < pairs
+    expert = tl.load(index + pair, mask=inside, other=-1)
+    known = inside & (expert >= 0) & (expert < experts)
+    slot = tl.load(table + expert, mask=known, other=-1)
+    tl.store(slots + pair, slot, mask=inside)
+    tl.store(away + pair, tl.where(slot >= 0, -1, expert), mask=inside)
+    tl.atomic_add(heat + expert, tl.full((PAIRS,), 1, tl.int64), mask=known & (slot >= 0))
+
+
+@triton.jit
+def _plain(codes, floats, source, scales, row, x, cols, FORMAT: tl.constexpr, COLS: tl.constexpr):
+    """16 rows of bf16, int8 or fp8 times x, without the rows' scales."""
+    TILE: tl.constexpr = 32 if FORMAT == "bf16" else 64
+    r = tl.arange(0, 16)[:, None]
+    total = tl.zeros((16, COLS), tl.float32)
+    for first in range(0, cols, COLS):
+        col = first + tl.arange(0, COLS)[None, :]
+        here = col < cols
+        code = tl.load(codes + source + col // TILE * (TILE * 16) + r * TILE + col % TILE, mask=here, other=0)
+        if FORMAT == "fp8":
+            code = code.to(tl.uint16)
+            half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True)
+            at = scales + row // 128 * ((cols + 127) // 128) + col // 128
+            value = half.to(tl.float32) * 256 * tl.load(floats + at, mask=here, other=0)
+        else:
+            value = code.to(tl.float32)
+        total += value * tl.load(x + col, mask=here, other=0).to(tl.float32)
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _nibbles(codes, halves, source, x, cols, FORMAT: tl.constexpr, COLS: tl.constexpr):
+    """16 rows of a 4-bit format times x, without the rows' scales."""
+    TILE: tl.constexpr = 1152 if FORMAT == "int4" else 1088
+    r = tl.arange(0, 16)[:, None, None]
+    i = tl.arange(0, 16)[None, None, :]
+    total = tl.zeros((16, COLS // 32, 16), tl.float32)
+    for first in range(0, cols, COLS):
+        group = first // 32 + tl.arange(0, COLS // 32)[None, :, None]
+        here = group * 32 < cols
+        tile = source + group // 4 * TILE
+        code = tl.load(codes + tile + r * 64 + group % 4 * 16 + i, mask=here, other=0).to(tl.int32)
+        at = r * 4 + group % 4
+        if FORMAT == "int4":
+            factor = tl.load(halves + (tile + 1024) // 2 + at, mask=here, other=0).to(tl.float32)
+        else:
+            stored = tl.load(codes + tile + 1024 + at, mask=here, other=0).to(tl.int32)
+            if FORMAT == "k4":
+                factor = stored.to(tl.float32)
+            else:  # 2^(stored - 127), of which the smallest is subnormal
+                factor = tl.where(stored == 0, 0x00400000, stored << 23).to(tl.float32, bitcast=True)
+        low = tl.load(x + group * 32 + i, mask=here, other=0).to(tl.float32)
+        high = tl.load(x + group * 32 + 16 + i, mask=here, other=0).to(tl.float32)
+        total += factor * (_value(code & 15, FORMAT) * low + _value(code >> 4, FORMAT) * high)
+    return tl.sum(tl.sum(total, 2), 1)
+
+
+@triton.jit
+def _value(code, FORMAT: tl.constexpr):
+    if FORMAT == "int4":
+        value = (code - 8).to(tl.float32)
+    else:
+        value = _magnitude(code & 7, FORMAT)
+        value = tl.where(code < 8, value, -value)
+    return value
+
+
+@triton.jit
+def _strip(
+    codes, floats, halves, block, float_block, tiles, strip_codes, scales, biases, strip, x, cols,
+    FORMAT: tl.constexpr, FOUR_BITS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """16 rows of a matrix times x, and their biases."""
+    source = block + tiles + strip.to(tl.int64) * strip_codes
+    if FOUR_BITS:
+        y = _nibbles(codes, halves, source, x, cols, FORMAT, COLS)
+    else:
+        y = _plain(codes, floats, source, float_block + scales, strip * 16, x, cols, FORMAT, COLS)
+    r = strip * 16 + tl.arange(0, 16)
+    if SCALED:
+        y *= tl.load(floats + float_block + scales + r)
+    if BIASED:
+        y += tl.load(floats + float_block + biases + r)
+    return y
+
+
+@triton.jit
+def _lora(b, row, low, rank, width, RANKS: tl.constexpr):
+    """16 rows of B from `row` on, times A x."""
+    r = (row + tl.arange(0, 16))[:, None] * width
+    total = tl.zeros((16, RANKS), tl.float32)
+    for first in range(0, rank, RANKS):
+        j = first + tl.arange(0, RANKS)[None, :]
+        weight = tl.load(b + r + j, mask=j < rank, other=0).to(tl.float32)
+        total += weight * tl.load(low + j, mask=j < rank, other=0)
+    return tl.sum(total, 1)
+
+
+@triton.jit(**UNSPECIALIZED)
+def _low_rank(
+    x, x_row, per_token, slots, stacks, stack, offsets, ranks, first, out, width, cols,
+    RANKS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out `[pairs, M, width]` = A x, of M projections whose A are at `offsets` of a slot's stack."""
+    pair = tl.program_id(0)
+    slot = tl.load(slots + pair).to(tl.int64)
+    which = tl.program_id(2)
+    rank = tl.load(ranks + first + which)
+    row = tl.program_id(1) * RANKS
+    if (slot >= 0) & (row < rank):
+        a = stacks + slot * stack
+        if len(offsets) == 2:
+            a += tl.where(which == 0, offsets[0], offsets[1])
+        else:
+            a += offsets[0]
+        j = (row + tl.arange(0, RANKS))[:, None]
+        x += (pair // per_token).to(tl.int64) * x_row
+        total = tl.zeros((RANKS, COLS), tl.float32)
+        for begin in range(0, cols, COLS):
+            col = begin + tl.arange(0, COLS)[None, :]
+            weight = tl.load(a + j * cols + col, mask=(j < rank) & (col < cols), other=0).to(tl.float32)
+            total += weight * tl.load(x + col, mask=col < cols, other=0).to(tl.float32)
+        to = out + (pair.to(tl.int64) * len(offsets) + which) * width + row + tl.arange(0, RANKS)
+        tl.store(to, tl.sum(total, 1), mask=row + tl.arange(0, RANKS) < width)
+
+
+@triton.jit(**UNSPECIALIZED)
+def _gate_up(
+    hidden, top_k, slots, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
+    tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, alpha, limit, shift,
+    FORMAT: tl.constexpr, FOUR_BITS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr,
+    RANKS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    pair, strip = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + pair).to(tl.int64)
+    if slot >= 0:
+        x = hidden + (pair // top_k).to(tl.int64) * cols
+        block, float_block = slot * block_codes, slot * block_floats
+        gate = _strip(
+            codes, floats, halves, block, float_block, tiles[0], strip_codes, scales[0], biases[0], strip, x, cols,
+            FORMAT, FOUR_BITS, SCALED, BIASED, COLS,
+        )  # fmt: skip
+        up = _strip(
+            codes, floats, halves, block, float_block, tiles[1], strip_codes, scales[1], biases[1], strip, x, cols,
+            FORMAT, FOUR_BITS, SCALED, BIASED, COLS,
+        )  # fmt: skip
+        row = begin + strip * 16
+        if LORA:
+            mine = stacks + slot * stack
+            low += pair.to(tl.int64) * 2 * width
+            gate += _lora(mine + b[0], row, low, tl.load(ranks), width, RANKS)
+            up += _lora(mine + b[1], row, low + width, tl.load(ranks + 1), width, RANKS)
+        g = tl.minimum(gate, limit)
+        u = tl.minimum(tl.maximum(up, -limit), limit) + shift
+        tl.store(out + pair.to(tl.int64) * intermediate + row + tl.arange(0, 16), g * tl.sigmoid(alpha * g) * u)
+
+
+@triton.jit(**UNSPECIALIZED)
+def _down(
+    h, top_k, slots, weights, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
+    tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, rows,
+    FORMAT: tl.constexpr, FOUR_BITS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr,
+    ADDS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The sum over a token's residents; of further slices of their columns added to the one before."""
+    token, strip = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    to = out + token * rows + strip * 16 + tl.arange(0, 16)
+    total = tl.zeros((16,), tl.float32)
+    if ADDS:
+        total = tl.load(to)
+    for j in range(0, top_k):
+        pair = token * top_k + j
+        slot = tl.load(slots + pair).to(tl.int64)
+        if slot >= 0:
+            y = _strip(
+                codes, floats, halves, slot * block_codes, slot * block_floats, tiles[0], strip_codes, scales[0],
+                biases[0], strip, h + pair * intermediate + begin, cols, FORMAT, FOUR_BITS, SCALED, BIASED, COLS,
+            )  # fmt: skip
+            if LORA:
+                mine = stacks + slot * stack + b[0]
+                y += _lora(mine, strip * 16, low + pair * width, tl.load(ranks + 2), width, RANKS)
+            total += y * tl.load(weights + pair)
+    tl.store(to, total)
+
+
+_CODES = {"bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def route(hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
+    """See `HotOperations`."""
+    index = top_k_index.contiguous()
+    blocks, away = torch.empty(index.shape, dtype=torch.int32, device=index.device), torch.empty_like(index)
+    pairs = index.numel()
+    _route[(cdiv(pairs, 256),)](index, hot.table, blocks, away, hot.heat, pairs, len(hot.table), PAIRS=256)
+    return blocks, away
+
+
+def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
+    """See `HotOperations`."""
+    hidden, top_k_weights = hidden.contiguous(), top_k_weights.contiguous()
+    (tokens, cols), top_k, intermediate = hidden.shape, blocks.shape[1], hot.layer.intermediate_size
+    swiglu, pairs = hot.layer.swiglu, blocks.numel()
+    h = torch.empty(pairs, intermediate, dtype=torch.float32, device=hidden.device)
+    out = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+    low = _low(hot, hidden, blocks, top_k, ("gate_proj", "up_proj"))
+    for part, memory in hot.slices:
+        gate, up = part.matrices["gate_proj"], part.matrices["up_proj"]
+        _gate_up[(pairs, part.width // 16)](
+            hidden, top_k, blocks, *_packed(hot, memory, part.begin, (gate, up)),
+            *_adapters(hot, ("gate_proj", "up_proj"), low), h, intermediate, cols,
+            swiglu.alpha, swiglu.limit, swiglu.shift, **_constants(hot, gate), LORA=low is not None,
+        )  # fmt: skip
+    low = _low(hot, h, blocks, 1, ("down_proj",))
+    for i, (part, memory) in enumerate(hot.slices):
+        down = part.matrices["down_proj"]
+        _down[(tokens, cols // 16)](
+            h, top_k, blocks, top_k_weights, *_packed(hot, memory, part.begin, (down,)),
+            *_adapters(hot, ("down_proj",), low), out, intermediate, part.width, cols,
+            **_constants(hot, down), LORA=low is not None and i == 0, ADDS=i > 0,
+        )  # fmt: skip
+    return out
+
+
+def _packed(hot: HotLayer, memory: Tensor, begin: int, matrices: tuple[PackedMatrix, ...]) -> tuple[Any, ...]:
+    """Where a slice's blocks are, in units of their codes and of floats."""
+    dtype = _CODES.get(hot.layer.format, torch.uint8)
+    size = dtype.itemsize
+    halves = memory.view(torch.bfloat16) if hot.layer.format == "int4" else None
+    return (
+        memory.view(dtype), memory.view(torch.float32), halves, hot.block_bytes // size, hot.block_bytes // 4,
+        begin, matrices[0].strip_bytes // size,
+        tuple(matrix.tiles // size for matrix in matrices),
+        tuple((matrix.scales or 0) // 4 for matrix in matrices),
+        tuple((matrix.bias or 0) // 4 for matrix in matrices),
+    )  # fmt: skip
+
+
+def _constants(hot: HotLayer, matrix: PackedMatrix) -> dict[str, Any]:
+    tile = TILES[hot.layer.format]
+    return {
+        "FORMAT": hot.layer.format,
+        "FOUR_BITS": tile.table is not None,
+        "SCALED": tile.row_scaled,
+        "BIASED": matrix.bias is not None,
+        "RANKS": RANKS,
+        "COLS": COLS,
+    }
+
+
+def _low(hot: HotLayer, x: Tensor, blocks: Tensor, per_token: int, names: tuple[str, ...]) -> Tensor | None:
+    """fp32 `[pairs, projections, width]`: A x of the residents; None where no adapter is served."""
+    if hot.stack is None or hot.stacks is None:
+        return None
+    pairs, width = blocks.numel(), hot.stack.width
+    out = torch.empty(pairs, len(names), width, dtype=torch.float32, device=x.device)
+    _low_rank[(pairs, width // RANKS, len(names))](
+        x, x.shape[1], per_token, blocks, hot.stacks, hot.stacks.shape[1], tuple(hot.stack.a[name] for name in names),
+        hot.ranks, 2 if names == ("down_proj",) else 0, out, width, x.shape[1], RANKS=RANKS, COLS=COLS,
+    )  # fmt: skip
+    return out
+
+
+def _adapters(hot: HotLayer, names: tuple[str, ...], low: Tensor | None) -> tuple[Any, ...]:
+    if low is None or hot.stack is None or hot.stacks is None:
+        return None, 0, tuple(0 for _ in names), None, None, 0
+    places = tuple(hot.stack.b[name] for name in names)
+    return hot.stacks, hot.stacks.shape[1], places, hot.ranks, low, hot.stack.width

@@ -1,0 +1,70 @@
+"""A checkpoint as a server reads it: weights around the experts plain, experts packed, with all checks of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ktft.checkpoint.reader import CheckpointReader
+from ktft.model.meta import meta_model
+from ktft.model.quantizer import LoadPlan, check_memory
+from ktft.native import ExpertLayer
+from ktft.serve.runtime.progress import Progress
+from ktft.serve.runtime.served_model import ServedExperts, ServedModel
+from ktft.serve.runtime.settings import ServeSettings
+
+
+class ServedWeights:
+    """All of a checkpoint, checked from headers against the model that transformers makes of its config.json.
+
+    Args:
+        settings: name checkpoint and formats.
+        reserve_bytes: of memory that must be left once all is loaded, for key-value cache say.
+
+    Attributes:
+        layers: layer number -> its experts, empty until `load_experts`.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: a file is damaged; a tensor is missing, left over or of a wrong shape; ktft does not know the model;
+            memory does not suffice.
+    """
+
+    def __init__(self, settings: ServeSettings, reserve_bytes: int = 0) -> None:
+        directory = Path(settings.checkpoint)
+        model = meta_model(AutoConfig.from_pretrained(directory))
+        files = [str(path) for path in CheckpointReader.from_directory(directory).files]
+        self._plan = LoadPlan(model, files, settings.experts)
+        self._settings = settings
+        check_memory(model, self._plan, reserve_bytes, None)
+        self.layers: dict[int, ExpertLayer] = self._plan.layers
+
+    def dense(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The weights around the experts, by the names that a plain checkpoint has; those that were quantized in
+        `dtype`.
+
+        Raises:
+            ValueError: one holds NaN or Inf; the message names file and tensor.
+        """
+        return self._plan.backbone.read(dtype)
+
+    def load_experts(self, report: Callable[[Progress], None]) -> ServedModel:
+        """Pack the experts, or take them over as they were packed, and tell how far that is.
+
+        Raises:
+            ValueError: a tensor is damaged; the message names file and tensor.
+        """
+        title, done, total = self._plan.title, 0, self._plan.experts.nbytes()
+        report(Progress(title, done, total))
+        for nbytes in self._plan.experts.load(self.layers):
+            done += nbytes
+            report(Progress(title, done, total))
+        bits = self._settings.activation_bits
+        runtime = next(iter(self.layers.values())).runtime
+        return ServedModel(
+            {number: ServedExperts(layer, number, bits) for number, layer in self.layers.items()}, runtime
+        )

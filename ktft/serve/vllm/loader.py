@@ -1,0 +1,167 @@
+"""vLLM's model loader `ktft`: the weights around the experts go to vLLM's model, the experts to ktft's kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig, get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from ktft.checkpoint.load import refuse
+from ktft.native import ExpertLayer
+from ktft.serve.runtime.hybrid_experts import HybridModel
+from ktft.serve.runtime.progress import READY, Progress, StatusFile
+from ktft.serve.runtime.served_model import serve
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.runtime.weights import ServedWeights
+from ktft.serve.vllm.lora_linear import add_slots
+from ktft.serve.vllm.moe import KtftMoEMethod
+from ktft.serve.vllm.worker import set_adapter
+
+
+class KtftModelLoader(BaseModelLoader):
+    """Reads each weight once; routed experts never become torch parameters."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing: checkpoints are directories here."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load everything, and make the experts the process's `ktft.serve.runtime.served_model.current`.
+
+        Raises:
+            ValueError: checkpoint and model do not belong together, or a file is damaged.
+        """
+        settings = ServeSettings.from_env()
+        status = StatusFile(settings.status_path)
+        try:
+            self._load(model, model_config, settings, status)
+        except Exception as error:
+            status.write(Progress("failed", error=str(error)))
+            raise
+        status.write(Progress(READY))
+
+    def _load(self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile) -> None:
+        status.write(Progress("Reading the checkpoint's headers"))
+        with _as_usual():
+            weights = ServedWeights(settings)
+        _check_experts(model, weights)
+        status.write(Progress("Loading the weights around the experts"))
+        try:
+            loaded = model.load_weights(_as_usual_each(weights.dense(model_config.dtype)))  # type: ignore[operator]
+        except KeyError as error:
+            raise ValueError(
+                f"vLLM's {type(model).__name__} has no place for the weight {error}, which transformers' model has: it "
+                "reads config.json otherwise"
+            ) from error
+        lacking = dict(model.named_parameters()).keys() - (loaded or set())
+        refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
+        with _as_usual():
+            served = weights.load_experts(status.advance)
+            device = next(model.parameters()).device
+            if device.type == "cuda":
+                status.write(Progress("Taking GPU memory for experts"))
+                served = HybridModel.of(settings, weights.layers, device, _top_k(model), model_config.dtype)
+                served.warm_up()
+                _check_each_step(model, served)
+            serve(served)
+            if settings.adapter_slots:
+                add_slots(model, get_current_vllm_config(), settings.max_lora_rank)
+            if settings.adapter is not None:
+                status.write(Progress("Loading the adapter"))
+                set_adapter(model, settings.adapter)
+
+
+def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
+    """Before a step's logits are computed, raise what its experts met: in a CUDA graph none could say so themselves."""
+    compute_logits = model.compute_logits
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not hybrid.capturing():
+            torch.cuda.current_stream(hybrid.device).synchronize()
+            hybrid.check()
+            hybrid.between_steps()
+        return compute_logits(*args, **kwargs)  # type: ignore[operator]
+
+    model.compute_logits = checked  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """What vLLM and transformers must agree on of a layer's routed experts."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    biases: bool
+    clamped_at: float | None
+
+    @classmethod
+    def of_vllm(cls, module: RoutedExperts) -> _Experts:
+        limit = 7.0 if module.activation.value == "swigluoai" else None  # fixed in vLLM's kernels
+        return cls(
+            module.global_num_experts,
+            module.hidden_size,
+            module.intermediate_size_per_partition,
+            module.moe_config.has_bias,
+            module.swiglu_limit or limit,
+        )
+
+    @classmethod
+    def of_ktft(cls, layer: ExpertLayer) -> _Experts:
+        limit = layer.swiglu.limit
+        return cls(
+            layer.num_experts,
+            layer.hidden_size,
+            layer.intermediate_size,
+            layer.biases,
+            limit if math.isfinite(limit) else None,
+        )
+
+
+def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
+    """Compare vLLM's routed experts with those of transformers' model.
+
+    Raises:
+        ValueError: a layer, a size or the activation differs.
+    """
+    found = {}
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            assert isinstance(module.quant_method, KtftMoEMethod)
+            found[module.quant_method.number] = _Experts.of_vllm(module)
+    expected = {number: _Experts.of_ktft(layer) for number, layer in weights.layers.items()}
+    for number in sorted(found.keys() | expected.keys()):
+        if found.get(number) != expected.get(number):
+            raise ValueError(
+                f"layer {number}: vLLM's {type(model).__name__} has the routed experts {found.get(number)}, "
+                f"transformers' model {expected.get(number)}; this vLLM cannot serve it through ktft"
+            )
+
+
+def _top_k(model: nn.Module) -> int:
+    """Experts of a token, as vLLM routes."""
+    return next(m.moe_config.experts_per_token for m in model.modules() if isinstance(m, RoutedExperts))
+
+
+@contextmanager
+def _as_usual() -> Iterator[None]:
+    """vLLM loads with a default device and dtype of its own, which all code that makes tensors would follow."""
+    with torch.device("cpu"), set_default_torch_dtype(torch.float32):
+        yield
+
+
+def _as_usual_each(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    while True:
+        with _as_usual():
+            item = next(weights, None)
+        if item is None:
+            return
+        yield item

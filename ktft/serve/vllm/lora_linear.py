@@ -1,0 +1,187 @@
+"""LoRA of one adapter on vLLM's linear layers, beside the product that vLLM computes.
+
+vLLM's model is made and loaded with vLLM's own method. `add_slots` then gives each linear layer that LoRA can be on a
+`KtftLinearMethod`, before anything is compiled or captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+
+from ktft.serve.runtime.adapter import SliceLora, Slot, Target
+
+A, B = "ktft_lora_a", "ktft_lora_b"
+"""Buffers of a layer with a slot: `[parts * rank, input_size]` and `[output_size, rank]`, fp32, the scaling in B."""
+
+FORWARDS = (ReplicatedLinear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward)
+"""What a layer's forward must be for its method, and so LoRA, to have a part in it."""
+
+SHORTCUTS = {"DeepSeekV2FusedQkvAProjLinear": "_use_min_latency_gemm"}
+"""Classes whose own forward goes another way only while this attribute is true."""
+
+NO_SLOTS = "the server was started without room for an adapter; start it with --adapter or --adapter-swap"
+
+
+class KtftLinearMethod(UnquantizedLinearMethod):
+    """vLLM's product, plus B (A x) for every part of the output.
+
+    LoRA takes x in fp32, the dtype that PEFT holds adapters in, and its sum with the product is rounded once.
+
+    Args:
+        layer: gets the buffers `A` and `B`.
+        rank: of all parts, fixed, so that what was captured or compiled sees another adapter in the same buffers, and
+            none as zeros; None lets it follow the adapter: then none costs nothing.
+    """
+
+    def __init__(self, layer: Any, rank: int | None) -> None:
+        super().__init__()
+        self.fixed = rank
+        self.slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
+        self.rank = rank or 0
+        self.device = next(layer.parameters()).device
+        for name, tensor in zip((A, B), self.stacked([]), strict=True):
+            layer.register_buffer(name, tensor.to(self.device), persistent=False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Inputs `[..., input_size]` to outputs `[..., output_size]`."""
+        out = super().apply(layer, x, bias)
+        if not self.rank:
+            return out
+        low = linear(x.to(torch.float32), getattr(layer, A)).split(self.rank, dim=-1)
+        for own, b, part in zip(
+            low, getattr(layer, B).split(self.slot.parts), out.split(self.slot.parts, dim=-1), strict=True
+        ):
+            part.add_(linear(own, b))
+        return out
+
+    def stacked(self, slices: Sequence[SliceLora]) -> tuple[Tensor, Tensor]:
+        """What `put` takes, on the CPU, for LoRA on these rows of the output; without any, zeros or nothing."""
+        rank = self.fixed or max((len(each.a) for each in slices), default=0)
+        bounds = self.slot.bounds
+        a = torch.zeros(len(self.slot.parts) * rank, self.slot.input_size, dtype=torch.float32, device="cpu")
+        b = torch.zeros(bounds[-1], rank, dtype=torch.float32, device="cpu")
+        for each in slices:
+            b[each.start : each.stop, : each.b.shape[1]] = each.b
+            for part in range(bounds.index(each.start), bounds.index(each.stop)):
+                a[part * rank : part * rank + len(each.a)] = each.a
+        return a, b
+
+    def ready(self, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same where `put` needs no more of the device's memory for it."""
+        a, b = tensors
+        return (a, b) if self.fixed else (a.to(self.device), b.to(self.device))
+
+    def held(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """What is applied now, for `put` to apply again, whatever it has put in between."""
+        a, b = getattr(layer, A), getattr(layer, B)
+        return (a.to("cpu", copy=True), b.to("cpu", copy=True)) if self.fixed else (a, b)
+
+    def put(self, layer: nn.Module, tensors: tuple[Tensor, Tensor]) -> None:
+        """Apply this from now on. Nothing must be computing. What is `ready` takes no memory."""
+        for name, tensor in zip((A, B), self.ready(tensors), strict=True):
+            if self.fixed:
+                getattr(layer, name).copy_(tensor)
+            else:
+                setattr(layer, name, tensor)
+        self.rank = tensors[1].shape[1]
+
+
+def add_slots(model: nn.Module, config: VllmConfig, max_rank: int) -> None:
+    """Give every linear layer that can have LoRA a `KtftLinearMethod`.
+
+    Raises:
+        ValueError: the model is spread over several processes.
+    """
+    if config.parallel_config.world_size > 1:
+        raise ValueError(f"adapters are served by one process, not by {config.parallel_config.world_size}")
+    compilation = config.compilation_config
+    eager = compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE
+    absorbed = _absorbed(model)
+    for name, layer in linear_layers(model):
+        if name in absorbed or _refusal(layer):
+            continue
+        if flag := SHORTCUTS.get(type(layer).__name__):
+            setattr(layer, flag, False)
+        layer.quant_method = KtftLinearMethod(layer, None if eager else max_rank)
+
+
+def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """vLLM's linear layers by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LinearBase)]
+
+
+def slots_of(model: nn.Module) -> dict[str, Any]:
+    """The layers whose method is a `KtftLinearMethod`, by name."""
+    return {name: layer for name, layer in linear_layers(model) if isinstance(layer.quant_method, KtftLinearMethod)}
+
+
+def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
+    """A loaded model as adapters see it.
+
+    Args:
+        experts: layer number -> (number of experts, hidden size, intermediate size).
+    """
+    slots, absorbed = slots_of(model), _absorbed(model)
+    refused = {
+        name: absorbed.get(name) or _refusal(layer) or NO_SLOTS
+        for name, layer in linear_layers(model)
+        if name not in slots
+    }
+    return Target(
+        {name: layer.quant_method.slot for name, layer in slots.items()},
+        refused,
+        dict(getattr(model, "packed_modules_mapping", {})),
+        _renaming(model),
+        max_rank,
+        experts,
+    )
+
+
+def _absorbed(model: nn.Module) -> dict[str, str]:
+    """Names of layers whose weights attention has multiplied into others when it was loaded, and what to say."""
+    layers = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
+    reason = (
+        "multi-head latent attention multiplies this layer's weights into others when the server loads them, unless "
+        "VLLM_MLA_DISABLE=1 is in its environment, which takes a larger KV cache"
+    )
+    return {name: reason for name, layer in linear_layers(model) if id(layer) in layers}
+
+
+def _refusal(layer: Any) -> str | None:
+    """Why LoRA on a layer would not be applied, or not always."""
+    kind = type(layer).__name__
+    if kind not in SHORTCUTS and type(layer).forward not in FORWARDS:
+        return f"vLLM's {kind} does not compute by its method alone"
+    if not isinstance(layer.quant_method, UnquantizedLinearMethod):
+        return f"vLLM computes it by {type(layer.quant_method).__name__}"
+    return None
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """transformers' name of a module -> vLLM's, by the mapping of the model's weights, fused layers apart."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    if "orig_to_new_stacked" in {field.name for field in fields(mapper)}:  # vLLM 0.32; 0.24 has no such rules
+        mapper = replace(mapper, orig_to_new_stacked={})
+
+    def rename(name: str) -> str:
+        (renamed,) = mapper.apply_list([f"{name}.weight"]) or [f"{name}.weight"]
+        return str(renamed).removesuffix(".weight")
+
+    return rename
