@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 
@@ -16,6 +17,9 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell ignores Ctrl-C for what it starts in the background, and so would every process that a test starts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # LLaMA-Factory gives transformers 5 the answers that TRL 0.24 expects of it, which TRL asks for once, at its import
 with contextlib.suppress(ImportError):
     importlib.import_module("llamafactory.extras.packages")

@@ -220,10 +220,13 @@ def test_what_is_stopped_by_hand_tells_how_it_goes_on(train_yaml: TrainYaml, tmp
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(config)]
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        while run.poll() is None and not list(output.glob("checkpoint-*")):
-            time.sleep(0.1)
-        run.send_signal(signal.SIGINT)
-        code = run.wait(300)
+        try:
+            while run.poll() is None and not list(output.glob("checkpoint-*")):
+                time.sleep(0.1)
+            run.send_signal(signal.SIGINT)
+            code = run.wait(300)
+        finally:
+            run.kill()
     words = (tmp_path / "log").read_text()
     assert code == 130 and "Traceback" not in words, words
     assert re.search(rf"interrupted after step \d+; the same command goes on from {output}/checkpoint-\d+", words)
