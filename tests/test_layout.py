@@ -66,13 +66,8 @@ GATEWAYS = {
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 CPP_FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cc", ".h", ".inc"})
-SOURCES = (
-    PYTHON_FILES
-    + CPP_FILES
-    + sorted((ROOT / "tests").rglob("*.py"))
-    + sorted((ROOT / "examples").rglob("*.py"))
-    + BENCHMARKS
-)
+OTHERS = sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = PYTHON_FILES + CPP_FILES + OTHERS
 
 
 def imports(path: Path) -> Iterator[str]:
