@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
+from benchmarks import layers, machine, measure, optimizer, peer_kt, report
+from benchmarks.cases import SHAPES, STEPS, W8A8_STEP, Case, PeerFigure, Record, Shape, parse_shape
+from benchmarks.layers import Ktft
+from benchmarks.peer import Job
+from benchmarks.peers import LIBRARIES, PEERS
 from ktft import native
-from ktft.bench import layers, machine, measure, optimizer, peer_kt, report
-from ktft.bench.cases import SHAPES, STEPS, W8A8_STEP, Case, PeerFigure, Record, Shape, parse_shape
-from ktft.bench.layers import Ktft
-from ktft.bench.peer import Job
-from ktft.bench.peers import LIBRARIES, PEERS
+from ktft.cli import bench as bench_command
 from ktft.cli.main import app
 
 TINY = "4,2,64,96"
@@ -247,3 +249,13 @@ def test_optimizer_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         done = CliRunner().invoke(app, [*command, *options], catch_exceptions=False)
         assert done.exit_code == 2
         assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no part of a wheel, and the command is one of ktft's all the same."""
+    monkeypatch.setattr(bench_command, "CHECKOUT", tmp_path)
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    bench_command.add_to(app)
+    done = CliRunner().invoke(app, ["bench", "kernels", "--shape", "small"])
+    assert isinstance(done.exception, ValueError) and "Clone the repository" in str(done.exception)

@@ -15,12 +15,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from ktft.bench.cases import Shape
-from ktft.bench.serve import run as bench
-from ktft.bench.serve.cases import Job, Load, Timing
-from ktft.bench.serve.checkpoint import describe, write_checkpoint
-from ktft.bench.serve.client import Client, ServerFailed
-from ktft.bench.serve.servers import PEERS, Process, Row
+from benchmarks.cases import Shape
+from benchmarks.serve import run as bench
+from benchmarks.serve.cases import Job, Load, Timing
+from benchmarks.serve.checkpoint import describe, write_checkpoint
+from benchmarks.serve.client import Client, ServerFailed
+from benchmarks.serve.servers import PEERS, Process, Row
 from ktft.cli.main import app
 
 FIRST, BETWEEN = 0.1, 0.02  # seconds

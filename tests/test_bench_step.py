@@ -15,15 +15,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import machine
+from benchmarks.peer import Job as KernelJob
+from benchmarks.step import floor, models, peers, run
+from benchmarks.step.cases import Job, Rates, StepRecord, Times, parse_step_shape
+from benchmarks.step.peers import PEERS, RUNNERS, Fsdp2Offload, KtKernelLayer, Zero3Offload
+from benchmarks.step.process import Worker, WorkerError
+from benchmarks.step.runners import HfResident, Ktft, token_ids
+from benchmarks.step.worker import serve
 from ktft import native
-from ktft.bench import machine
-from ktft.bench.peer import Job as KernelJob
-from ktft.bench.step import floor, models, peers, run
-from ktft.bench.step.cases import Job, Rates, StepRecord, Times, parse_step_shape
-from ktft.bench.step.peers import PEERS, RUNNERS, Fsdp2Offload, KtKernelLayer, Zero3Offload
-from ktft.bench.step.process import Worker, WorkerError
-from ktft.bench.step.runners import HfResident, Ktft, token_ids
-from ktft.bench.step.worker import serve
 from ktft.cli.main import app
 
 TINY = "8,2,64,64"

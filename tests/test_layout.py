@@ -42,7 +42,6 @@ PYTHON_RANKS = {
     "_autoload": 9,
     "serve": 9,
     "plan": 10,
-    "bench": 11,
     "cli": 12,
 }
 CPP_RANKS = {
@@ -67,7 +66,8 @@ GATEWAYS = {
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 CPP_FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cc", ".h", ".inc"})
-SOURCES = PYTHON_FILES + CPP_FILES + sorted((ROOT / "tests").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+OTHERS = sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = PYTHON_FILES + CPP_FILES + OTHERS
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -119,6 +119,13 @@ def test_cpp_includes_point_down() -> None:
 def test_only_the_gateway_imports(module: str) -> None:
     users = {name_of(p) for p in PYTHON_FILES if any(f"{i}.".startswith(f"{module}.") for i in imports(p))}
     assert users <= GATEWAYS[module]
+
+
+def test_every_script_is_in_the_index() -> None:
+    """`tests/scripts/README.md`, one row each."""
+    scripts = ROOT / "tests" / "scripts"
+    listed = re.findall(r"^\| `(\w+\.py)`", (scripts / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in scripts.glob("*.py"))
 
 
 def test_autoload_needs_only_the_standard_library() -> None:

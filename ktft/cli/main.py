@@ -54,7 +54,7 @@ app = typer.Typer(
     help="Fine-tune Mixture-of-Experts models whose experts live in CPU memory.",
 )
 
-app.add_typer(bench.app, name="bench")
+bench.add_to(app)
 app.command()(plan)
 app.command()(export)
 app.command()(serve)

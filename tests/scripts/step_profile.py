@@ -202,8 +202,8 @@ def keep_stacks(sampler: Sampler, path: Path | None, steps: int) -> None:
 
 def bench(args: argparse.Namespace) -> None:
     """The model of `ktft bench step`."""
-    from ktft.bench.step.cases import Job, parse_step_shape
-    from ktft.bench.step.peers import RUNNERS
+    from benchmarks.step.cases import Job, parse_step_shape
+    from benchmarks.step.peers import RUNNERS
 
     shape = parse_step_shape(args.shape)
     ours = [("ktft", fmt, placement) for fmt in args.format for placement in args.placement]

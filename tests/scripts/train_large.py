@@ -34,9 +34,9 @@ import yaml
 from safetensors.torch import save_file
 from tiny import tokenizer
 
+from benchmarks.cases import Shape
+from benchmarks.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
 from ktft import native
-from ktft.bench.cases import Shape
-from ktft.bench.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
 from ktft.checkpoint.cache import (
     MANIFEST,
     ExpertShape,

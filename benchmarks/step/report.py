@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ktft.bench.report import NOT_ASKED, gpu_words, short
-from ktft.bench.step.cases import StepRecord
+from benchmarks.report import NOT_ASKED, gpu_words, short
+from benchmarks.step.cases import StepRecord
 
 PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "kt", "hf-resident": "hf"}
 FLOOR = ", floor"

@@ -12,8 +12,8 @@ import sys
 import tempfile
 from typing import Any
 
-from ktft.bench import machine
-from ktft.bench.step.cases import Job, Rates, Times
+from benchmarks import machine
+from benchmarks.step.cases import Job, Rates, Times
 
 ANSWER_SECONDS = 240.0
 LAST_LINES = 3
@@ -24,7 +24,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One process of `ktft.bench.step.worker`. It imports at once, and makes the job's model when `make` asks for it.
+    """One process of `benchmarks.step.worker`. It imports at once, and makes the job's model when `make` asks for it.
 
     As a context manager, it ends the process and all that this one started.
     """
@@ -33,7 +33,7 @@ class Worker:
         self.job = job
         self.facts: dict[str, Any] = {}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        command = [sys.executable, "-P", "-m", "ktft.bench.step.worker"]
+        command = [sys.executable, "-P", "-m", "benchmarks.step.worker"]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

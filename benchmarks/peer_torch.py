@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktft.bench.layers import Batch, Runner, Weights
-from ktft.bench.peer import Job
+from benchmarks.layers import Batch, Runner, Weights
+from benchmarks.peer import Job
 
 Experts = Callable[[Weights, Tensor, Tensor, Tensor], Tensor]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from ktft.bench.serve.cases import Job
-from ktft.bench.serve.client import Client, ServerFailed
+from benchmarks.serve.cases import Job
+from benchmarks.serve.client import Client, ServerFailed
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 20.0

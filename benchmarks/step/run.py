@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from benchmarks.cases import Shape
+from benchmarks.report import NOT_ASKED
+from benchmarks.step import floor, models
+from benchmarks.step.cases import Job, PeerFigure, Rates, StepRecord, Times
+from benchmarks.step.peers import ONE_LAYER, PEERS, RUNNERS, Skipped
+from benchmarks.step.process import Worker, WorkerError
 from ktft import system
-from ktft.bench.cases import Shape
-from ktft.bench.report import NOT_ASKED
-from ktft.bench.step import floor, models
-from ktft.bench.step.cases import Job, PeerFigure, Rates, StepRecord, Times
-from ktft.bench.step.peers import ONE_LAYER, PEERS, RUNNERS, Skipped
-from ktft.bench.step.process import Worker, WorkerError
 
 # Threads of the process that ran before may still spin: kt-kernel's do for 50 ms.
 SETTLE_SECONDS = 0.15

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.cases import W8A8_STEP
+from benchmarks.layers import Batch, Ktft
 from ktft import reference
-from ktft.bench.cases import W8A8_STEP
-from ktft.bench.layers import Batch, Ktft
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.autograd import routed_experts

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from benchmarks import machine
+from benchmarks.cases import Case, Shape
 from ktft import native
-from ktft.bench import machine
-from ktft.bench.cases import Case, Shape
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.autograd import routed_experts

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ktft.bench.report import NOT_ASKED, gpu_words, short
-from ktft.bench.serve.cases import ServeRecord
+from benchmarks.report import NOT_ASKED, gpu_words, short
+from benchmarks.serve.cases import ServeRecord
 
 LEGEND = (
     "in, out: tokens of a prompt and of an answer; TTFT: time to the first token; ITL: time between tokens; p95: of "

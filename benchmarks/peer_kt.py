@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ktft.bench.layers import Batch, Runner
-from ktft.bench.peer import Job
+from benchmarks.layers import Batch, Runner
+from benchmarks.peer import Job
 from ktft.config import PROJECTIONS
 
 MODES = {"bf16": "AMXBF16", "int8": "AMXInt8"}  # ktft format -> prefix of the peer's class names

@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ktft import native
-from ktft.bench import layers
-from ktft.bench.cases import Case
-from ktft.bench.peer import Job as KernelJob
-from ktft.bench.peer_kt import KtKernel
-from ktft.bench.step.cases import Job, Times
-from ktft.bench.step.models import attention_lora, empty_model, fill, fix_routing, set_checkpointing
-from ktft.bench.step.runners import (
+from benchmarks import layers
+from benchmarks.cases import Case
+from benchmarks.peer import Job as KernelJob
+from benchmarks.peer_kt import KtKernel
+from benchmarks.step.cases import Job, Times
+from benchmarks.step.models import attention_lora, empty_model, fill, fix_routing, set_checkpointing
+from benchmarks.step.runners import (
     LEARNING_RATE,
     HfResident,
     Ktft,
@@ -32,6 +31,7 @@ from ktft.bench.step.runners import (
     timed,
     token_ids,
 )
+from ktft import native
 
 
 def one_process() -> None:

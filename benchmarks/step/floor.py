@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.step.cases import Job, Rates
+from benchmarks.step.runners import clock, device_here
 from ktft import native
-from ktft.bench.step.cases import Job, Rates
-from ktft.bench.step.runners import clock, device_here
 
 COPY_BYTES = 256 << 20
 PRODUCT = 4096  # rows and columns of the GPU's product

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.initialization import no_init_weights
 
+from benchmarks.cases import Case, Shape
+from benchmarks.layers import make_index
+from benchmarks.step.cases import LORA_ATTENTION, VOCABULARY, Job
 from ktft import native
 from ktft.adapters.linear import shorten
 from ktft.adapters.peft import get_peft_model as get_ktft_peft_model
-from ktft.bench.cases import Case, Shape
-from ktft.bench.layers import make_index
-from ktft.bench.step.cases import LORA_ATTENTION, VOCABULARY, Job
 from ktft.config import PROJECTIONS
 from ktft.model.experts import expert_modules
 from ktft.model.generic import family_of

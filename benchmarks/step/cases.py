@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ktft.bench.cases import Shape, parse_shape
+from benchmarks.cases import Shape, parse_shape
 from ktft.config import Settings
 
 VOCABULARY = 1024
@@ -30,7 +30,7 @@ class Job:
     """One model and who trains it; what a worker process gets.
 
     Attributes:
-        runner: a row of `ktft.bench.step.runners.RUNNERS`.
+        runner: a row of `benchmarks.step.runners.RUNNERS`.
         shape, layers: the model; every layer has experts.
         tokens: the batches it will be asked for, one sequence each.
         routing: `uniform` or `zipf`.

@@ -1,4 +1,4 @@
-"""A process of its own for each runner: `python -m ktft.bench.step.worker`, a JSON line in, a JSON line out.
+"""A process of its own for each runner: `python -m benchmarks.step.worker`, a JSON line in, a JSON line out.
 
 So every runner has clean memory, may change what it likes, and may crash. Requests: `{"job": ...}` makes the runner,
 `{"tokens": T}` times one step, `{"rates": ...}` measures the machine; the end of the input ends the process.
@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer each request, or say why not."""
-    from ktft.bench.step import floor
-    from ktft.bench.step.cases import Job
-    from ktft.bench.step.peers import RUNNERS
+    from benchmarks.step import floor
+    from benchmarks.step.cases import Job
+    from benchmarks.step.peers import RUNNERS
 
     runner: Any = None
 

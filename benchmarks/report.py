@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ktft.bench.cases import W8A8_STEP, Record
+from benchmarks.cases import W8A8_STEP, Record
 
 STEP_NAMES = {"forward": "fwd", "backward": "bwd", "forward+backward": "both", W8A8_STEP: "w8a8"}
 NOT_ASKED = "not asked for"

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from benchmarks import machine
+from benchmarks.cases import Shape
+from benchmarks.measure import SETTLE_SECONDS
+from benchmarks.report import short
 from ktft import native, system
-from ktft.bench import machine
-from ktft.bench.cases import Shape
-from ktft.bench.measure import SETTLE_SECONDS
-from ktft.bench.report import short
 from ktft.config import PROJECTIONS
 from ktft.train.optimizer import AdamW
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ktft.bench.cases import Case
-from ktft.bench.layers import Batch, Ktft, Runner, Weights
+from benchmarks.cases import Case
+from benchmarks.layers import Batch, Ktft, Runner, Weights
 from ktft.lora import ExpertLora
 
 
@@ -34,7 +34,7 @@ class Job:
 
 
 class Peer(Protocol):
-    """One row of `ktft.bench.peers.PEERS`."""
+    """One row of `benchmarks.peers.PEERS`."""
 
     @property
     def name(self) -> str:

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.report import NOT_ASKED
+from benchmarks.serve.cases import Job, Load, ServeRecord, Timing
+from benchmarks.serve.client import ServerFailed
+from benchmarks.serve.servers import PEERS, ROWS, Process, Running
 from ktft import system
-from ktft.bench.report import NOT_ASKED
-from ktft.bench.serve.cases import Job, Load, ServeRecord, Timing
-from ktft.bench.serve.client import ServerFailed
-from ktft.bench.serve.servers import PEERS, ROWS, Process, Running
 
 WARM_ROUNDS = 1
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks import accuracy
+from benchmarks.cases import STEPS, W8A8_STEP, Case, PeerFigure, Record
+from benchmarks.layers import Batch, Ktft, Runner
 from ktft import native, system
-from ktft.bench import accuracy
-from ktft.bench.cases import STEPS, W8A8_STEP, Case, PeerFigure, Record
-from ktft.bench.layers import Batch, Ktft, Runner
 
 # Short cases are repeated within a run until they have taken about this long together.
 RUN_SECONDS, MOST_REPEATS = 0.05, 20

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks import layers, machine
+from benchmarks.cases import Case, Record, Shape
+from benchmarks.layers import Ktft, Runner
+from benchmarks.measure import measure
+from benchmarks.peer import Job
+from benchmarks.peers import PEERS
+from benchmarks.report import NOT_ASKED
 from ktft import native
-from ktft.bench import layers, machine
-from ktft.bench.cases import Case, Record, Shape
-from ktft.bench.layers import Ktft, Runner
-from ktft.bench.measure import measure
-from ktft.bench.peer import Job
-from ktft.bench.peers import PEERS
-from ktft.bench.report import NOT_ASKED
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from benchmarks import layers
+from benchmarks.layers import Batch, Ktft, Runner
+from benchmarks.peer import Job
 from ktft import native
-from ktft.bench import layers
-from ktft.bench.layers import Batch, Ktft, Runner
-from ktft.bench.peer import Job
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ktft.bench.cases import Shape
-from ktft.bench.step.models import empty_model, fill
+from benchmarks.cases import Shape
+from benchmarks.step.models import empty_model, fill
 
 VOCABULARY = 32768
 END, PAD = "<end>", "<pad>"

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from ktft.bench.serve.cases import Load, Timing
+from benchmarks.serve.cases import Load, Timing
 
 SECONDS = 1800.0
 FIRST_ID = 16

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from benchmarks.step.cases import VOCABULARY, Job, Times
+from benchmarks.step.models import fix_routing, ktft_model, set_checkpointing, skipped_model, stock_model
 from ktft import system
-from ktft.bench.step.cases import VOCABULARY, Job, Times
-from ktft.bench.step.models import fix_routing, ktft_model, set_checkpointing, skipped_model, stock_model
 from ktft.config import emulate_gpu
 from ktft.lanes.decide.placer import usable_placement
 from ktft.model.experts import find_experts

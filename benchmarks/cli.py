@@ -1,0 +1,311 @@
+"""The commands of `ktft bench`. torch is imported when a command runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from benchmarks.cases import ROUTINGS, SHAPES, parse_shape
+from benchmarks.step.cases import SHAPES as STEP_SHAPES
+from benchmarks.step.cases import parse_step_shape
+from ktft.config import EXPERT_FORMATS, PLACEMENTS, Settings
+from ktft.sizes import parse_count
+
+app = typer.Typer(no_args_is_help=True, help="Time ktft on this machine.")
+
+LARGEST_RANK = 256
+TABLE_WIDTH = 120
+STEP_TABLE_WIDTH = 160
+
+
+def _chosen(option: str, given: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> list[str]:
+    for name in given or ():
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
+    return given or list(default)
+
+
+def _require_matplotlib(plot: Path | None) -> None:
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+
+
+@contextmanager
+def _lines(output: Path | None) -> Iterator[TextIO]:
+    """Where JSON lines go; nowhere if a person would see them between the lines of the table.
+
+    Peers' native code writes to descriptor 1: meanwhile that is stderr, and ours a copy.
+    """
+    if output is not None or sys.stdout.isatty():
+        with (output or Path(os.devnull)).open("w") as file:
+            yield file
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as file:
+        os.dup2(2, 1)
+        try:
+            yield file
+        finally:
+            os.dup2(file.fileno(), 1)
+
+
+@app.command()
+def kernels(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or E,k,H,I; repeatable.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens in the batch; repeatable.")] = None,
+    fmt: Annotated[list[str] | None, typer.Option("--format", help="Expert format; repeatable. [all]")] = None,
+    routing: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(ROUTINGS)}; repeatable.")] = None,
+    rank: Annotated[int, typer.Option(min=0, max=LARGEST_RANK, help="LoRA rank, 0 for none.")] = 8,
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs a case; medians are reported.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another library to time beside ktft, or none; repeatable. [those found]")
+    ] = None,
+    w8a8: Annotated[
+        bool, typer.Option("--w8a8", help="Format int8's forward with 8-bit activations too; needs AMX.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of TFLOPS over tokens; needs matplotlib.")] = None,
+) -> None:
+    """Time one layer's experts, forward and backward, beside the machine's ceilings and the peers installed."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    _require_matplotlib(plot)
+    try:
+        shapes = [parse_shape(text) for text in shape or ["small"]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+
+    from benchmarks import report
+    from benchmarks.kernels import Plan, run
+    from benchmarks.peers import LIBRARIES, PEERS
+    from ktft import native
+
+    names, libraries = tuple(p.name for p in PEERS), tuple(p.name for p in LIBRARIES)
+    plan = Plan(
+        shapes=shapes,
+        tokens=tokens or [64, 1024],
+        routings=_chosen("--routing", routing, ROUTINGS, ROUTINGS[:1]),
+        formats=_chosen("--format", fmt, native.FORMATS, native.FORMATS),
+        rank=rank,
+        runs=runs,
+        threads=threads,
+        w8a8=w8a8,
+        peers=[] if peer == ["none"] else _chosen("--peer", peer, names, libraries),
+    )
+    records = []
+    with _lines(output) as file, console.status("starting ...") as status:
+        try:
+            for record in run(plan, status.update):
+                records.append(record)
+                print(report.json_line(record), file=file, flush=True)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    console.print(report.make_table(records))
+    report.explain(records, console)
+    if plot is not None:
+        report.plot(records, plot)
+
+
+@app.command()
+def optimizer(
+    shape: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}, or E,k,H,I.")] = "deepseek-v3",
+    rank: Annotated[int, typer.Option(min=1, max=LARGEST_RANK, help="LoRA rank.")] = 8,
+    parameters: Annotated[
+        str, typer.Option(help="LoRA parameters, rounded up to whole layers: 16 bytes each, for instance 500M.")
+    ] = "200M",
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps of each; medians are reported.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
+) -> None:
+    """Time one AdamW step over expert LoRA on the CPU, beside memory bandwidth and other AdamWs."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    try:
+        chosen, count = parse_shape(shape), parse_count(parameters)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+    from benchmarks import optimizer as bench
+    from benchmarks import report
+
+    ours, *peers = bench.OPTIMIZERS
+    wanted = [ours, *([] if peer == ["none"] else _chosen("--peer", peer, tuple(peers), tuple(peers)))]
+    records, absent = [], []
+    with _lines(output) as file, console.status("starting ...") as status:
+        try:
+            for found in bench.run(chosen, rank, count, threads, runs, wanted, status.update):
+                if isinstance(found, str):
+                    absent.append(found)
+                else:
+                    records.append(found)
+                    print(report.json_line(found), file=file, flush=True)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    console.print(bench.make_table(records))
+    console.print(bench.explain(records[0]), highlight=False)
+    for line in absent:
+        console.print(f"without {line}", highlight=False, markup=False)
+
+
+@app.command()
+def step(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STEP_SHAPES)}, or E,k,H,I; repeatable.")] = None,
+    layers: Annotated[list[int] | None, typer.Option(min=1, help="Layers of the model; repeatable. [2]")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=2, help="Tokens in the batch; repeatable.")] = None,
+    fmt: Annotated[list[str] | None, typer.Option("--format", help="Expert format; repeatable. [k4, int8]")] = None,
+    placement: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(PLACEMENTS)}: where experts run; repeatable. [auto]")
+    ] = None,
+    gpu_expert_memory: Annotated[str, typer.Option(help="For experts that stay on the GPU: a size, or auto.")] = "0",
+    routing: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(ROUTINGS)}; repeatable.")] = None,
+    rank: Annotated[int, typer.Option(min=1, max=LARGEST_RANK, help="LoRA rank.")] = 8,
+    checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing, as LLaMA-Factory does.")] = True,
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps a case; medians are reported.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of ms a layer over tokens; needs matplotlib.")] = None,
+) -> None:
+    """Time training steps of a few layers beside the machine's limits and other ways to train them."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else STEP_TABLE_WIDTH)
+    _require_matplotlib(plot)
+    formats = _chosen("--format", fmt, EXPERT_FORMATS, ("k4", "int8"))
+    placements = _chosen("--placement", placement, PLACEMENTS, ("auto",))
+    routings = _chosen("--routing", routing, ROUTINGS, ROUTINGS[:1])
+    try:
+        shapes = [parse_step_shape(text) for text in shape or STEP_SHAPES[:1]]
+        memory = Settings(gpu_expert_memory=gpu_expert_memory).gpu_expert_memory
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+    from benchmarks import report as common
+    from benchmarks.step import report
+    from benchmarks.step.peers import PEERS
+    from benchmarks.step.process import WorkerError
+    from benchmarks.step.run import Plan, run
+
+    names = tuple(each.name for each in PEERS)
+    peers = [] if peer == ["none"] else _chosen("--peer", peer, names, names)
+    plan = Plan(shapes, layers or [2], tokens or [512, 4096], routings, formats, placements, memory, rank,
+                checkpointing, runs, threads, peers)  # fmt: skip
+    records, failed = [], []
+    with _lines(output) as file, console.status("starting ...") as status:
+        try:
+            for found in run(plan, status.update):
+                if isinstance(found, str):
+                    failed.append(found)
+                else:
+                    records.append(found)
+                    print(common.json_line(found), file=file, flush=True)
+        except (ValueError, WorkerError) as error:
+            raise typer.BadParameter(str(error)) from None
+    for line in failed:
+        console.print(f"failed: {line}", style="red", highlight=False, markup=False)
+    if records:
+        console.print(report.make_table(records))
+        report.explain(records, console)
+    if records and plot is not None:
+        report.plot(records, plot)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="Directory of a checkpoint. [--shape's]", file_okay=False)
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(help=f"Random weights instead: {', '.join(STEP_SHAPES)}, or E,k,H,I.")
+    ] = STEP_SHAPES[0],
+    layers: Annotated[int, typer.Option(min=1, help="Layers of --shape.")] = 4,
+    url: Annotated[str | None, typer.Option(help="A server that runs already. [ktft serve is started]")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What --url calls the model. [its first]")] = None,
+    gguf: Annotated[Path | None, typer.Option(help="MODEL for llama.cpp.", exists=True, dir_okay=False)] = None,
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="At the same time; repeatable. [1, 4, 16]")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of prompts.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Length of answers.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of servers that can be told.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="For ktft serve, as --option=--format=k4; repeatable.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
+    ] = None,
+    together: Annotated[
+        bool | None,
+        typer.Option("--together/--one-by-one", help="All servers at once, taking turns. [unless there is a GPU]"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture over the number of clients; needs matplotlib.")] = None,
+) -> None:
+    """Time a server: prefill, decode, time to first token, time between tokens; beside other servers."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    _require_matplotlib(plot)
+    try:
+        chosen = parse_step_shape(shape)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+
+    from benchmarks import report as common
+    from benchmarks.serve import report
+    from benchmarks.serve.cases import Job, Load
+    from benchmarks.serve.checkpoint import describe, write_checkpoint
+    from benchmarks.serve.client import ServerFailed
+    from benchmarks.serve.run import Plan, run, take_turns
+    from benchmarks.serve.servers import PEERS, Running
+
+    names = tuple(each.name for each in PEERS)
+    peers = [] if peer == ["none"] else _chosen("--peer", peer, names, names if url is None else ())
+    counts = sorted(set(clients or [1, 4, 16]))
+    records = []
+    with _lines(output) as file, console.status("starting ...") as status, tempfile.TemporaryDirectory() as scratch:
+        title, held, vocabulary = chosen.name, None, Load.vocabulary
+        try:
+            if model is not None:
+                title = model.name
+            elif url is None or peers:
+                status.update(f"writing {layers} layers of {shape} ...")
+                model = write_checkpoint(chosen, layers, Path(scratch))
+            else:
+                title = Running(url, served_model_name).client.model
+            if model is not None:
+                held, vocabulary = describe(model)
+            loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]
+            job = Job(model, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads)
+            plan = Plan(job, url, served_model_name, peers, loads, rounds, take_turns(together), title, held)
+            for record in run(plan, status.update):
+                records.append(record)
+                print(common.json_line(record), file=file, flush=True)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        except ServerFailed as error:
+            console.print(Text(str(error), style="red"), soft_wrap=True)
+            raise typer.Exit(1) from None
+    console.print(report.make_table(records))
+    report.explain(records, console)
+    if plot is not None:
+        report.plot(records, plot)
