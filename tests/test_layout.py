@@ -26,6 +26,7 @@ PYTHON_RANKS = {
     "config": 0,
     "errors": 1,
     "deferral": 0,
+    "held": 0,
     "lora": 1,
     "swiglu": 0,
     "versions": 0,

@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +161,8 @@ def adapter_tensors(
     for name, layer in layers.items():
         if adapter_name in layer.lora_A:
             for kind, projection, _ in layer.tensors(adapter_name):
-                for expert, tensor in enumerate(state_dict[f"{name}.{kind}.{adapter_name}.{projection}"]):
+                stacked = state_dict[f"{name}.{kind}.{adapter_name}.{projection}"]
+                for expert, tensor in zip(layer.experts.held.numbers, stacked, strict=True):
                     tensors[f"{name}.{expert}.{projection}.{kind}.weight"] = tensor
     return tensors
 
@@ -172,8 +173,23 @@ def without_experts(state_dict: Mapping[str, Tensor], layers: Iterable[str]) -> 
     return {name: tensor for name, tensor in state_dict.items() if not name.startswith(prefixes)}
 
 
-def check_loadable(directory: Path, expected: Mapping[str, Tensor], model_type: str) -> None:
-    """Compare an adapter with a model that has places for it, `expected`, and read every value once.
+def names_elsewhere(layers: Mapping[str, KtftExpertsLora], adapter_name: str) -> set[str]:
+    """Names on disk of an adapter's tensors on experts that other processes hold; see `adapter_tensors`."""
+    return {
+        f"{name}.{expert}.{projection}.{kind}.weight"
+        for name, layer in layers.items()
+        if adapter_name in layer.lora_A
+        for kind, projection, _ in layer.tensors(adapter_name)
+        for expert in set(range(layer.experts.held.num_experts)) - set(layer.experts.held.numbers)
+    }
+
+
+def check_loadable(
+    directory: Path, expected: Mapping[str, Tensor], model_type: str, elsewhere: Collection[str] = ()
+) -> None:
+    """Compare an adapter with a model that has places for it, `expected`, and read every value of these once.
+
+    Tensors that are `elsewhere`, in other processes, may be there or not.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape or dtype, NaN or Inf, or not what was saved; the
@@ -182,8 +198,8 @@ def check_loadable(directory: Path, expected: Mapping[str, Tensor], model_type: 
     metadata = read_own_metadata(directory)
     check_model_type(directory, metadata, model_type)
     with open_tensors(directory) as file:
-        check_fit(file, expected)
-        for name in file.tensors:
+        check_fit(file, expected, elsewhere)
+        for name in expected:
             read_checked(file, name, metadata.get(CRC32, {}))
 
 
@@ -206,13 +222,13 @@ def check_model_type(directory: Path, metadata: Mapping[str, Any], model_type: s
         raise ValueError(f"{directory} was trained on a model of type {trained_on}, this one is {model_type}")
 
 
-def check_fit(file: CheckpointReader, expected: Mapping[str, Tensor]) -> None:
+def check_fit(file: CheckpointReader, expected: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
     """Compare names, shapes and dtypes of a file with what must be in it. Raises ValueError, see `check_loadable`."""
     problems = [
         f"{len(names)} tensors {what}, the first is {names[0]}"
         for what, names in (
             ("of the model are missing", sorted(expected.keys() - file.tensors.keys())),
-            ("are left over", sorted(file.tensors.keys() - expected.keys())),
+            ("are left over", sorted(file.tensors.keys() - expected.keys() - set(elsewhere))),
         )
         if names
     ]

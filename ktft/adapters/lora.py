@@ -82,7 +82,8 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     """PEFT's layer around `KtftExperts`: LoRA on every routed expert of one MoE layer.
 
     Per adapter and targeted projection it holds `lora_A.<adapter>.<projection>` `[E, r, in]` and `lora_B...`
-    `[E, out, r]`, fp32 unless cast, always on the CPU. On disk they have the standard name of each expert,
+    `[E, out, r]` of the E experts that the process holds, fp32 unless cast, always on the CPU. On disk they have the
+    standard name of each expert,
     `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
 
     Args:
@@ -254,7 +255,7 @@ def _join(pairs: list[LoraPair]) -> LoraPair:
 
 def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: take each expert's tensors, under their standard names, into the stacked parameters."""
-    count = layer.experts.num_experts
+    held = layer.experts.held
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for key in list(state_dict):
         match = _EXPERT_KEY.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
@@ -268,21 +269,23 @@ def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: s
                 f"{next(iter(keys.values()))}: the model has no adapter {adapter!r} with {projection} on the experts "
                 f"of {prefix.rstrip('.')}; load adapters with ktft.load_adapter"
             )
-        if sorted(keys) != list(range(count)):
-            stray = sorted(set(keys) ^ set(range(count)))[0]
+        for expert in keys.keys() & set(range(held.num_experts)) - set(held.numbers):
+            state_dict.pop(keys.pop(expert))  # of another process
+        if sorted(keys) != list(held.numbers):
+            stray = sorted(set(keys) ^ set(held.numbers))[0]
             raise ValueError(
                 f"{prefix}{stray}.{projection}.{kind}.{adapter}.weight is "
                 f"{'left over' if stray in keys else 'missing'}: the adapter has {len(keys)} experts here, "
-                f"the model has {count}"
+                f"the model has {held.count}"
             )
         stacked = adapters[adapter][projection]
         _check_shapes(state_dict, keys, stacked)
         if stacked.is_meta:
-            whole = torch.stack([state_dict.pop(keys[expert]) for expert in range(count)])
+            whole = torch.stack([state_dict.pop(keys[expert]) for expert in held.numbers])
         else:  # straight into place: a stack of a large model's expert LoRA would be a second copy of it
             whole = stacked.data
-            for expert in range(count):
-                whole[expert].copy_(state_dict.pop(keys[expert]))
+            for place, expert in enumerate(held.numbers):
+                whole[place].copy_(state_dict.pop(keys[expert]))
         state_dict[f"{prefix}{kind}.{adapter}.{projection}"] = whole
 
 

@@ -27,6 +27,7 @@ from ktft.adapters.files import (
     adapter_tensors,
     check_loadable,
     local_directory,
+    names_elsewhere,
     read_config,
     read_own_metadata,
     saving,
@@ -118,8 +119,9 @@ class KtftPeftMixin(SeveralAdapters):
         if new:
             self.add_adapter(adapter_name, as_saved(config))
         try:
-            expected = adapter_tensors(self, expert_layers(self), adapter_name, self.state_dict())
-            check_loadable(directory, expected, self.config.model_type)
+            layers = expert_layers(self)
+            expected = adapter_tensors(self, layers, adapter_name, self.state_dict())
+            check_loadable(directory, expected, self.config.model_type, names_elsewhere(layers, adapter_name))
             below = read_own_metadata(directory).get(RECORD, {}).get(BELOW)
             if not below or not holds(Path(self.config.name_or_path), below):
                 warn_of_another_base(config, self.config.name_or_path)

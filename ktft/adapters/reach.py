@@ -67,7 +67,7 @@ def resolve(model: Any, config: Any) -> None:
 
 def _spelled_out(model: Any, targets: Collection[str]) -> set[str]:
     """`experts.down_proj`, one projection of the routed experts alone, as the standard names that it stands for."""
-    counts = {name: module.num_experts for name, module in _adaptable(model).items() if isinstance(module, KtftExperts)}
+    counts = {name: each.held.num_experts for name, each in _adaptable(model).items() if isinstance(each, KtftExperts)}
     spelled: set[str] = set()
     for target in targets:
         module, _, projection = target.rpartition(".")
@@ -147,7 +147,7 @@ def reach_of(model: Any, config: Any) -> Reach:
         match = check_target_module_exists(config, name)
         if isinstance(module, KtftExperts):
             if match:
-                direct[name] = module.num_experts
+                direct[name] = module.held.num_experts
             if not isinstance(match, _ExcludedModule) and (own := _expert_ranks(config, name, module, bool(match))):
                 ranks[name] = own
         elif match:
@@ -160,7 +160,7 @@ def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> 
     """Projection -> rank, for the projections of one layer's experts that the config targets."""
     ranks: dict[str, Rank] = {}
     for projection in PROJECTIONS:
-        keys = [f"{name}.{expert}.{projection}" for expert in range(experts.num_experts)]
+        keys = [f"{name}.{expert}.{projection}" for expert in range(experts.held.num_experts)]
         targeted = [key for key in keys if whole or check_target_module_exists(config, key)]
         if not targeted:
             continue

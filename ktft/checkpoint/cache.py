@@ -50,7 +50,7 @@ class ExpertShape:
     @classmethod
     def of(cls, layer: LayerShape) -> ExpertShape:
         """The shape of a native layer, or of what stands for one."""
-        return cls(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.biases)
+        return cls(layer.held.num_experts, layer.hidden_size, layer.intermediate_size, layer.biases)
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,13 @@ def layer_file(number: int) -> str:
 
 
 def layer_tensors(layer: ExpertLayer) -> dict[NewTensor, tuple[int, str]]:
-    """The tensors of a layer's file in order, each with its expert and projection.
+    """The tensors of a layer's file in order, each with its expert's number in the model and its projection.
 
     `E.PROJECTION.packed` is uint8 `[ExpertLayer.canonical_bytes]`; in a layer with biases `E.PROJECTION.bias` is fp32
     `[out_features]`.
     """
     tensors = {}
-    for place in product(range(layer.num_experts), PROJECTIONS):
+    for place in product(range(layer.held.num_experts), PROJECTIONS):
         stem, nbytes = "{}.{}".format(*place), layer.canonical_bytes(place[1])
         tensors[NewTensor(f"{stem}.packed", "U8", (nbytes,), nbytes)] = place
         if layer.biases:
@@ -325,9 +325,9 @@ class PackedCache:
                 f"again, or take the whole model from {self.directory}"
             )
 
-    def nbytes(self) -> int:
-        """Bytes of the experts' files."""
-        return sum(self.manifest.files[layer_file(number)]["bytes"] for number in self.manifest.layers)
+    def nbytes(self, share: float = 1.0) -> int:
+        """Bytes of the experts' files that are read by who holds this share of each layer's experts."""
+        return round(share * sum(self.manifest.files[layer_file(number)]["bytes"] for number in self.manifest.layers))
 
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
         """Fill layers, empty and of the packed format and shape. Yields the bytes taken over since the last time.
@@ -346,13 +346,15 @@ def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[
     if odd := sorted(entries.keys() ^ expected.keys()):
         raise ValueError(f"{path} {'lacks' if odd[0] in expected else 'holds an unknown'} tensor {odd[0]}; {_REDO}")
     recorded = checksums(path) if verify else {}
-    for entry, data, crc in _read_ahead(list(entries.values()), verify):
+    needed = [entry for entry in entries.values() if expected[entry.name][1][0] in layer.held.numbers]
+    for entry, data, crc in _read_ahead(needed, verify):
         if verify and crc != recorded.get(entry.name):
             raise ValueError(
                 f"{path}: tensor {entry.name} is damaged, its CRC-32 is {crc:08x}, the header says "
                 f"{recorded.get(entry.name, 0):08x}; {_REDO}"
             )
-        tensor, place = expected[entry.name]
+        tensor, (expert, projection) = expected[entry.name]
+        place = expert - layer.held.first, projection
         try:
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(f"it is {entry.dtype} {entry.shape}, expected {tensor.dtype} {tensor.shape}")

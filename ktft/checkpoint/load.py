@@ -21,6 +21,7 @@ from ktft.checkpoint.families import ExpertSource, Family
 from ktft.checkpoint.reader import CheckpointReader, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
 from ktft.config import PROJECTIONS
+from ktft.held import HeldExperts
 from ktft.native import ExpertLayer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class LayerShape(Protocol):
     """What of a layer decides which tensors it needs."""
 
     @property
-    def num_experts(self) -> int: ...
+    def held(self) -> HeldExperts: ...
     @property
     def hidden_size(self) -> int: ...
     @property
@@ -45,7 +46,9 @@ class LayerShape(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """Where one projection goes: `rows` of a matrix on disk are `projection` of `expert` in layer number `layer`."""
+    """Where one projection goes: `rows` of a matrix on disk are `projection` of a layer's `expert`, counted from the
+    first one that the process holds; `layer` is the layer's number.
+    """
 
     layer: int
     expert: int
@@ -159,7 +162,7 @@ def check_shapes(scheme: Scheme, parts: Mapping[str, TensorEntry], shape: Shape,
 
 class ExpertPlan:
     """Which tensors hold the experts of `layers`, checked from headers: everything needed is there, once, in its
-    shape, and everything there is needed.
+    shape, and everything there is needed. Of experts that other processes hold headers are checked too, and no more.
 
     Args:
         reader: the opened checkpoint.
@@ -184,6 +187,7 @@ class ExpertPlan:
         self.reader = reader
         self.matrices: list[Matrix] = []
         self.biases: dict[str, Bias] = {}
+        self.tensor_names: set[str] = set()
         self._layout = family.layout(reader.tensors)
         lacking: list[str] = []
         for number, shape in layers.items():
@@ -191,7 +195,6 @@ class ExpertPlan:
             if family.biases:
                 lacking += self._match_biases(number, shape)
         refuse(f"checkpoint {reader.directory} lacks expert tensors", lacking)
-        self.tensor_names = {e.name for m in self.matrices for e in m.parts.values()} | self.biases.keys()
         is_expert = family.expert_pattern()
         refuse(
             f"checkpoint {reader.directory} holds expert tensors that this model has no place for",
@@ -204,7 +207,8 @@ class ExpertPlan:
 
     def _match_biases(self, number: int, shape: LayerShape) -> list[str]:
         lacking: list[str] = []
-        for expert, projection in product(range(shape.num_experts), PROJECTIONS):
+        held = shape.held
+        for expert, projection in product(range(held.num_experts), PROJECTIONS):
             source = self._layout.source(number, expert, projection, shape.intermediate_size)
             name = source.bias_tensor
             entry = self.reader.tensors.get(name)
@@ -212,15 +216,17 @@ class ExpertPlan:
                 lacking.append(name)
                 continue
             rows, _ = self._layout.matrix_shape(projection, shape.hidden_size, shape.intermediate_size)
-            stack = () if source.expert is None else (shape.num_experts,)
+            stack = () if source.expert is None else (held.num_experts,)
             if entry.dtype not in PLAIN_SCHEME.parts["codes"].dtypes:
                 raise ValueError(f"{entry.file}: {name} is {entry.dtype}; biases are read from BF16, F16, F32")
             if entry.shape != (*stack, rows):
                 raise ValueError(
                     f"{entry.file}: {name} has shape {entry.shape}, the model's config needs {(*stack, rows)}"
                 )
-            target = Target(number, expert, projection, source.rows)
-            self.biases.setdefault(name, Bias(entry)).targets.append((target, source))
+            self.tensor_names.add(name)
+            if expert in held.numbers:
+                target = Target(number, expert - held.first, projection, source.rows)
+                self.biases.setdefault(name, Bias(entry)).targets.append((target, source))
         return list(dict.fromkeys(lacking))
 
     def load_biases(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
@@ -241,18 +247,21 @@ class ExpertPlan:
     def _match_layer(self, number: int, shape: LayerShape) -> list[str]:
         found: dict[tuple[str, int | None], Matrix] = {}
         lacking: list[str] = []
-        for expert in range(shape.num_experts):
+        held = shape.held
+        for expert in range(held.num_experts):
             for projection in PROJECTIONS:
                 source = self._layout.source(number, expert, projection, shape.intermediate_size)
                 key = (source.stem, source.expert)
                 if key not in found:
                     found[key], missing = self._matrix(source)
                     lacking += missing
-                found[key].targets.append(Target(number, expert, projection, source.rows))
+                found[key].targets.append(Target(number, expert - held.first, projection, source.rows))
         if not lacking:
             for matrix in found.values():
                 _check_matrix(matrix, shape)
-            self.matrices += found.values()
+                self.tensor_names.update(entry.name for entry in matrix.parts.values())
+                matrix.targets = [target for target in matrix.targets if 0 <= target.expert < held.count]
+            self.matrices += [matrix for matrix in found.values() if matrix.targets]
         return lacking
 
     def _matrix(self, source: ExpertSource) -> tuple[Matrix, list[str]]:
@@ -317,7 +326,7 @@ def _check_matrix(matrix: Matrix, layer: LayerShape) -> None:
     if matrix.transposed is None:
         matrix.transposed = matrix.codes.shape[-2:] == (cols, rows) != (rows, cols)
     stored = (cols, rows) if matrix.transposed and matrix.scheme.transposes else (rows, cols)
-    check_shapes(matrix.scheme, matrix.parts, stored, experts=None if matrix.index is None else layer.num_experts)
+    check_shapes(matrix.scheme, matrix.parts, stored, experts=None if matrix.index is None else layer.held.num_experts)
 
 
 def in_disk_order(matrices: Iterable[Matrix]) -> list[Matrix]:

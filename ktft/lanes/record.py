@@ -22,8 +22,9 @@ class Record:
     gradients, such as those of DPO's reference, are not counted.
 
     Args:
-        num_experts: of the layer.
+        num_experts: of the layer, that the process holds.
         layer: its number in the model.
+        first: the first held expert's number in the model.
 
     Attributes:
         tokens: `[num_experts]` int64, (token, expert) pairs by expert.
@@ -31,8 +32,8 @@ class Record:
         watching: also find which experts the loss depends on; costs one pass over the output's gradient.
     """
 
-    def __init__(self, num_experts: int, layer: int | None = None) -> None:
-        self.layer = layer
+    def __init__(self, num_experts: int, layer: int | None = None, first: int = 0) -> None:
+        self.layer, self.first = layer, first
         self.tokens = torch.zeros(num_experts, dtype=torch.int64)
         self._reached = torch.zeros(num_experts, dtype=torch.int64)
         self._elsewhere: list[Tensor] = []  # what is to be added to it, on a device that may be busy with it
@@ -47,8 +48,9 @@ class Record:
         return self._reached
 
     def count(self, top_k_index: Tensor) -> None:
-        """Add a micro-batch's choices, `[T, k]` on the CPU."""
-        found = np.bincount(top_k_index.numpy().reshape(-1), minlength=len(self.tokens))
+        """Add a micro-batch's choices, `[T, k]` on the CPU; those that are `ELSEWHERE` are left out."""
+        flat = top_k_index.numpy().reshape(-1)
+        found = np.bincount(flat[flat >= 0], minlength=len(self.tokens))
         with _COUNTING:
             self.tokens += torch.from_numpy(found)
             self.rows += len(top_k_index)
@@ -59,6 +61,7 @@ class Record:
         All are on one device; a GPU is not waited for.
         """
         strength = grad_output.abs().amax(1, keepdim=True).float() * top_k_weights.abs().float()
-        pairs = (strength > _NEGLIGIBLE).flatten().to(torch.int64)
+        here = top_k_index.flatten() >= 0
+        pairs = ((strength > _NEGLIGIBLE).flatten() & here).to(torch.int64)
         found = torch.zeros(len(self._reached), dtype=torch.int64, device=pairs.device)
-        self._elsewhere.append(found.scatter_add_(0, top_k_index.flatten().to(torch.int64), pairs))
+        self._elsewhere.append(found.scatter_add_(0, top_k_index.flatten().clamp(min=0).to(torch.int64), pairs))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ktft.native import ExpertLayer
+from ktft.native import ELSEWHERE, ExpertLayer
 
 PIECE_ROWS = 16384
 """Rows of one chunk that are computed at once, at most: so many keep a GPU busy."""
@@ -124,13 +124,15 @@ def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -
 
 
 def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
-    """How often each expert is in `[T, k]`.
+    """How often each expert is in `[T, k]`. Only a layer that holds a part of its experts takes `ELSEWHERE`.
 
     Raises:
         ValueError: an expert number out of range.
     """
     # numpy, because torch's threads spin for milliseconds after they shared a large one, beside who launches kernels
     flat = top_k_index.numpy().reshape(-1)
+    if not layer.held.whole:
+        flat = flat[flat != ELSEWHERE]
     wrong = flat[(flat < 0) | (flat >= layer.num_experts)]
     if wrong.size:
         raise ValueError(

@@ -27,7 +27,7 @@ class KtftExperts(nn.Module):
     expert weights. The only buffer, `weight`, has no elements: it tells peft which device the model is on.
 
     Args:
-        layer: the packed experts, or only their sizes where nothing will be computed.
+        layer: the packed experts, all or a part of them, or only their sizes where nothing will be computed.
         family: of the model.
         activation: what backward finds saved, `retain` or `recompute`.
 
@@ -35,6 +35,8 @@ class KtftExperts(nn.Module):
         laned: runs the experts of hidden states that are on a GPU; None where the model has no lanes.
         shared: the block's shared experts; None if it has none.
         record: takes counts in training mode; None, as it is made, to count nothing.
+        num_experts: that this process holds, `held` says which of the model's. Where it holds a part, the output is the
+            sum over these alone.
     """
 
     layer: ExpertLayer
@@ -48,7 +50,8 @@ class KtftExperts(nn.Module):
         self.family = family
         self.activation = activation
         self.laned = self.shared = self.record = None
-        self.num_experts = layer.num_experts
+        self.held = layer.held
+        self.num_experts = layer.held.count
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
         self.weight: Tensor
@@ -60,6 +63,7 @@ class KtftExperts(nn.Module):
     ) -> Tensor:
         """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`; see `routed_experts`."""
         record = self.record if self.training else None
+        top_k_index = self.held.local(top_k_index)
         if self.laned is not None and self.laned.lanes.take(hidden_states.device):
             ahead = self.shared.compute if self.shared is not None else None
             return self.laned(hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
@@ -78,8 +82,9 @@ class KtftExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown in the model's printout."""
+        part = "" if self.held.whole else f" ({self.held.first} to {self.held.numbers[-1]} of {self.held.num_experts})"
         return (
-            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"num_experts={self.num_experts}{part}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, format={self.layer.format}"
         )
 

@@ -157,7 +157,7 @@ def packed_per_node(moes: Iterable[MoeShape], expert_format: str, nodes: int) ->
 
 def active_experts(moe: MoeShape, tokens: int) -> float:
     """Experts that get at least one of the tokens when all are equally likely."""
-    return moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+    return moe.num_experts * (1 - (1 - moe.top_k / moe.held.num_experts) ** tokens)
 
 
 def _activations(rows: float, cols: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
 from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key, world_size
+from ktft.held import HeldExperts
 from ktft.lanes.decide.placer import usable_placement
 from ktft.lanes.lanes import Lanes
 from ktft.model.backbone import Backbone
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 class KtftConfig(QuantizationConfigMixin):
     """Pass as `quantization_config` to `from_pretrained`. The arguments are those of `ktft.config.Settings`, and
     `reserve_bytes`: memory that must be left once the model is loaded, for training say, in all or by what it is for;
-    more is not loaded.
+    more is not loaded. With `part`, (32, 64) say, the process reads, packs, computes, trains and saves only these
+    experts of every layer, from the first to before the second; a layer's output is then their part of the sum.
 
     Raises:
         ValueError: an unknown argument (naming the nearest valid one), or a value that is not accepted.
@@ -64,6 +66,7 @@ class KtftConfig(QuantizationConfigMixin):
         placement: str = Settings.placement,
         gpu_expert_memory: int | str = Settings.gpu_expert_memory,
         reserve_bytes: int | Mapping[str, int] = 0,
+        part: Sequence[int] | None = None,
         quant_method: str = "ktft",
         **unknown: Any,
     ) -> None:
@@ -80,6 +83,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.placement = placement
         self.gpu_expert_memory = gpu_expert_memory
         self.reserve_bytes = reserve_bytes
+        self.part = None if part is None else (int(part[0]), int(part[1]))
         _ = self.settings  # checks the values
 
     @property
@@ -192,7 +196,9 @@ class KtftHfQuantizer(HfQuantizer):
         implementation = model.config._attn_implementation or ""
         if implementation.startswith("flash_attention") and not any("sinks" in n for n, _ in model.named_parameters()):
             check_flash_attention(f"attn_implementation {implementation!r}")
-        self._plan = LoadPlan(model, checkpoint_files or [], self.quantization_config.settings)
+        self._plan = LoadPlan(
+            model, checkpoint_files or [], self.quantization_config.settings, self.quantization_config.part
+        )
         check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
         if self._plan.backbone.conversions():
             self.pre_quantized = True  # else transformers casts integers and scales to the model's dtype
@@ -229,13 +235,19 @@ def check_memory(
 class LoadPlan:
     """Which tensor of the checkpoint goes where, settled from headers alone before any weight is read."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint_files: list[str], settings: Settings) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: list[str],
+        settings: Settings,
+        part: tuple[int, int] | None = None,
+    ) -> None:
         self.family, self.model_type = family_of(model), model.config.model_type
         checkpoint = CheckpointReader(checkpoint_files)
         packed = _packed_experts(checkpoint, settings)
         if packed is not None:
             settings = replace(settings, expert_format=packed.check_format(settings.expert_format))
-        experts = swap_experts(model, self.family, settings)
+        experts = swap_experts(model, self.family, settings, part)
         self.layers = {number: module.layer for number, module in experts.items()}
         if packed is not None:
             packed.check_model(self.model_type, self.layers)
@@ -260,7 +272,9 @@ class LoadPlan:
 
     def load_experts(self) -> None:
         """Read each expert weight once, in the order of the files, and pack it, unless it is packed already."""
-        with tqdm(total=self.experts.nbytes(), desc=self.title, unit="B", unit_scale=True) as progress:
+        share = next(iter(self.layers.values())).held.share
+        total = self.experts.nbytes(share) if isinstance(self.experts, PackedCache) else self.experts.nbytes()
+        with tqdm(total=total, desc=self.title, unit="B", unit_scale=True) as progress:
             for nbytes in self.experts.load(self.layers):
                 progress.update(nbytes)
 
@@ -270,8 +284,14 @@ def _packed_experts(checkpoint: CheckpointReader, settings: Settings) -> PackedC
     return PackedCache.find(Path(settings.expert_checkpoint or checkpoint.directory), settings.verify_checksums)
 
 
-def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[int, KtftExperts]:
+def swap_experts(
+    model: nn.Module, family: Family, settings: Settings, part: tuple[int, int] | None = None
+) -> dict[int, KtftExperts]:
     """Put an empty `KtftExperts` in place of every stacked experts module. Returns them by layer number.
+
+    Args:
+        model: on the meta device. family: of it. settings: of the experts.
+        part: the experts of each layer that this process holds, from the first to before the second; by default all.
 
     Raises:
         ValueError: the model has no such module, or an activation or dims that the kernels cannot take.
@@ -296,6 +316,7 @@ def swap_experts(model: nn.Module, family: Family, settings: Settings) -> dict[i
             name=name,
             swiglu=swiglu,
             biases=family.biases,
+            held=HeldExperts.of(num_experts, part),
         )
         experts[number] = KtftExperts(layer, family, settings.activation)
         if lanes is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktft.checkpoint.families import Family
+from ktft.held import HeldExperts
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
@@ -20,13 +21,25 @@ TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k
 
 @dataclass(frozen=True)
 class MoeShape:
-    """One layer's routed experts. Stands for its `ExpertLayer` where only sizes matter."""
+    """One layer's routed experts. Stands for its `ExpertLayer` where only sizes matter.
+
+    Attributes:
+        num_experts: that the process holds.
+        top_k: experts of the model that a token is sent to.
+        part: which these are where they are not all.
+    """
 
     num_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
     biases: bool = False
+    part: HeldExperts | None = None
+
+    @property
+    def held(self) -> HeldExperts:
+        """Which of the model's experts these are."""
+        return self.part or HeldExperts.of(self.num_experts)
 
     @property
     def parameters(self) -> int:
@@ -91,12 +104,18 @@ def top_k_of(config: Any) -> int:
     raise ValueError(f"config.json of {config.model_type} has none of {', '.join(TOP_K_KEYS)}")
 
 
-def empty_experts(model: PreTrainedModel, family: Family) -> dict[int, MoeShape]:
-    """Put `KtftExperts` that know only their sizes where the routed experts are, so that adapters find their places."""
+def empty_experts(model: PreTrainedModel, family: Family, part: tuple[int, int] | None = None) -> dict[int, MoeShape]:
+    """Put `KtftExperts` that know only their sizes where the routed experts are, so that adapters find their places.
+
+    Args:
+        model: on the meta device. family: of it.
+        part: the experts of each layer that the process holds, from the first to before the second; by default all.
+    """
     top_k = top_k_of(model.config.get_text_config())
     shapes = {}
     for number, name, (experts, hidden_size, intermediate_size) in expert_modules(model, family):
-        shapes[number] = MoeShape(experts, top_k, hidden_size, intermediate_size, family.biases)
+        held = HeldExperts.of(experts, part)
+        shapes[number] = MoeShape(held.count, top_k, hidden_size, intermediate_size, family.biases, held)
         model.set_submodule(name, KtftExperts(shapes[number], family))
     return shapes
 
@@ -132,12 +151,12 @@ def _layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def shape_of(config: PreTrainedConfig) -> tuple[ModelShape, PreTrainedModel]:
-    """The shape of a config's model, and the model on meta with empty `KtftExperts`.
+def shape_of(config: PreTrainedConfig, part: tuple[int, int] | None = None) -> tuple[ModelShape, PreTrainedModel]:
+    """The shape of a config's model, and the model on meta with empty `KtftExperts`; `part` as in `empty_experts`.
 
     Raises:
         ValueError: ktft does not support the model.
     """
     model = meta_model(config)
-    moe = empty_experts(model, family_of(model))
+    moe = empty_experts(model, family_of(model), part)
     return read_shape(model, moe), model

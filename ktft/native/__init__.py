@@ -3,10 +3,11 @@
 Everything here takes and returns CPU tensors.
 """
 
+from ktft.held import ELSEWHERE
 from ktft.native.ceilings import StreamedMemory, compute_ceilings
 from ktft.native.extension import FORMATS
 from ktft.native.hybrid import HostExperts, HostExpertsError
-from ktft.native.layer import ELSEWHERE, ExpertLayer, Gradients
+from ktft.native.layer import ExpertLayer, Gradients
 from ktft.native.machine import (
     Runtime,
     check_machine,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ktft.config import PROJECTIONS
+from ktft.held import HeldExperts
 from ktft.lora import ExpertLora
 from ktft.native.adapters import native_lora
 from ktft.native.codes import check_codes
@@ -17,9 +18,6 @@ from ktft.native.machine import Runtime
 from ktft.native.packed import PackedSlice
 from ktft.native.tensors import INTEGERS, address, check_like, check_memory, described
 from ktft.swiglu import SILU, Swiglu
-
-ELSEWHERE = -1
-"""In place of an expert's number: computed by somebody else (`kElsewhere` in csrc/moe/route.h)."""
 
 
 @dataclass
@@ -34,15 +32,19 @@ class Gradients:
 
 
 class ExpertLayer:
-    """One layer's routed experts, packed in CPU memory.
+    """One layer's routed experts, or this process's part of them, packed in CPU memory.
 
     Args:
         runtime: threads and NUMA nodes.
-        num_experts, hidden_size, intermediate_size: the last two multiples of 32.
+        num_experts, hidden_size, intermediate_size: of the model's layer; the last two are multiples of 32.
         format: one of `FORMATS`.
         name: the layer's name in error messages.
         swiglu: the activation.
         biases: whether the projections have biases, which `load_bias` then fills.
+        held: the experts that this process holds; by default all.
+
+    Attributes:
+        num_experts: that are held. Every number of an expert here counts from the first of these.
 
     Raises:
         ValueError: dimensions that the kernels cannot take, an unknown format, an alpha or limit that is not positive.
@@ -59,7 +61,10 @@ class ExpertLayer:
         name: str = "experts",
         swiglu: Swiglu = SILU,
         biases: bool = False,
+        held: HeldExperts | None = None,
     ) -> None:
+        self.held = held or HeldExperts.of(num_experts)
+        num_experts = self.held.count
         self.runtime, self.format, self.name = runtime, format, name
         self.swiglu, self.biases = swiglu, biases
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size

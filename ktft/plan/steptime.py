@@ -67,7 +67,8 @@ def simulated_lanes(
         dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
         expert_bytes = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases)) // moe.num_experts
         lora = sum(a.parameters for a in work.on_experts(number)) // moe.num_experts
-        kinds[LayerKind(moe.num_experts, moe.top_k, *dims[1:], expert_bytes, lora)] += 1
+        top_k = max(round(moe.top_k * moe.held.share), 1)  # routes of a token that end here
+        kinds[LayerKind(moe.num_experts, top_k, *dims[1:], expert_bytes, lora)] += 1
     retained = work.expert_activation(gpu=True) == "retain"
     again = 0.0 if retained or machine.measured else 2 / 3
     hardware = Hardware(

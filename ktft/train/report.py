@@ -45,7 +45,7 @@ def examine(model: nn.Module) -> Report | None:
     first = experts[0].layer
     return Report(
         layers=len(experts),
-        num_experts=first.num_experts,
+        num_experts=first.held.num_experts,
         format=first.format,
         packed_bytes=sum(module.layer.packed_bytes for module in experts),
         isa=first.runtime.isa,

@@ -85,7 +85,7 @@ class Run:
         trace = None if path is None else Trace(path)
         experts = find_experts(model)
         for name, module in experts.items():
-            module.record = Record(module.num_experts, layer_number(name))
+            module.record = Record(module.num_experts, layer_number(name), module.held.first)
         parameters, runtime = trained_parameters(model), next(iter(experts.values())).layer.runtime
         spans.RECORDER.start(trace)
         shorten(model)
@@ -151,7 +151,9 @@ class Run:
         if self.trace is not None:
             self.trace.step(number, self.began, ended)
         seconds = ended - self.began
-        counts = torch.stack([record.tokens for record in self.records.values()])
+        counts = torch.zeros_like(self.report.expert_tokens)
+        for row, record in zip(counts, self.records.values(), strict=True):
+            row[record.first : record.first + len(record.tokens)] = record.tokens
         tokens = max(record.rows for record in self.records.values())
         row = {"step": number, "seconds": seconds, **times_of(seconds, sums), "tokens": tokens, **memory_now()}
         self.report.steps.add({name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()})

@@ -1,0 +1,69 @@
+"""Which of a layer's experts a process holds: all of them, or a part whose others lie in other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ELSEWHERE = -1
+"""In a layer's `top_k_index`: the route's expert is computed elsewhere and adds nothing here."""
+_WRONG = -2  # no expert's number, and not `ELSEWHERE` either: the layer refuses it
+
+
+@dataclass(frozen=True)
+class HeldExperts:
+    """`count` experts of a layer that has `num_experts`, beginning with number `first`.
+
+    Checkpoints, adapters and routers number experts as the model does. A layer, its LoRA tensors and its lanes hold
+    only these experts and number them from 0.
+
+    Raises:
+        ValueError: there are no such experts.
+    """
+
+    first: int
+    count: int
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.count < 1 or self.first + self.count > self.num_experts:
+            raise ValueError(
+                f"a process cannot hold experts {self.first} to {self.first + self.count - 1} of a layer that has "
+                f"{self.num_experts}; give a range within 0 to {self.num_experts - 1}"
+            )
+
+    @classmethod
+    def of(cls, num_experts: int, part: tuple[int, int] | None = None) -> HeldExperts:
+        """Experts `part[0]` to `part[1] - 1` of so many; all of them without a part."""
+        first, end = part or (0, num_experts)
+        return cls(first, end - first, num_experts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all experts."""
+        return self.count == self.num_experts
+
+    @property
+    def numbers(self) -> range:
+        """The experts' numbers in the model."""
+        return range(self.first, self.first + self.count)
+
+    @property
+    def share(self) -> float:
+        """Of the layer's experts."""
+        return self.count / self.num_experts
+
+    def local(self, top_k_index: Tensor) -> Tensor:
+        """Routes as the layer numbers experts: `ELSEWHERE` where another process has the expert.
+
+        A number that no expert of the model has stays one that the layer refuses.
+        """
+        if self.whole:
+            return top_k_index
+        index = top_k_index.long()
+        here = (index >= self.first) & (index < self.first + self.count)
+        known = (index >= 0) & (index < self.num_experts)
+        return (index - self.first).where(here, known.long() * (ELSEWHERE - _WRONG) + _WRONG)
