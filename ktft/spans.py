@@ -1,4 +1,4 @@
-"""Where a training step's time goes: spans with a name, a layer and two ends, on the host or between CUDA events.
+"""Where a training step's time goes: spans with a name, a layer and two ends, on the host or between events of a GPU.
 
 Two views are kept apart. A span's `seconds` are its whole length, however many others run meanwhile: how long that lane
 was busy. Its `waited` are what the line of training itself, the main thread or the one that runs backward for it, spent
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from ktft.device import HostStream, accelerator
 
 NAMES = {
     "attention": "GPU",
@@ -169,7 +171,7 @@ class _AsideSpan(Span):
 
 
 class _DeviceSpan(Span):
-    """Between two events of a CUDA stream. Nobody waits for them: they are read once they have come to pass."""
+    """Between two events of a stream. Nobody waits for them: they are read once they have come to pass."""
 
     __slots__ = ("first", "stream")
 
@@ -197,7 +199,7 @@ class Recorder:
     """Takes spans from all threads while `on`, and adds them up by name and layer.
 
     Args:
-        event: makes CUDA events with timing.
+        event: makes a GPU's events, with timing.
 
     Attributes:
         on: whether spans are taken. `start` leaves it off; it is on only within training's steps.
@@ -210,7 +212,7 @@ class Recorder:
         self.thread = threading.get_ident()
         self.stacks: dict[int, list[_HostSpan]] = {}
         self._listener: Callable[[Interval], None] | None = None
-        self._new_event = event or _cuda_event
+        self._new_event = event or _event
         self._events: list[Any] = []  # that may be used again
         self._anchor: tuple[Any, float] | None = None  # an event, and when it came to pass by the host's clock
         self._done: deque[tuple[Any, ...]] = deque()
@@ -240,10 +242,10 @@ class Recorder:
     def device(
         self, name: str, layer: int | None = None, stream: Any = None, *, bytes: float = 0, flops: float = 0
     ) -> Span:
-        """Work enqueued in a CUDA stream within the block; `span` where it is None or the CPU's."""
+        """Work enqueued in a device's stream within the block; `span` where it is None or the CPU's."""
         if not self.on:
             return self._nothing
-        if stream is None or isinstance(stream, torch.cpu.Stream):
+        if stream is None or isinstance(stream, HostStream):
             return _HostSpan(self, name, layer, bytes, flops)
         span = _DeviceSpan(self, name, layer, bytes, flops)
         span.stream = stream
@@ -279,7 +281,8 @@ class Recorder:
         for left in (self._done, self._pending, self._sums, self.stacks):
             left.clear()
         self._anchor = None
-        if torch.cuda.is_initialized():
+        gpu = accelerator()
+        if gpu is not None and gpu.is_initialized():
             self._take_anchor()
 
     def take(self) -> Sums:
@@ -374,8 +377,10 @@ class Recorder:
             self._listener(over)
 
 
-def _cuda_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)
+def _event() -> Any:
+    gpu = accelerator()
+    assert gpu is not None, "a span in a GPU's stream, where there is no GPU"
+    return gpu.event(timing=True)
 
 
 RECORDER = Recorder()

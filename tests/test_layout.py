@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
 import sys
@@ -24,16 +25,17 @@ def name_of(path: Path) -> str:
 PYTHON_RANKS = {
     "sizes": -1,
     "config": 0,
+    "device": 1,
     "errors": 1,
     "deferral": 0,
     "held": 0,
     "lora": 1,
     "swiglu": 0,
     "versions": 0,
-    "spans": 1,
     "system": 1,
     "native": 2,
     "reference": 2,
+    "spans": 2,
     "checkpoint": 3,
     "lanes": 4,
     "model": 5,
@@ -64,6 +66,11 @@ GATEWAYS = {
     "llamafactory": {"ktft/train/llamafactory.py"},
     "vllm": {name_of(path) for path in (PACKAGE / "serve/vllm").rglob("*.py")},
 }
+# The files that may name torch.cuda, or have "cuda" as a whole string, as a device's type is. Others ask ktft.device.
+NAMING_CUDA = (
+    "ktft/device.py",
+    "ktft/model/memory.py",  # a row's name in the table of memory
+)
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 CPP_FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cc", ".h", ".inc"})
@@ -127,6 +134,25 @@ def test_every_script_is_in_the_index() -> None:
     scripts = ROOT / "tests" / "scripts"
     listed = re.findall(r"^\| `(\w+\.py)`", (scripts / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in scripts.glob("*.py"))
+
+
+def names_cuda(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and re.fullmatch(r"cuda(:\d*)?", node.value) is not None
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("is_cuda", "cuda_stream") or ast.unparse(node) == "torch.cuda"
+    return False
+
+
+def test_only_the_device_seam_names_cuda() -> None:
+    found = []
+    for path in PYTHON_FILES:
+        if any(fnmatch.fnmatch(name_of(path), allowed) for allowed in NAMING_CUDA):
+            continue
+        nodes = ast.walk(ast.parse(path.read_text()))
+        found += [f"{name_of(path)}:{node.lineno}" for node in nodes if names_cuda(node)]
+        found += [f"{name_of(path)} imports {each}" for each in imports(path) if f"{each}.".startswith("torch.cuda.")]
+    assert not found, "ask ktft.device: device_of(device), accelerator() or ACCELERATORS"
 
 
 def test_autoload_needs_only_the_standard_library() -> None:

@@ -7,6 +7,7 @@ import torch
 from test_kernels import EXPERTS, make_layer
 
 from ktft import native
+from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import Residents, free_for_residents
 from ktft.native import ExpertLayer
@@ -123,11 +124,11 @@ def test_bad_input() -> None:
 def test_auto_takes_what_torch_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what the driver has: `torch.cuda.set_per_process_memory_fraction` leaves the rest to others."""
     lane = GpuLane("cpu")
-    monkeypatch.setattr(lane.transfer, "driver", object())
+    monkeypatch.setattr(lane, "device", torch.device("cuda", 0))
     facts = {"mem_get_info": (100 << 30, 120 << 30), "get_per_process_memory_fraction": 0.2, "memory_reserved": 8 << 30}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    assert lane.transfer.free_bytes() == (16 << 30, 24 << 30)
+    assert device_of(lane.device).free_bytes() == (16 << 30, 24 << 30)
     assert free_for_residents(lane) == (16 - 2) << 30
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 30 << 30)  # before the limit was set
     assert free_for_residents(lane) == 0

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import ktft
 from ktft import spans
+from ktft.device import HostStream
 from ktft.spans import Interval, Recorder
 from ktft.train import trace
 from ktft.train.attention import AttentionSpans, attention_modules
@@ -237,7 +238,7 @@ def test_device_spans_are_read_when_they_are_over(passes: Callable[[float], None
     assert recorder.stop(wait=True)["stream", 5].seconds == pytest.approx(3e-3)
 
 
-@pytest.mark.parametrize("stream", [None, torch.cpu.Stream()])
+@pytest.mark.parametrize("stream", [None, HostStream()])
 def test_device_spans_without_a_gpu_are_the_hosts(recorder: Recorder, stream: Any) -> None:
     told: list[float] = []
     with recorder.device("copy_in", 1, stream, bytes=8) as span:
@@ -281,7 +282,7 @@ def test_room_on_a_gpu_is_that_at_its_peak(monkeypatch: pytest.MonkeyPatch, frac
     facts = {"is_available": True, "is_initialized": True, "max_memory_allocated": 40, "memory_reserved": 70}
     facts |= {"mem_get_info": (20, 100), "get_per_process_memory_fraction": fraction}
     for name, value in facts.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr("ktft.system.available_memory", lambda: 1234)
     now = memory_now()
     assert (now["gpu_bytes"], now["gpu_free_bytes"], now["ram_free_bytes"]) == (40, left, 1234)

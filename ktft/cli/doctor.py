@@ -98,9 +98,11 @@ def memory() -> Iterator[Row]:
 def gpu() -> Iterator[Row]:
     import torch
 
+    from ktft.device import accelerators
+
     driver = system.read(Path("/proc/driver/nvidia/version"))
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = [each.name() for each in accelerators()]
+    if names:
         version = f", CUDA {torch.version.cuda}"
         yield Row("gpu", "ok", ", ".join(names) + version)
         if len(names) > 1:

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ktft.config import Settings
+from ktft.device import ACCELERATORS, device_of
 from ktft.lanes.decide.costs import WORKS, LayerKind
 from ktft.lanes.decide.placer import Placement, Placer
 from ktft.lanes.decide.trial import WAYS, Choice
@@ -55,7 +56,7 @@ class Pass:
     set_out: int = 0
     began: float = field(default_factory=time.perf_counter)
     cpu_seconds: float = 0.0
-    events: list[torch.cuda.Event] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> list[int]:
@@ -105,7 +106,7 @@ class Lanes:
             ValueError: lanes of another device exist.
             RuntimeError: this process was forked from the one that has the lanes.
         """
-        if device.type != "cuda" and not self._on_cpu:
+        if device.type not in ACCELERATORS and not self._on_cpu:
             return False
         if os.getpid() != self._owner:  # it has neither the CPU lane's thread nor the GPU, and locks may be held
             raise RuntimeError(
@@ -164,10 +165,10 @@ class Lanes:
         """Around what the GPU is given for a pass."""
         streams = [self.gpu.transfer.into, self.gpu.transfer.compute()] if self._device_is_cuda() else []
         for stream in streams:
-            run.events.append(_event(stream))
+            run.events.append(_event(self.gpu.device, stream))
         yield
         for stream in streams:
-            run.events.append(_event(stream))
+            run.events.append(_event(self.gpu.device, stream))
 
     def end(self, run: Pass, following: int) -> None:
         """A pass has been given to its lanes.
@@ -223,7 +224,7 @@ class Lanes:
         return "cpu" if self._settings.placement == "resident" else self._settings.placement
 
     def _device_is_cuda(self) -> bool:
-        return self._device is not None and self._device.type == "cuda"
+        return self._device is not None and self._device.type in ACCELERATORS
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
         """Count a trained micro-batch's rows by expert: residents are chosen by them."""
@@ -271,8 +272,8 @@ class Lanes:
         self.residents.adapt()
 
 
-def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+def _event(device: torch.device, stream: Any) -> Any:
+    event = device_of(device).event(timing=True)
     event.record(stream)
     return event
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ktft.device import device_of
 from ktft.native import ELSEWHERE, ExpertLayer
 
 PIECE_ROWS = 16384
@@ -69,7 +70,7 @@ ChunkRows = list[Piece]
 
 def to_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """int32 numbers on `device`, without waiting for it."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.tensor(values, dtype=torch.int32, pin_memory=device_of(device).pin_memory)
     return host.to(device, non_blocking=True)
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ktft.device import ACCELERATORS
+
 logger = logging.getLogger("ktft")
 
-DEVICES = {"cuda"}
-"""Where norms are fused; elsewhere they stay what they are, bit for bit."""
+DEVICES: Collection[str] = ACCELERATORS.keys()
+"""Types of devices where norms are fused; elsewhere they stay what they are, bit for bit."""
 _ROUNDING = 2.0**-7  # of bf16: two last places, for its sums run in another order
 
 _fused: Any = getattr(torch.ops.aten, "_fused_rms_norm", None)  # torch 2.9 has it

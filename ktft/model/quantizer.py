@@ -29,6 +29,7 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
 from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key, world_size
+from ktft.device import accelerator
 from ktft.held import HeldExperts
 from ktft.lanes.decide.placer import usable_placement
 from ktft.lanes.lanes import Lanes
@@ -330,7 +331,7 @@ def swap_experts(
 
 
 def _has_gpu() -> bool:
-    return torch.cuda.is_available() or emulate_gpu()
+    return accelerator() is not None or emulate_gpu()
 
 
 def _prediction_layers(config: PreTrainedConfig) -> list[str]:

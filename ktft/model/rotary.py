@@ -9,17 +9,19 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ktft.device import ACCELERATORS
+
 logger = logging.getLogger("ktft")
 
-DEVICES = {"cuda"}
-"""Where rotation is fused; elsewhere it stays what it is, bit for bit."""
+DEVICES: Collection[str] = ACCELERATORS.keys()
+"""Types of devices where rotation is fused; elsewhere it stays what it is, bit for bit."""
 NAME = "apply_rotary_pos_emb"
 """Of transformers' function in a model's own code."""
 PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")

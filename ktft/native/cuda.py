@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ktft.device import Device
 from ktft.native.extension import core
 
 CudaError: type[RuntimeError] = core.CudaError
@@ -118,6 +119,16 @@ def driver(library: str) -> Driver:
         CudaError: there is no such library, or no device.
     """
     return Driver(library)
+
+
+def driver_of(device: Device) -> Driver | None:
+    """The process's driver of a device; None of the CPU.
+
+    Raises:
+        CudaError: there is no such library, or no device.
+    """
+    library = device.driver_library()
+    return None if library is None else driver(library)
 
 
 def unavailable(library: str) -> str:

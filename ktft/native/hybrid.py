@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktft import config
+from ktft.device import device_of
 from ktft.lora import ExpertLora
 from ktft.native import cuda
 from ktft.native.cuda import Driver
@@ -58,13 +58,10 @@ class HostExperts:
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"hidden states must be fp32, bf16 or fp16, not {dtype}")
-        self.runtime, self.device = runtime, torch.device(device)
+        self.runtime, self.device = runtime, device_of(torch.device(device)).indexed()
         self.max_tokens, self.hidden_size, self.top_k, self.dtype = max_tokens, hidden_size, top_k, dtype
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        if on_gpu and driver is None:
-            driver = cuda.driver(config.cuda_library())
+        if driver is None:
+            driver = cuda.driver_of(device_of(self.device))
         ordinal = self.device.index or 0
         if through is None:
             through = "words" if driver and driver.has_words(ordinal) else "host_functions"
@@ -184,8 +181,7 @@ class HostExperts:
 
         Waits for the device. Graphs that captured calls must not be replayed any more.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        device_of(self.device).synchronize()
         self._native.close()
 
     def _check(self, layer: ExpertLayer, hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from ktft.device import ACCELERATORS, device_of
 from ktft.model.experts import KtftExperts
 from ktft.model.memory import FP32, Workload, torch_activations
 from ktft.model.shape import ModelShape
@@ -64,13 +65,14 @@ def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.de
 
 
 def _require_memory(shape: ModelShape, work: Workload, device: torch.device) -> None:
-    gpu = device.type == "cuda"
+    gpu = device.type in ACCELERATORS
     weights = max(
         sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer == number)
         for number in range(shape.layers)
     )
     needed = 3 * weights * FP32 + torch_activations(replace(shape, layers=1, vocab_size=0), work, gpu=gpu)
-    available = torch.cuda.mem_get_info(device)[0] if gpu else available_memory()
+    free = device_of(device).free_bytes()
+    available = free[0] if free else available_memory()
     if needed > _MEMORY_SHARE * available:
         raise Untimed(f"it would take {readable(needed)} of memory, {readable(available)} are available")
 
@@ -142,10 +144,8 @@ def _time(
 def _clock(device: torch.device) -> Iterator[list[float]]:
     """Seconds of the block, once it has ended."""
     seconds: list[float] = []
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()
     start = time.perf_counter()
     yield seconds
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()
     seconds.append(time.perf_counter() - start)

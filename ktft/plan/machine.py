@@ -8,6 +8,7 @@ import torch
 
 from ktft import native, system
 from ktft.config import memory_limit
+from ktft.device import accelerator, accelerators
 from ktft.lanes.decide.calibrate import copy_seconds
 from ktft.plan.description import DISK_RATE, Gpu, Machine
 
@@ -53,30 +54,31 @@ def _measure(runtime: native.Runtime) -> tuple[float, float]:
 
 
 def _this_gpu() -> Gpu | None:
-    """The GPU that training would take, with its bf16 products timed; None without CUDA."""
-    if not torch.cuda.is_available():
+    """The GPU that training would take, with its bf16 products timed; None without one."""
+    gpu = accelerator()
+    if gpu is None:
         return None
-    name, (free, _) = torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)
-    generator = torch.Generator("cuda").manual_seed(0)
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, generator=generator)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    free, _ = gpu.free_bytes() or (0, 0)
+    generator = torch.Generator(gpu.device).manual_seed(0)
+    a = torch.randn(4096, 4096, device=gpu.device, dtype=torch.bfloat16, generator=generator)
+    start, end = (gpu.event(timing=True) for _ in range(2))
     for _ in range(3):
         a @ a
     start.record()
     for _ in range(10):
         a @ a
     end.record()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     flops = 10 * 2 * 4096**3 / (start.elapsed_time(end) / 1e3)
-    buffer = torch.empty(1 << 28, device="cuda", dtype=torch.uint8)
+    buffer = torch.empty(1 << 28, device=gpu.device, dtype=torch.uint8)
     other = torch.empty_like(buffer)
     start.record()
     other.copy_(buffer)
     end.record()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     bandwidth = 2 * buffer.numel() / (start.elapsed_time(end) / 1e3)
-    copy = copy_seconds(torch.device("cuda"))
-    return Gpu(name, free, flops, bandwidth, buffer.numel() / min(copy(True, buffer.numel()) for _ in range(3)))
+    copy = copy_seconds(gpu.device)
+    return Gpu(gpu.name(), free, flops, bandwidth, buffer.numel() / min(copy(True, buffer.numel()) for _ in range(3)))
 
 
 def _warnings(available: int) -> list[str]:
@@ -99,6 +101,6 @@ def _warnings(available: int) -> list[str]:
     quota = native.topology()["cgroup_cpus"]
     if quota is not None and quota < (os.cpu_count() or 1):
         found.append(f"a cgroup allows {quota:g} of {os.cpu_count()} CPUs")
-    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
-        found.append(f"{torch.cuda.device_count()} GPUs are visible, ktft trains on one: set CUDA_VISIBLE_DEVICES")
+    if len(accelerators()) > 1:
+        found.append(f"{len(accelerators())} GPUs are visible, ktft trains on one: set CUDA_VISIBLE_DEVICES")
     return found

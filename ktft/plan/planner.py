@@ -12,6 +12,7 @@ import torch
 from ktft import native
 from ktft.adapters.reach import linear_names
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.device import accelerator
 from ktft.model.memory import Adapter, Workload, footprint, resident_bytes
 from ktft.model.shape import MoeShape
 from ktft.model.shortage import by_cause, largest_cause, shortage
@@ -44,7 +45,8 @@ class Planner:
         self._moe = max(source.shape.moe.values(), key=lambda moe: moe.parameters)
         lora = self.work.on_experts(min(source.shape.moe))
         self._notes: tuple[str, ...] = ()
-        gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        here = accelerator()
+        gpus = [here.indexed().index] if here else []
         with torch.random.fork_rng(gpus):  # timing draws weights and inputs, which must not move anybody's generator
             self._others = self._other_rates()
             self._experts = {name: self._expert_rate(name, self._moe, lora) for name in self.formats}
@@ -62,7 +64,8 @@ class Planner:
         shape, gpu = self.source.shape, self.machine.gpu is not None
         products = published if gpu else rates.timed_torch_rate(shape, self.work)
         try:
-            layers = timed_layers(self.source.model, shape, self.work, torch.device("cuda" if gpu else "cpu"))
+            here = accelerator() if gpu else None
+            layers = timed_layers(self.source.model, shape, self.work, here.device if here else torch.device("cpu"))
         except Untimed as reason:
             self._notes += (f"the time of attention is estimated, not measured: {reason}",)
             layers = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ktft import spans
+from ktft.device import device_of
 from ktft.model.experts import experts_family, find_experts
 
 
@@ -28,8 +29,7 @@ def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
 
 
 def _span(layer: int, device: torch.device) -> spans.Span:
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    return spans.device("attention", layer, stream)
+    return spans.device("attention", layer, device_of(device).current_stream())
 
 
 class AttentionSpans:

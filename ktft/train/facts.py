@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-import torch
 from peft import PeftModel
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from ktft import native, system
+from ktft.device import accelerators
 from ktft.model.experts import experts_family
 from ktft.train.report import Report
 from ktft.versions import TESTED_VERSIONS
@@ -145,12 +145,11 @@ def _lora(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _machine() -> dict[str, Any]:
     memory, limit = system.memory().get("MemTotal", 0), system.cgroup_memory_limit()
-    cuda = torch.cuda.is_available()
     return {
         "cpu": system.cpu_name(),
         "cores": int(native.topology()["cores"]),
         "memory_bytes": min(memory, limit or memory),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "gpus": [each.name() for each in accelerators()],
         "kernel": platform.release(),
     }
 

@@ -34,6 +34,7 @@ from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, world_size
+from ktft.device import accelerator
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import check_flash_attention, configure
 from ktft.train.checkpoints import hold
@@ -383,7 +384,7 @@ def _check_precision(model: Any, recipe: Recipe | None) -> None:
     """LLaMA-Factory trains modules of additional_target in fp32, which only autocast fits into a model of bf16."""
     whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
     if whole and recipe and not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and model.dtype != torch.float32:
-        also = "" if recipe.use_cpu or torch.cuda.is_available() else " and use_cpu: true"
+        also = "" if recipe.use_cpu or accelerator() is not None else " and use_cpu: true"
         raise ValueError(
             f"additional_target trains modules in fp32 within a model of {str(model.dtype).removeprefix('torch.')}; "
             f"set bf16: true{also}"
@@ -396,7 +397,7 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str
     if recipe is None:
         return 0
     runtime = native.runtime_of(settings)
-    on_gpu = not recipe.use_cpu and torch.cuda.is_available()
+    on_gpu = not recipe.use_cpu and accelerator() is not None
     return training_reserve(config, recipe, threads=runtime.threads, nodes=runtime.nodes, gpu=on_gpu)
 
 

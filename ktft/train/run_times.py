@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ktft import system
+from ktft.device import accelerator
 from ktft.spans import LANES, NAMES, Sum, Sums
 
 Row = dict[str, float | None]
@@ -45,12 +44,8 @@ def memory_now() -> Row:
 
     On the GPU it is what was left at the peak, of what others leave to this process and its cap allows.
     """
-    gpu = free = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        gpu = torch.cuda.max_memory_allocated()
-        available, total = torch.cuda.mem_get_info()
-        cap = int(torch.cuda.get_per_process_memory_fraction() * total)
-        free = max(min(available + torch.cuda.memory_reserved(), cap) - gpu, 0)
+    device = accelerator()
+    gpu, free = device.peak_bytes() if device is not None and device.is_initialized() else (None, None)
     return {
         "rss_bytes": system.peak_rss(),
         "gpu_bytes": gpu,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ktft.device import device_of
 from ktft.lanes.decide.costs import WORKS, LayerKind, Rate, Rates
 from ktft.lora import ExpertLora
 
@@ -133,10 +134,7 @@ def gpu_pass(device: torch.device, once: Callable[[str, int, int], None]) -> Pas
     Args:
         once: decode and multiply (work, experts, rows an expert), of weights that are on the device.
     """
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    wait = device_of(device).synchronize
 
     def run(work: str, experts: int, rows: int) -> float:
         wait()
@@ -158,23 +156,19 @@ def _tokens(hidden_size: int, num_experts: int, experts: int, rows: int) -> tupl
 
 def copy_seconds(device: torch.device) -> Callable[[bool, int], float]:
     """Copies of pinned memory to a device and from it, timed by events on a stream of their own."""
-    size = max(_COPIES)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    size, where = max(_COPIES), device_of(device)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=where.pin_memory)
     there = torch.empty(size, dtype=torch.uint8, device=device)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    stream = where.new_stream()
 
     def run(into: bool, nbytes: int) -> float:
         source, target = (host, there) if into else (there, host)
-        if stream is None:
-            began = time.perf_counter()
-            target[:nbytes].copy_(source[:nbytes])
-            return time.perf_counter() - began
-        with torch.cuda.stream(stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with where.stream(stream):
+            begin, end = (where.event(timing=True) for _ in range(2))
             begin.record()
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
             end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
 
     return run

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ktft.device import ACCELERATORS, device_of
 
 
 @dataclass(frozen=True)
@@ -13,7 +16,7 @@ class Arriving:
     """Host tensors that a device is writing."""
 
     tensors: list[Tensor]
-    event: torch.cuda.Event | None = None
+    event: Any = None
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they are there. Only the calling thread waits, for their copies alone."""
@@ -26,30 +29,30 @@ class Crossing:
     """One device's side streams for hidden states, routing and gradients.
 
     Host tensors are page-locked, from torch's pool of such memory: it grows to what a step needs and is reused, and it
-    gives a block away again only when copies of it are done. On the device "cpu" nothing is copied.
+    gives a block away again only when copies of it are done. On the CPU nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.into: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device, self._device = device, device_of(device)
+        streams = device.type in ACCELERATORS
+        self.out, self.into = (self._device.new_stream() if streams else None for _ in range(2))
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that copies to and from the device run beside everything else."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.out is not None)
+        return torch.empty(shape, dtype=dtype, pin_memory=self._device.pin_memory)
 
     def to_host(self, *tensors: Tensor) -> Arriving:
         """Copies of device tensors, after what was queued on the current stream."""
         if self.out is None:
             return Arriving([tensor.detach() for tensor in tensors])
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        self.out.wait_stream(self._device.current_stream())
         found = []
-        with torch.cuda.stream(self.out):
+        with self._device.stream(self.out):
             for tensor in tensors:
                 source = tensor.detach().contiguous()
                 found.append(self.pinned(source.shape, source.dtype).copy_(source, non_blocking=True))
-                source.record_stream(self.out)
-            event = torch.cuda.Event()
+                self._device.record_stream(source, self.out)
+            event = self._device.event()
             event.record(self.out)
         return Arriving(found, event)
 
@@ -57,10 +60,10 @@ class Crossing:
         """Copies of host tensors, made at once; what the current stream is given next waits for them."""
         if self.into is None:
             return list(tensors)
-        current = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.into):
+        current = self._device.current_stream()
+        with self._device.stream(self.into):
             found = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
         current.wait_stream(self.into)
         for tensor in found:
-            tensor.record_stream(current)
+            self._device.record_stream(tensor, current)
         return found

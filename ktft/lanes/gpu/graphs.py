@@ -1,11 +1,14 @@
-"""Kernels that do the same to the same memory every time, given to a GPU as one: recorded in CUDA graphs."""
+"""Kernels that do the same to the same memory every time, given to a GPU as one: recorded in graphs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
+
+from ktft.device import device_of
 
 logger = logging.getLogger("ktft")
 
@@ -15,14 +18,15 @@ class Recorded:
     then on it is one launch.
 
     Args:
-        device: `cuda:N`; elsewhere work is done each time.
+        device: one that records graphs; elsewhere work is done each time.
         on: whether to record.
     """
 
     def __init__(self, device: torch.device, on: bool = True) -> None:
-        self._on = on and device.type == "cuda"
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
-        self._stream = torch.cuda.Stream(device) if self._on else None
+        self._device = device_of(device)
+        self._on = on and self._device.records_graphs
+        self._graphs: dict[Hashable, Any] = {}
+        self._stream = self._device.new_stream() if self._on else None
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Give the current stream this work, which launches kernels and neither allocates memory nor waits.
@@ -41,15 +45,9 @@ class Recorded:
         else:
             work()
 
-    def _record(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        graph = torch.cuda.CUDAGraph()
+    def _record(self, key: Hashable, work: Callable[[], None]) -> Any:
         try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
+            graph = self._device.record(work, self._stream)
         except RuntimeError as error:
             self._on = False
             logger.info("kernels cannot be recorded here, and are launched one by one: %s", str(error).splitlines()[0])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ktft.config import LANE_BYTES, PROJECTIONS
+from ktft.device import device_of
 from ktft.lanes.decide.placer import Coming
 from ktft.lanes.gpu.buffers import Buffers, Plan
 from ktft.lanes.gpu.graphs import Recorded
@@ -92,9 +93,7 @@ class GpuLane:
     """
 
     def __init__(self, device: torch.device | str, *, chunk_bytes: int = CHUNK_BYTES, limit: int = LANE_BYTES) -> None:
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = device_of(torch.device(device)).indexed()
         self.device, self.transfer = device, transfer(device)
         self.residents: Residents | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
@@ -365,7 +364,7 @@ class GpuLane:
                 raise
 
     def _short_of_memory(self, layer: ExpertLayer, work: str, error: Exception) -> str:
-        room = self.transfer.free_bytes()
+        room = device_of(self.device).free_bytes()
         free = f"{readable(room[0])} of {readable(room[1])} are free" if room else "no memory is left"
         residents = readable(self.residents.bytes if self.residents else 0)
         return (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.rings import ALIGNMENT, Source, row_bytes
 from ktft.native import ExpertLayer
@@ -40,10 +41,10 @@ def free_for_residents(lane: GpuLane) -> int:
 
     A quarter of what torch holds, and 1 GiB at least, stay free for longer batches. 0 on the CPU.
     """
-    room = lane.transfer.free_bytes()
+    room = device_of(lane.device).free_bytes()
     if room is None:
         return 0
-    reserved = torch.cuda.memory_reserved(lane.device)
+    reserved = device_of(lane.device).memory_reserved()
     return max(0, room[0] - max(1 << 30, reserved // 4))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktft import config
+from ktft.device import device_of
 from ktft.native import ExpertLayer, cuda
 from ktft.native.cuda import CudaError, Rows
 from ktft.system import readable
@@ -28,80 +28,66 @@ class Transfer:
     """One device's copies: a stream into it and one out of it. What they copy must lie still until they have passed.
 
     Args:
-        device: `cuda:N` or `cpu`.
+        device: of a type that `ktft.device` knows, with its index.
 
     Attributes:
-        driver: CUDA's, None on the CPU.
+        driver: the device's, None on the CPU.
         into, out: the streams.
         locks: the host memory that copies leave from.
         copied_bytes: that went to the device so far.
 
     Raises:
         CudaError: the driver cannot be opened.
-        ValueError: neither CUDA nor the CPU.
+        ValueError: a device of another type.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"experts cannot run on {device}; ktft streams them to CUDA devices only")
-        self._module: Any = torch.get_device_module(device)
-        self.driver = cuda.driver(config.cuda_library()) if device.type == "cuda" else None
+        self._device = device_of(device)
+        self.driver = cuda.driver_of(self._device)
         self.device, self.index = device, device.index or 0
-        self.into, self.out = (torch.cuda.Stream(device) if self.driver else self._module.Stream() for _ in range(2))
+        self.into, self.out = (self._device.new_stream() for _ in range(2))
         self.locks = Locks(self)
         self.copied_bytes = 0
 
     def event(self) -> Any:
         """One that can be recorded and waited for again and again; nothing waits for one never recorded."""
-        return torch.cuda.Event(blocking=True) if self.driver else self._module.Event()  # a spinning host takes a core
+        return self._device.event(blocking=True)
 
     def compute(self) -> Any:
         """The stream that the caller's products run on."""
-        return torch.cuda.current_stream(self.device) if self.driver else self._module.current_stream()
+        return self._device.current_stream()
 
     def copy_in(self, rows: Sequence[int], matrices: Sequence[Rows]) -> None:
         """Begin copies of rows of host matrices to the device."""
         self.copied_bytes += len(rows) * sum(m.bytes for m in matrices)
         if self.driver:
-            self.driver.copy_to_device(self.index, rows, matrices, self.into.cuda_stream)
+            self.driver.copy_to_device(self.index, rows, matrices, self._device.handle(self.into))
         else:
             cuda.copy_on_host(rows, matrices, gather=True, threads=1)
 
     def copy_out(self, rows: Sequence[int], matrices: Sequence[Rows]) -> None:
         """Begin copies from the device to rows of host matrices."""
         if self.driver:
-            self.driver.copy_to_host(self.index, rows, matrices, self.out.cuda_stream)
+            self.driver.copy_to_host(self.index, rows, matrices, self._device.handle(self.out))
         else:
             cuda.copy_on_host(rows, matrices, gather=False, threads=1)
 
     def copy_within(self, rows: Sequence[int], matrices: Sequence[Rows]) -> None:
         """Begin copies of rows of matrices on the device, on the stream of the products."""
         if self.driver:
-            self.driver.copy_on_device(self.index, rows, matrices, self.compute().cuda_stream)
+            self.driver.copy_on_device(self.index, rows, matrices, self._device.handle(self.compute()))
         else:
             cuda.copy_on_host(rows, matrices, gather=True, threads=1)
 
     def keep(self, tensors: Sequence[Tensor], stream: Any) -> None:
         """When they die, their memory is not given to others before `stream` has passed that point."""
-        for tensor in tensors if self.driver else ():
-            tensor.record_stream(stream)
+        for tensor in tensors:
+            self._device.record_stream(tensor, stream)
 
     def synchronize(self) -> None:
         """Wait for all copies that were begun here, and for nothing else."""
-        if self.driver:
-            self.into.synchronize()
-            self.out.synchronize()
-
-    def free_bytes(self) -> tuple[int, int] | None:
-        """Bytes of the device that are free and that there are, as far as torch may take them; None of the CPU.
-
-        torch's own limit, `torch.cuda.set_per_process_memory_fraction`, counts what its allocator has reserved.
-        """
-        if not self.driver:
-            return None
-        free, total = torch.cuda.mem_get_info(self.device)
-        limit = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
-        return min(free, max(0, limit - torch.cuda.memory_reserved(self.device))), min(total, limit)
+        self.into.synchronize()
+        self.out.synchronize()
 
 
 class Locks:
@@ -184,6 +170,6 @@ def transfer(device: torch.device) -> Transfer:
 
     Raises:
         CudaError: the driver cannot be opened.
-        ValueError: neither CUDA nor the CPU.
+        ValueError: a device of a type that `ktft.device` does not know.
     """
     return Transfer(device)

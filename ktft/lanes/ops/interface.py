@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ktft import config
+from ktft.device import device_of
 from ktft.lanes.ops.chunk_adapters import Adapters
 from ktft.lanes.ops.dropout import Dropout
 from ktft.lanes.routes import Piece
@@ -114,7 +115,7 @@ def has_triton() -> bool:
 
 def by_triton(device: torch.device) -> bool:
     """Whether operations there are Triton's kernels and nothing else: on a GPU, unless `KTFT_TRITON` is 0."""
-    return device.type == "cuda" and config.use_triton() and has_triton()
+    return device_of(device).runs_triton and config.use_triton() and has_triton()
 
 
 def operations(device: torch.device) -> Operations:

@@ -1,4 +1,4 @@
-"""Products of rows grouped by expert, on the CPU and on CUDA."""
+"""Products of rows grouped by expert, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import functools
 import torch
 from torch import Tensor
 
+from ktft.device import device_of
 from ktft.lanes.routes import Piece
 
 
 @functools.cache
 def _is_grouped(device: torch.device) -> bool:
-    """Whether torch has kernels for groups there; elsewhere it loops too, but waits for the device to do so."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return device_of(device).has_grouped_mm()
 
 
 def grouped(x: Tensor, matrices: Tensor, piece: Piece) -> Tensor:

@@ -119,9 +119,9 @@ def check_vllm() -> str:
 
 
 def _check_gpu() -> None:
-    import torch
+    from ktft.device import accelerator
 
-    if not torch.cuda.is_available():
+    if accelerator() is None:
         raise ValueError(f"vllm is installed, which needs a GPU, but torch sees none. For the CPU: {_for_cpus()}")
 
 

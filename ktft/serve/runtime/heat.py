@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktft.device import device_of
 from ktft.lanes.lanes import Pass
 from ktft.native import ExpertLayer
 from ktft.native.hybrid import HostExperts
@@ -69,16 +70,15 @@ class Heat:
         """Begin to bring the device's counts to the host."""
         if self._hot is None or self._asked is not None:
             return
-        heat, cuda = self._hot.heat, self._hot.heat.is_cuda
-        host = torch.empty(heat.shape, dtype=heat.dtype, pin_memory=cuda).copy_(heat, non_blocking=True)
-        event = torch.cuda.Event() if cuda else None
-        if event is not None:
-            event.record()
+        heat, device = self._hot.heat, device_of(self._hot.heat.device)
+        host = torch.empty(heat.shape, dtype=heat.dtype, pin_memory=device.pin_memory).copy_(heat, non_blocking=True)
+        event = device.event()
+        event.record()
         self._asked = host, event
 
     def arrived(self) -> list[list[int]] | None:
         """By layer and expert the pairs since the last time, once they are here after `ask`."""
-        if self._asked is None or (self._asked[1] is not None and not self._asked[1].query()):
+        if self._asked is None or not self._asked[1].query():
             return None
         (resident, _), self._asked = self._asked, None
         now = self._sum(resident)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ktft.checkpoint.routing_profile import Routing
 from ktft.config import Settings
 from ktft.deferral import lowest
+from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.lanes import Lanes, Pass
 from ktft.lanes.layer import LanedExperts
@@ -251,7 +252,7 @@ class HybridModel(ServedModel):
         self, lane: GpuLane, memory: int | str, layers: Sequence[ExpertLayer], max_rank: int
     ) -> HotExperts | None:
         if memory == "auto":
-            room = lane.transfer.free_bytes()
+            room = device_of(self.device).free_bytes()
             memory = min(
                 max(0, (room[0] - BESIDE) // 2) if room else 0, sum(layer.packed_bytes for layer in layers) * 2
             )
@@ -274,18 +275,18 @@ class HybridModel(ServedModel):
             hidden = torch.randn(count, first.layer.hidden_size, **drawn).to(self.dtype)
             index = torch.rand(count, experts, **drawn).argsort(1)[:, : self.top_k].to(dtype)
             first(hidden, index, torch.full(index.shape, 1 / self.top_k, device=self.device))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        device_of(self.device).synchronize()
         self.lanes.end_step()
         self.heat.clear()
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return device_of(self.device).is_current_stream_capturing()
 
     def stream(self) -> int:
         """Raw handle of the current stream."""
-        return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else 0
+        device = device_of(self.device)
+        return device.handle(device.current_stream())
 
     def hot_layer(self, place: int) -> HotLayer | None:
         """The layer's residents; None where no memory was given to any."""
@@ -350,8 +351,7 @@ class HybridModel(ServedModel):
         odd = sorted(loras.keys() - self.layers.keys())
         if odd:
             raise ValueError(f"the adapter has experts of layer {odd[0]}, where the model has none")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        device_of(self.device).synchronize()
         before = {number: experts.lora for number, experts in self.layers.items()}
         try:
             self._set(loras)

@@ -14,11 +14,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from ktft import config
 from ktft.config import PROJECTIONS
+from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import Residents
-from ktft.lanes.ops.interface import has_triton
+from ktft.lanes.ops.interface import by_triton
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 from ktft.native.packed import PackedSlice
@@ -95,7 +95,7 @@ class HotOperations(Protocol):
 
 def operations(device: torch.device) -> HotOperations:
     """Triton's on a GPU where Triton is and `KTFT_TRITON` is not 0; torch's otherwise."""
-    chosen = "triton_resident" if device.type == "cuda" and config.use_triton() and has_triton() else "torch_resident"
+    chosen = "triton_resident" if by_triton(device) else "torch_resident"
     return cast(HotOperations, importlib.import_module(f"ktft.serve.runtime.{chosen}"))
 
 
@@ -227,4 +227,4 @@ class HotExperts:
 
     def _pinned(self, values: Tensor) -> Tensor:
         """Where the device copies from in the order of the current stream, while the host goes on."""
-        return values.pin_memory() if self.residents.arena.is_cuda else values
+        return values.pin_memory() if device_of(self.residents.arena.device).pin_memory else values

@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ktft.checkpoint.load import refuse
+from ktft.device import ACCELERATORS, device_of
 from ktft.native import ExpertLayer
 from ktft.serve.runtime.hybrid_experts import HybridModel
 from ktft.serve.runtime.progress import READY, Progress, StatusFile
@@ -66,7 +67,7 @@ class KtftModelLoader(BaseModelLoader):
         with _as_usual():
             served = weights.load_experts(status.advance)
             device = next(model.parameters()).device
-            if device.type == "cuda":
+            if device.type in ACCELERATORS:
                 status.write(Progress("Taking GPU memory for experts"))
                 served = HybridModel.of(settings, weights.layers, device, _top_k(model), model_config.dtype)
                 served.warm_up()
@@ -85,7 +86,7 @@ def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not hybrid.capturing():
-            torch.cuda.current_stream(hybrid.device).synchronize()
+            device_of(hybrid.device).current_stream().synchronize()
             hybrid.check()
             hybrid.between_steps()
         return compute_logits(*args, **kwargs)  # type: ignore[operator]
