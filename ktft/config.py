@@ -84,14 +84,15 @@ def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get(SERVE_ENV) or None
 
 
-ADMIN_KEY_ENV = "KTFT_ADMIN_KEY"
+API_KEY_ENV, ADMIN_KEY_ENV = "VLLM_API_KEY", "KTFT_ADMIN_KEY"
 
 
 def server_keys() -> tuple[str | None, str | None]:
-    """The key that a server's users must give, from vLLM's own `VLLM_API_KEY`, and the one that a change for all of
-    them needs, from `KTFT_ADMIN_KEY`, which no list of processes shows; None where there is none.
+    """The key that a server's users must give, and the key for changes that affect all of them; None without one.
+
+    They come from the environment, which no list of processes shows. `VLLM_API_KEY` is vLLM's own name.
     """
-    return os.environ.get("VLLM_API_KEY") or None, os.environ.get(ADMIN_KEY_ENV) or None
+    return os.environ.get(API_KEY_ENV) or None, os.environ.get(ADMIN_KEY_ENV) or None
 
 
 def emulate_gpu() -> bool:

@@ -47,6 +47,8 @@ PYTHON_RANKS = {
     "plan": 10,
     "cli": 12,
 }
+SERVE_RANKS = {"runtime": 0, "engine": 1, "front": 2, "vllm": 3, "engines": 4}
+"""The same within ktft/serve. Each engine has a folder of rank 3, which nothing but the list of engines imports."""
 CPP_RANKS = {
     "base": 0,
     "cuda": 1,
@@ -88,10 +90,10 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def part_of(module: str) -> str | None:
-    """`ktft.model.experts` -> `model`; None outside ktft and for ktft itself."""
-    names = module.split(".")
-    return names[1] if names[0] == "ktft" and len(names) > 1 and names[1] in PYTHON_RANKS else None
+def part_of(module: str, package: str, ranks: dict[str, int]) -> str | None:
+    """In `ktft`, `ktft.model.experts` -> `model`; None outside the package and for the package itself."""
+    part = module.removeprefix(f"{package}.").partition(".")[0]
+    return part if module.startswith(f"{package}.") and part in ranks else None
 
 
 def test_files_are_short() -> None:
@@ -100,15 +102,16 @@ def test_files_are_short() -> None:
     assert not long, f"more than {MAX_LINES} lines: split by noun"
 
 
-def test_python_imports_point_down() -> None:
-    wrong = []
-    for path in PYTHON_FILES:
-        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+@pytest.mark.parametrize(("package", "ranks"), [("ktft", PYTHON_RANKS), ("ktft.serve", SERVE_RANKS)])
+def test_python_imports_point_down(package: str, ranks: dict[str, int]) -> None:
+    folder, wrong = ROOT / package.replace(".", "/"), []
+    for path in sorted(folder.rglob("*.py")):
+        own = path.relative_to(folder).with_suffix("").parts[0]
         if own == "__init__":
             continue
-        assert own in PYTHON_RANKS, f"{name_of(path)}: give the new part a rank in this test and a line in the docs"
-        parts = {module: part_of(module) for module in imports(path)}
-        above = [m for m, part in parts.items() if part not in (None, own) and PYTHON_RANKS[part] >= PYTHON_RANKS[own]]
+        assert own in ranks, f"{name_of(path)}: give the new part a rank in this test and a line in the docs"
+        parts = {module: part_of(module, package, ranks) for module in imports(path)}
+        above = [m for m, part in parts.items() if part not in (None, own) and ranks[part] >= ranks[own]]
         wrong += [f"{name_of(path)} imports {module}, which lies above or beside it" for module in above]
     assert not wrong
 

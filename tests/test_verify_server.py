@@ -187,4 +187,4 @@ def test_bad_input(base: Path, prompts: Path, tmp_path: Path) -> None:
         assert "serves one, two: say which" in refused("--serve", url, "--prompts", prompts)
         assert "serves one, two, not three" in refused("--serve", url, "--served-model-name", "three")
     with served(stock(base), lambda choice: choice.pop("prompt_logprobs")) as url:
-        assert "does not tell log-probabilities of prompts" in refused("--serve", url, "--prompts", prompts)
+        assert "gives no log-probabilities of prompts" in refused("--serve", url, "--prompts", prompts)

@@ -1,4 +1,8 @@
-"""`ktft chat`: a conversation with a running server, or with one that it starts. openai is imported when it runs."""
+"""`ktft chat`: a conversation with a running server, or with one that it starts.
+
+`vllm chat` talks to a running server, too, but it starts none, changes no adapter, has no sampling options and no way
+to begin anew, and ends at the first error. openai is imported when the command runs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+
+from ktft.config import API_KEY_ENV
 
 HELP = """/system TEXT       what the model is told first; without TEXT nothing
 /clear             forget the conversation
@@ -34,7 +40,7 @@ def chat(
             help="Number that fixes which answer is drawn; the same one gives the same answer again. [random]"
         ),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="VLLM_API_KEY", help="The server's key.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=API_KEY_ENV, help="The server's key.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="With MODEL: an adapter to serve.")] = None,
     expert_format: Annotated[str | None, typer.Option(help="With MODEL: as in ktft serve.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="With MODEL: as in ktft serve.")] = None,
@@ -71,11 +77,11 @@ def _started(
     max_model_len: int | None,
     console: Console,
 ) -> Iterator[str]:
-    """A server of this conversation's own, at a free port of this machine."""
+    """A server for this conversation alone, at a free port of this machine."""
     import socket
 
     from ktft.cli.serve import started
-    from ktft.serve.front.checks import Options
+    from ktft.serve.engine import Options
     from ktft.serve.runtime.settings import ServeSettings
 
     with socket.socket() as probe:
@@ -107,10 +113,10 @@ class Conversation:
     """One user's messages and the answers.
 
     Attributes:
-        client: openai's, of the server.
+        client: openai's client of the server.
         errors: where errors and notes go; answers go to standard output.
-        name: of the model; None takes the one that is served.
-        sampling: OpenAI's parameters, None where the server decides.
+        name: the model's name; None takes the model that is served.
+        sampling: OpenAI's parameters; a value of None leaves that to the server.
         system: what the model is told first.
         messages: what was said so far.
     """
@@ -123,7 +129,10 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> int:
-        """Talk until the input ends or the user leaves. Returns the number of messages that failed.
+        """Talk until the input ends or the user leaves.
+
+        Returns:
+            The number of messages that failed.
 
         Raises:
             ValueError: the server does not answer.
@@ -175,7 +184,7 @@ class Conversation:
         self._note(f"{self.name} is served")
 
     def _say(self, line: str) -> None:
-        """Send a message and print the answer as it comes. One that fails is not remembered."""
+        """Send a message and print the answer as it comes. A message that fails is not remembered."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         mine = {"role": "user", "content": line}
         given = {key: value for key, value in self.sampling.items() if value is not None}
@@ -189,7 +198,7 @@ class Conversation:
                 answer += text
                 sys.stdout.write(text)
                 sys.stdout.flush()
-        except KeyboardInterrupt:  # enough of this answer
+        except KeyboardInterrupt:  # the user has read enough of this answer
             stream.close()
         finally:
             sys.stdout.write("\n")
@@ -198,7 +207,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """What the user writes, without empty lines."""
+    """The lines that the user writes, without empty ones."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401  # arrow keys and history
@@ -214,7 +223,7 @@ def _lines() -> Iterator[str]:
 
 
 def _one_line(error: Exception) -> str:
-    """The server's message, or what kept from reaching it."""
+    """The server's message, or the reason why it was not reached, as one line."""
     body = getattr(error, "body", None)
     message = body.get("message") if isinstance(body, dict) else None
     cause = error.__cause__

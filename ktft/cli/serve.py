@@ -1,4 +1,4 @@
-"""`ktft serve`: refusals, progress, and what is said while it runs. torch is imported when the command runs."""
+"""`ktft serve`: its options, refusals, progress and messages. torch is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ktft.cli.progress import Phases
-from ktft.config import ADMIN_KEY_ENV
+from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV
 
 if TYPE_CHECKING:
-    from ktft.serve.front.checks import Findings, Options
+    from ktft.serve.engine import Findings, Options
     from ktft.serve.front.launch import Failed, Place, Watcher
     from ktft.serve.runtime.settings import ServeSettings
 
@@ -28,7 +28,7 @@ FORMATS = "bf16, int8, fp8, k4, int4 or mxfp4. [a converted MODEL's own, else in
 def serve(
     model: Annotated[Path, typer.Argument(help="Directory of a model, as released, merged or converted.")],
     extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- VLLM ARGUMENTS]", help="Further arguments of vLLM.")
+        list[str] | None, typer.Argument(metavar="[-- ENGINE ARGUMENTS]", help="Further arguments of the engine, vLLM.")
     ] = None,
     adapter: Annotated[Path | None, typer.Option(help="Directory of an adapter to serve, unmerged.")] = None,
     adapter_name: Annotated[str | None, typer.Option(help="What requests call it. [its directory's name]")] = None,
@@ -40,7 +40,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="Key that requests must give. [none is needed]")
+        str | None, typer.Option(envvar=API_KEY_ENV, help="Key that requests must give. [none is needed]")
     ] = None,
     admin_key: Annotated[
         str | None,
@@ -76,13 +76,15 @@ def serve(
     ] = 0,
     activation_bits: Annotated[int, typer.Option(help="16; or 8: faster on AMX with int8 experts, less exact.")] = 16,
     supervise: Annotated[bool, typer.Option("--supervise", help="Start again after a crash.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log, which else goes to a file.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the engine's log, which otherwise goes to a file.")
+    ] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API, its experts computed by ktft, with or without an adapter.
 
     Exits with 0 when it was told to end (Ctrl-C, SIGTERM), 1 if the server could not start or died, 2 on bad input.
     """
-    from ktft.serve.front.checks import Options
+    from ktft.serve.engine import Options
     from ktft.serve.runtime.settings import ServeSettings
 
     console = Console(stderr=True)
@@ -142,11 +144,11 @@ def run(
     supervise: bool = False,
     verbose: bool = False,
 ) -> None:
-    """Check, start, and serve until told to end.
+    """Check everything, start a server, and serve until told to end.
 
     Raises:
         ValueError, OSError: nothing was started.
-        typer.Exit: it could not start, or died; the user was told.
+        typer.Exit: the server could not start, or died; the user was told.
     """
     from ktft.serve.front import launch
 
@@ -158,7 +160,7 @@ def run(
 
 @contextmanager
 def started(settings: ServeSettings, options: Options, console: Console) -> Iterator[str]:
-    """A server for as long as the block lasts. Yields its address.
+    """A server that runs for as long as the block lasts. Yields its address.
 
     Raises:
         ValueError, OSError, typer.Exit: see `run`.
@@ -177,10 +179,11 @@ def started(settings: ServeSettings, options: Options, console: Console) -> Iter
 
 
 def _checked(settings: ServeSettings, options: Options, console: Console) -> Findings:
+    from ktft.serve.engines import installed
     from ktft.serve.front.checks import check
 
     with console.status(f"checking {settings.checkpoint} ..."):
-        found = check(settings, options)
+        found = check(installed(), settings, options)
     for note in found.notes:
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
     return found
@@ -216,7 +219,7 @@ def _tell(console: Console, failure: Failed) -> None:
 
 @contextmanager
 def _files(console: Console, verbose: bool) -> Iterator[tuple[Place, Phases]]:
-    """A directory for a server's files, which goes unless it fails, and a bar that shows how far it is."""
+    """A directory for a server's files, which is kept only if the server fails, and a bar that shows its progress."""
     from ktft.serve.front.launch import Failed, Place
 
     place, progress = Place(Path(tempfile.mkdtemp(prefix="ktft-serve-"))), Phases(console)

@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server for the log-probabilities of given tokens and of those it goes on with."""
+"""A client that asks an OpenAI-compatible server for the log-probabilities of prompts and of their continuations."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 import httpx
 
 SECONDS = 600.0
+"""The longest wait for an answer."""
 TOGETHER = 8
-"""Requests under way at once, so that the server batches them as it would for several users."""
+"""Requests in flight at once, so that the server batches them as it would for several users."""
 
 
 class ServerError(OSError):
-    """The server is not there, refused a request or answered something else; the message says what to do."""
+    """The server is not there, or refused a request, or gave an answer of another form."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the server said of one prompt.
+    """The server's answer to one prompt.
 
     Attributes:
         prompt: token ids.
-        prompt_logprobs: of every prompt token but the first, which has nothing before it.
+        prompt_logprobs: log-probabilities of the prompt's tokens, without the first, which has nothing before it.
         tokens: the greedy continuation.
-        logprobs: of those.
+        logprobs: the log-probabilities of the continuation's tokens.
     """
 
     prompt: list[int]
@@ -36,14 +37,14 @@ class Continuation:
 
 
 class Server:
-    """A server at `url` (with or without `/v1`). As a context manager it closes its connections.
+    """A server to ask. It is a context manager, which closes its connections.
 
     Args:
-        url: for instance `http://127.0.0.1:8000`.
-        model: the name to ask for; None: the only one that the server lists.
+        url: its address, with or without `/v1`, for instance `http://127.0.0.1:8000`.
+        model: the name to ask for; None takes the only one that the server lists.
 
     Raises:
-        ServerError: nobody answers there; it lists several models, or not this one.
+        ServerError: nobody answers there; the server lists several models, or not this one.
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
@@ -70,10 +71,10 @@ class Server:
         return wanted or names[0]
 
     def continue_all(self, prompts: Sequence[list[int]], tokens: int) -> list[Continuation]:
-        """Have every prompt continued greedily by so many tokens, several prompts at once.
+        """Have every prompt continued greedily by `tokens` tokens, several prompts at once.
 
         Raises:
-            ServerError: it refuses one, or does not tell log-probabilities of prompts.
+            ServerError: the server refuses a prompt, or does not give the log-probabilities of prompts.
         """
         with ThreadPoolExecutor(TOGETHER) as pool:
             return list(pool.map(lambda prompt: self._continue(prompt, tokens), prompts))
@@ -91,7 +92,7 @@ class Server:
         }
         choice = self._ask("POST", "/v1/completions", request)["choices"][0]
         if not choice.get("prompt_logprobs") or not choice.get("logprobs"):
-            raise ServerError(f"{self.url} does not tell log-probabilities of prompts: vLLM's server does (ktft serve)")
+            raise ServerError(f"{self.url} gives no log-probabilities of prompts; a server started by ktft serve does")
         given = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
         continued = [int(each.removeprefix("token_id:")) for each in choice["logprobs"]["tokens"]]
         return Continuation(
@@ -111,4 +112,4 @@ class Server:
         try:
             return answer.json()
         except ValueError:
-            raise ServerError(f"{self.url}{path} answers something that is not JSON: {answer.text[:100]!r}") from None
+            raise ServerError(f"{self.url}{path} gives an answer that is not JSON: {answer.text[:100]!r}") from None

@@ -1,7 +1,7 @@
-"""Compares a server's log-probabilities with those of training's model: base, or base with an adapter.
+"""Compares a server's log-probabilities with those of training's model, which is the base, or base and adapter.
 
-The limit is measured: how far training's model is from itself when everything around its experts is computed in bf16,
-as a server does, in place of fp32.
+The limit is measured: how far training's model moves if everything around its experts is computed in bf16, as a server
+does, instead of fp32.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ktft.verify.client import Continuation, Server
 from ktft.verify.whole import load_model
 
 NOISE = 6.0
-"""A server may be off by so many times what bf16 does, on average and at the worst token: its kernels round more often
-than transformers', up to 5 times were seen, and where that tips the choice of an expert one token moves far."""
+"""How many times further off than bf16 a server may be, on average and at the worst token. Its kernels round more often
+than transformers': up to 5 times were seen, and a token moves far where rounding changes the choice of an expert."""
 ATTENTIONS = ("sdpa", "eager")
-"""Implementations of attention that bf16 is tried with: each rounds otherwise."""
+"""The implementations of attention with which bf16 is tried; each rounds in other places."""
 PROMPTS = (
     "The lighthouse keeper counted the ships as they came in, one by one, and wrote each name into a book.",
     "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n    return",
@@ -40,12 +40,12 @@ PROMPTS = (
     "To sharpen a kitchen knife, first soak the stone, then hold the blade at an angle of",
     "今天天气很好,我们决定去公园散步。路上",
 )
-"""Short texts that no training set of this project has."""
+"""Short texts that are in no training set of this project."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two lists of log-probabilities of the same tokens are apart, in nats."""
+    """The distance between two lists of log-probabilities of the same tokens, in nats."""
 
     mean: float
     largest: float
@@ -56,9 +56,9 @@ class Difference:
     """A token of a continuation that training's model would not have chosen.
 
     Attributes:
-        prompt, position: counted from 0; the position within the continuation.
+        prompt, position: number of the prompt, and of the token within its continuation, from 0.
         served, expected: token ids.
-        gap: how much likelier training's model finds its own, nats.
+        gap: by how much training's model finds its own token likelier, in nats.
     """
 
     prompt: int
@@ -70,20 +70,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class ParityResult:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
         model: the name that was asked for.
-        served: the server from what it should be: the base model, with the adapter if one was named.
-        noise: training's model with everything around the experts in bf16, from the same in fp32; the worst of
-            `ATTENTIONS`.
-        base: the server from the base model alone; None without an adapter.
-        effect: what the adapter itself does; None without one.
-        applied: of that, how much the server shows: about 1, or about 0 if it has no adapter.
+        served: the distance of the server from training's model, with the adapter if one was named.
+        noise: the distance of training's model with everything around the experts in bf16 from the same in fp32; the
+            largest of `ATTENTIONS`.
+        base: the distance of the server from the base model alone; None without an adapter.
+        effect: the distance of training's model with the adapter from the base model alone; None without an adapter.
+        applied: the share of that effect that the server shows: about 1, or about 0 if the server has no adapter.
         tokens, continued: how many tokens of prompts and of continuations were compared.
-        ties: tokens that differ where both are as likely, to within what a single token may be off: rounding decides.
-        limit, largest_limit: of `served`.
-        problems: what is off.
+        ties: differing tokens that are equally likely, to within the limit of a single token, so that rounding decides.
+        limit, largest_limit: the limits of `served`.
+        problems: what is wrong, one message each.
     """
 
     model: str
@@ -101,7 +101,7 @@ class ParityResult:
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """The result in a few words."""
         if self.base is None:
             return "off" if self.problems else "the same model"
         if not self.problems:
@@ -109,16 +109,21 @@ class ParityResult:
         return "adapter NOT applied" if self.base.mean <= self.limit else "off"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as values of JSON."""
         return {"passed": not self.problems, "verdict": self.verdict} | asdict(self)
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """One model's view of all texts: log-probabilities of their tokens, and what it would have gone on with."""
+    """One model's log-probabilities of the tokens of all texts, and the continuations that it would have chosen.
+
+    Attributes:
+        logprobs: `[tokens]`, text after text.
+        choices: for each text, the chosen token and its log-probability at each place of the continuation.
+    """
 
     logprobs: Tensor
-    choices: list[list[tuple[int, float]]]  # by prompt: at each place of the continuation, token and log-probability
+    choices: list[list[tuple[int, float]]]
 
     def distance(self, other: Tensor) -> Distance:
         difference = (self.logprobs - other).abs()
@@ -126,17 +131,18 @@ class _Scores:
 
 
 def read_prompts(file: Path | None) -> list[str]:
-    """One prompt a line; a line that begins with a quotation mark is a JSON string. Without a file, `PROMPTS`.
+    """The prompts of a file, one a line, or `PROMPTS` without a file. A line in quotation marks is a JSON string.
 
     Raises:
-        OSError, ValueError: it cannot be read; it is empty.
+        OSError: the file cannot be read.
+        ValueError: a line is no JSON string, or the file is empty.
     """
     if file is None:
         return list(PROMPTS)
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [json.loads(line) if line.startswith('"') else line for line in lines]
     if not prompts:
-        raise ValueError(f"{file} has no prompts: one a line, a line that begins with a quotation mark is JSON")
+        raise ValueError(f"{file} has no prompts; write one a line, as text or as a JSON string in quotation marks")
     return prompts
 
 
@@ -148,17 +154,17 @@ def verify_server(
     prompts: Sequence[str],
     tokens: int,
 ) -> Iterator[str | ParityResult]:
-    """Yields what is done next, and the result at the end.
+    """Compare a server with training's model. Yields what is done next, and the result at the end.
 
     Args:
-        server: whom to ask.
+        server: the server to compare.
         directory, settings: the base model and how its experts are held.
-        adapter: what the server should have applied; None: nothing.
+        adapter: the adapter that the server should apply; None for none.
         prompts: texts.
         tokens: length of each greedy continuation.
 
     Raises:
-        ServerError: as of `Server.continue_all`.
+        ServerError: as `Server.continue_all`.
         ValueError: the checkpoint or adapter is damaged or does not fit; a prompt has fewer than two tokens.
     """
     yield f"{len(prompts)} prompts to {server.url}"
@@ -166,7 +172,7 @@ def verify_server(
     ids = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     for prompt, each in zip(prompts, ids, strict=True):
         if len(each) < 2:
-            raise ValueError(f"the prompt {prompt!r} is {len(each)} tokens: it needs two")
+            raise ValueError(f"the prompt {prompt!r} has {len(each)} tokens; a prompt needs two")
     answers = server.continue_all(ids, tokens)
     yield "loading training's model"
     model = load_model(directory, settings, adapter)
@@ -244,7 +250,7 @@ def _problems(result: ParityResult, differences: Sequence[Difference]) -> Iterat
     if effect is not None and effect.mean <= 2 * result.limit:
         yield (
             f"the adapter moves log-probabilities by {effect.mean:.3g} nats a token, no more than twice the limit of "
-            f"{result.limit:.3g}: whether it is applied cannot be told; give --prompts it was trained for"
+            f"{result.limit:.3g}, so it cannot be told whether it is applied; give --prompts that it was trained for"
         )
     elif base is not None and base.mean <= result.limit:
         yield (
@@ -258,13 +264,13 @@ def _problems(result: ParityResult, differences: Sequence[Difference]) -> Iterat
         )
     elif not off.largest <= result.largest_limit:
         yield (
-            f"one token is {off.largest:.3g} nats off, the limit of a single one is {result.largest_limit:.3g}; all "
-            f"together are within theirs"
+            f"one token is {off.largest:.3g} nats off, the limit of a single token is {result.largest_limit:.3g}; the "
+            "mean of all is within its limit"
         )
     elif differences:
         worst = max(differences, key=lambda each: each.gap)
         yield (
-            f"{len(differences)} tokens of continuations are others than training's model would choose, and no near "
-            f"ties; in prompt {worst.prompt} at {worst.position} it is {worst.served}, where {worst.expected} is "
-            f"likelier by {worst.gap:.3g} nats"
+            f"{len(differences)} tokens of continuations are not those that training's model would choose, and no near "
+            f"ties; in prompt {worst.prompt} at {worst.position} the server chose {worst.served}, where "
+            f"{worst.expected} is likelier by {worst.gap:.3g} nats"
         )

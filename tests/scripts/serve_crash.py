@@ -44,7 +44,7 @@ def wait_until_served(log: Path, times: int) -> None:
 
 def processes() -> list[str]:
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if "ktft.serve.vllm.engine" in line]
+    return [line for line in listed.splitlines() if "-m ktft.serve.vllm" in line]
 
 
 def main() -> None:

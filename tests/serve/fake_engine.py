@@ -1,9 +1,9 @@
-"""Stands for `ktft.serve.vllm.engine` in tests of its parent: loads nothing, answers /health, fails as told.
+"""An engine that only pretends: a row for tests of `ktft.serve.front`, and its server, which loads nothing.
 
-What it does stands in the file that FAKE_ENGINE names, a word a start: `serve`; `slow`, which packs until it may
-serve; `crash`, which serves until it may crash; `early`, which crashes before it serves; `deaf`, which goes on after
-SIGTERM. The last word is for all further starts. "It may" once there is that file with the suffix `.go`, which it
-removes; SIGTERM that it did not obey it notes as `.deaf`.
+The file that FAKE_ENGINE names says what the server does, one word for each start: `serve` answers /health; `slow`
+packs until it may serve; `crash` serves until it may crash; `early` crashes before it serves; `deaf` goes on after
+SIGTERM. The last word is for all further starts. The server "may" once there is a file of the same name with the suffix
+`.go`, which it removes. `deaf` makes the file `.deaf` when it gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,8 +18,24 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from ktft.serve.engine import Engine
 from ktft.serve.front.processes import follow
 from ktft.serve.runtime.progress import Progress, StatusFile
+
+FAKE = Engine(
+    name="Fake",
+    module="fake_engine",
+    packages={"cpu": "fake-server"},
+    families=("qwen3_moe",),
+    install=lambda device: f"pip install fake-server for the {device}",
+    check_extra=lambda extra: None,
+    allowed_origins=lambda extra: tuple(json.loads(extra[-1])) if extra else (),
+    arguments=lambda settings, options, found: ["--port", str(options.port), *options.extra],
+    environment=lambda given, settings, found: {**given, "FAKE_NAME": (settings.served_adapter or ("base",))[0]},
+    server_memory=1 << 20,
+    kv_block=64,
+    latent_on_cpu=True,
+)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -40,6 +56,7 @@ def main() -> None:
     record = {
         "pid": os.getpid(),
         "arguments": sys.argv[1:],
+        "environment": os.environ["FAKE_NAME"],
         "adapter": settings["adapter"],
         "name": settings["adapter_name"],
         "key": os.environ["VLLM_API_KEY"],
@@ -50,7 +67,7 @@ def main() -> None:
     }
     with plan.with_suffix(".starts").open("a") as starts:
         starts.write(json.dumps(record) + "\n")
-    child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine core
+    child = subprocess.Popen(["sleep", "600"])  # as an engine's worker
     status = StatusFile(settings["status_path"])
     status.write(Progress("Packing experts (int8)", 1, 2))
     if words[0] == "early":
@@ -75,11 +92,12 @@ def wait_for_leave(plan: Path) -> None:
 
 
 def crash(plan: Path) -> None:
-    """As vLLM does when its engine has died: exit code 0, and the child is left."""
+    """As vLLM's server after its engine has died: exit code 0, and the child is left."""
     wait_for_leave(plan)
     print("(EngineCore) ERROR ValueError: hidden states hold NaN\nEngineDeadError: see above", flush=True)
     print("nanobind: leaked 40 functions!", *[f' - leaked function "{i}"' for i in range(40)], sep="\n", flush=True)
     os._exit(0)
 
 
-main()
+if __name__ == "__main__":
+    main()

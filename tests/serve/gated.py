@@ -1,4 +1,7 @@
-"""vLLM's server in small, with the gate before it, in this process: what tests of the gate talk to."""
+"""An engine's server in small, with the gate before it, in this process: what tests of the gate talk to.
+
+Its paths are vLLM's. The engine itself is none but `Engine` of this file.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from ktft.serve.front import requests
+from ktft.serve.engine import EngineError
+from ktft.serve.front import asgi
 from ktft.serve.front.gate import Gate
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.middleware import PATHS
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -31,58 +35,55 @@ STATUS = {
 }
 
 
-@dataclass(frozen=True)
-class BaseModelPath:
-    """As vLLM's."""
-
-    name: str
-    model_path: str
-
-
 @dataclass
 class Engine:
-    """What the gate needs of vLLM's engine client, and what it was asked."""
+    """A `ktft.serve.engine.Client`, and what it was asked."""
 
     adapter: str | None = None
+    name: str = "at start"
     failure: str | None = None
-    errored: bool = False
-    busy: int = 0  # resets of the prefix cache that fail
+    dead: bool = False
+    busy: int = 0  # times that prefixes cannot be forgotten
     calls: list[str] = field(default_factory=list)
     slow: asyncio.Event | None = None
 
-    async def reset_prefix_cache(self) -> bool:
+    async def forget_prefixes(self) -> bool:
         self.calls.append("reset")
         self.busy -= 1
         return self.busy < 0
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if self.errored:
-            raise RuntimeError("EngineCore encountered an issue")
-        if method == "ktft_status":
-            self.calls.append("status")
-            return [STATUS]
-        assert method == "ktft_set_adapter"
+    async def status(self) -> dict[str, Any]:
+        self._require_alive()
+        self.calls.append("status")
+        return STATUS
+
+    async def set_adapter(self, path: str | None) -> dict[str, Any]:
+        self._require_alive()
         if self.slow is not None:
             await self.slow.wait()
         if self.failure:
-            raise Exception(f"Call to collective_rpc method failed: {self.failure}")
-        self.calls.append(f"set {args[0]}")
-        self.adapter = args[0]
-        return [{"adapter": args[0] and {"path": args[0]}, "seconds": 0.1}]
+            raise EngineError(self.failure, dead=False)
+        self.calls.append(f"set {path}")
+        self.adapter = path
+        return {"adapter": path and {"path": path}, "seconds": 0.1}
+
+    def rename(self, name: str) -> None:
+        self.name = name
+
+    def _require_alive(self) -> None:
+        if self.dead:
+            raise EngineError("the engine encountered an issue", dead=True)
 
 
 class Server:
-    """vLLM's application in small: a response says which adapter computed it, token by token."""
+    """An engine's application in small: a response says which adapter computed it, token by token."""
 
     def __init__(self, settings: ServeSettings, registry: CollectorRegistry) -> None:
         self.engine, self.registry = Engine(settings.adapter), registry
         self.go = asyncio.Event()
         self.go.set()
         self.seen: list[tuple[str, bytes]] = []
-        names = [BaseModelPath("at start", settings.checkpoint)]
-        models = SimpleNamespace(base_model_paths=names)
-        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine, openai_serving_models=models))
-        self.gate = Gate(self.inner, settings, registry)
+        self.gate = Gate(self.inner, lambda scope: self.engine, PATHS, settings, registry)
 
     async def inner(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
@@ -92,11 +93,10 @@ class Server:
             body = message["body"]
         self.seen.append((scope["path"], body))
         if scope["path"] == "/metrics":
-            await requests.answer_json(send, generate_latest(self.registry).decode())
+            await asgi.answer_json(send, generate_latest(self.registry).decode())
             return
         if scope["path"] == "/v1/models":
-            names = self.app.state.openai_serving_models.base_model_paths
-            await requests.answer_json(send, {"data": [{"id": each.name, "parent": None} for each in names]})
+            await asgi.answer_json(send, {"data": [{"id": self.engine.name, "parent": None}]})
             return
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(3):
@@ -136,7 +136,6 @@ def request(server: Server, path: str, content: Any = None, **how: Any) -> tuple
         "method": "GET" if content is None else "POST",
         "path": path,
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-        "app": server.app,
         **how,
     }
     parts = [{"type": "http.request", "body": body[i : i + 1000], "more_body": True} for i in range(0, len(body), 1000)]

@@ -32,10 +32,7 @@ def over_http(serve: Run) -> Callable[..., None]:
             inner = server.gate.app
             server.gate.app = CORSMiddleware(inner, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
 
-            async def app(scope: Any, receive: Any, send: Any) -> None:  # as starlette's application
-                await server.gate({**scope, "app": server.app}, receive, send)
-
-            transport = httpx.ASGITransport(app=app)
+            transport = httpx.ASGITransport(app=server.gate)
             async with httpx.AsyncClient(transport=transport, base_url=base_url, timeout=None) as client:
                 await test(server, client)
 
@@ -432,7 +429,7 @@ def test_origins_are_read_as_vllm_does(extra: tuple[str, ...], origins: tuple[st
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from ktft.serve.vllm.arguments import allowed_origins
+    from ktft.serve.vllm.extra_arguments import allowed_origins
 
     parser = make_arg_parser(FlexibleArgumentParser())
     assert tuple(parser.parse_args(["--allowed-origins", "[]", *extra]).allowed_origins) == origins

@@ -1,4 +1,4 @@
-"""The gate before vLLM's server: names, bad input, keys, metrics."""
+"""The gate before an engine's server: names, bad input, keys, metrics."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from gated import CHAT, HELLO, STATUS, Run, Server, adapter, done, load, serve, settle
 
-from ktft.serve.front import requests
+from ktft.serve.front import asgi
 
 __all__ = ["serve"]
 
 
-def test_the_body_reaches_vllm_as_it_came(serve: Run) -> None:
+def test_the_body_reaches_the_engine_as_it_came(serve: Run) -> None:
     async def test(server: Server) -> None:
         content = {"model": "base", "messages": [{"role": "user", "content": "x" * 5000}]}
         response = await done(server, CHAT, content)
@@ -74,7 +74,7 @@ def test_a_body_is_bounded_whether_its_length_is_declared_or_not(serve: Run, mon
             assert response.status == 413
             assert "4000 bytes" in response.error["message"]
 
-    monkeypatch.setattr(requests.read_body, "__defaults__", (4000,))
+    monkeypatch.setattr(asgi.read_body, "__defaults__", (4000,))
     serve(test)
 
 
@@ -94,7 +94,7 @@ def test_a_client_that_leaves_while_it_sends(serve: Run) -> None:
         async def receive() -> Any:
             return {"type": "http.disconnect"}
 
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "app": server.app}
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
         await server.gate(scope, receive, None)
         assert not server.seen
 
@@ -178,19 +178,18 @@ def test_status_and_metrics(serve: Run, tmp_path: Path) -> None:
 
 
 def test_an_answer_from_before_a_change_is_not_shown_after_it(serve: Run, tmp_path: Path) -> None:
-    """The worker was asked before, and answers when the adapter has changed."""
+    """The engine was asked before, and answers when the adapter has changed."""
     path = adapter(tmp_path / "tuned")
 
     async def test(server: Server) -> None:
-        call, answered = server.engine.collective_rpc, asyncio.Event()
+        answered = asyncio.Event()
 
-        async def late(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-            answer = [{**STATUS, "adapter": server.engine.adapter}] if method == "ktft_status" else None
-            if answer is not None and not answered.is_set():
-                await answered.wait()
-            return answer or await call(method, args)
+        async def late() -> dict[str, Any]:
+            answer = {**STATUS, "adapter": server.engine.adapter}
+            await answered.wait()
+            return answer
 
-        server.engine.collective_rpc = late  # type: ignore[method-assign]
+        server.engine.status = late  # type: ignore[method-assign]
         before = asyncio.ensure_future(done(server, "/ktft/status"))
         await settle()
         assert (await load(server, path)).status == 200
@@ -205,12 +204,12 @@ def test_a_dead_engine_leaves_the_other_metrics(serve: Run, tmp_path: Path) -> N
     path = adapter(tmp_path / "tuned")
 
     async def test(server: Server) -> None:
-        server.engine.errored = True
+        server.engine.dead = True
         text = json.loads((await done(server, "/metrics")).body)
         assert "ktft_requests_in_flight 0.0" in text and "ktft_expert_seconds" not in text
         assert (await done(server, "/ktft/routing")).status == 503
         response = await load(server, path)
         assert response.status == 503
-        assert "EngineCore" in response.error["message"]
+        assert "encountered an issue" in response.error["message"]
 
     serve(test)

@@ -1,4 +1,4 @@
-"""The gate before vLLM's server: changes of the adapter beside requests in flight."""
+"""The gate before an engine's server: changes of the adapter beside requests in flight."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def test_load_and_unload(serve: Run, tmp_path: Path) -> None:
         assert response.status == 404
         assert "what is served is the adapter tuned of base" in response.error["message"]
         assert (await ask(server, "tuned")).body == f"{path} ".encode() * 3
-        names = server.app.state.openai_serving_models.base_model_paths
-        assert [each.name for each in names] == ["tuned"]
+        assert server.engine.name == "tuned"
         models = json.loads((await done(server, "/v1/models")).body)
         assert models == {"data": [{"id": "tuned", "parent": "base", "root": path}]}
         assert json.loads((tmp_path / "adapter.json").read_text()) == ["tuned", path]

@@ -25,10 +25,15 @@ from typer.testing import CliRunner
 from ktft import versions
 from ktft.checkpoint.routing_profile import ROUTING_NAME, Routing
 from ktft.cli.main import app
+from ktft.serve.engine import Findings, Options
+from ktft.serve.engines import VLLM
 from ktft.serve.front import checks, launch
-from ktft.serve.front.checks import Findings, Options, check_extra, check_port, host_notes, kv_token_bytes
+from ktft.serve.front.checks import check_port, host_notes
+from ktft.serve.front.headers import read_model
+from ktft.serve.front.kv_cache import kv_token_bytes, size_up
 from ktft.serve.front.processes import members
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.extra_arguments import check_extra
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ def test_models_that_are_none_for_ktft(served_checkpoint: Path, tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps(settings | {"model_type": "llama"}))
     assert "model_type 'llama' has no row" in refused(folder)
     unmeasured = write_checkpoint("minimax", tmp_path / "unmeasured")
-    assert "is of model_type 'minimax_m2', which was not shown" in refused(unmeasured)
+    assert "is of model_type 'minimax_m2', which vLLM was not shown to compute" in refused(unmeasured)
     (folder / "config.json").write_text("{")
     assert "is no config that transformers can read" in refused(folder)
     (folder / "config.json").write_text(json.dumps(settings))
@@ -202,7 +207,7 @@ def test_an_installed_package_says_where_it_came_from(
 
 
 def refusal_with(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `check_vllm` says where these packages are installed."""
+    """What `check_installed` says of vLLM where these packages are installed."""
 
     def version(package: str) -> str:
         if package == "torch":
@@ -213,7 +218,7 @@ def refusal_with(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(ValueError) as error:
-        checks.check_vllm()
+        checks.check_installed(VLLM)
     return str(error.value)
 
 
@@ -234,29 +239,29 @@ def test_addresses() -> None:
 
 def test_the_context_is_what_the_cache_holds(served_checkpoint: Path) -> None:
     settings = ServeSettings(str(served_checkpoint))
-    model = checks.read_model(settings)
-    per_token = kv_token_bytes(model.config, gpu=False)
+    model = read_model(settings)
+    per_token = kv_token_bytes(model.config, latent=False)
     assert per_token == 2 * 2 * 3 * 2 * 32  # keys and values, 16 bits, layers, heads, their size
-    length, cache, notes = checks.size_up(settings, Options(), model, gpu=False)
+    length, cache, notes = size_up(VLLM, settings, Options(), model, gpu=False)
     assert (length, notes) == (512, []) and cache is not None and cache >= 256 << 20
-    length, cache, notes = checks.size_up(settings, Options(kv_cache=300 * per_token), model, gpu=False)
+    length, cache, notes = size_up(VLLM, settings, Options(kv_cache=300 * per_token), model, gpu=False)
     assert length == 256 and "256 tokens of the model's 512" in notes[0]
     with pytest.raises(ValueError, match="--max-model-len 400 needs .* for 256 tokens; give --max-model-len 256 or"):
-        checks.size_up(settings, Options(kv_cache=300 * per_token, max_model_len=400), model, gpu=False)
+        size_up(VLLM, settings, Options(kv_cache=300 * per_token, max_model_len=400), model, gpu=False)
 
 
 def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
-    found = Findings("qwen3_moe", False, 512, 1 << 20)
+    found = Findings(VLLM, "qwen3_moe", False, 512, 1 << 20)
     settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), adapter_name="tuned")
     options = Options(api_key="secret", extra=("--seed", "3"))
-    words = launch.arguments(settings, options, found)
+    words = VLLM.arguments(settings, options, found)
     pairs = dict(pairwise(words))
     assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("tuned", "hermes")
     assert pairs["--quantization"] == pairs["--load-format"] == "ktft"
     assert words[-2:] == ["--seed", "3"] and "secret" not in words
     for model_type, text, parser in (("deepseek_v3", "", False), ("deepseek_v3", "<｜tool▁calls▁begin｜>", True)):  # noqa: RUF001
         (tmp_path / "tokenizer.json").write_text(text)
-        words = launch.arguments(settings, options, replace(found, model_type=model_type))
+        words = VLLM.arguments(settings, options, replace(found, model_type=model_type))
         assert ("--tool-call-parser" in words) == ("--enable-auto-tool-choice" in words) == parser
     environment = launch.environment(settings, options, found)
     assert environment["VLLM_API_KEY"] == "secret"
@@ -267,7 +272,7 @@ def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
 
 
 class Parent:
-    """`ktft serve` around `fake_engine.py`."""
+    """`ktft serve` with the engine of `fake_engine.py`, and no other."""
 
     def __init__(self, folder: Path, plan: str, *flags: str) -> None:
         self.plan, self.folder = folder / "plan", folder
@@ -275,15 +280,18 @@ class Parent:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        fake = Path(__file__).with_name("fake_engine.py")
+        # Importing vLLM, or ktft's folder of it, is an error here: nothing of the parent may need either
         code = (
-            "from ktft.serve.front import checks, launch; from ktft.cli.main import app\n"
-            f"launch.ENGINE = ({str(fake)!r},); launch.DRAIN = 0.5; launch.TRIES = 3\n"
-            "checks.check = lambda *_: checks.Findings('qwen3_moe', False, 512, None)\n"
+            "import sys, types; sys.modules['vllm'] = sys.modules['ktft.serve.vllm'] = None\n"
+            "from fake_engine import FAKE; from ktft.cli.main import app\n"
+            "sys.modules['ktft.serve.engines'] = types.SimpleNamespace(installed=lambda: FAKE)\n"
+            "from ktft.serve.front import checks, launch; launch.DRAIN = 0.5; launch.TRIES = 3\n"
+            "checks.check = lambda engine, *_: checks.Findings(engine, 'qwen3_moe', False, 512, None)\n"
             "app()"
         )
         command = [sys.executable, "-c", code, "serve", str(folder), "--port", str(self.port), *flags]
         environment = os.environ | {"FAKE_ENGINE": str(self.plan), "TMPDIR": str(folder), "COLUMNS": "300"}
+        environment["PYTHONPATH"] = str(Path(__file__).parent)
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 60) -> Any:
@@ -367,7 +375,7 @@ def test_one_that_ignores_being_told_to_end_is_killed(parent: Callable[..., Pare
     assert server.ended()[0] == 0
 
 
-def test_a_death_is_a_failure_although_vllm_exits_with_0(parent: Callable[..., Parent]) -> None:
+def test_a_death_is_a_failure_although_the_exit_code_is_0(parent: Callable[..., Parent]) -> None:
     server = parent("crash")
     server.said("serving")
     server.go()
@@ -398,7 +406,7 @@ def test_supervision_brings_back_the_adapter_of_the_moment(parent: Callable[...,
     assert "starting it again in 1 s" in said and "serving tuned (adapter of" in said
     first, second = server.starts()
     assert first["adapter"] is None and (second["adapter"], second["name"]) == (str(tmp_path), "tuned")
-    assert second["arguments"][second["arguments"].index("--served-model-name") + 1] == "tuned"
+    assert (first["environment"], second["environment"]) == ("base", "tuned")
     server.process.terminate()
     assert server.ended()[0] == 0
 
@@ -413,7 +421,7 @@ def test_supervision_never_guesses_the_adapter(parent: Callable[..., Parent]) ->
     server.go()
     code, said = server.ended()
     assert code != 0 and len(server.starts()) == 1
-    assert f"which adapter was loaded last stands in {folder / 'adapter.json'}, which cannot be read" in said
+    assert f"{folder / 'adapter.json'}, which names the adapter that was loaded last, cannot be read" in said
 
 
 def test_supervision_gives_up(parent: Callable[..., Parent]) -> None:

@@ -24,10 +24,9 @@ from in_process import Served, served
 
 from ktft.adapters.below import describe
 from ktft.adapters.files import CONFIG
-from ktft.serve.runtime.adapter import ServedAdapter, Slot, Target
+from ktft.serve.runtime.served_adapter import ServedAdapter, Slot, Target
 from ktft.serve.runtime.served_model import current
 from ktft.serve.vllm.lora_linear import A, KtftLinearMethod, slots_of
-from ktft.serve.vllm.worker import reason_of
 
 FILE = "adapter_model.safetensors"
 SIZES: dict[str, dict[str, Any]] = {"qwen2moe": {"hidden_size": 128}, "dsv3": DSV3}
@@ -190,16 +189,9 @@ def test_a_bad_adapter_leaves_the_one_before(qwen: Served, bases: dict[str, Path
 def test_too_little_memory_is_said_before_anything_changes(
     qwen: Served, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktft.serve.runtime.adapter.available_memory", lambda: 1 << 16)
+    monkeypatch.setattr("ktft.serve.runtime.served_adapter.available_memory", lambda: 1 << 16)
     with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload that one first"):
         qwen.set_adapter(random_adapter(bases["qwen2moe"], tmp_path / "big"))
-
-
-def test_the_reason_without_vllms_words() -> None:
-    reason = "x.weight is damaged, its CRC-32 is 'a'"
-    wrapped = f"Worker failed with error '{reason}', please check the stack trace above for the root cause"
-    assert reason_of(Exception(f"Call to collective_rpc method failed: {wrapped}")) == reason
-    assert reason_of(ValueError(reason)) == reason
 
 
 # --- places, without a server -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.utils.network_utils import get_open_port
 
-from ktft.serve.runtime.adapter import SliceLora
+from ktft.serve.runtime.served_adapter import SliceLora
 from ktft.serve.vllm.lora_linear import A, B, KtftLinearMethod
 
 HIDDEN, RANK = 64, 8
@@ -103,7 +103,7 @@ def test_is_what_peft_computes(name: str, ranks: dict[int, int], dtype: torch.dt
     x = torch.randn(5, HIDDEN).to(dtype)
     plain = layer(x)[0]
     slices = lora(layer, ranks)
-    layer.quant_method.put(layer, layer.quant_method.stacked(slices))
+    layer.quant_method.put(layer.quant_method.stacked(slices))
     got, expected = layer(x)[0], by_peft(x, weight, bias, slices)
     unit = torch.finfo(dtype).eps
     assert got.dtype == dtype
@@ -115,7 +115,7 @@ def test_is_what_peft_computes(name: str, ranks: dict[int, int], dtype: torch.dt
         wide = torch.cat([x, x], dim=1)
         apart = layer(wide[:, HIDDEN:])[0]
         assert torch.allclose(apart, got, rtol=2 * unit, atol=4 * unit), "rows need not follow each other"
-    layer.quant_method.put(layer, layer.quant_method.stacked([]))
+    layer.quant_method.put(layer.quant_method.stacked([]))
     assert torch.equal(layer(x)[0], plain)
 
 
@@ -123,7 +123,7 @@ def test_a_slice_over_several_parts() -> None:
     """Where the server cuts finer than transformers, as in linear attention's fused input."""
     layer, weight, _ = make("merged", torch.float32, RANK)
     whole = [SliceLora(0, 192, torch.randn(4, HIDDEN), torch.randn(192, 4))]
-    layer.quant_method.put(layer, layer.quant_method.stacked(whole))
+    layer.quant_method.put(layer.quant_method.stacked(whole))
     x = torch.randn(3, HIDDEN)
     assert torch.allclose(layer(x)[0], by_peft(x, weight, None, whole), atol=1e-4)
 
@@ -136,9 +136,9 @@ def test_compiled_code_sees_another_adapter() -> None:
     plain, places = compiled(x), [getattr(layer, name).data_ptr() for name in (A, B)]
     for seed in (1, 2):
         slices = lora(layer, {0: 4, 2: 8}, seed)
-        layer.quant_method.put(layer, layer.quant_method.stacked(slices))
+        layer.quant_method.put(layer.quant_method.stacked(slices))
         assert torch.allclose(compiled(x), by_peft(x, weight, bias, slices), atol=1e-4)
-    layer.quant_method.put(layer, layer.quant_method.stacked([]))
+    layer.quant_method.put(layer.quant_method.stacked([]))
     assert torch.equal(compiled(x), plain)
     assert places == [getattr(layer, name).data_ptr() for name in (A, B)]
 
@@ -155,9 +155,9 @@ def test_what_is_held_can_be_put_again(fixed: int | None) -> None:
     method, x = layer.quant_method, torch.randn(5, HIDDEN)
     outs, held = [], []
     for slices in ([], lora(layer, {0: 4}), lora(layer, {0: 4, 2: 8}, seed=2)):
-        method.put(layer, method.ready(method.stacked(slices)))
+        method.put(method.ready(method.stacked(slices)))
         outs.append(layer(x)[0])
-        held.append(method.held(layer))
+        held.append(method.held())
     for out, tensors in zip(outs, held, strict=True):
-        method.put(layer, tensors)
+        method.put(tensors)
         assert torch.equal(layer(x)[0], out)

@@ -12,7 +12,8 @@ import pytest
 
 from ktft.config import SERVE_ENV
 from ktft.serve.runtime.progress import Progress, StatusFile, read_progress
-from ktft.serve.runtime.settings import ServeSettings, cpu_environment
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.command import cpu_environment
 
 
 def test_settings_come_back_from_the_environment(tmp_path: Path) -> None:

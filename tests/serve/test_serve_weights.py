@@ -24,8 +24,8 @@ from ktft.model.experts import find_experts
 from ktft.model.quantizer import KtftConfig
 from ktft.native import ExpertLayer
 from ktft.serve.runtime.progress import Progress
+from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.runtime.weights import ServedWeights
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 ROUTER = "model.layers.1.mlp.gate.weight"

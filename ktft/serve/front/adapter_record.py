@@ -1,4 +1,4 @@
-"""Which adapter a server serves, on disk, for one that is started again after a crash."""
+"""A record on disk of the adapter that a server serves, for the server that is started after a crash."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from ktft.checkpoint.files import replacing, to_json
 
 Named = tuple[str, str]
-"""An adapter: what requests call it, and its directory."""
+"""An adapter: its name in requests, and its directory."""
 
 
 class NotRecorded(Exception):
-    """The adapter has changed, but its record has not. The message is the system's."""
+    """The adapter has changed, but its record has not. The message is the operating system's."""
 
 
 class AdapterRecord:
-    """A JSON file: name and directory of an adapter, or null for the base model.
+    """A JSON file with the name and directory of an adapter, or null for the base model.
 
     Args:
-        path: of the file; None keeps no record.
+        path: the file; None keeps no record.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -30,13 +30,13 @@ class AdapterRecord:
 
     @contextmanager
     def changing(self, adapter: Named | None) -> Iterator[None]:
-        """Record `adapter` if the block, which changes it, ends without an exception.
+        """Record `adapter` if the block, which changes the adapter, ends without an exception.
 
-        All that needs room on the disk is done before the block: after it, one name takes another's place.
+        Everything that needs room on the disk happens before the block. After the block one file is renamed.
 
         Raises:
-            OSError: before the block. Nothing has changed.
-            NotRecorded: after it. The record is the old one.
+            OSError: before the block; nothing has changed.
+            NotRecorded: after the block; the record is the old one.
         """
         if self.path is None:
             yield
@@ -55,17 +55,17 @@ class AdapterRecord:
             raise NotRecorded(error.strerror or str(error)) from None
 
     def read(self) -> Named | None:
-        """The adapter that is recorded.
+        """The adapter that is recorded; None for the base model.
 
         Raises:
-            ValueError: there is no record.
+            ValueError: the record cannot be read.
         """
         assert self.path is not None
         try:
             found = json.loads(self.path.read_bytes())
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"which adapter was loaded last stands in {self.path}, which cannot be read any more ({error}); start "
+                f"{self.path}, which names the adapter that was loaded last, cannot be read any more ({error}); start "
                 "the server again with --adapter"
             ) from None
         return None if found is None else (str(found[0]), str(found[1]))

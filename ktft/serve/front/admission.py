@@ -1,4 +1,4 @@
-"""Who may compute, and when the adapter may change: requests in flight are counted, a swap waits for all of them."""
+"""When requests may compute and when the adapter may change: a swap waits for all requests in flight."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from contextlib import asynccontextmanager
 
 
 class Busy(Exception):
-    """Waited for as long as allowed."""
+    """The wait took longer than allowed."""
 
 
 class Gone(Exception):
-    """The client disconnected while it waited."""
+    """The client disconnected while its request waited."""
 
 
 class Admission:
-    """Counts requests in flight, and closes for a swap. For one event loop.
+    """Counts requests in flight, and lets none in during a swap. It belongs to one event loop.
 
     Args:
-        timeout: seconds that a request waits for a swap, a swap for its turn, and a swap for the requests in flight.
+        timeout: seconds that a request waits for a swap, that a swap waits for its turn, and that it waits for the
+            requests in flight.
 
     Attributes:
-        in_flight: requests that are computed, until the last byte of their response.
+        in_flight: requests being computed, until the last byte of their response.
         waiting: requests that wait for a swap.
     """
 
@@ -38,18 +39,18 @@ class Admission:
     async def entered(
         self, check: Callable[[], None], disconnected: Callable[[], Awaitable[object]]
     ) -> AsyncIterator[None]:
-        """Be in flight, after any swap.
+        """A request is in flight for as long as the block lasts. It enters after any swap.
 
         Args:
-            check: called when nothing changes any more until the request is done; may raise to refuse it.
+            check: called once no swap can begin before the request is done; it may raise to refuse the request.
             disconnected: returns once the client is gone.
 
         Raises:
             Busy: a swap took too long.
-            Gone: the client did not wait for it.
+            Gone: the client left before the swap was over.
         """
         if not self._open.is_set():
-            self.waiting += 1  # until it enters: the next swap does not close before
+            self.waiting += 1  # until it enters; the next swap does not begin before that
             try:
                 await self._wait(disconnected)
             finally:
@@ -79,14 +80,14 @@ class Admission:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Nothing is in flight and nothing enters. One at a time.
+        """Nothing is in flight, and nothing enters, for as long as the block lasts. Only one such block runs at a time.
 
         Raises:
-            Busy: others' swaps or the requests in flight took too long. All goes on as before.
+            Busy: other swaps or the requests in flight took too long. Everything goes on as before.
         """
         await self._within(self._turn.acquire())
         try:
-            while self.waiting:  # for the swap before this one: they were first
+            while self.waiting:  # requests that waited for the swap before this one go first
                 await asyncio.sleep(0)
             self._open.clear()
             await self._within(self._idle.wait())

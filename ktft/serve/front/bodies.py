@@ -1,4 +1,4 @@
-"""What a request's body asks for: which paths compute, and what is wrong with it that vLLM would let through."""
+"""What a request's body asks for: the model's name, and the mistakes that engines let through."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ktft.serve.front.requests import Refusal
+from ktft.serve.front.asgi import Refusal
 
 CHAT = ("/v1/chat/completions", "/v1/chat/completions/render")
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-COMPUTES = {
-    **dict.fromkeys(CHAT, True),
-    "/v1/completions": True,
-    "/v1/completions/render": True,
-    "/v1/responses": True,
-    "/v1/responses/render": True,
-    "/v1/messages": True,
-    "/v1/messages/render": True,
-    "/v1/messages/count_tokens": True,
-    "/v1/chat/completions/batch": True,
-    "/v1/systemone": True,
-    "/generative_scoring": True,
-    "/inference/v1/generate": True,
-    "/invocations": True,
-    "/tokenize": False,
-    "/detokenize": False,
-}
-"""Paths that take a request for a model, in any tested vLLM, and whether it has to name the model."""
 
 MAX_ANSWERS = 2048
-"""Of one request: its prompts, times the answers to each."""
+"""The most answers that one request may ask for: its prompts times the answers to each."""
 
 _WHOLE, _REAL = TypeAdapter(int), TypeAdapter(float)
 _INT32 = (1 << 31) - 1
@@ -40,24 +22,29 @@ _INT32 = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Limit:
-    """From where to where a number goes. `kind` reads it as the engine does: text, true and 2.0 are numbers, too."""
+    """The range of a number.
+
+    Attributes:
+        kind: reads the number as engines do, to which text, true and 2.0 are numbers, too.
+        low, high: both are within the range.
+    """
 
     kind: TypeAdapter[Any]
     low: float
     high: float
 
     def read(self, name: str, value: Any) -> float:
-        """The number that the engine would take.
+        """The number that the engine would read from this value of JSON.
 
         Raises:
-            Refusal: 400, it is none, or is outside.
+            Refusal: 400, the value is no number, or is out of range.
         """
         kind = "a whole number" if self.kind is _WHOLE else "a number"
         try:
             number: float = self.kind.validate_python(value)
         except ValidationError:
             raise Refusal(400, f"{name} is {_shown(value)}; give {kind}, {self}", param=name) from None
-        if not self.low <= number <= self.high:  # NaN is not either
+        if not self.low <= number <= self.high:  # NaN is refused, too
             raise Refusal(400, f"{name} is {_shown(value)}; it goes {self}", param=name)
         return number
 
@@ -70,22 +57,28 @@ LIMITS = {
     "n": _CHOICES,
     "best_of": _CHOICES,
     "temperature": Limit(_REAL, 0, 2),
-    "top_k": Limit(_WHOLE, -1, _INT32),  # beyond 64 bits vLLM answers 500
+    "top_k": Limit(_WHOLE, -1, _INT32),  # vLLM answers 500 to numbers beyond 64 bits
     "stream_interval": Limit(_WHOLE, 1, _INT32),
 }
-"""Numbers of a body, or of the `sampling_params` in it, for which vLLM has no limit, or a far larger one."""
+"""Numbers of a body, or of its `sampling_params`, that engines do not limit, or limit far higher."""
 
 
-def check_request(path: str, request: dict[str, Any]) -> str | None:
-    """The model's name that a request gives, None where it may leave it out and does.
+def check_request(path: str, request: dict[str, Any], *, must_name: bool) -> str | None:
+    """Refuse the mistakes that an engine would let through; the engine checks the rest.
 
-    vLLM checks the rest; here is what it lets through.
+    Args:
+        path: of the request.
+        request: its body.
+        must_name: whether it has to name the model.
+
+    Returns:
+        The model's name that the request gives; None if it gives none.
 
     Raises:
-        Refusal: what is wrong.
+        Refusal: 400, the message says what is wrong.
     """
     name = request.get("model")
-    if name is None and COMPUTES[path]:
+    if name is None and must_name:
         raise Refusal(400, "model is missing; GET /v1/models has the name that is served", param="model")
     if name is not None and (not isinstance(name, str) or not name):
         raise Refusal(400, f"model is {name!r}; give a name", param="model")
@@ -109,17 +102,19 @@ def _check_answers(request: Mapping[str, Any]) -> None:
         choices = max(choices, *(int(numbers.get(key, 1)) for key in ("n", "best_of")))
     prompts = sum(_prompts(request))
     if prompts * choices > MAX_ANSWERS:
-        raise Refusal(400, f"{prompts} prompts with {choices} answers each; a request may have {MAX_ANSWERS} in all")
+        raise Refusal(
+            400, f"{prompts} prompts with {choices} answers each; a request may have {MAX_ANSWERS} in all: send several"
+        )
 
 
 def _prompts(request: Mapping[str, Any]) -> Iterator[int]:
-    """How many each field of a body has that can hold several."""
+    """The number of prompts in each field of a body that can hold several."""
     for key in ("prompt", "prompt_embeds", "items", "questions", "messages"):
         value = request.get(key)
-        if key == "messages":  # one conversation, or a list of them
+        if key == "messages":  # these are one conversation, or a list of conversations
             value = value if isinstance(value, list) and value and isinstance(value[0], list) else None
         elif isinstance(value, list) and all(isinstance(each, int | float) for each in value):
-            value = None  # the tokens of one
+            value = None  # these are the tokens of one prompt
         if isinstance(value, list | dict):
             yield len(value)
 
@@ -131,7 +126,7 @@ def _shown(value: Any) -> str:
 
 def _check_message(where: str, message: Any) -> None:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        return  # vLLM says what is wrong
+        return  # the engine says what is wrong
     if role not in CHAT_ROLES:
         raise Refusal(400, f"{where}.role is {role!r}; give one of {', '.join(CHAT_ROLES)}", param="messages")
     if message.get("content") is None and role != "assistant":

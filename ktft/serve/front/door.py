@@ -1,8 +1,8 @@
-"""Who may come in: the host that a request names, the web page that it comes from, the key that it has.
+"""Which requests are let in, by the host that they name, the web page that sends them, and the key that they give.
 
-A browser sends requests of any page to any address, this machine's included, and says where a page is from (`Origin`).
-Whoever owns a name can let it resolve to this machine's address, which makes his pages' requests look like the
-server's own; but they still name that host (`Host`).
+A browser sends the requests of any page to any address, this machine's included, and says where the page is from
+(`Origin`). The owner of a name can have it resolve to this machine's address, so that requests of pages at that name
+look like those of the server's own pages; but they still name that host (`Host`).
 """
 
 from __future__ import annotations
@@ -15,26 +15,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from ktft.serve.front.requests import Message, Refusal, Scope, Send, header, path_of
+from ktft.serve.front.asgi import Message, Refusal, Scope, Send, header, path_of
 
 OPEN = ("/health", "/ping")
-"""Paths without a key: whether the server lives."""
-
-ADMIN = (
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/abort_requests",
-    "/start_profile",
-    "/stop_profile",
-)
-"""Paths that change what everybody gets."""
+"""Paths that need no key: they say whether the server lives."""
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _BEARER = "give the server's API key as `Authorization: Bearer KEY`"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen at is this machine's own, which no other machine reaches."""
+    """Whether no other machine can reach a server that listens at this address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -43,29 +34,31 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Door:
-    """What a request is let in by.
+    """The conditions under which a request is let in.
 
     Attributes:
-        hosts: names of this server that a request may give; any, if there are none.
-        origins: of web pages whose requests are answered, besides the server's own; `*` is any.
-        key: of its users, None if they need none.
-        admin_key: for paths of `ADMIN`, good for all else too; None lets users take them.
+        hosts: names of this server that a request may give; empty lets it give any.
+        origins: the web pages, besides the server's own, whose requests are answered; `*` stands for all.
+        key: the key that users must give; None asks for none.
+        admin_key: the key for `admin_paths`, with which all else is open, too; None lets users take these paths.
+        admin_paths: the paths that change what every user gets.
     """
 
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     key: str | None = None
     admin_key: str | None = None
+    admin_paths: tuple[str, ...] = ()
 
     def let_in(self, scope: Scope) -> Scope:
-        """The request as vLLM is to see it: with the key of users, which vLLM asks for again.
+        """The request as the engine is to see it: with the key of users, for which the engine may ask again.
 
         Raises:
             Refusal: 403 or 401.
         """
         self._check_host(scope)
         self._check_origin(scope)
-        if scope["method"] == "OPTIONS":  # browsers ask by it what a page may do, without a key
+        if scope["method"] == "OPTIONS":  # a browser asks what a page may do, without a key
             return scope
         self._check_key(scope)
         if self.key is None:
@@ -75,7 +68,7 @@ class Door:
 
     def _check_host(self, scope: Scope) -> None:
         given = header(scope, b"host")
-        if not self.hosts or not given:  # no browser leaves it out
+        if not self.hosts or not given:  # every browser names a host
             return
         try:
             name = urlsplit(f"//{given}").hostname or ""
@@ -84,8 +77,8 @@ class Door:
         if name not in self.hosts:
             raise Refusal(
                 403,
-                f"the request is for host {given!r}; this server is {', '.join(self.hosts)}. If a proxy of yours asks "
-                f"by that name, start the server with --allowed-host {name or 'NAME'}",
+                f"the request is for host {given!r}; this server is {', '.join(self.hosts)}. If a proxy of yours uses "
+                f"that name, start the server with --allowed-host {name or 'NAME'}",
             )
 
     def _check_origin(self, scope: Scope) -> None:
@@ -93,7 +86,7 @@ class Door:
         if origin and not self._allows(origin):
             raise Refusal(
                 403,
-                f"a web page of {origin} may not use this server; to let it, start the server with "
+                f"a web page of {origin} may not use this server; to allow it, start the server with "
                 f"-- --allowed-origins '{json.dumps([origin])}'",
             )
 
@@ -102,30 +95,30 @@ class Door:
 
     @staticmethod
     def _other_origin(scope: Scope) -> str:
-        """Of the web page that a request comes from; empty if it is no page's, or this server's own."""
+        """The origin of the web page that sends a request; empty if no page does, or one of this server."""
         origin = header(scope, b"origin")
         own = origin.partition("://")[2].lower() == header(scope, b"host").lower() != ""
         return "" if own else origin
 
     def _check_key(self, scope: Scope) -> None:
         path = path_of(scope).rstrip("/")
-        admin = path in ADMIN and self.admin_key is not None
+        admin = path in self.admin_paths and self.admin_key is not None
         if path in OPEN or not (self.key or admin):
             return
         scheme, _, given = header(scope, b"authorization").partition(" ")
-        if not given:  # as Anthropic's client sends it
+        if not given:  # Anthropic's client sends its key in this header
             scheme, given = "bearer", header(scope, b"x-api-key")
         if scheme.lower() != "bearer":
             raise Refusal(401, _BEARER)
         is_user, is_admin = _equal(given, self.key), _equal(given, self.admin_key)
         if admin and not is_admin:
-            text = f"{path} changes what everybody gets; give the server's admin key as `Authorization: Bearer KEY`"
+            text = f"{path} changes what every user gets; give the server's admin key as `Authorization: Bearer KEY`"
             raise Refusal(403 if is_user else 401, text)
         if not (is_user or is_admin):
             raise Refusal(401, _BEARER)
 
     def answering(self, scope: Scope, send: Send) -> Send:
-        """A `send` that lets an allowed page of another origin read what comes from before vLLM's server."""
+        """A `send` that lets an allowed page of another origin read the gate's own answers."""
         origin = self._other_origin(scope)
         if not origin or not self._allows(origin):
             return send
@@ -142,15 +135,16 @@ class Door:
 
 
 def _equal(given: str, key: str | None) -> bool:
-    """Compared in a time that tells nothing."""
+    """Whether a given key is right. The time that this takes does not depend on the keys."""
     digests = (hashlib.sha256((each or "").encode()).digest() for each in (given, key))
     return secrets.compare_digest(*digests) and key is not None
 
 
 def names_of(host: str, allowed: Iterable[str]) -> tuple[str, ...]:
-    """`Door.hosts` of a server that listens at `host`, with further names; none where any is good.
+    """The value of `Door.hosts` for a server that listens at `host` and has these further names.
 
-    Only on addresses that no other machine reaches are all names known.
+    It is empty, so that any name is good, if other machines can reach the address and no names were given: then nobody
+    knows all of the server's names.
     """
     further = tuple(name.lower() for name in allowed)
     if not further and not is_loopback(host):

@@ -1,6 +1,6 @@
-"""What stands before vLLM's HTTP server: names of models, changes of the adapter, bad input, ktft's metrics.
+"""The gate before an engine's HTTP application: names of models, changes of the adapter, bad input, ktft's metrics.
 
-vLLM gets it by `--middleware`, which puts it before all else. Responses that are computed pass through as they come.
+It is ASGI middleware that sees every request first. Responses that the engine computes pass through as they come.
 """
 
 from __future__ import annotations
@@ -10,50 +10,59 @@ import json
 import math
 import os
 import stat
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from ktft import config
-from ktft.serve.front import requests
+from ktft.serve.engine import Client, EngineError, Paths
+from ktft.serve.front import asgi
 from ktft.serve.front.adapter_record import AdapterRecord, Named, NotRecorded
 from ktft.serve.front.admission import Admission, Busy, Gone
-from ktft.serve.front.bodies import COMPUTES, check_request
+from ktft.serve.front.asgi import Message, Receive, Refusal, Scope, Send
+from ktft.serve.front.bodies import check_request
 from ktft.serve.front.door import Door
 from ktft.serve.front.metrics import Metrics
-from ktft.serve.front.requests import Message, Receive, Refusal, Scope, Send
 from ktft.serve.runtime.served_model import MIXED
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm.worker import reason_of
 
-PASSED = ("/ping", "/start_profile", "/stop_profile", "/abort_requests")
-"""Paths that take a POST, besides those that compute."""
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MODELS, METRICS, STATUS, ROUTING = "/v1/models", "/metrics", "/ktft/status", "/ktft/routing"
-LONGEST_NAME = 256  # characters of an adapter's
-_RESET_TRIES, _RESET_PAUSE = 100, 0.05  # seconds: blocks of requests that were aborted are freed within a step
+LONGEST_NAME = 256
+"""Characters of an adapter's name."""
+_RESET_TRIES, _RESET_PAUSE = 100, 0.05  # seconds: an engine frees the cache of aborted requests within a step
 
 
 class Gate:
-    """ASGI middleware around vLLM's server: one adapter or none is served, under its own name.
+    """Serves one adapter or none, under its own name. See `ktft.serve.engine.Paths` for what passes.
 
     Args:
-        app: vLLM's application.
+        app: the engine's application.
+        connect: from the scope of a request to the engine behind the application.
+        paths: the application's paths that take a POST.
         settings: None takes this process's environment.
-        registry: where vLLM's metrics are.
+        registry: the registry that holds the engine's metrics.
     """
 
-    def __init__(self, app: Any, settings: ServeSettings | None = None, registry: CollectorRegistry = REGISTRY) -> None:
-        self.app = app
+    def __init__(
+        self,
+        app: Any,
+        connect: Callable[[Scope], Client],
+        paths: Paths,
+        settings: ServeSettings | None = None,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self.app, self.connect, self.paths = app, connect, paths
         self.settings = settings or ServeSettings.from_env()
         self.admission = Admission(self.settings.swap_timeout)
         self.base = self.settings.base_name
         self.adapter = self.settings.served_adapter
         self.swaps = 0
-        self.mixed: str | None = None  # what went wrong when no adapter could be put into the model whole
-        self.door = Door(self.settings.hosts, self.settings.origins, *config.server_keys())
+        self.mixed: str | None = None  # the error, if an adapter went into the model in part and nothing can be served
+        admin = (LOAD, UNLOAD, *paths.admin)
+        self.door = Door(self.settings.hosts, self.settings.origins, *config.server_keys(), admin)
         self._record = AdapterRecord(self.settings.adapter_file)
         self._metrics = Metrics(self, registry)
 
@@ -63,7 +72,7 @@ class Gate:
         return self.base if self.adapter is None else self.adapter[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle or pass on what comes."""
+        """Answer a request, or pass it on to the engine."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "ktft serve has no websocket"})
             return
@@ -83,34 +92,37 @@ class Gate:
             pass
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], requests.path_of(scope).rstrip("/")
-        engine = scope["app"].state.engine_client if "app" in scope else None
-        if method == "POST" and path in COMPUTES:
+        method, path = scope["method"], asgi.path_of(scope).rstrip("/")
+        if method == "POST" and path in self.paths.computes:
             await self._compute(path, scope, receive, send)
         elif method == "POST" and path in (LOAD, UNLOAD):
             await self._change(path, scope, receive, send)
-        elif method == "POST" and path not in PASSED and not path.endswith("/cancel"):
+        elif method == "POST" and not self._passes(path):
             raise Refusal(404, f"ktft serve has no {path}; GET /openapi.json lists what there is")
         elif method == "GET" and path == MODELS:
             await self.app(scope, receive, _edited(send, self._add_parent))
         elif method == "GET" and path == STATUS:
-            await self._metrics.refresh(engine)
-            await requests.answer_json(send, self._metrics.to_dict())
+            await self._metrics.refresh(self.connect(scope))
+            await asgi.answer_json(send, self._metrics.to_dict())
         elif method == "GET" and path == ROUTING:
-            await self._metrics.refresh(engine)
-            await requests.answer_json(send, self._metrics.routing().to_dict())
+            await self._metrics.refresh(self.connect(scope))
+            await asgi.answer_json(send, self._metrics.routing().to_dict())
         else:
             if path == METRICS:
-                await self._metrics.refresh(engine)
+                await self._metrics.refresh(self.connect(scope))
             await self.app(scope, receive, send)
 
+    def _passes(self, path: str) -> bool:
+        """Whether a POST that computes nothing may reach the engine. OpenAI's `/v1/responses/ID/cancel` may, too."""
+        return path in self.paths.admin or path in self.paths.passed or path.endswith("/cancel")
+
     async def _compute(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await requests.read_body(scope, receive)
+        body = await asgi.read_body(scope, receive)
         if body is None:
             return
-        name = check_request(path, requests.parse(scope, body))
+        name = check_request(path, asgi.parse(scope, body), must_name=self.paths.computes[path])
         async with self.admission.entered(lambda: self._check_name(name), receive):
-            await self.app(scope, requests.replayed(body, receive), send)
+            await self.app(scope, asgi.replayed(body, receive), send)
 
     def _check_name(self, name: str | None) -> None:
         if self.mixed is not None:
@@ -122,11 +134,11 @@ class Gate:
     # --- the adapter --------------------------------------------------------------------------------------------------
 
     async def _change(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with the bodies that vLLM's own take."""
-        body = await requests.read_body(scope, receive)
+        """Answer `POST /v1/load_lora_adapter` or `/v1/unload_lora_adapter`. Their bodies are those of vLLM."""
+        body = await asgi.read_body(scope, receive)
         if body is None:
             return
-        request = requests.parse(scope, body)
+        request = asgi.parse(scope, body)
         keys = ("lora_name", "lora_path") if path == LOAD else ("lora_name",)
         for key in keys:
             if not isinstance(request.get(key), str) or not request[key]:
@@ -136,11 +148,11 @@ class Gate:
         if path == LOAD:
             _check_name_of_adapter(name, self.base)
             adapter = name, str(Path(request["lora_path"]).absolute())
-        result = await self._swap(scope["app"].state, name, adapter)
-        await requests.answer_json(send, {"model": self.served, **result})
+        result = await self._swap(self.connect(scope), name, adapter)
+        await asgi.answer_json(send, {"model": self.served, **result})
 
-    async def _swap(self, state: Any, name: str, adapter: Named | None) -> dict[str, Any]:
-        """Serve another adapter, or the base. All or nothing, the record for a server that is started again included.
+    async def _swap(self, client: Client, name: str, adapter: Named | None) -> dict[str, Any]:
+        """Serve another adapter, or the base. Either everything changes, the record on disk included, or nothing does.
 
         Raises:
             Refusal: it was not possible; what was served before still is.
@@ -154,11 +166,11 @@ class Gate:
             _check_directory(adapter[1])
         async with self.admission.closed():
             before = self.served
-            # First: once it has worked there is one step left, and that one is atomic
-            await _forget_prefixes(state.engine_client)
+            # This comes first: once the adapter has changed, a single step is left, and that one is atomic
+            await _forget_prefixes(client)
             try:
                 with self._record.changing(adapter):
-                    result: dict[str, Any] = await self._set(state, adapter)
+                    result = await self._set(client, adapter)
             except NotRecorded as error:
                 text = f"{self.served} is served, but that could not be recorded ({error})"
                 result |= {"warning": f"{text}: after a crash, --supervise would start the server with {before}"}
@@ -167,20 +179,19 @@ class Gate:
                 raise Refusal(503, f"{text}. Nothing has changed: {before} is served") from None
         return result
 
-    async def _set(self, state: Any, adapter: Named | None) -> dict[str, Any]:
+    async def _set(self, client: Client, adapter: Named | None) -> dict[str, Any]:
         try:
-            result: dict[str, Any] = await _call(state.engine_client, "ktft_set_adapter", adapter and adapter[1])
-        except Refusal as refusal:
-            self.mixed = str(refusal) if MIXED in str(refusal) else self.mixed
-            raise
+            result = await client.set_adapter(adapter and adapter[1])
+        except EngineError as error:
+            self.mixed = str(error) if MIXED in str(error) else self.mixed
+            raise Refusal(503 if error.dead else 400, str(error)) from None
         self.adapter, self.mixed = adapter, None
         self.swaps += 1
-        models = state.openai_serving_models.base_model_paths  # vLLM names responses after the first
-        models[:] = [replace(models[0], name=self.served)]
+        client.rename(self.served)
         return result
 
     def _add_parent(self, body: bytes) -> bytes:
-        """`/v1/models` with the base and the place of an adapter."""
+        """The answer to `/v1/models`, with the base and the directory of the adapter that is served."""
         content = json.loads(body)
         if self.adapter is not None:
             for model in content["data"]:
@@ -197,7 +208,7 @@ def _check_name_of_adapter(name: str, base: str) -> None:
 
 
 def _check_directory(path: str) -> None:
-    """Raise Refusal if it holds no adapter, or none that this process may read."""
+    """Raise Refusal if the directory holds no adapter, or none that this process may read."""
     file = Path(path) / "adapter_config.json"
     denied = Refusal(403, f"the server may not read {file}: permission denied", param="lora_path")
     try:
@@ -206,7 +217,7 @@ def _check_directory(path: str) -> None:
         found = False
     except PermissionError:
         raise denied from None
-    except (OSError, ValueError) as error:  # too long, a loop of links, NUL, no characters of the file system
+    except (OSError, ValueError) as error:  # it is too long, a loop of links, or has characters that no path has
         reason = getattr(error, "strerror", None) or str(error)
         raise Refusal(400, f"lora_path {path[:100]!r} is no path: {reason}", param="lora_path") from None
     if not found:
@@ -215,33 +226,21 @@ def _check_directory(path: str) -> None:
         raise denied
 
 
-async def _call(engine: Any, method: str, *args: Any) -> Any:
-    """A method of `ktft.serve.vllm.worker.KtftWorker`.
-
-    Raises:
-        Refusal: it failed, with its message.
-    """
-    try:
-        return (await engine.collective_rpc(method, args=args))[0]
-    except Exception as error:  # vLLM gives the worker's exception as text
-        raise Refusal(503 if engine.errored else 400, reason_of(error) or type(error).__name__) from None
-
-
-async def _forget_prefixes(engine: Any) -> None:
+async def _forget_prefixes(client: Client) -> None:
     """Drop the KV cache that another adapter computed.
 
     Raises:
-        Refusal: something still uses it.
+        Refusal: a request still uses some of it.
     """
     for _ in range(_RESET_TRIES):
-        if await engine.reset_prefix_cache():
+        if await client.forget_prefixes():
             return
         await asyncio.sleep(_RESET_PAUSE)
     raise Refusal(503, "the engine still holds KV cache of requests that have ended; try again", retry_after=5)
 
 
-def _edited(send: Send, edit: Any) -> Send:
-    """A `send` that hands a response of status 200 on when it is whole, changed. For small ones."""
+def _edited(send: Send, edit: Callable[[bytes], bytes]) -> Send:
+    """A `send` that holds a response until it is whole, and edits its body if the status is 200. For small ones."""
     held: list[Message] = []
 
     async def collect(message: Message) -> None:

@@ -1,12 +1,11 @@
-"""Starting a server, waiting until it serves, ending it, starting it again: the parent's side of `ktft serve`.
+"""The parent process of `ktft serve`: it starts the server, waits until it serves, ends it, and starts it again.
 
-vLLM runs in a process group of its own (`ktft.serve.vllm.engine`); nothing here imports it.
+The engine runs in a process group of its own, and this process never imports it.
 """
 
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 import signal
@@ -17,130 +16,63 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ktft import config
+from ktft.serve.engine import DRAIN, Findings, Options
 from ktft.serve.front.adapter_record import AdapterRecord
-from ktft.serve.front.checks import Findings, Options
 from ktft.serve.front.door import names_of
 from ktft.serve.front.processes import end_group
 from ktft.serve.runtime.progress import Progress, read_progress
-from ktft.serve.runtime.settings import ServeSettings, cpu_environment
-from ktft.serve.vllm.arguments import allowed_origins
-from ktft.serve.vllm.families import CONFIG_OVERRIDES, compilation_config
+from ktft.serve.runtime.settings import ServeSettings
 
-ENGINE = ("-P", "-m", "ktft.serve.vllm.engine")  # -P: a file of the working directory must not shadow a package
-DRAIN = 15  # seconds that requests in flight have when the server is told to end
-QUICK, TRIES = 300.0, 5  # a server that ran for fewer seconds has crashed quickly; give up after so many in a row
-_POLL = 0.1
+QUICK, TRIES = 300.0, 5
+"""A crash within `QUICK` seconds of the start is a quick one. After `TRIES` quick ones in a row no start follows."""
+_POLL = 0.1  # seconds
 _SHOWN = 15  # lines of the log
-# Of Triton's bindings, dozens of lines after whatever went wrong
+# Triton's bindings print dozens of these lines after whatever went wrong
 _LEAKS = re.compile(r"nanobind: | - leaked |See https://nanobind| - \.\.\. skipped remainder")
 _CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|error: argument .+)$")
 
-_HERMES, _QWEN3_XML = ("hermes", ""), ("qwen3_xml", "<tool_call>")
-TOOL_PARSERS = {
-    "qwen2_moe": _HERMES,
-    "qwen3_moe": _HERMES,
-    "qwen3_next": _HERMES,
-    "qwen3_vl_moe": _HERMES,
-    "qwen3_5_moe": _QWEN3_XML,
-    "qwen3_5_moe_text": _QWEN3_XML,
-    "deepseek_v3": ("deepseek_v3", "<｜tool▁calls▁begin｜>"),  # noqa: RUF001
-    "kimi_k2": ("kimi_k2", "<|tool_calls_section_begin|>"),
-    "glm4_moe": ("glm45", "<tool_call>"),
-    "glm_moe_dsa": ("glm47", "<tool_call>"),
-    "minimax_m2": ("minimax_m2", "<minimax:tool_call>"),
-    "gpt_oss": ("openai", "<|call|>"),
-    "ernie4_5_moe": ("ernie45", "<tool_call>"),
-}
-"""model_type -> vLLM's parser of the tool calls that released models of that type write, and a token without which it
-would refuse every chat."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
-
-_CPU = ("--enforce-eager",)  # what torch.compile gains there is small beside the experts, and takes a minute of start
-
 
 class Failed(Exception):
-    """The server could not start, or has died. `lines` are the end of its log."""
+    """The server could not start, or has died.
+
+    Attributes:
+        lines: the end of its log.
+    """
 
     def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.lines = tuple(lines)
 
 
-def arguments(settings: ServeSettings, options: Options, found: Findings) -> list[str]:
-    """Of vLLM's server. Its user's own come last, so that they win."""
-    served = settings.served_adapter
-    given = {
-        "--model": settings.checkpoint,
-        "--served-model-name": served[0] if served else settings.base_name,
-        "--host": options.host,
-        "--port": options.port,
-        "--quantization": "ktft",
-        "--load-format": "ktft",
-        "--worker-extension-cls": "ktft.serve.vllm.worker.KtftWorker",
-        "--middleware": "ktft.serve.front.gate.Gate",
-        "--max-num-seqs": options.max_num_seqs,
-        "--max-model-len": found.max_model_len,
-        "--kv-cache-memory-bytes": found.kv_cache,
-        "--allowed-origins": "[]",  # all, by vLLM 0.24's default
-        "--shutdown-timeout": DRAIN,
-        "--tool-call-parser": _tool_parser(Path(settings.checkpoint), found.model_type),
-        "--hf-overrides": _json(CONFIG_OVERRIDES.get(found.model_type)),
-        "--compilation-config": _json(compilation_config(found.model_type, found.gpu, options.max_num_seqs)),
-    }
-    words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
-    if given["--tool-call-parser"]:
-        words.append("--enable-auto-tool-choice")
-    words.append("--disable-uvicorn-access-log")
-    return [*words, *(() if found.gpu else _CPU), *options.extra]
-
-
-def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
-    """The parser for a model whose tokenizer has its token; none for other models."""
-    parser, token = TOOL_PARSERS.get(model_type, (None, ""))
-    files = [checkpoint / name for name in _TOKENIZERS]
-    known = not token or any(token.encode() in file.read_bytes() for file in files if file.is_file())
-    return parser if known else None
-
-
-def _json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value)
-
-
 def environment(settings: ServeSettings, options: Options, found: Findings) -> dict[str, str]:
-    """Of vLLM's server: this process's, with what ktft and vLLM are told by it."""
-    own = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ) | settings.to_env()
-    own |= {"VLLM_API_KEY": options.api_key or "", config.ADMIN_KEY_ENV: options.admin_key or ""}
-    if not found.gpu:
-        own |= cpu_environment(settings)
-        # its latent attention on the CPU ends the engine where the latent vector is not 512 long
-        own.setdefault("VLLM_MLA_DISABLE", "1")
-        own.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the argument
-    return own
+    """The environment of the server: this process's own, and what ktft and the engine read from it."""
+    own = {"PYTHONUNBUFFERED": "1"} | dict(os.environ) | settings.to_env()
+    own |= {config.API_KEY_ENV: options.api_key or "", config.ADMIN_KEY_ENV: options.admin_key or ""}
+    return found.engine.environment(own, settings, found)
 
 
 def url(options: Options) -> str:
-    """Where a client on this machine reaches the server."""
+    """The address at which a client on this machine reaches the server."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     return f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server's files are: how far it is, the adapter that was loaded last, its log."""
+    """The directory of a server's files: its progress, its log, and the record of its adapter."""
 
     directory: Path
 
     @property
     def status(self) -> Path:
-        """See `ktft.serve.runtime.progress`."""
+        """The file of `ktft.serve.runtime.progress`."""
         return self.directory / "status.json"
 
     @property
     def log(self) -> Path:
-        """What vLLM says."""
+        """What the server's processes print."""
         return self.directory / "server.log"
 
 
@@ -149,23 +81,24 @@ class Server:
 
     Args:
         settings, options, found: what to start.
-        place: for its files.
-        verbose: its log goes to this process's standard error, not to a file.
+        place: the directory for its files.
+        verbose: whether its log goes to this process's standard error instead of a file.
     """
 
     def __init__(
         self, settings: ServeSettings, options: Options, found: Findings, place: Place, verbose: bool = False
     ) -> None:
-        self.options, self.place, self.verbose = options, place, verbose
+        self.engine, self.options, self.place, self.verbose = found.engine, options, place, verbose
         settings = replace(
             settings,
             status_path=str(place.status),
             hosts=names_of(options.host, options.allowed_hosts),
-            origins=allowed_origins(options.extra),
+            origins=self.engine.allowed_origins(options.extra),
             parent=os.getpid(),
         )
         place.status.unlink(missing_ok=True)
-        command = [sys.executable, *ENGINE, *arguments(settings, options, found)]
+        # -P: a file in the working directory must not shadow a package
+        command = [sys.executable, "-P", "-m", self.engine.module, *self.engine.arguments(settings, options, found)]
         with place.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -173,7 +106,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr if verbose else log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for the parent alone
+                start_new_session=True,  # a terminal's Ctrl-C then reaches the parent alone
             )
         self._began = time.monotonic()
 
@@ -183,19 +116,20 @@ class Server:
         return time.monotonic() - self._began
 
     def wait_ready(self, stop: threading.Event, report: Callable[[Progress], None]) -> bool:
-        """Wait until it answers. False if `stop` came first.
+        """Wait until the server answers. Returns False if `stop` was set first.
 
         Args:
-            report: called with how far it is.
+            stop: ends the wait.
+            report: called with how far loading is.
 
         Raises:
-            Failed: it ended before.
+            Failed: the server ended before.
         """
         while not stop.wait(_POLL):
             self.require_alive("could not start")
             progress = read_progress(self.place.status)
             if progress is None:
-                report(Progress("Starting vLLM"))
+                report(Progress(f"Starting {self.engine.name}"))
             elif progress.error is None:
                 report(progress)
             if _healthy(self.options):
@@ -203,16 +137,16 @@ class Server:
         return False
 
     def wait(self, stop: threading.Event) -> None:
-        """Return once `stop` came.
+        """Return once `stop` is set.
 
         Raises:
-            Failed: it died before.
+            Failed: the server died before.
         """
         while not stop.wait(_POLL):
             self.require_alive("has died")
 
     def require_alive(self, what: str) -> None:
-        """Raise `Failed` if it has ended. vLLM ends with 0 even when its engine has died."""
+        """Raise `Failed` if the server has ended, whatever its exit code: vLLM's is 0 even if its engine has died."""
         if (code := self._process.poll()) is not None:
             said = [] if self.verbose else [line for line in self._log() if not _LEAKS.match(line)]
             raise Failed(f"the server {what}: {self._reason(code)}", said[-_SHOWN:])
@@ -222,10 +156,10 @@ class Server:
         if progress is not None and progress.error:
             return progress.error
         if code < 0:
-            hint = " (was it out of memory? dmesg tells)" if code == -signal.SIGKILL else ""
+            hint = " (dmesg tells whether memory ran out)" if code == -signal.SIGKILL else ""
             return f"killed by {signal.Signals(-code).name}{hint}"
         causes = [match[1] for line in self._log() if (match := _CAUSE.search(line))]
-        return causes[0] if causes else f"vLLM ended with exit code {code}"
+        return causes[0] if causes else f"{self.engine.name} ended with exit code {code}"
 
     def _log(self) -> list[str]:
         return self.place.log.read_text(errors="replace").splitlines() if self.place.log.is_file() else []
@@ -254,7 +188,7 @@ def _healthy(options: Options) -> bool:
 
 
 class Signals:
-    """The first SIGINT or SIGTERM sets `stop`, a second one `hurry`. For the main thread, as a context manager."""
+    """A context manager of the main thread: the first SIGINT, SIGTERM or SIGHUP sets `stop`, a second one `hurry`."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -277,7 +211,7 @@ def last_adapter(settings: ServeSettings, place: Place) -> ServeSettings:
     """The settings with the adapter that was loaded last.
 
     Raises:
-        ValueError: its directory is gone, or nothing says any more which one it was.
+        ValueError: the adapter's directory is gone, or its record cannot be read.
     """
     name, path = _record(settings, place).read() or (None, None)
     return replace(settings, adapter=path, adapter_name=name)
@@ -289,12 +223,12 @@ def _record(settings: ServeSettings, place: Place) -> AdapterRecord:
 
 @dataclass(frozen=True)
 class Watcher:
-    """What is called while a server runs.
+    """Functions that are called while a server runs.
 
     Attributes:
-        loading: with how far loading is.
-        ready: with the settings that are served.
-        crashed: with what happened and the seconds until the next start.
+        loading: called with how far loading is.
+        ready: called with the settings that are served.
+        crashed: called with what happened and the seconds until the next start.
     """
 
     loading: Callable[[Progress], None]
@@ -315,10 +249,14 @@ def run(
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        supervise: start again after a crash, with the adapter that was loaded last; see `QUICK` and `TRIES`.
+        settings, options, found: what to start.
+        place: the directory for the server's files.
+        watcher: is told what happens.
+        verbose: see `Server`.
+        supervise: whether to start again after a crash, with the adapter that was loaded last; see `TRIES`.
 
     Raises:
-        Failed: it could not start, or died.
+        Failed: the server could not start, or died.
         ValueError: the adapter to start again with is gone.
     """
     crashes, served = 0, False

@@ -1,4 +1,4 @@
-"""ktft's part of `/metrics`, beside vLLM's in the same registry: expert time, lanes, routing heat, adapter, gate."""
+"""ktft's part of `/metrics`, in the engine's registry: expert time, lanes, routing heat, adapter, requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from ktft.checkpoint.routing_profile import Routing
-from ktft.serve.front.requests import Refusal
+from ktft.serve.engine import Client
+from ktft.serve.front.asgi import Refusal
 
-MAX_AGE = 1.0  # seconds that a worker's answer is shown
-_PATIENCE = 5.0  # seconds that a scrape waits for it: an engine in a long step answers after the step
+MAX_AGE = 1.0  # seconds for which an answer of the engine is shown
+_PATIENCE = 5.0  # seconds that a scrape waits for the answer, which an engine gives after its step
 
 
 class Source(Protocol):
-    """What the gate knows."""
+    """What the gate tells of itself."""
 
     swaps: int
     admission: Any
@@ -32,21 +33,23 @@ class Source(Protocol):
 
 
 class Metrics(Collector):
-    """What the workers said last, as metrics and as JSON.
+    """The gate's numbers and the engine's latest status, as metrics and as JSON.
 
     Args:
-        gate: whose own numbers go along.
-        registry: where vLLM's metrics are.
+        gate: the source of ktft's own numbers.
+        registry: the registry that holds the engine's metrics.
     """
 
     def __init__(self, gate: Source, registry: CollectorRegistry) -> None:
-        self._gate, self._status, self._asked, self._swaps = gate, None, -MAX_AGE, -1
+        self._gate, self._asked, self._swaps = gate, -MAX_AGE, -1
+        self._status: dict[str, Any] | None = None
         self._lock = asyncio.Lock()
         registry.register(self)
 
-    async def refresh(self, engine: Any) -> None:
-        """Ask the worker, unless it was asked within `MAX_AGE` of the same adapter. One that does not answer is left
-        out.
+    async def refresh(self, client: Client) -> None:
+        """Ask the engine for its status, unless it was asked within `MAX_AGE` and the adapter is still the same.
+
+        An engine that does not answer has no status.
         """
         async with self._lock:
             swaps = self._gate.swaps
@@ -54,13 +57,13 @@ class Metrics(Collector):
                 return
             try:
                 async with asyncio.timeout(_PATIENCE):
-                    self._status = (await engine.collective_rpc("ktft_status"))[0]
-            except Exception:  # a dead engine must not take vLLM's own metrics along
+                    self._status = await client.status()
+            except Exception:  # all other metrics must be there when the engine is dead
                 self._status = None
             self._asked, self._swaps = time.monotonic(), swaps
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON; `engine` is null where no worker answered."""
+        """All of it as values of JSON; `engine` is None if the engine has not answered."""
         gate = self._gate
         adapter = None if gate.adapter is None else {"name": gate.adapter[0], "path": gate.adapter[1]}
         return {
@@ -77,14 +80,14 @@ class Metrics(Collector):
         """What was routed since the start, as `ktft serve --routing-profile` takes it.
 
         Raises:
-            Refusal: 503, no worker answered.
+            Refusal: 503, the engine has not answered.
         """
         if self._status is None:
             raise Refusal(503, "the engine has not answered; try again", retry_after=5)
         return Routing({int(layer): counts for layer, counts in self._status["heat"].items()})
 
     def collect(self) -> Iterator[Metric]:
-        """As prometheus_client asks for it."""
+        """The metrics, as `prometheus_client` asks for them."""
         gate = self._gate
         name = gate.adapter[0] if gate.adapter else ""
         yield GaugeMetricFamily("ktft_requests_in_flight", "Requests until their last byte", gate.admission.in_flight)

@@ -1,4 +1,4 @@
-"""A server's processes: one group, ended as a whole, and not outliving the one that started it."""
+"""A server's processes: they form one group, which ends as a whole, and which ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _KILL_AFTER = 10.0  # seconds that processes have between SIGTERM and SIGKILL
 
 
 def members(group: int) -> Iterator[int]:
-    """Processes of a group that are not over. Nobody may have waited for one that is."""
+    """The processes of a group, without zombies: those have ended, but nobody has waited for them."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # In bytes: a name is whatever its process called itself, and need not be text in any encoding
+            # A process names itself, and the name need not be text in any encoding, so this reads bytes
             name, _, rest = stat.read_bytes().rpartition(b") ")
-        except OSError:  # ended meanwhile
+        except OSError:  # it has ended meanwhile
             continue
         state, _, number = rest.split()[:3]
         if int(number) == group and state not in b"ZX":
@@ -27,7 +27,7 @@ def members(group: int) -> Iterator[int]:
 
 
 def end_group(group: int, patience: float = _KILL_AFTER) -> None:
-    """SIGTERM to all that is left of a group, SIGKILL to what is left of it `patience` seconds later."""
+    """Send SIGTERM to all that is left of a group, and SIGKILL to what is left `patience` seconds later."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not any(members(group)):
             return
@@ -41,7 +41,7 @@ def end_group(group: int, patience: float = _KILL_AFTER) -> None:
 
 
 def follow(parent: int) -> None:
-    """End this process's group once its parent is not `parent` any more, however that one ended."""
+    """End this process's group once process `parent` has ended, in whatever way."""
 
     def watch() -> None:
         while os.getppid() == parent:

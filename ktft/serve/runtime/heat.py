@@ -1,4 +1,4 @@
-"""How often each expert is hit while serving, and what the lanes took, without holding up the device."""
+"""How many tokens each expert gets while serving, and the time of each lane, counted without a wait for the device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ LANES = ("cpu", "resident", "stream")
 
 
 class Heat:
-    """Pairs of a token and an expert since the start.
+    """The (token, expert) pairs since the start.
 
-    Residents of few tokens are counted on the device, the CPU's by `HostExperts`, prefill's here.
+    In calls with few tokens the device counts the pairs of residents and `HostExperts` those of the CPU. The pairs of
+    prefill are counted here.
 
     Args:
-        layers: of the model, in order.
-        host: counts few tokens on the CPU.
-        hot: counts few tokens on the GPU; None where none are resident.
+        layers: the model's layers with experts, in order.
+        host: the CPU's counts for calls with few tokens.
+        hot: the GPU's counts for calls with few tokens; None without residents.
         top_k: experts of a token.
     """
 
@@ -42,7 +43,7 @@ class Heat:
         self._start: Tensor | None = None
 
     def clear(self) -> None:
-        """Forget what was counted: it was made up. Waits for the device."""
+        """Forget what was counted, since its tokens were made up. Waits for the device."""
         self._start = self._few()
         self._many.zero_()
         self._pairs, self._calls = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0)
@@ -51,7 +52,7 @@ class Heat:
         self._before = torch.zeros_like(self._many)
 
     def add(self, place: int, run: Pass, counts: Sequence[int]) -> None:
-        """A layer's prefill has been given to its lanes."""
+        """Count a layer's prefill, which its lanes have taken on."""
         self._many[place, : len(counts)] += torch.tensor(counts)
         for lane in LANES:
             experts = getattr(run.placement, lane)
@@ -67,7 +68,7 @@ class Heat:
             self._seconds[lane] += began.elapsed_time(ended) / 1e3
 
     def ask(self) -> None:
-        """Begin to bring the device's counts to the host."""
+        """Begin to copy the device's counts to the host."""
         if self._hot is None or self._asked is not None:
             return
         heat, device = self._hot.heat, device_of(self._hot.heat.device)
@@ -77,7 +78,7 @@ class Heat:
         self._asked = host, event
 
     def arrived(self) -> list[list[int]] | None:
-        """By layer and expert the pairs since the last time, once they are here after `ask`."""
+        """The pairs since the last time, by layer and expert, once the copy that `ask` began is done; None before."""
         if self._asked is None or not self._asked[1].query():
             return None
         (resident, _), self._asked = self._asked, None
@@ -86,14 +87,15 @@ class Heat:
         return [row[: layer.num_experts].tolist() for row, layer in zip(since, self._layers, strict=True)]
 
     def totals(self) -> list[list[int]]:
-        """By layer and expert. Waits for the device."""
+        """All pairs by layer and expert. Waits for the device."""
         now = self._sum(None if self._hot is None else self._hot.heat.cpu())
         return [row[: layer.num_experts].tolist() for row, layer in zip(now, self._layers, strict=True)]
 
     def lanes(self) -> dict[str, dict[str, float]]:
-        """Pairs of a token and an expert, tokens (pairs over `top_k`), seconds and calls by lane.
+        """(token, expert) pairs, tokens (pairs over `top_k`), seconds and calls of each lane.
 
-        Calls, and all of residents' seconds, are prefill's: what CUDA graphs replay is neither seen nor timed.
+        Calls are prefill's only, as are the seconds of residents: the host neither sees nor times what a CUDA graph
+        replays.
         """
         host = self._host_counts()
         pairs = dict(self._pairs)
@@ -121,7 +123,7 @@ class Heat:
         return found
 
     def _few(self) -> Tensor:
-        """`[2, layers, experts]`: residents' pairs and the CPU's."""
+        """`[2, layers, experts]`: the pairs of calls with few tokens, of residents and of the CPU."""
         resident = torch.zeros_like(self._many) if self._hot is None else self._hot.heat.cpu()
         return torch.stack((resident, self._host_counts()))
 

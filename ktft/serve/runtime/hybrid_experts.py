@@ -1,8 +1,9 @@
-"""Routed experts of hidden states on a GPU, for serving: the CPU's, residents beside them, and prefill in lanes.
+"""Routed experts for serving with hidden states on a GPU: the CPU and resident experts decode, lanes compute prefill.
 
-A call with few tokens, decode, is work in the order of the stream: routing is split on the device between residents and
-`HostExperts`, both compute, and the parts are added. Nothing waits and no shape depends on data, so CUDA graphs capture
-it. A call with more tokens goes through the training step's lanes, which look at the routing and decide.
+A call with few tokens, as in decode, is work in the order of the stream: the device divides the routing between
+resident experts and `HostExperts`, both compute, and their parts are added. Nothing waits for the device and no shape
+depends on data, so CUDA graphs can capture it. A call with more tokens goes through the lanes of a training step, which
+look at the routing and decide where each expert runs.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from ktft.native.hybrid import HostExperts
 from ktft.serve.runtime.heat import Heat
 from ktft.serve.runtime.resident_experts import HotExperts, HotLayer, operations
 from ktft.serve.runtime.served_model import ServedModel
-from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.runtime.settings import GRAPH_TOKENS, ServeSettings
 from ktft.system import readable
 
 logger = logging.getLogger("ktft")
 
-MAX_TOKENS = 32
-"""Of a call that is captured in a CUDA graph: decode's largest batch."""
 ADAPT_SECONDS = 2.0
+"""Seconds between two changes of the residents."""
 ADAPT_BYTES = 64 << 20
-"""What may change of the residents, and how often: about 1 ms of PCIe, 0.1% of its time."""
+"""Bytes of residents that one change may replace: about 1 ms of PCIe, so 0.1% of its time."""
 BESIDE = 4 << 30
-"""Of GPU memory that `gpu_expert_memory: auto` leaves for activations and streamed experts, besides the KV cache."""
+"""Bytes of GPU memory that `gpu_expert_memory: auto` leaves for activations and streamed experts, besides the KV
+cache."""
 
 
 class HybridExperts:
     """One layer's routed experts.
 
     Args:
-        model: whose layer it is.
-        number: of the layer in the model.
-        place: among the layers with experts.
+        model: the model that the layer belongs to.
+        number: the layer's number in the model.
+        place: the layer's place among the layers with experts.
         layer: the packed experts.
     """
 
@@ -66,11 +67,12 @@ class HybridExperts:
         Args:
             hidden_states: `[T, H]` on the model's device, in its dtype.
             top_k_index: `[T, k]` int32 or int64; top_k_weights: `[T, k]` float.
-            valid: `[T]` bool: False for padding, whose output is zero. Without it padding is computed like all else.
+            valid: `[T]` bool: False for padding, whose output is zero. Without it padding is computed like any token.
 
         Raises:
-            ValueError: more than `max_tokens` while a CUDA graph is captured; with more tokens an expert number out of
-                range, or NaN or Inf in hidden states. `HostExpertsError`: a call before this one failed.
+            ValueError: a CUDA graph of more than `max_tokens` is captured. In a call with more tokens: an expert number
+                is out of range, or hidden states hold NaN or Inf.
+            HostExpertsError: a call before this one failed.
         """
         tokens = len(hidden_states)
         if tokens <= self.model.max_tokens:
@@ -80,7 +82,7 @@ class HybridExperts:
         if self.model.capturing():
             raise ValueError(
                 f"{self.layer.name}: a CUDA graph of {tokens} tokens is captured, the experts take graphs of at most "
-                f"{self.model.max_tokens}; limit cudagraph_capture_sizes to that, or raise max_tokens"
+                f"{self.model.max_tokens}; have the engine capture no larger ones, or raise max_tokens"
             )
         if valid is None:
             return self._many(hidden_states, top_k_index, top_k_weights)
@@ -116,7 +118,7 @@ class HybridExperts:
         with torch.no_grad():
             out = self._laned(hidden, index.long(), weights, self.lora)
         if self.place == 0:
-            self.model.host.check()  # the lanes have waited for all that was queued before them
+            self.model.host.check()  # the lanes have waited for all work queued before them
         if self.place == len(self.model.layers) - 1:
             self.model.lanes.end_step()
         return out
@@ -126,7 +128,7 @@ class HybridExperts:
 
 
 def _sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Added in fp32."""
+    """The sum of the parts, computed in fp32."""
     total = parts[0]
     for part in parts[1:]:
         total = total.float() + part
@@ -134,31 +136,33 @@ def _sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class HybridModel(ServedModel):
-    """All routed experts of a process whose hidden states are on a GPU; a `ServedModel` otherwise.
+    """All routed experts of a process whose hidden states are on a GPU.
 
-    GPU memory is taken here, before an engine measures what is left for its KV cache; call `warm_up` before that too.
+    The constructor takes GPU memory, and so does `warm_up`: call both before the engine measures what is left for its
+    KV cache.
 
     Args:
-        layers: by their numbers in the model; all of one runtime, sizes and format.
-        device: of hidden states; on the CPU its torch stands in for the GPU.
-        top_k, dtype: of every call.
-        max_tokens: of a call without a look at the routing, and so of a CUDA graph.
-        gpu_expert_memory: bytes for residents, their adapters included; or `auto`, half of what is free now, less
-            `BESIDE`.
-        max_lora_rank: of adapters to be served; 0 for none.
-        placement: of calls with more tokens; see `ktft.config.Settings`, but not `resident`.
-        routing: which experts are resident from the start; checked by `Routing.check`. Without, traffic decides.
-        deferral: of a token's experts, so many that weigh least are added one layer later in decode.
-        adaptive: residents follow traffic.
-        activation_bits: of few tokens on the CPU; see `ExpertLayer.forward`.
+        layers: layer number -> its packed experts; all of one runtime, one format and the same sizes.
+        device: the device of hidden states. With the CPU, its torch stands in for the GPU.
+        top_k, dtype: experts of a token and dtype of hidden states, in every call.
+        max_tokens: the largest call that is computed without a look at the routing, and so the largest CUDA graph.
+        gpu_expert_memory: bytes for residents and their adapters; or `auto`: half of what is left of the free memory
+            after `BESIDE`.
+        max_lora_rank: the largest rank of adapters; 0 if none will be served.
+        placement: how calls with more tokens are placed; see `ktft.config.Settings`, but `resident` is not possible.
+        routing: counts of tokens that choose the residents of the start. Without it, traffic chooses them.
+        deferral: how many of a token's experts, those with the least weight, decode adds one layer later.
+        adaptive: whether residents follow traffic.
+        activation_bits: precision of activations on the CPU in calls with few tokens; see `ExpertLayer.forward`.
 
     Attributes:
-        layers: by number.
-        decoding: whether all sequences of the step are in decode, so that experts may be deferred. By default
-            while a CUDA graph is captured: serve with graphs of decode only.
+        layers: layer number -> its experts.
+        decoding: called to learn whether all sequences of the step are in decode, so that experts may be deferred. By
+            default that is so while a CUDA graph is captured: serve with graphs of decode only.
 
     Raises:
-        ValueError: `gpu_expert_memory` holds no expert, a deferral of all experts, or counts of another model.
+        ValueError: `gpu_expert_memory` holds no expert, `deferral` is as large as `top_k`, or `routing` was counted in
+            another model.
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class HybridModel(ServedModel):
         *,
         top_k: int,
         dtype: torch.dtype,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int = GRAPH_TOKENS,
         gpu_expert_memory: int | str = 0,
         max_lora_rank: int = 0,
         placement: str = "auto",
@@ -227,10 +231,11 @@ class HybridModel(ServedModel):
         top_k: int,
         dtype: torch.dtype,
     ) -> HybridModel:
-        """As a server's settings have it.
+        """The model that a server's settings describe.
 
         Raises:
-            OSError, ValueError: the routing profile cannot be read, or is of another model; as the constructor.
+            OSError: the routing profile cannot be read.
+            ValueError: the routing profile was counted in another model; or as the constructor.
         """
         routing = None
         if settings.routing is not None:
@@ -267,7 +272,7 @@ class HybridModel(ServedModel):
         return hot
 
     def warm_up(self, tokens: int = 512) -> None:
-        """Take the memory that streaming needs, measure rates and make kernels, with made-up tokens."""
+        """Compute made-up tokens, which takes the memory for streaming, measures rates and compiles kernels."""
         first = next(iter(self.layers.values()))
         experts = first.layer.num_experts
         drawn: Any = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
@@ -284,27 +289,27 @@ class HybridModel(ServedModel):
         return device_of(self.device).is_current_stream_capturing()
 
     def stream(self) -> int:
-        """Raw handle of the current stream."""
+        """The raw handle of the current stream."""
         device = device_of(self.device)
         return device.handle(device.current_stream())
 
     def hot_layer(self, place: int) -> HotLayer | None:
-        """The layer's residents; None where no memory was given to any."""
+        """The layer's residents; None if they were given no memory."""
         return None if self.hot is None else self.hot.layers[place]
 
     def defers(self, place: int) -> bool:
-        """Whether a layer's lightest experts are added by the next one: the last one has none after it."""
+        """Whether the next layer adds this layer's lightest experts. The last layer has no next one."""
         return self.deferral > 0 and place < len(self.layers) - 1 and self.decoding()
 
     def owe(self, layer: ExpertLayer, tokens: int) -> None:
-        """The next layer is to add what this one deferred."""
+        """Have the next layer add what this one deferred."""
         self._owed = layer, tokens
 
     def take_owed(self, place: int, tokens: int) -> ExpertLayer | None:
-        """The layer before, if it deferred something.
+        """The layer before this one, if it deferred experts.
 
         Raises:
-            RuntimeError: it did for another number of tokens: layers of two batches came interleaved.
+            RuntimeError: it had another number of tokens, so the layers of two batches came interleaved.
         """
         owed, self._owed = self._owed, None
         if owed is None or place == 0:
@@ -314,9 +319,9 @@ class HybridModel(ServedModel):
         return owed[0]
 
     def between_steps(self) -> None:
-        """No layer is at work on the host: let residents follow the traffic, every `ADAPT_SECONDS`.
+        """Let residents follow the traffic, every `ADAPT_SECONDS`. No layer may be at work on the host.
 
-        Called before each prefill; an engine may call it, and `check`, after each step.
+        Each prefill calls it first. An engine may call it, and `check`, after each step.
         """
         if self.hot is None:
             return
@@ -333,19 +338,17 @@ class HybridModel(ServedModel):
             self.heat.ask()
 
     def check(self) -> None:
-        """Raise what the CPU's experts met; after a step whose stream was synchronized. Its output is wrong then."""
+        """Raise the error of the CPU's experts, if they met one; the step's output is wrong then.
+
+        Call it after a step whose stream was synchronized.
+        """
         self.host.check()
 
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
-        """Give the layers, by number, other adapters; those not named get none. All at once, captured graphs included.
-
-        Nothing may be at work: drain first.
-
-        Args:
-            adapter: what is known of it, for `status`.
+        """As of `ServedModel`. Captured graphs compute the new adapter, too.
 
         Raises:
-            ValueError: a layer that does not exist, or adapters that do not fit; then the old ones stay.
+            ValueError: the model has no such layer, or the adapter does not fit; then the one before stays.
         """
         loras = dict(lora or {})
         odd = sorted(loras.keys() - self.layers.keys())
@@ -368,11 +371,11 @@ class HybridModel(ServedModel):
             experts.lora = loras.get(number)
 
     def routing(self) -> Routing:
-        """What was counted so far, as a profile for the next start. Waits for the device."""
+        """The counts so far, as a routing profile for the next start. Waits for the device."""
         return Routing(dict(zip(self.layers, self.heat.totals(), strict=True)))
 
     def work(self) -> dict[str, Any]:
-        """As of `ServedModel`, with residents and deferral. Waits for the device."""
+        """As of `ServedModel`, and residents and deferral. Waits for the device."""
         residents = {}
         if self.hot is not None:
             slots = {n: self.hot.residents.slots(e.layer) for n, e in self.layers.items()}
@@ -389,5 +392,5 @@ class HybridModel(ServedModel):
         }
 
     def close(self) -> None:
-        """Give threads and locked memory back; no graph may be replayed after that."""
+        """Release threads and locked memory. No graph may be replayed after that."""
         self.host.close()

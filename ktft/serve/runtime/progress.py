@@ -1,4 +1,4 @@
-"""How far a server's loading is, for the process that started it: a small JSON file, replaced as a whole."""
+"""How far a server's loading is: a small JSON file for the process that started it, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-INTERVAL = 0.2  # seconds between two files: a reader polls about as often
+INTERVAL = 0.2
+"""Seconds between two versions of the file. The reader polls about as often."""
 READY = "ready"
 
 
@@ -17,9 +18,9 @@ class Progress:
     """What the file says.
 
     Attributes:
-        phase: for a person, for instance `Packing experts (int8)`; `READY` once all weights are loaded.
-        done, total: bytes of this phase; 0 where it has none to count.
-        error: why loading ended; None while it goes on.
+        phase: a line for a person, such as `Packing experts (int8)`; `READY` once all weights are loaded.
+        done, total: bytes of this phase; both 0 if it counts none.
+        error: why loading failed; None if it did not.
     """
 
     phase: str
@@ -29,14 +30,14 @@ class Progress:
 
 
 class StatusFile:
-    """Writes `Progress`; without a path it writes nothing."""
+    """Writes a `Progress` to a file; without a path it writes nothing."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
         self._written = 0.0
 
     def write(self, progress: Progress) -> None:
-        """Replace the file now."""
+        """Replace the file at once."""
         if self._path is None:
             return
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}")
@@ -45,13 +46,13 @@ class StatusFile:
         self._written = time.monotonic()
 
     def advance(self, progress: Progress) -> None:
-        """Replace the file if the last one is `INTERVAL` old, or this is the end of a phase."""
+        """Replace the file if it is `INTERVAL` old, or if this ends a phase."""
         if progress.done >= progress.total or time.monotonic() - self._written >= INTERVAL:
             self.write(progress)
 
 
 def read_progress(path: Path) -> Progress | None:
-    """What the file says; None while there is none."""
+    """What the file says; None while there is no file."""
     try:
         return Progress(**json.loads(path.read_bytes()))
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""Experts that stay on a GPU, for a few tokens: where CUDA graphs find them, their adapters, how often they are hit.
+"""Resident experts, which stay on a GPU, as calls with few tokens use them: tables at fixed addresses for CUDA graphs.
 
-Weights stay packed: they are `ktft.lanes.gpu.residents`'s blocks, which long prefills multiply too. bf16 would take 4
-times the memory of a 4-bit format, so a quarter of the experts, for products that take a few microseconds either way.
+Weights stay packed, in the blocks of `ktft.lanes.gpu.residents`, which long prefills use too. In bf16 they would take 4
+times the memory of a 4-bit format, so a quarter of the experts would fit, and products take a few microseconds in
+either.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ from ktft.native import ExpertLayer
 from ktft.native.packed import PackedSlice
 
 RANK_STEP = 16
-"""Ranks take a multiple of so many places."""
+"""The room for ranks in the stacks is a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where a resident's adapters lie in its row of the stacks: A `[width, inputs]` and B `[outputs, width]` by
-    projection, bf16, scaling in B; `width` is the largest rank, rounded up.
+    """Where a resident's adapter lies in its row of the stacks.
+
+    Each projection has A `[width, inputs]` and B `[outputs, width]`, bf16; B includes the scaling.
+
+    Attributes:
+        width: the largest rank, rounded up.
+        a, b: projection -> where its A and B begin, in elements.
+        size: elements of a row.
     """
 
     width: int
@@ -40,7 +47,7 @@ class Stack:
 
     @classmethod
     def of(cls, layer: ExpertLayer, max_rank: int) -> Stack:
-        """For adapters of at most this rank."""
+        """The layout for adapters of at most this rank."""
         width, at = -(-max_rank // RANK_STEP) * RANK_STEP, 0
         places: tuple[dict[str, int], dict[str, int]] = {}, {}
         for name in PROJECTIONS:
@@ -51,24 +58,24 @@ class Stack:
 
 
 def _sizes(layer: ExpertLayer, name: str) -> tuple[int, int]:
-    """Inputs and outputs of a projection."""
+    """The number of inputs and of outputs of a projection."""
     both = layer.hidden_size, layer.intermediate_size
     return (both[1], both[0]) if name == "down_proj" else both
 
 
 @dataclass(frozen=True)
 class HotLayer:
-    """One layer's residents on the device, at addresses that do not change while graphs refer to them.
+    """One layer's residents on the device, at addresses that do not change, since CUDA graphs hold them.
 
     Attributes:
         layer: the packed experts.
-        slices: with each, the arena's bytes from where that slice of block 0 begins.
-        block_bytes: from one block to the next.
-        table: `[E]` int32: each expert's block, -1 where it is not resident.
-        heat: `[E]` int64: pairs of a token and a resident that were computed here for a few tokens.
-        stack: layout of adapters; None where none will be served.
-        stacks: bf16 `[blocks, size]`, of all layers.
-        ranks: `[3]` int32, of `PROJECTIONS`: what the adapter of now has, 0 where it has none.
+        slices: the slices of an expert, each with the arena's bytes from where that slice of block 0 begins.
+        block_bytes: bytes from one block to the next.
+        table: `[E]` int32: each expert's block, -1 if it is not resident.
+        heat: `[E]` int64: (token, expert) pairs of residents in calls with few tokens.
+        stack: the layout of adapters; None if none will be served.
+        stacks: bf16 `[blocks, size]`: the adapters of all layers.
+        ranks: `[3]` int32, in the order of `PROJECTIONS`: the ranks of the adapter that is served, 0 without LoRA.
     """
 
     layer: ExpertLayer
@@ -82,39 +89,43 @@ class HotLayer:
 
 
 class HotOperations(Protocol):
-    """One implementation, a module. Fixed shapes, nothing waits for the device, no order of sums changes."""
+    """One implementation, a module. Its shapes and the order of its sums are fixed; it never waits for the device."""
 
     def route(self, hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks of the experts in `[T, k]`, int32, -1 where they are not resident; and `top_k_index` with `ELSEWHERE`
-        where they are. Counts heat.
+        """Divide the experts of `[T, k]` between the residents and the CPU, and count the residents' heat.
+
+        Returns:
+            The blocks of the residents, int32, -1 for all other experts; and `top_k_index` with `ELSEWHERE` in place of
+            the residents.
         """
 
     def forward(self, hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
-        """fp32 `[T, H]`: the residents' part of the output, for hidden states `[T, H]` and fp32 weights `[T, k]`."""
+        """The residents' part of the output, fp32 `[T, H]`, from hidden states `[T, H]` and fp32 weights `[T, k]`."""
 
 
 def operations(device: torch.device) -> HotOperations:
-    """Triton's on a GPU where Triton is and `KTFT_TRITON` is not 0; torch's otherwise."""
+    """Triton's operations on a GPU, if Triton is installed and `KTFT_TRITON` is not 0; otherwise torch's."""
     chosen = "triton_resident" if by_triton(device) else "torch_resident"
     return cast(HotOperations, importlib.import_module(f"ktft.serve.runtime.{chosen}"))
 
 
 class HotExperts:
-    """The residents of a model as few tokens see them; prefill's lane has the same blocks.
+    """A model's residents for calls with few tokens. Prefill's lane uses the same blocks.
 
     Blocks change between steps only: `follow` shows an expert after its bytes have arrived, and hides one before its
-    block is given to another.
+    block goes to another.
 
     Args:
-        lane: whose residents they become.
+        lane: the lane that multiplies the same blocks in prefill.
         budget: bytes for blocks and adapters.
-        layers: of the model, in order.
-        max_rank: of adapters to be served; 0 for none.
+        layers: the model's layers with experts, in order.
+        max_rank: the largest rank of adapters; 0 if none will be served.
 
     Attributes:
-        residents: who is resident.
-        layers: one for each of the model's.
-        bytes: on the device.
+        residents: which experts are resident.
+        layers: one `HotLayer` for each of the model's.
+        heat: `[layers, experts]` int64: the heat of all layers.
+        bytes: memory of the device that blocks and adapters take.
 
     Raises:
         torch.OutOfMemoryError: the device has no room.
@@ -148,24 +159,24 @@ class HotExperts:
 
     @property
     def bytes(self) -> int:
-        """On the device."""
+        """Bytes of the device that blocks and adapters take."""
         return self.residents.bytes + (0 if self.stacks is None else self.stacks.nbytes)
 
     def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
-        """Bring the experts with the most tokens to the device, and wait until they are there."""
+        """Copy the experts with the most tokens to the device, and wait until they are there."""
         self.residents.start(expert_tokens)
         self.residents.arrived.synchronize()
         self.follow()
 
     def adapt(self, allowed: int) -> int:
-        """Between two steps: let those with the most tokens in; returns the bytes that are on their way."""
+        """Between two steps: begin to copy the experts with the most tokens. Returns the bytes in flight."""
         self._lane.used.record(self._lane.transfer.compute())
         moved = self.residents.adapt(allowed)
         self.follow()
         return moved
 
     def follow(self) -> None:
-        """Between two steps: the tables become what the blocks hold. Newcomers are shown once they have arrived."""
+        """Between two steps: bring the tables up to date. They show a new resident once its bytes have arrived."""
         arrived, changed = self.residents.arrived.query(), False
         for i, hot in enumerate(self.layers):
             now, before = self.residents.slots(hot.layer), self._shown[i]
@@ -184,10 +195,10 @@ class HotExperts:
             self._tables.copy_(self._pinned(table), non_blocking=True)
 
     def set_lora(self, loras: Mapping[int, ExpertLora]) -> None:
-        """Between two steps: other adapters, by a layer's place among `layers`. Graphs see them; memory stays.
+        """Between two steps: change the adapters, by a layer's place among `layers`. Captured graphs use them at once.
 
         Raises:
-            ValueError: a rank that there is no room for.
+            ValueError: there is no room for a rank.
         """
         for i, lora in loras.items():
             stack = self.layers[i].stack
@@ -207,8 +218,8 @@ class HotExperts:
         self._ranks.copy_(self._pinned(ranks), non_blocking=True)
 
     def _write(self, number: int, experts: Sequence[int]) -> None:
-        """Bring these experts' adapters to the stacks, without memory of the device for the way. Places beyond a rank
-        are never read.
+        """Copy the adapters of these experts to the stacks, without more memory of the device. What lies beyond a rank
+        is never read.
         """
         lora, hot = self._lora.get(number), self.layers[number]
         if lora is None or hot.stack is None or not experts or self.stacks is None:
@@ -226,5 +237,5 @@ class HotExperts:
             self.stacks[slots[expert]].copy_(row, non_blocking=True)
 
     def _pinned(self, values: Tensor) -> Tensor:
-        """Where the device copies from in the order of the current stream, while the host goes on."""
+        """Values in memory from which the device copies in the order of the current stream, while the host goes on."""
         return values.pin_memory() if device_of(self.residents.arena.device).pin_memory else values

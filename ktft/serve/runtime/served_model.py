@@ -1,4 +1,4 @@
-"""The routed experts that a server computes: engine-agnostic, one `ServedModel` in a process."""
+"""The routed experts that a server computes, whatever the engine: one `ServedModel` in a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, Runtime
 
 MIXED = "parts of two adapters are in the model"
-"""Stands in the message where an adapter was not put into the model whole, and the one before could not be again."""
+"""These words are in the error after which nothing can be served: an adapter went into the model in part, and the one
+before could not be put back."""
 
 
 class ServedExperts:
@@ -21,13 +22,13 @@ class ServedExperts:
 
     Args:
         layer: the packed experts.
-        number: of the layer in the model.
+        number: the layer's number in the model.
         activation_bits: see `ktft.native.ExpertLayer.forward`.
 
     Attributes:
-        lora: of the adapter that is served; None for the base.
-        heat: `[num_experts]` int64, (token, expert) pairs by expert since the start.
-        seconds: that those took.
+        lora: the LoRA of the adapter that is served; None for the base.
+        heat: `[num_experts]` int64, the (token, expert) pairs of each expert since the start.
+        seconds: the time that they took.
     """
 
     def __init__(self, layer: ExpertLayer, number: int, activation_bits: int = 16) -> None:
@@ -37,10 +38,10 @@ class ServedExperts:
         self.seconds = 0.0
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]` in the input's dtype.
+        """From hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]` in the input's dtype.
 
         Raises:
-            ValueError: wrong shapes or dtypes, an expert number out of range, NaN or Inf in hidden states.
+            ValueError: a shape or dtype is wrong, an expert number is out of range, or hidden states hold NaN or Inf.
         """
         if hidden_states.device.type != "cpu":
             raise ValueError(f"{self.layer.name}: hidden states are on {hidden_states.device}; they must be on the CPU")
@@ -58,8 +59,11 @@ class ServedModel:
     """All routed experts of a process.
 
     Args:
-        layers: by the layer's number.
-        runtime: whose threads compute them.
+        layers: layer number -> its experts.
+        runtime: the threads that compute them.
+
+    Attributes:
+        adapter: what is known of the adapter that is served, as values of JSON; None for the base.
     """
 
     def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime) -> None:
@@ -67,15 +71,16 @@ class ServedModel:
         self.adapter: Mapping[str, Any] | None = None
 
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
-        """Put an adapter's expert LoRA, by layer, in place of the last one's; None goes back to the base.
+        """Serve this expert LoRA, by layer number, in place of the one before; None goes back to the base.
 
-        Layers that it does not have compute the base. Nothing must be computing meanwhile.
+        Layers without LoRA compute the base. Nothing may be computing meanwhile.
 
         Args:
-            adapter: what is known of it, for `status`; JSON's values.
+            lora: layer number -> the LoRA of its experts.
+            adapter: what is known of the adapter, for `status`; values of JSON.
 
         Raises:
-            ValueError: it has a layer that the model has not; then nothing is changed.
+            ValueError: the model has no such layer; then nothing has changed.
         """
         odd = sorted(set(lora or {}) - self.layers.keys())
         if odd:
@@ -84,16 +89,21 @@ class ServedModel:
             experts.lora = None if lora is None else lora.get(number)
         self.adapter = None if lora is None else adapter
 
+    def sizes(self) -> dict[int, tuple[int, int, int]]:
+        """Layer number -> number of experts, hidden size, intermediate size."""
+        layers = {number: experts.layer for number, experts in self.layers.items()}
+        return {n: (layer.num_experts, layer.hidden_size, layer.intermediate_size) for n, layer in layers.items()}
+
     def loras(self) -> dict[int, ExpertLora] | None:
-        """What `set_lora` was given; None for the base."""
+        """What `set_lora` was given last; None for the base."""
         held = {number: experts.lora for number, experts in self.layers.items() if experts.lora is not None}
         return held if held or self.adapter is not None else None
 
     def status(self) -> dict[str, Any]:
-        """Work since the start, for `/metrics`: all values are JSON's.
+        """What is served and what was computed since the start, for `/metrics`, as values of JSON.
 
-        `lanes` has (token, expert) pairs and seconds by where they ran, `heat` a layer's (token, expert) pairs by
-        expert.
+        `lanes` has the (token, expert) pairs and the seconds of each lane, `heat` the (token, expert) pairs of each
+        layer's experts.
         """
         layers = self.layers.values()
         first = next(iter(layers)).layer
@@ -125,7 +135,7 @@ _current: ServedModel | None = None
 
 
 def serve(model: ServedModel) -> None:
-    """Make it the process's `current`."""
+    """Make this the process's `current` model."""
     global _current
     _current = model
 
@@ -134,8 +144,8 @@ def current() -> ServedModel:
     """The model whose experts this process computes.
 
     Raises:
-        RuntimeError: none is loaded.
+        RuntimeError: this process has loaded none.
     """
     if _current is None:
-        raise RuntimeError("this process has loaded no routed experts; vLLM's worker is the one that does")
+        raise RuntimeError("this process has loaded no routed experts; the engine's worker process loads them")
     return _current

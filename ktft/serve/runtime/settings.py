@@ -1,4 +1,4 @@
-"""What the server's processes must know of routed experts and adapter: one JSON text in the environment."""
+"""What a server's processes must know of the model, its experts and its adapter: a JSON text in the environment."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ktft.config import SERVE_ENV, Settings, serve_settings, unknown_key
 from ktft.lora import MAX_RANK
 
 ACTIVATION_BITS = (16, 8)
+GRAPH_TOKENS = 32
+"""Tokens of the largest call that a CUDA graph captures: decode's largest batch."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +21,24 @@ class ServeSettings:
     """How a model is served.
 
     Attributes:
-        checkpoint: directory with config.json and all weights but, maybe, the routed experts.
+        checkpoint: directory with config.json and all weights; those of the routed experts may be elsewhere.
         expert_checkpoint, expert_format, threads, numa_nodes, isa, verify_checksums, gpu_expert_memory: as those of
             `ktft.config.Settings`.
         adapter: directory of the adapter that is served from the start; None serves the base.
-        adapter_name: what requests call it; None takes the directory's name.
-        adapter_swap: whether an adapter may be loaded, or put in place of that one, while the server runs.
+        adapter_name: what requests call that adapter; None takes the directory's name.
+        adapter_swap: whether adapters may be loaded and unloaded while the server runs.
         max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
         activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
-        routing: file with counts of experts' tokens, which chooses those that stay on a GPU; None has none.
-        deferral: experts of a token, the least weighted, that decode may add one layer late; 0 defers none.
-        status_path: file that says how far loading is; see `ktft.serve.runtime.progress`. None writes none.
+        routing: file with each expert's count of tokens, which chooses the experts that stay on a GPU from the start;
+            None lets traffic choose them.
+        deferral: how many of a token's experts, those with the least weight, decode may add one layer late.
+        status_path: file in which the server says how far loading is, see `ktft.serve.runtime.progress`; None writes
+            none.
         served_name: what requests call the base; None takes the checkpoint directory's name.
-        swap_timeout: seconds that requests wait for a change of the adapter, and that change for those in flight.
+        swap_timeout: seconds that requests wait for a change of the adapter, and that a change waits for the requests
+            in flight.
         hosts, origins: as those of `ktft.serve.front.door.Door`.
-        parent: number of the process without which the server ends; None lets it outlive any.
+        parent: number of the process with which the server ends; None lets it outlive any.
 
     Raises:
         ValueError: a value is not among those accepted.
@@ -62,7 +67,7 @@ class ServeSettings:
     parent: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hosts", "origins"):  # lists, where they come from JSON
+        for name in ("hosts", "origins"):  # lists if they come from JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "gpu_expert_memory", self.experts.gpu_expert_memory)
         if self.activation_bits not in ACTIVATION_BITS:
@@ -92,7 +97,7 @@ class ServeSettings:
 
     @property
     def adapter_file(self) -> Path | None:
-        """Where the adapter that was loaded last stands, as JSON: name and directory, or null."""
+        """The file that names the adapter loaded last; see `ktft.serve.front.adapter_record`."""
         return None if self.status_path is None else Path(self.status_path).with_name("adapter.json")
 
     @property
@@ -102,7 +107,7 @@ class ServeSettings:
 
     @property
     def experts(self) -> Settings:
-        """Those that training has too, checked as there."""
+        """The settings that training has too, checked as there."""
         return Settings(
             expert_format=self.expert_format,
             threads=self.threads,
@@ -119,7 +124,7 @@ class ServeSettings:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> ServeSettings:
-        """The settings of this process's environment, or of another.
+        """The settings in this process's environment, or in the one given.
 
         Raises:
             ValueError: there are none, or they are damaged.
@@ -138,20 +143,3 @@ class ServeSettings:
             if key not in known:
                 raise unknown_key(key, known, f"{SERVE_ENV}.{key}")
         return cls(**values)
-
-
-def cpu_environment(settings: ServeSettings) -> dict[str, str]:
-    """What OpenMP and vLLM's CPU backend must be told, so that torch's threads and ktft's do not fight for cores.
-
-    Both get a thread a core. They compute in turn: a layer's attention and a layer's experts. vLLM would bind its
-    worker to cores, all but one, before ktft asks which it may use; and OpenMP's threads would spin on theirs for
-    milliseconds while experts are computed.
-    """
-    from ktft import native
-
-    threads = settings.threads or int(native.topology()["cores"])
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "GOMP_SPINCOUNT": "10000",
-    }

@@ -1,4 +1,4 @@
-"""vLLM's model loader `ktft`: the weights around the experts go to vLLM's model, the experts to ktft's kernels."""
+"""vLLM's model loader `ktft`. Weights around the experts go to vLLM's model, the experts go to ktft's kernels."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ktft.native import ExpertLayer
 from ktft.serve.runtime.hybrid_experts import HybridModel
 from ktft.serve.runtime.progress import READY, Progress, StatusFile
 from ktft.serve.runtime.served_model import serve
+from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.runtime.weights import ServedWeights
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import KtftMoEMethod
 from ktft.serve.vllm.worker import set_adapter
 
 
 class KtftModelLoader(BaseModelLoader):
-    """Reads each weight once; routed experts never become torch parameters."""
+    """It reads each weight once. Routed experts never become torch parameters."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Nothing: checkpoints are directories here."""
+        """Downloads nothing: a checkpoint is a directory here."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Load everything, and make the experts the process's `ktft.serve.runtime.served_model.current`.
 
         Raises:
-            ValueError: checkpoint and model do not belong together, or a file is damaged.
+            ValueError: the checkpoint does not belong to vLLM's model, or a file is damaged.
         """
         settings = ServeSettings.from_env()
         status = StatusFile(settings.status_path)
@@ -51,20 +51,20 @@ class KtftModelLoader(BaseModelLoader):
 
     def _load(self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile) -> None:
         status.write(Progress("Reading the checkpoint's headers"))
-        with _as_usual():
+        with _torch_defaults():
             weights = ServedWeights(settings)
         _check_experts(model, weights)
         status.write(Progress("Loading the weights around the experts"))
         try:
-            loaded = model.load_weights(_as_usual_each(weights.dense(model_config.dtype)))  # type: ignore[operator]
+            loaded = model.load_weights(_with_torch_defaults(weights.dense(model_config.dtype)))  # type: ignore[operator]
         except KeyError as error:
             raise ValueError(
-                f"vLLM's {type(model).__name__} has no place for the weight {error}, which transformers' model has: it "
-                "reads config.json otherwise"
+                f"vLLM's {type(model).__name__} has no place for the weight {error} of transformers' model: the two "
+                "read config.json differently"
             ) from error
         lacking = dict(model.named_parameters()).keys() - (loaded or set())
         refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
-        with _as_usual():
+        with _torch_defaults():
             served = weights.load_experts(status.advance)
             device = next(model.parameters()).device
             if device.type in ACCELERATORS:
@@ -96,7 +96,7 @@ def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
 
 @dataclass(frozen=True)
 class _Experts:
-    """What vLLM and transformers must agree on of a layer's routed experts."""
+    """What vLLM's and transformers' models must agree on for a layer's routed experts."""
 
     num_experts: int
     hidden_size: int
@@ -128,7 +128,7 @@ class _Experts:
 
 
 def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
-    """Compare vLLM's routed experts with those of transformers' model.
+    """Compare the routed experts of vLLM's model with those of transformers' model.
 
     Raises:
         ValueError: a layer, a size or the activation differs.
@@ -143,25 +143,27 @@ def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
         if found.get(number) != expected.get(number):
             raise ValueError(
                 f"layer {number}: vLLM's {type(model).__name__} has the routed experts {found.get(number)}, "
-                f"transformers' model {expected.get(number)}; this vLLM cannot serve it through ktft"
+                f"transformers' model has {expected.get(number)}; this vLLM cannot serve it with ktft"
             )
 
 
 def _top_k(model: nn.Module) -> int:
-    """Experts of a token, as vLLM routes."""
+    """How many experts vLLM chooses for a token."""
     return next(m.moe_config.experts_per_token for m in model.modules() if isinstance(m, RoutedExperts))
 
 
 @contextmanager
-def _as_usual() -> Iterator[None]:
-    """vLLM loads with a default device and dtype of its own, which all code that makes tensors would follow."""
+def _torch_defaults() -> Iterator[None]:
+    """torch's own default device and dtype. vLLM sets others while it loads, which all code that makes tensors would
+    follow.
+    """
     with torch.device("cpu"), set_default_torch_dtype(torch.float32):
         yield
 
 
-def _as_usual_each(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _with_torch_defaults(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     while True:
-        with _as_usual():
+        with _torch_defaults():
             item = next(weights, None)
         if item is None:
             return

@@ -1,7 +1,7 @@
-"""LoRA of one adapter on vLLM's linear layers, beside the product that vLLM computes.
+"""LoRA of one adapter on vLLM's linear layers, added to the product that vLLM computes.
 
-vLLM's model is made and loaded with vLLM's own method. `add_slots` then gives each linear layer that LoRA can be on a
-`KtftLinearMethod`, before anything is compiled or captured.
+vLLM makes and loads its model with its own method for linear layers. `add_slots` then gives each layer that can have
+LoRA a `KtftLinearMethod`, before anything is compiled or captured.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from ktft.serve.runtime.adapter import SliceLora, Slot, Target
+from ktft.serve.runtime.served_adapter import SliceLora, Slot, Target
+from ktft.serve.runtime.swap import AB
 
 A, B = "ktft_lora_a", "ktft_lora_b"
-"""Buffers of a layer with a slot: `[parts * rank, input_size]` and `[output_size, rank]`, fp32, the scaling in B."""
+"""Buffers of a layer with a slot: fp32 `[parts * rank, input_size]` and `[output_size, rank]`. B has the scaling."""
 
 FORWARDS = (ReplicatedLinear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward)
-"""What a layer's forward must be for its method, and so LoRA, to have a part in it."""
+"""The forwards that call the layer's method, and with it LoRA. No other forward is known to."""
 
 SHORTCUTS = {"DeepSeekV2FusedQkvAProjLinear": "_use_min_latency_gemm"}
-"""Classes whose own forward goes another way only while this attribute is true."""
+"""Classes with a forward of their own, which bypasses the method only while this attribute is true."""
 
 NO_SLOTS = "the server was started without room for an adapter; start it with --adapter or --adapter-swap"
 
 
 class KtftLinearMethod(UnquantizedLinearMethod):
-    """vLLM's product, plus B (A x) for every part of the output.
+    """vLLM's product, plus B (A x) for every part of the output. It is a `ktft.serve.runtime.swap.LinearSlot`.
 
-    LoRA takes x in fp32, the dtype that PEFT holds adapters in, and its sum with the product is rounded once.
+    LoRA takes x in fp32, the dtype in which PEFT holds adapters, and its sum with the product is rounded once.
 
     Args:
         layer: gets the buffers `A` and `B`.
-        rank: of all parts, fixed, so that what was captured or compiled sees another adapter in the same buffers, and
-            none as zeros; None lets it follow the adapter: then none costs nothing.
+        rank: the fixed rank of all parts. Code that was captured or compiled then finds another adapter in the same
+            buffers, and zeros where there is none. None lets the rank follow the adapter, so that having none costs
+            nothing.
     """
 
     def __init__(self, layer: Any, rank: int | None) -> None:
         super().__init__()
-        self.fixed = rank
+        self.layer, self.fixed = layer, rank
         self.slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
         self.rank = rank or 0
         self.device = next(layer.parameters()).device
@@ -58,7 +60,7 @@ class KtftLinearMethod(UnquantizedLinearMethod):
             layer.register_buffer(name, tensor.to(self.device), persistent=False)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Inputs `[..., input_size]` to outputs `[..., output_size]`."""
+        """From inputs `[..., input_size]` to outputs `[..., output_size]`."""
         out = super().apply(layer, x, bias)
         if not self.rank:
             return out
@@ -69,8 +71,8 @@ class KtftLinearMethod(UnquantizedLinearMethod):
             part.add_(linear(own, b))
         return out
 
-    def stacked(self, slices: Sequence[SliceLora]) -> tuple[Tensor, Tensor]:
-        """What `put` takes, on the CPU, for LoRA on these rows of the output; without any, zeros or nothing."""
+    def stacked(self, slices: Sequence[SliceLora]) -> AB:
+        """The tensors for `put`, in CPU memory, for LoRA on these rows of the output; zeros or nothing without rows."""
         rank = self.fixed or max((len(each.a) for each in slices), default=0)
         bounds = self.slot.bounds
         a = torch.zeros(len(self.slot.parts) * rank, self.slot.input_size, dtype=torch.float32, device="cpu")
@@ -81,23 +83,23 @@ class KtftLinearMethod(UnquantizedLinearMethod):
                 a[part * rank : part * rank + len(each.a)] = each.a
         return a, b
 
-    def ready(self, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The same where `put` needs no more of the device's memory for it."""
+    def ready(self, tensors: AB) -> AB:
+        """The same tensors where `put` needs no more memory of the device for them."""
         a, b = tensors
         return (a, b) if self.fixed else (a.to(self.device), b.to(self.device))
 
-    def held(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
-        """What is applied now, for `put` to apply again, whatever it has put in between."""
-        a, b = getattr(layer, A), getattr(layer, B)
+    def held(self) -> AB:
+        """What is applied now, so that `put` can apply it again, whatever was put in between."""
+        a, b = getattr(self.layer, A), getattr(self.layer, B)
         return (a.to("cpu", copy=True), b.to("cpu", copy=True)) if self.fixed else (a, b)
 
-    def put(self, layer: nn.Module, tensors: tuple[Tensor, Tensor]) -> None:
-        """Apply this from now on. Nothing must be computing. What is `ready` takes no memory."""
+    def put(self, tensors: AB) -> None:
+        """Apply these tensors from now on. Nothing may be computing. Tensors that are `ready` take no memory."""
         for name, tensor in zip((A, B), self.ready(tensors), strict=True):
             if self.fixed:
-                getattr(layer, name).copy_(tensor)
+                getattr(self.layer, name).copy_(tensor)
             else:
-                setattr(layer, name, tensor)
+                setattr(self.layer, name, tensor)
         self.rank = tensors[1].shape[1]
 
 
@@ -126,14 +128,16 @@ def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def slots_of(model: nn.Module) -> dict[str, Any]:
-    """The layers whose method is a `KtftLinearMethod`, by name."""
+    """The layers that have a `KtftLinearMethod`, by name."""
     return {name: layer for name, layer in linear_layers(model) if isinstance(layer.quant_method, KtftLinearMethod)}
 
 
 def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
-    """A loaded model as adapters see it.
+    """Where the tensors of adapters go in a loaded model.
 
     Args:
+        model: vLLM's model, with slots.
+        max_rank: the largest rank that a slot takes.
         experts: layer number -> (number of experts, hidden size, intermediate size).
     """
     slots, absorbed = slots_of(model), _absorbed(model)
@@ -153,7 +157,7 @@ def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int
 
 
 def _absorbed(model: nn.Module) -> dict[str, str]:
-    """Names of layers whose weights attention has multiplied into others when it was loaded, and what to say."""
+    """Layers whose weights attention multiplied into others while the model was loaded, by name, with the refusal."""
     layers = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
     reason = (
         "multi-head latent attention multiplies this layer's weights into others when the server loads them, unless "
@@ -163,21 +167,21 @@ def _absorbed(model: nn.Module) -> dict[str, str]:
 
 
 def _refusal(layer: Any) -> str | None:
-    """Why LoRA on a layer would not be applied, or not always."""
+    """Why LoRA on a layer would not be applied, or not always; None if it would."""
     kind = type(layer).__name__
     if kind not in SHORTCUTS and type(layer).forward not in FORWARDS:
-        return f"vLLM's {kind} does not compute by its method alone"
+        return f"vLLM's {kind} does not compute with its method alone"
     if not isinstance(layer.quant_method, UnquantizedLinearMethod):
-        return f"vLLM computes it by {type(layer.quant_method).__name__}"
+        return f"vLLM computes it with {type(layer.quant_method).__name__}"
     return None
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """transformers' name of a module -> vLLM's, by the mapping of the model's weights, fused layers apart."""
+    """From transformers' name of a module to vLLM's, as the model's weights are mapped, but without fusing layers."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return lambda name: name
-    if "orig_to_new_stacked" in {field.name for field in fields(mapper)}:  # vLLM 0.32; 0.24 has no such rules
+    if "orig_to_new_stacked" in {field.name for field in fields(mapper)}:  # vLLM 0.32 has these rules; 0.24 has not
         mapper = replace(mapper, orig_to_new_stacked={})
 
     def rename(name: str) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's method for a layer's routed experts: no parameters, ktft computes them."""
+"""The method for a layer's routed experts that vLLM calls: it has no parameters, since ktft computes the experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ktft.model.experts import layer_number
 from ktft.serve.runtime.served_model import current
 
 ACTIVATIONS = ("silu", "swigluoai")
-"""Those of vLLM that `ktft.swiglu.Swiglu` is; its constants are compared by `ktft.serve.vllm.loader`."""
+"""vLLM's activations that `ktft.swiglu.Swiglu` computes. `ktft.serve.vllm.loader` compares their constants."""
 
 
 def _routed_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int) -> Tensor:
@@ -26,15 +26,15 @@ def _like(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lay
     return torch.empty_like(hidden_states)
 
 
-# An operator, so that torch.compile, which vLLM's CPU backend lets into its own MoE code, does not trace the kernels
+# It is an operator so that torch.compile, to which vLLM's CPU backend gives its MoE code, does not trace the kernels
 direct_register_custom_op(op_name="ktft_routed_experts", op_func=_routed_experts, fake_impl=_like)
 
 
 class KtftMoEMethod(FusedMoEMethodBase):
-    """Computes `RoutedExperts` with the process's `ServedModel`, which the loader `ktft` makes.
+    """Computes vLLM's `RoutedExperts` with the process's `ServedModel`, which the loader `ktft` makes.
 
     Raises:
-        ValueError: the layer would compute something that the kernels do not.
+        ValueError: the layer asks for something that the kernels do not compute.
     """
 
     def __init__(self, layer: RoutedExperts) -> None:
@@ -52,16 +52,16 @@ class KtftMoEMethod(FusedMoEMethodBase):
                 raise ValueError(f"{layer.layer_name}: vLLM asks for {what}, which ktft's experts do not do")
 
     def create_weights(self, layer: RoutedExperts, **kwargs: Any) -> None:
-        """None: the experts are not torch's."""
+        """It creates none: the experts' weights are not torch tensors."""
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """None: that is for vLLM's own kernels."""
+        """There is none: it is for vLLM's own kernels."""
         return None
 
     def apply(
         self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """The routed experts' weighted sum; shared experts are vLLM's."""
+        """The weighted sum of the routed experts, `[T, H]`. vLLM computes shared experts."""
         if _made_up():
             return torch.zeros_like(x)
         out: Tensor = torch.ops.vllm.ktft_routed_experts(x, topk_ids, topk_weights, self.number)
@@ -69,10 +69,10 @@ class KtftMoEMethod(FusedMoEMethodBase):
 
 
 def _made_up() -> bool:
-    """Whether vLLM passes made-up tokens through to measure memory or warm up: experts would only cost time.
+    """Whether vLLM runs the model on made-up tokens, to measure memory or to warm up: experts would only cost time.
 
-    Attention gets no metadata then, which every request's pass has. A pass that a CUDA graph is made of may lack it
-    too, but says that it is one.
+    In such a pass attention has no metadata, while every pass of a request has it. A pass that is captured in a CUDA
+    graph may lack metadata too, but its context says that it is captured.
     """
     if not is_forward_context_available():
         return False

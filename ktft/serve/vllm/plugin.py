@@ -1,4 +1,4 @@
-"""vLLM's entry point for plugins, called in each of its processes: quantization method and model loader `ktft`."""
+"""vLLM's entry point for plugins, which it calls in each of its processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ktft.config import serve_settings
 
 
 def register() -> None:
-    """Make vLLM know `--quantization ktft` and `--load-format ktft`, in a process of `ktft serve`. Else do nothing."""
+    """Add the quantization method and the model loader `ktft` to vLLM's, in a process of `ktft serve` only."""
     if serve_settings() is not None:
         _register()
 

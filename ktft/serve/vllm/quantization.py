@@ -1,4 +1,4 @@
-"""vLLM's quantization method `ktft`: who computes which layer."""
+"""vLLM's quantization method `ktft`, which says what computes each layer."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from ktft.serve.vllm.moe import KtftMoEMethod
 
 
 class KtftQuantization(QuantizationConfig):
-    """Routed experts by ktft's kernels, everything else in the model's dtype."""
+    """ktft's kernels compute routed experts; vLLM computes everything else in the model's dtype."""
 
     def get_name(self) -> Any:
-        """As in `--quantization`."""
+        """The value of `--quantization`."""
         return "ktft"
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of hidden states."""
+        """The dtypes that hidden states may have."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of a GPU: any."""
+        """The lowest compute capability of a GPU; 0 stands for any."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: settings come by `ktft.serve.runtime.settings`."""
+        """There are none: the settings come in the environment, see `ktft.serve.runtime.settings`."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> KtftQuantization:
-        """The method, whatever the checkpoint's own quantization is: that is the loader's business."""
+        """The method. It ignores the checkpoint's own quantization, which the loader decodes."""
         return cls()
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        """vLLM asks whether a checkpoint with this quantization may be served by another: by ktft, yes.
+        """vLLM asks whether another method may serve a checkpoint with this quantization; ktft may.
 
-        What the loader reads is plain, so no model, and no key-value cache, may go by how files are quantized.
+        The loader gives vLLM plain weights, so neither the model nor the KV cache may follow the files' quantization.
         """
         if user_quant != "ktft":
             return None
@@ -53,7 +53,7 @@ class KtftQuantization(QuantizationConfig):
         return "ktft"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """A layer's method; None leaves it to vLLM."""
+        """The method of a layer; None leaves the layer to vLLM."""
         if isinstance(layer, RoutedExperts):
             return KtftMoEMethod(layer)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

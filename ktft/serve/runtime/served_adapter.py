@@ -1,7 +1,7 @@
-"""A saved adapter and the modules of a server's model: every tensor of the one has its place in the other.
+"""Where the tensors of a saved adapter go in an engine's model: each has one place, or the adapter is refused.
 
-Servers fuse linear layers, and name some otherwise than transformers does. What they call them, and which do not apply
-LoRA, they say in a `Target`; nothing here knows the server.
+Engines fuse linear layers, and call some by other names than transformers. An engine describes its model by a `Target`:
+its names, and which layers do not apply LoRA.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ MERGE = "merge it into the base model (ktft merge BASE {adapter} OUT) and serve 
 
 @dataclass(frozen=True)
 class Slot:
-    """A linear layer that applies LoRA: its input's size, and those of the parts of its output that were fused."""
+    """A linear layer that applies LoRA: the size of its input, and of each fused part of its output."""
 
     input_size: int
     parts: tuple[int, ...]
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where parts begin and end in the output."""
+        """The rows of the output between which the parts lie."""
         return (0, *accumulate(self.parts))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server's model as adapters see it.
+    """An engine's model, as far as adapters are concerned.
 
     Attributes:
-        slots: the linear layers that apply LoRA, by the server's names.
-        refused: those that do not, and why.
-        packed: last name of a fused layer -> last names of what is in it, in the order of its output.
-        rename: transformers' name of a module -> the server's, fused layers apart.
+        slots: the linear layers that apply LoRA, by the engine's names.
+        refused: the linear layers that do not, and why.
+        packed: last part of a fused layer's name -> last parts of the names of the layers in it, in the order of its
+            output.
+        rename: from transformers' name of a module to the engine's, without fusing layers.
         max_rank: the largest rank that a slot takes.
         experts: layer number -> (number of experts, hidden size, intermediate size).
     """
@@ -67,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True)
 class SliceLora:
-    """LoRA on rows `start` to `stop` of a linear layer's output; fp32, on the CPU, the scaling is in `b`."""
+    """LoRA on rows `start` to `stop` of a linear layer's output: fp32, in CPU memory; `b` includes the scaling."""
 
     start: int
     stop: int
@@ -77,7 +78,7 @@ class SliceLora:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where a place's LoRA goes: rows of a slot's output."""
+    """The rows of a slot's output that the LoRA of a place goes to."""
 
     slot: str
     start: int
@@ -87,28 +88,28 @@ class _Seat:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter's tensors in memory: on experts by layer number, on linear layers by slot."""
+    """An adapter's tensors in memory: the experts' by layer number, the linear layers' by slot."""
 
     experts: dict[int, ExpertLora]
     linears: dict[str, list[SliceLora]]
 
 
 class ServedAdapter:
-    """An adapter directory, all of whose tensors have a place in a server's model.
+    """An adapter directory, all of whose tensors have a place in an engine's model.
 
     Args:
-        directory: as ktft's training saves it.
+        directory: an adapter as ktft's training saves it.
         checkpoint: the base model that is served.
-        target: what serves it.
+        target: the engine's model.
 
     Attributes:
         saved: the adapter.
-        identity: SHA-256 of its settings and of its file's header, in which the checksums of all tensors are, and
-            samples.
+        identity: SHA-256 of its settings, of samples of its file, and of the file's header, which has the checksums
+            of all tensors.
 
     Raises:
-        ValueError: what `SavedAdapter` refuses; it does not belong on this base model; or the server would not apply
-            one of its tensors. The message names the tensor and the cure.
+        ValueError: `SavedAdapter` refuses the adapter; it does not belong on this base model; or the engine would not
+            apply one of its tensors. The message names the tensor and the cure.
     """
 
     def __init__(self, directory: Path, checkpoint: Path, target: Target) -> None:
@@ -122,10 +123,10 @@ class ServedAdapter:
         for name in self.saved.whole:
             raise ValueError(
                 f"{self.saved.file.files[0]} holds {PREFIX}{name}, trained whole (modules_to_save, additional_target), "
-                f"which cannot be served beside the base model's; {self._cure}"
+                f"which cannot be served beside the base model's own; {self._cure}"
             )
         if not self.saved.places:
-            raise ValueError(f"{self.saved.directory} has no LoRA to serve")
+            raise ValueError(f"{self.saved.directory} holds no LoRA, so there is nothing to serve")
         self._numbers = {name: self._number(name) for name in self.saved.experts}
         self._seats = [self._seat(place) for place in self.saved.linears]
         self._check_each_once()
@@ -145,7 +146,7 @@ class ServedAdapter:
         return number
 
     def _seat(self, place: Place) -> _Seat:
-        """Where LoRA on a linear layer goes: into the slot of its name, or its rows of a fused one's."""
+        """Where LoRA on a linear layer goes: to the slot of its name, or to its rows of a fused layer's slot."""
         name, tensor = self._slot_of(place), place.tensor(KINDS[0])
         slot = self.target.slots[name]
         start, rows = self._rows(place, name)
@@ -178,7 +179,7 @@ class ServedAdapter:
         )
 
     def _rows(self, place: Place, slot: str) -> tuple[int, int]:
-        """The first row of a linear layer's output in its slot's, and the rows of all that is fused there."""
+        """The first row of a linear layer's output within its slot's, and the rows of all that is fused there."""
         if slot == self.target.rename(place.name):
             return 0, place.fan_out
         parent, leaves = place.name.rpartition(".")[0], list(self.target.packed[slot.rpartition(".")[2]])
@@ -186,7 +187,7 @@ class ServedAdapter:
         return sum(sizes[: leaves.index(place.leaf)]), sum(sizes)
 
     def _check_each_once(self) -> None:
-        """Every tensor of the file goes to one place, and no place gets two."""
+        """Check that every tensor of the file goes to one place, and that no place gets two."""
         taken = Counter(row for seat in self._seats for row in ((seat.slot, seat.start), (seat.slot, -seat.stop)))
         if doubled := [key for key, count in taken.items() if count > 1]:
             names = [seat.place.name for seat in self._seats if seat.slot == doubled[0][0]]
@@ -199,25 +200,26 @@ class ServedAdapter:
     # --- tensors ------------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Number of tensors by group of the model's parameters, as `group_of` calls them."""
+        """The number of tensors in each group of the model's parameters; see `group_of`."""
         family = experts_family(self.saved.model)
         return dict(Counter(group_of(name, family) for name in self.saved.file.tensors))
 
     @property
     def name(self) -> str:
-        """What to call it: its directory's name."""
+        """The name of its directory."""
         return self.saved.directory.resolve().name
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that occur."""
+        """The ranks that occur, in ascending order."""
         return sorted({place.r for place in self.saved.places.values()})
 
     def read(self) -> LoadedAdapter:
         """Read and check every tensor.
 
         Raises:
-            ValueError: one is damaged, NaN or Inf; or there is too little memory beside what is served now.
+            ValueError: a tensor is damaged, or holds NaN or Inf; or there is too little memory beside the adapter that
+                is served now.
         """
         need = sum(4 * place.r * (place.fan_in + place.fan_out) for place in self.saved.places.values())
         if need > (free := available_memory()):
@@ -233,7 +235,7 @@ class ServedAdapter:
         return LoadedAdapter(experts, linears)
 
     def rows(self) -> dict[str, list[tuple[str, int, int]]]:
-        """Group of the model's parameters -> (slot, start, stop) of every linear layer with LoRA."""
+        """Group of the model's parameters -> (slot, start, stop) for every linear layer with LoRA."""
         family = experts_family(self.saved.model)
         found: dict[str, list[tuple[str, int, int]]] = {}
         for seat in self._seats:

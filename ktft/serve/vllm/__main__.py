@@ -1,8 +1,8 @@
-"""The server's process: `python -m ktft.serve.vllm.engine VLLM-ARGUMENTS` is vLLM's own OpenAI server.
+"""The server's process: `python -m ktft.serve.vllm VLLM-ARGUMENTS` runs vLLM's own OpenAI server.
 
-Settings come by `ktft.serve.runtime.settings.ServeSettings.to_env`, and the plugin that reads them by vLLM's own entry
-points. It ends with 0 even when its engine has died, as vLLM's server does: who started it knows whether it was told
-to end.
+Its settings come from the environment (`ServeSettings.from_env`). vLLM's entry points load the plugin that reads them
+in each process. The exit code is 0 even after vLLM's engine has died, as with vLLM's server; the parent process knows
+whether it told the server to end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from ktft.serve.front.processes import follow
 from ktft.serve.runtime.settings import ServeSettings
 
-# In vLLM 0.24 the server's home, in 0.32 a deprecated way to it: the only one that both have.
+# vLLM 0.24 has its server in this module and 0.32 a deprecated alias of it: it is the only module that both have.
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     """Run the server, with this process's arguments, until it is told to end.
 
     Raises:
-        ValueError: there are no settings, or wrong ones.
+        ValueError: there are no settings, or they are damaged.
     """
     settings = ServeSettings.from_env()
     if settings.parent is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint as a server reads it: weights around the experts plain, experts packed, with all checks of training."""
+"""How a server reads a checkpoint: weights around the experts plain, experts packed, with all checks of training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ktft.serve.runtime.settings import ServeSettings
 
 
 class ServedWeights:
-    """All of a checkpoint, checked from headers against the model that transformers makes of its config.json.
+    """A whole checkpoint. Its headers are compared with the model that transformers makes of its config.json.
 
     Args:
-        settings: name checkpoint and formats.
-        reserve_bytes: of memory that must be left once all is loaded, for key-value cache say.
+        settings: which checkpoint, and how its experts are held.
+        reserve_bytes: memory that must be left once everything is loaded, for the KV cache for instance.
 
     Attributes:
-        layers: layer number -> its experts, empty until `load_experts`.
+        layers: layer number -> its experts, without weights until `load_experts`.
 
     Raises:
         FileNotFoundError: a shard is missing.
         ValueError: a file is damaged; a tensor is missing, left over or of a wrong shape; ktft does not know the model;
-            memory does not suffice.
+            there is too little memory.
     """
 
     def __init__(self, settings: ServeSettings, reserve_bytes: int = 0) -> None:
@@ -44,16 +44,18 @@ class ServedWeights:
         self.layers: dict[int, ExpertLayer] = self._plan.layers
 
     def dense(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The weights around the experts, by the names that a plain checkpoint has; those that were quantized in
-        `dtype`.
+        """The weights around the experts, by their names in a plain checkpoint. Quantized ones are decoded to `dtype`.
 
         Raises:
-            ValueError: one holds NaN or Inf; the message names file and tensor.
+            ValueError: a weight holds NaN or Inf; the message names file and tensor.
         """
         return self._plan.backbone.read(dtype)
 
     def load_experts(self, report: Callable[[Progress], None]) -> ServedModel:
-        """Pack the experts, or take them over as they were packed, and tell how far that is.
+        """Read the experts, and pack them unless the checkpoint holds them packed.
+
+        Args:
+            report: called with how far this is.
 
         Raises:
             ValueError: a tensor is damaged; the message names file and tensor.

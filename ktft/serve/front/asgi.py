@@ -1,4 +1,4 @@
-"""Requests as they come over HTTP: path, headers and body, and answers in OpenAI's form."""
+"""ASGI's messages: reading a request's path, headers and body, and answering in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ MAX_BODY = 64 << 20  # bytes; images come as base64
 
 
 class Refusal(Exception):
-    """An answer that says no: HTTP status, message, and `Retry-After` in seconds."""
+    """An error that answers a request.
+
+    Args:
+        status: of HTTP.
+        message: for the person who sent the request.
+        param: the field of the request that is wrong.
+        retry_after: seconds after which the same request may work.
+    """
 
     KINDS = {  # noqa: RUF012
         401: "AuthenticationError",
@@ -32,7 +39,7 @@ class Refusal(Exception):
         self.status, self.param, self.retry_after = status, param, retry_after
 
     async def answer(self, send: Send) -> None:
-        """Send it."""
+        """Send this as a whole response."""
         kind = self.KINDS.get(self.status, "BadRequestError")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
@@ -42,7 +49,7 @@ class Refusal(Exception):
 async def answer_json(
     send: Send, content: Any, status: int = 200, headers: MutableMapping[str, str] | None = None
 ) -> None:
-    """A whole response."""
+    """Send a whole response, its body JSON."""
     body = json.dumps(content).encode()
     named = {"content-type": "application/json", "content-length": str(len(body))} | dict(headers or {})
     pairs = [(name.encode(), value.encode()) for name, value in named.items()]
@@ -51,20 +58,20 @@ async def answer_json(
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """A request's header, empty if it has none."""
+    """A header of a request; empty if the request has none of that name."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 def path_of(scope: Scope) -> str:
-    """The path without the prefix of a reverse proxy."""
+    """A request's path, without the prefix of a reverse proxy."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> bytes | None:
-    """The whole body; None if the client went away before its end.
+    """The whole body of a request; None if the client left before its end.
 
     Raises:
-        Refusal: it is longer than `limit`.
+        Refusal: the body is longer than `limit` bytes.
     """
     too_large = Refusal(413, f"the body has more than {limit} bytes")
     declared = header(scope, b"content-length")
@@ -84,7 +91,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> by
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """What an application behind this one receives after the body was read."""
+    """A `receive` for the application behind this one, after the body was read."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -94,10 +101,10 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def parse(scope: Scope, body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
+    """The JSON object in a request's body.
 
     Raises:
-        Refusal: it is none, or is not said to be one.
+        Refusal: the body is no JSON object, or `Content-Type` does not say that it is JSON.
     """
     kind = header(scope, b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):

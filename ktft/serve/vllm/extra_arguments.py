@@ -1,4 +1,4 @@
-"""Arguments of vLLM that a user adds to those of `ktft serve`: which ktft refuses, and what it reads of the others."""
+"""The arguments of vLLM that a user adds after `--`: those that ktft refuses, and the one that it reads."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-_MODEL, _PARALLEL = "ktft serve MODEL", "ktft computes all experts in one process; leave it out"
-_OWN = "ktft serve sets it; its own option is {}"
+_PARALLEL = "ktft computes all experts in one process; leave it out"
+_OWN = "ktft serve sets it itself; use {}"
 REFUSED = {
-    "model": _OWN.format(_MODEL),
-    "model-tag": _OWN.format(_MODEL),
+    **dict.fromkeys(("model", "model-tag"), _OWN.format("ktft serve MODEL")),
     **{
         name: _OWN.format(f"--{name}")
         for name in ("host", "port", "served-model-name", "max-model-len", "max-num-seqs", "api-key", "max-lora-rank")
     },
     "kv-cache-memory-bytes": _OWN.format("--kv-cache-memory"),
-    "config": "ktft checks arguments, and would not see that file's; give them here",
-    "hf-overrides": "it would take the place of ktft's own; change config.json",
+    "config": "ktft checks arguments, and would not see those in the file; give them here",
+    "hf-overrides": "it would replace what ktft sets; change config.json",
     **dict.fromkeys(
         ("compilation-config", "optimization-level", "cudagraph-capture-sizes", "max-cudagraph-capture-size"),
-        "ktft chooses operations that are right for the model, and a CUDA graph for each number of sequences, since "
-        "experts would compute padding; --enforce-eager does without graphs",
+        "ktft chooses operations that are right for the model, and one CUDA graph for each number of sequences, since "
+        "experts would otherwise compute padding; use --enforce-eager to do without graphs",
     ),
     "load-format": "ktft loads the model itself",
-    "quantization": "experts' weights are chosen by --expert-format",
-    "worker-extension-cls": "ktft has its own",
-    "middleware": "ktft has its own, which must see requests first",
-    "enable-lora": "ktft applies adapters itself: give --adapter, or POST /v1/load_lora_adapter",
-    "lora-modules": "ktft applies adapters itself: give --adapter, or POST /v1/load_lora_adapter",
+    "quantization": "--expert-format chooses how experts are held",
+    "worker-extension-cls": "ktft sets its own",
+    "middleware": "ktft sets its own, which must see requests first",
+    **dict.fromkeys(
+        ("enable-lora", "lora-modules"), "ktft applies adapters itself: give --adapter, or POST /v1/load_lora_adapter"
+    ),
     **dict.fromkeys(
         (
             "tensor-parallel-size",
@@ -48,7 +48,7 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ("kv-offloading-size", "kv-offloading-backend"),
-        "KV cache kept outside vLLM's own would outlive a change of the adapter",
+        "a KV cache outside vLLM's own would outlive a change of the adapter",
     ),
     **dict.fromkeys(
         ("speculative-config", "spec-method", "spec-model", "spec-tokens", "enable-elastic-ep", "kv-transfer-config"),
@@ -58,9 +58,9 @@ REFUSED = {
     "cpu-offload-gb": "ktft keeps the experts in CPU memory itself",
     "enable-sleep-mode": "ktft cannot put its experts to sleep",
     "uds": "ktft serve listens at --host and --port",
-    "grpc": "ktft serve has the OpenAI API only: its gate would not see these requests",
+    "grpc": "ktft serve has the OpenAI API only, and could not check these requests",
 }
-"""vLLM's options that do not go together with ktft, and why."""
+"""vLLM's options that ktft refuses, and why."""
 _SHORT = {
     "tp": "tensor-parallel-size",
     "pp": "pipeline-parallel-size",
@@ -81,26 +81,26 @@ def check_extra(extra: Iterable[str]) -> None:
     """Refuse arguments of vLLM that ktft sets itself or does not work with.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: the message names the argument.
     """
     for argument in extra:
         match = re.match(r"--?([a-zA-Z][\w-]*)", argument)
         if match is None:
             continue
         name = match[1].replace("_", "-")
-        if argument.startswith("--"):  # vLLM takes beginnings of names, too
+        if argument.startswith("--"):  # vLLM also takes an unambiguous beginning of a name
             reasons = [reason for key, reason in REFUSED.items() if key.startswith(name.removeprefix("no-"))]
-        else:  # -O3
+        else:  # short names may have a number behind them, as in -O3
             reasons = [REFUSED[_SHORT[short]] for short in (name, name.rstrip("0123456789")) if short in _SHORT]
         if reasons:
             raise ValueError(f"{argument.partition('=')[0]} cannot be passed on to vLLM: {reasons[0]}")
 
 
 def allowed_origins(extra: Sequence[str]) -> tuple[str, ...]:
-    """Of vLLM's `--allowed-origins`: web pages of other origins that may use the server; none unless it is given.
+    """The origins of web pages that may use the server, from vLLM's `--allowed-origins`; none unless it is given.
 
     Raises:
-        ValueError: it is not a JSON list of texts.
+        ValueError: the argument is not a JSON list of texts.
     """
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
     parser.add_argument("--allowed-origins", default="[]")

@@ -1,0 +1,95 @@
+"""What can be wrong with a model or an adapter, as far as their headers tell, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktft.checkpoint.routing_profile import Routing
+from ktft.serve.engine import Engine
+from ktft.serve.runtime.settings import ServeSettings
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model's headers tell: its config, its sizes, and the format in which its experts will be held."""
+
+    config: Any
+    shape: Any
+    expert_format: str
+
+
+def check_directory(directory: Path) -> None:
+    """Raise ValueError if there is no checkpoint in the directory."""
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} is not a directory with a config.json; download the checkpoint first")
+
+
+def read_model(settings: ServeSettings) -> Model:
+    """Compare a checkpoint's headers with its config, as loading does.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: it is no MoE model that ktft knows, it is damaged, its conversion has not finished, or its experts
+            are packed in another format than asked for.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    from ktft.model.outline import outline
+    from ktft.model.shape import shape_of
+
+    logging.set_verbosity_error()
+    try:
+        model_config = AutoConfig.from_pretrained(settings.checkpoint, trust_remote_code=False)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        where = Path(settings.checkpoint) / "config.json"
+        raise ValueError(f"{where} is no config that transformers can read: {str(error).splitlines()[0]}") from None
+    shape, _ = shape_of(model_config)
+    plan = outline(settings.checkpoint, settings.experts)
+    return Model(model_config, shape, plan.expert_format)
+
+
+def check_family(engine: Engine, settings: ServeSettings, model: Model) -> None:
+    """Raise ValueError if it was not measured that the engine computes the model's family as training does."""
+    if (model_type := model.config.model_type) not in engine.families:
+        raise ValueError(
+            f"{settings.checkpoint} is of model_type {model_type!r}, which {engine.name} was not shown to compute as "
+            f"in training. It serves {', '.join(engine.families)}"
+        )
+
+
+def check_routing(settings: ServeSettings, model: Model) -> None:
+    """Raise ValueError if the routing profile is of another model, or if all experts of a token would be deferred."""
+    layers = model.shape.moe
+    if settings.routing is not None:
+        path = Path(settings.routing)
+        Routing.load(path).check({number: layer.num_experts for number, layer in layers.items()}, path)
+    if settings.deferral >= (top_k := min(layer.top_k for layer in layers.values())):
+        raise ValueError(
+            f"--deferral is {settings.deferral}; a token has {top_k} experts, of which one at least must be on time"
+        )
+
+
+def check_adapter(settings: ServeSettings, model: Model) -> None:
+    """Raise ValueError if the adapter cannot be served on this model, as far as its headers tell."""
+    from ktft.adapters.saved import SavedAdapter
+
+    assert settings.adapter is not None
+    saved = SavedAdapter(settings.adapter, model.config)
+    cure = f"merge it: ktft merge {settings.checkpoint} {settings.adapter} OUT, and serve OUT"
+    for name in saved.whole:
+        raise ValueError(f"{settings.adapter} has {name} trained whole, which cannot be served unmerged; {cure}")
+    rank = max((place.r for place in saved.linears), default=0)
+    if rank > settings.max_lora_rank:
+        raise ValueError(
+            f"{settings.adapter} has rank {rank}, --max-lora-rank is {settings.max_lora_rank}; give --max-lora-rank "
+            f"{rank}, or {cure}"
+        )
+    served = settings.served_adapter
+    if served is not None and served[0] == settings.base_name:
+        raise ValueError(
+            f"base and adapter are both called {served[0]!r}, so that no request could tell them apart; give "
+            "--adapter-name or --served-model-name"
+        )

@@ -1,0 +1,121 @@
+"""How much memory a server takes, and the context that its KV cache holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ktft import config
+from ktft.serve.engine import Engine, Options
+from ktft.serve.front.headers import Model
+from ktft.serve.runtime.settings import ServeSettings
+
+GIB = 1 << 30
+_SHARE = 2
+"""The KV cache gets one part in this many of the memory that is left,"""
+_MOST = 8 * GIB
+"""at most this unless the user asks for more,"""
+_LEAST = GIB // 4
+"""and at least this, if it is there."""
+
+
+def kv_token_bytes(model_config: Any, *, latent: bool) -> int:
+    """Bytes of KV cache for a token, in 16 bits, in all layers that keep one.
+
+    Args:
+        model_config: transformers' config of the model.
+        latent: whether multi-head latent attention keeps its latent vectors, else its keys and values.
+    """
+    text = model_config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum("linear" not in kind for kind in kinds)
+    rank = getattr(text, "kv_lora_rank", None)
+    if rank and latent:
+        return int(2 * layers * (rank + text.qk_rope_head_dim))
+    if rank:
+        return int(2 * 2 * layers * text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * 2 * layers * heads * head_dim)
+
+
+def size_up(
+    engine: Engine, settings: ServeSettings, options: Options, model: Model, *, gpu: bool
+) -> tuple[int | None, int | None, list[str]]:
+    """The context and the KV cache that fit, and a line for the user if the context is shorter than the model's own.
+
+    On a GPU the engine measures what is left of the GPU's memory, and both are as in `options`.
+
+    Raises:
+        ValueError: the model does not fit, or the KV cache that was asked for.
+    """
+    left = _left(engine, settings, model, gpu=gpu)
+    if gpu:
+        return options.max_model_len, options.kv_cache, []
+    from ktft.model.shortage import shortage
+    from ktft.system import readable
+
+    block, per_token = engine.kv_block, kv_token_bytes(model.config, latent=engine.latent_on_cpu)
+    own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0)) or None
+    wished = options.max_model_len or own
+    if options.kv_cache is None:
+        enough = max(per_token * _whole(wished or 0, block) * (options.max_num_seqs + 1), _LEAST)
+        kv_cache = max(min(left // _SHARE, _MOST, enough), 0)
+        if options.max_model_len:  # what was asked for must fit, if the memory is there
+            kv_cache = max(kv_cache, min(left, per_token * _whole(options.max_model_len, block)))
+    else:
+        kv_cache = options.kv_cache
+        if kv_cache > left and not config.skip_memory_check():
+            raise ValueError(f"{shortage('--kv-cache-memory', kv_cache, max(left, 0))}; give less")
+    holds = kv_cache // per_token // block * block
+    if options.max_model_len is not None and holds < options.max_model_len:
+        needed = per_token * _whole(options.max_model_len, block)
+        raise ValueError(
+            f"--max-model-len {options.max_model_len} needs {readable(needed)} of KV cache, there are "
+            f"{readable(kv_cache)}, for {holds} tokens; give --max-model-len {holds} or less"
+            + ("" if options.kv_cache is None else ", or more --kv-cache-memory")
+        )
+    if holds < block:
+        raise ValueError(
+            f"{readable(kv_cache)} of KV cache do not hold {block} tokens of {per_token} bytes each; give more "
+            "--kv-cache-memory"
+        )
+    notes = []
+    if wished is not None and holds < wished:
+        wished = holds
+        notes.append(
+            f"prompt and answer may have {holds} tokens of the model's {own}: {readable(kv_cache)} are set aside for "
+            "KV cache; give it more with --kv-cache-memory"
+        )
+    return wished, kv_cache, notes
+
+
+def _left(engine: Engine, settings: ServeSettings, model: Model, *, gpu: bool) -> int:
+    """Bytes of CPU memory that are left beside the model, the adapter and the server's processes.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    from ktft.model.memory import footprint
+    from ktft.model.shortage import by_cause, require_memory
+    from ktft.system import available_memory
+
+    need = footprint(model.shape, None, model.expert_format, threads=1, nodes=settings.numa_nodes or 1, gpu=gpu)
+    loaded = need.ram_bytes + engine.server_memory + _adapter_bytes(settings)
+    what = f"serving {settings.checkpoint} with experts in {model.expert_format}"
+    causes = by_cause(need.ram)
+    require_memory(what, causes | {"the server itself and its adapters": loaded - sum(causes.values())})
+    return available_memory() - loaded
+
+
+def _whole(tokens: int, block: int) -> int:
+    """The number of tokens, rounded up to whole blocks."""
+    return -(-tokens // block) * block
+
+
+def _adapter_bytes(settings: ServeSettings) -> int:
+    """Bytes of the adapter in memory, where it is fp32: twice the file, which may hold 16 bits a value."""
+    if settings.adapter is None:
+        return 0
+    return 2 * sum(os.path.getsize(file) for file in Path(settings.adapter).glob("*.safetensors"))

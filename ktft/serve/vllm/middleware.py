@@ -1,0 +1,93 @@
+"""ktft's gate before vLLM's HTTP application, which vLLM makes of `--middleware`, and what the gate asks vLLM."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from ktft.serve.engine import EngineError, Paths
+from ktft.serve.front.asgi import Scope
+from ktft.serve.front.gate import Gate
+from ktft.serve.runtime.settings import ServeSettings
+
+_COMPUTES = {
+    "/v1/chat/completions": True,
+    "/v1/chat/completions/render": True,
+    "/v1/completions": True,
+    "/v1/completions/render": True,
+    "/v1/responses": True,
+    "/v1/responses/render": True,
+    "/v1/messages": True,
+    "/v1/messages/render": True,
+    "/v1/messages/count_tokens": True,
+    "/v1/chat/completions/batch": True,
+    "/v1/systemone": True,
+    "/generative_scoring": True,
+    "/inference/v1/generate": True,
+    "/invocations": True,
+    "/tokenize": False,
+    "/detokenize": False,
+}
+PATHS = Paths(_COMPUTES, admin=("/abort_requests", "/start_profile", "/stop_profile"), passed=("/ping",))
+"""Those of every vLLM that ktft was tested with."""
+_WRAPPINGS = (
+    r"Call to \w+ method failed: (.*)",
+    r"Worker failed with error '(.*)', please check the stack trace above for the root cause",
+)
+
+
+class VllmClient:
+    """vLLM's engine as its HTTP application reaches it. See `ktft.serve.engine.Client`.
+
+    Args:
+        scope: an HTTP request's.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._state = scope["app"].state
+        self._engine = self._state.engine_client
+
+    async def set_adapter(self, path: str | None) -> dict[str, Any]:
+        """See `ktft.serve.vllm.worker.KtftWorker.ktft_set_adapter`."""
+        try:
+            return dict((await self._engine.collective_rpc("ktft_set_adapter", args=(path,)))[0])
+        except Exception as error:  # vLLM hands on the worker's exception as text
+            raise EngineError(reason_of(error) or type(error).__name__, dead=self._engine.errored) from None
+
+    async def status(self) -> dict[str, Any]:
+        """See `ktft.serve.vllm.worker.KtftWorker.ktft_status`."""
+        return dict((await self._engine.collective_rpc("ktft_status"))[0])
+
+    async def forget_prefixes(self) -> bool:
+        """False for up to a step after requests were aborted, until vLLM has freed their blocks."""
+        return bool(await self._engine.reset_prefix_cache())
+
+    def rename(self, name: str) -> None:
+        """vLLM names responses after the first of its models."""
+        models = self._state.openai_serving_models.base_model_paths
+        models[:] = [replace(models[0], name=name)]
+
+
+class VllmGate(Gate):
+    """`Gate` as vLLM makes it: of the application alone.
+
+    Args:
+        app: vLLM's application.
+        settings: None takes this process's environment.
+        registry: where vLLM's metrics are.
+    """
+
+    def __init__(self, app: Any, settings: ServeSettings | None = None, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(app, VllmClient, PATHS, settings, registry)
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of what a worker's method raised, without what vLLM puts around it."""
+    text = str(error)
+    for wrapping in _WRAPPINGS:
+        if match := re.fullmatch(wrapping, text, re.DOTALL):
+            text = match[1]
+    return text

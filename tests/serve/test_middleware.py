@@ -1,0 +1,86 @@
+"""What ktft's gate asks vLLM for, with an application that holds what vLLM's does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ktft.serve.engine import EngineError
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.middleware import VllmClient, VllmGate, reason_of
+
+
+@dataclass(frozen=True)
+class BaseModelPath:
+    """As vLLM's."""
+
+    name: str
+    model_path: str
+
+
+class EngineClient:
+    """As vLLM's, which hands on what a worker raises as text."""
+
+    errored = False
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "ktft_set_adapter" and args == ("bad",):
+            raise Exception("Call to collective_rpc method failed: lora_A is [4, 64], rank is 8")
+        return [{"asked": [method, *args]}]
+
+
+def scope_of(engine: EngineClient) -> dict[str, Any]:
+    """A request's scope as Starlette's application makes it."""
+    models = SimpleNamespace(base_model_paths=[BaseModelPath("base", "/base")])
+    return {"app": SimpleNamespace(state=SimpleNamespace(engine_client=engine, openai_serving_models=models))}
+
+
+def test_what_the_worker_answers() -> None:
+    async def ask() -> None:
+        client = VllmClient(scope_of(EngineClient()))
+        assert await client.set_adapter("good") == {"asked": ["ktft_set_adapter", "good"]}
+        assert await client.set_adapter(None) == {"asked": ["ktft_set_adapter", None]}
+        assert await client.status() == {"asked": ["ktft_status"]}
+        assert await client.forget_prefixes()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("errored", [True, False])
+def test_what_the_worker_raises(errored: bool) -> None:
+    engine = EngineClient()
+    engine.errored = errored
+    with pytest.raises(EngineError) as error:
+        asyncio.run(VllmClient(scope_of(engine)).set_adapter("bad"))
+    assert (str(error.value), error.value.dead) == ("lora_A is [4, 64], rank is 8", errored)
+
+
+def test_responses_have_the_adapters_name() -> None:
+    scope = scope_of(EngineClient())
+    models = scope["app"].state.openai_serving_models.base_model_paths
+    VllmClient(scope).rename("tuned")
+    assert models == [BaseModelPath("tuned", "/base")]  # the list itself, which vLLM holds elsewhere too
+
+
+def test_the_reason_without_vllms_words() -> None:
+    reason = "x.weight is damaged, its CRC-32 is 'a'"
+    wrapped = f"Worker failed with error '{reason}', please check the stack trace above for the root cause"
+    assert reason_of(Exception(f"Call to collective_rpc method failed: {wrapped}")) == reason
+    assert reason_of(ValueError(reason)) == reason
+
+
+def test_vllm_makes_the_gate_of_its_application_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ServeSettings(str(tmp_path), served_name="mine").to_env().items():
+        monkeypatch.setenv(name, value)
+    gate = VllmGate(object(), registry=CollectorRegistry())
+    assert gate.served == "mine" and gate.connect is VllmClient
+    assert {"/v1/chat/completions", "/abort_requests"} <= {*gate.paths.computes, *gate.door.admin_paths}
