@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ktft.formats import FORMAT_TRAITS
 from ktft.sizes import parse_size
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-EXPERT_FORMATS = ("bf16", "int8", "fp8", "k4", "int4", "mxfp4")
+EXPERT_FORMATS = tuple(FORMAT_TRAITS)
 DEFAULT_EXPERT_FORMAT = "int8"
 ACTIVATIONS = ("retain", "recompute")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from ktft.checkpoint.encode import ENCODERS, add
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
-from ktft.verify.weights import LIMITS
+from ktft.formats import FORMAT_TRAITS
 
 WRITTEN = {name: scheme_of({"quantization_config": config}, "config.json") for name, (_, config) in ALL_SCHEMES.items()}
 WRITTEN = {name: scheme for name, scheme in WRITTEN.items() if type(scheme) in ENCODERS}
@@ -44,7 +44,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def limit(name: str) -> float:
-    return LIMITS["mxfp4" if name == "mxfp4" else name.partition("-")[0]]
+    return FORMAT_TRAITS["mxfp4" if name == "mxfp4" else name.partition("-")[0]].error_limit
 
 
 def test_every_scheme_is_tested() -> None:

@@ -12,18 +12,24 @@ from test_kernels import EXPERTS, dequantized, make_layer, make_lora, relative
 from test_lanes_triton import DEVICE, bf16_in_the_interpreter
 from test_swiglu import GPT_OSS, make, small_lora
 from test_swiglu import oracle as swiglu_oracle
+from toy_format import check_products, toy
 
 from ktft import reference
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.native import ExpertLayer
 from ktft.serve.runtime import triton_resident
 
-__all__ = ["bf16_in_the_interpreter"]
+__all__ = ["bf16_in_the_interpreter", "toy"]
 
 
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
 def test_every_format(fmt: str) -> None:
     layer = make_layer(160, 160, fmt, ISA, nodes=2)
     check_mix(triton_resident, layer, device=DEVICE, tokens=2)
+
+
+def test_a_new_format_needs_its_row_alone(toy: ExpertLayer) -> None:
+    check_products(toy, triton_resident, DEVICE)
 
 
 def test_more_columns_than_a_program_takes_at_once() -> None:

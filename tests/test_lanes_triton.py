@@ -16,12 +16,15 @@ from test_dropout import oracle as dropout_oracle
 from test_kernels import assert_contract, compare, inputs_for, make_layer, make_lora
 from test_swiglu import GPT_OSS, make, small_lora
 from test_swiglu import oracle as swiglu_oracle
+from toy_format import check_decoding, toy
 from triton.runtime import interpreter
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lora import ExpertLora
+
+__all__ = ["toy"]
 
 ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"  # see conftest.py
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -63,6 +66,10 @@ def test_decode(fmt: str) -> None:
     ours, expected = (decoded(layer, [3, 0], None, torch.device(DEVICE), ops) for ops in (triton_ops, torch_ops))
     assert torch.equal(ours.gate_up, expected.gate_up)
     assert torch.equal(ours.down, expected.down)
+
+
+def test_a_new_format_needs_its_row_alone(toy: native.ExpertLayer) -> None:
+    check_decoding(toy, triton_ops, DEVICE)
 
 
 def test_contract() -> None:

@@ -24,6 +24,7 @@ def name_of(path: Path) -> str:
 # A part may import from parts of a lower rank, and from itself.
 PYTHON_RANKS = {
     "sizes": -1,
+    "formats": -1,
     "config": 0,
     "device": 1,
     "errors": 1,

@@ -23,8 +23,8 @@ from ktft.adapters.deltas import LoraDelta
 from ktft.adapters.merge import REPORT
 from ktft.checkpoint.reader import INDEX_NAME, CheckpointReader
 from ktft.config import PROJECTIONS
+from ktft.formats import FORMAT_TRAITS
 from ktft.model.experts import find_experts
-from ktft.verify.weights import LIMITS
 
 Checkpoint = Callable[[str], Path]
 CASES = {
@@ -117,7 +117,7 @@ def test_same_keeps_layout_and_formats(case: Callable[[str], Case], tmp_path: Pa
     model, kind = load(out, expert_format="bf16"), (CASES[name][1] or "bf16").partition("-")[0]
     for module in names_of(given.adapter):
         experts, _, place = module.rpartition(".experts.")
-        limit = LIMITS[kind] if experts or kind == "fp8" else 0.003
+        limit = FORMAT_TRAITS[kind].error_limit if experts or kind == "fp8" else 0.003
         if experts:
             expert, projection = place.split(".")
             weight = model.get_submodule(f"{experts}.experts").layer.dequantize(int(expert), projection)
@@ -142,7 +142,7 @@ def test_packed_for_ktft(case: Callable[[str], Case], tmp_path: Path, name: str,
         assert module.layer.format == expert_format
         for projection in PROJECTIONS:
             expected = weight_of(given.by_hand, f"{experts}.5.{projection}")
-            assert relative(module.layer.dequantize(5, projection), expected) < LIMITS[expert_format]
+            assert relative(module.layer.dequantize(5, projection), expected) < FORMAT_TRAITS[expert_format].error_limit
     attention = "model.layers.1.self_attn.o_proj"
     assert relative(model.get_parameter(f"{attention}.weight"), weight_of(given.by_hand, attention)) < 0.04
     ktft.get_peft_model(model, ktft_lora())  # trains on

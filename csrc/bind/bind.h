@@ -6,6 +6,7 @@
 namespace ktft {
 
 void bind_system(pybind11::module_& m);
+void bind_quant(pybind11::module_& m);
 void bind_moe(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_bench(pybind11::module_& m);

@@ -10,7 +10,7 @@ namespace ktft {
 
 extern const IsaTable kAmxBf16Table;
 const IsaTable kAmxBf16Table = {{
-#include "kernels/formats.inc"
+#include "quant/formats.inc"
                                 },
                                 vector_table<AmxBf16>(),
                                 rate_table<AmxBf16>(),

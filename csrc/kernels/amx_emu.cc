@@ -11,7 +11,7 @@ namespace ktft {
 
 extern const IsaTable kAmxEmuTable;
 const IsaTable kAmxEmuTable = {{
-#include "kernels/formats.inc"
+#include "quant/formats.inc"
                                },
                                vector_table<AmxEmu>(),
                                rate_table<AmxEmu>(),

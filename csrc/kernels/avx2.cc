@@ -10,7 +10,7 @@ namespace ktft {
 
 extern const IsaTable kAvx2Table;
 const IsaTable kAvx2Table = {{
-#include "kernels/formats.inc"
+#include "quant/formats.inc"
                              },
                              vector_table<Avx2>(),
                              rate_table<Avx2>()};

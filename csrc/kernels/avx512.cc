@@ -10,7 +10,7 @@ namespace ktft {
 
 extern const IsaTable kAvx512Table;
 const IsaTable kAvx512Table = {{
-#include "kernels/formats.inc"
+#include "quant/formats.inc"
                                },
                                vector_table<Avx512>(),
                                rate_table<Avx512>()};

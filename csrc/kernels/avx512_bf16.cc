@@ -12,7 +12,7 @@ namespace ktft {
 
 extern const IsaTable kAvx512Bf16Table;
 const IsaTable kAvx512Bf16Table = {{
-#include "kernels/formats.inc"
+#include "quant/formats.inc"
                                    },
                                    vector_table<Avx512Bf16>(),
                                    rate_table<Avx512Bf16>()};

@@ -1,4 +1,4 @@
-// KTFT_INSTANTIATE(isa enum, ISA struct, name) defines the table of one ISA from formats.inc.
+// KTFT_INSTANTIATE(isa enum, ISA struct, name) defines the table of one ISA from quant/formats.inc.
 #pragma once
 
 #include "kernels/adam-inl.h"

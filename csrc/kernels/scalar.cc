@@ -10,7 +10,7 @@ namespace ktft {
 
 extern const IsaTable kScalarTable;
 const IsaTable kScalarTable = {{
-#include "kernels/formats.inc"
+#include "quant/formats.inc"
                                },
                                vector_table<Scalar>(),
                                rate_table<Scalar>()};

@@ -7,6 +7,7 @@ namespace ktft {
 
 struct Bf16Codec {
   static constexpr Format kFormat = Format::kBf16;
+  static constexpr const char* kCodes = "bfloat16";
 
   static float prepare(const float*, int, float*) { return 1.f; }
 

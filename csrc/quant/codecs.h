@@ -1,4 +1,4 @@
-// Every codec, for the two places that know them all: the kernels and pack.cc.
+// Every codec, for those that treat all formats alike: the kernels, and with_codec.h.
 #pragma once
 
 #include "quant/bf16-inl.h"

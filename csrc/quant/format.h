@@ -6,7 +6,7 @@
 // which read it through its codec (one file a format) in pieces: 16 rows x 32 columns as bf16, row-major.
 //
 // A codec has
-//   kFormat
+//   kFormat, kCodes                    kCodes: the type of a code by torch's name; uint8 holds two 4-bit codes
 //   decode<V>(w, strip, piece, spare)  a piece, without the row scale; in place or in spare. The kernels' side.
 //   prepare, encode, decode_one        one row's scale, one row of a tile, one value. For pack.cc only.
 #pragma once

@@ -14,6 +14,7 @@ namespace ktft {
 
 struct Fp8Codec {
   static constexpr Format kFormat = Format::kFp8;
+  static constexpr const char* kCodes = "float8_e4m3fn";
   static constexpr float kLargest = 448;
 
   static float prepare(const float*, int, float*) { return 1.f; }

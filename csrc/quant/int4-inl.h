@@ -13,6 +13,7 @@ struct Int4Policy {
   static constexpr int kScales = 0;
   static constexpr float kUnit = 1;
   using Scale = bf16;
+  static constexpr const char* kScaleKind = "bf16";
   static constexpr float kTable[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   static constexpr float kCandidates[] = {7, 8, 7.5f, 8.5f, 9, 9.5f};
 

@@ -10,6 +10,7 @@ namespace ktft {
 
 struct Int8Codec {
   static constexpr Format kFormat = Format::kInt8;
+  static constexpr const char* kCodes = "int8";
 
   static float prepare(const float* row, int cols, float*) {
     float lanes[16] = {}, largest = 0;  // cols is a multiple of 32

@@ -20,6 +20,7 @@ struct K4Policy {
   static constexpr int kScales = 65;
   static constexpr float kUnit = 1;
   using Scale = uint8_t;
+  static constexpr const char* kScaleKind = "integer";
   static constexpr float kTable[16] = {6, 18, 31, 45, 60, 77, 98, 127, -6, -18, -31, -45, -60, -77, -98, -127};
   // What the largest magnitude of a group is taken for, in units of the codebook.
   static constexpr float kCandidates[] = {127, 112, 119, 136, 147, 160};

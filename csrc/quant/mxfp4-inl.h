@@ -21,6 +21,7 @@ struct Mxfp4Policy {
   static constexpr int kScales = 255;
   static constexpr float kUnit = 0.5f;
   using Scale = uint8_t;
+  static constexpr const char* kScaleKind = "power_of_two";
   static constexpr float kTable[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
   template <class V>

@@ -4,8 +4,9 @@
 // A tile is 16 rows x 64 bytes of codes, then 16 rows x 4 group scales. The 16 bytes of a group hold column i in the
 // low half and column 16 + i in the high half of byte i, so that both halves are whole vectors.
 //
-// A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kTable[16] (codes' values),
-// multiplier<V>(scale), prepare (see format.h), and
+// A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kScaleKind (how a scale's bits
+// become its multiplier: "bf16", "integer" or "power_of_two"), kTable[16] (codes' values), multiplier<V>(scale),
+// prepare (see format.h), and
 //   encode_group(values, row_scale, hint, codes) -> Scale
 // and kScales, the number of different scales, or 0 when there are too many for a table; kUnit, of which all of kTable
 // are whole multiples, at most 127 times.
@@ -42,6 +43,7 @@ struct alignas(64) CodeValues {
 template <class Policy>
 struct NibbleCodec {
   static constexpr Format kFormat = Policy::kFormat;
+  static constexpr const char* kCodes = "uint8";
   using Scale = typename Policy::Scale;
   static_assert(info(kFormat).tile_bytes == kCodeBytes + kTileRows * 4 * sizeof(Scale));
 

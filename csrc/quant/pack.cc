@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "quant/codecs.h"
+#include "quant/with_codec.h"
 
 namespace ktft {
 namespace {
@@ -107,20 +107,6 @@ template <class Codec>
 void unpack_with(const PackedMatrix& m, float* dst, size_t ld) {
   for (int r = 0; r < m.rows; r++)
     for (int c = 0; c < m.cols; c++) dst[size_t(r) * ld + c] = Codec::decode_one(m, r, c);
-}
-
-// Calls f.template operator()<Codec>() with the format's codec.
-template <class Fn>
-auto with_codec(Format format, const Fn& f) {
-  switch (format) {
-    case Format::kBf16: break;
-    case Format::kInt8: return f.template operator()<Int8Codec>();
-    case Format::kFp8: return f.template operator()<Fp8Codec>();
-    case Format::kK4: return f.template operator()<K4Codec>();
-    case Format::kInt4: return f.template operator()<Int4Codec>();
-    case Format::kMxfp4: return f.template operator()<Mxfp4Codec>();
-  }
-  return f.template operator()<Bf16Codec>();
 }
 
 }  // namespace

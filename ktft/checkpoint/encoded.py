@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+from ktft.native.packed import PACKED_FORMATS
+
+E2M1 = PACKED_FORMATS["mxfp4"].values
 INT4_ZERO = 8
 
 

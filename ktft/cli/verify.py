@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ktft.cli.progress import show
 from ktft.config import PROJECTIONS, Settings
+from ktft.formats import FORMAT_TRAITS
 from ktft.system import available_memory, readable
 
 if TYPE_CHECKING:
@@ -192,9 +193,8 @@ def tables(report: Report) -> list[Table | Text]:
 def _layer_table(report: Report) -> Table:
     from ktft.verify.contract import GRADIENT_LIMIT, OUTPUT, OUTPUT_LIMIT, comparable
     from ktft.verify.problem import percent
-    from ktft.verify.weights import LIMITS
 
-    limits = (OUTPUT_LIMIT, GRADIENT_LIMIT, LIMITS[report.format])
+    limits = (OUTPUT_LIMIT, GRADIENT_LIMIT, FORMAT_TRAITS[report.format].error_limit)
     heads = ("output", "gradients", f"{report.format} weights")
     table = Table(
         "layer",

@@ -6,7 +6,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ktft.config import PROJECTIONS
+from ktft.native.extension import core
+
+TILE_ROWS: int = core.TILE_ROWS
+ROW_BYTES: int = core.ROW_BYTES
+"""Bytes of codes in one row of a tile."""
+CODE_BYTES = TILE_ROWS * ROW_BYTES
+GROUP: int = core.GROUP
+"""Columns that share a scale in the 4-bit formats."""
+SCALE_BLOCK: int = core.SCALE_BLOCK
+"""Rows and columns of a block that shares a scale in the block-scaled formats."""
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How a decoder reads a format's tiles: 16 rows of 64 bytes of codes, and behind them the scales of groups, if any.
+
+    Attributes:
+        name: one of `EXPERT_FORMATS`.
+        tile_cols: columns of one tile.
+        tile_bytes: codes and group scales.
+        row_scaled: whether outputs are multiplied by an fp32 scale for each row, which decoding leaves out.
+        block_scaled: whether decoding multiplies by an fp32 scale for each block of `SCALE_BLOCK` rows and columns.
+        codes: the type of a code by torch's name. `uint8` holds two 4-bit codes, which have a scale for each group; the
+            16 bytes of a group hold its first 16 columns in their low halves, the others in their high halves.
+        values: what the 16 codes of 4 bits stand for; else empty.
+        unit: all `values` are whole multiples of it.
+        group_scales: how a group's scale is stored: `bf16`, `integer` (a byte), `power_of_two` (a byte, the exponent
+            plus 127); or `none`.
+        multipliers: what each of the 256 stored scales stands for, where they are bytes; else empty.
+    """
+
+    name: str
+    tile_cols: int
+    tile_bytes: int
+    row_scaled: bool
+    block_scaled: bool
+    codes: str
+    values: tuple[float, ...]
+    unit: float
+    group_scales: str
+    multipliers: tuple[float, ...]
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Of `codes`."""
+        dtype = getattr(torch, self.codes)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+PACKED_FORMATS = {row["name"]: PackedFormat(**row) for row in core.FORMAT_ROWS}
+"""The native core's table of formats, by name."""
 
 
 @dataclass(frozen=True)

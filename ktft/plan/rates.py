@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ktft import native
+from ktft.formats import FORMAT_TRAITS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.memory import Adapter, Workload, active_experts
 from ktft.model.shape import ModelShape, MoeShape
@@ -21,8 +22,6 @@ from ktft.plan.description import Machine
 # 64%), taken for the other vector ISAs too.
 SHARES = {"large": (0.42, 0.36), "small": (0.32, 0.24), "vector": (0.70, 0.64)}
 SMALL_INTERMEDIATE = 1024
-# Decoding 4 bits takes longer than int8; a guess from the few-token cases there, where both are bound by decoding.
-DECODING = {"bf16": 1.0, "int8": 1.0, "fp8": 0.95, "k4": 0.85, "int4": 0.9, "mxfp4": 0.9}
 LORA_COST = (0.10, 0.15)  # at rank 8, which the shares have in them; forward and backward, docs/benchmarks.md
 DENSE_SHARE = 0.5  # of P that torch's bf16 products reach: 56% with oneDNN, docs/benchmarks.md
 FP32_SLOWDOWN = {"amx_bf16": 16.0, "avx512_bf16": 2.0}  # fp32 products against bf16's, by ISA; else 1
@@ -83,9 +82,8 @@ def published_expert_rate(machine: Machine, moe: MoeShape, expert_format: str, a
     shares = SHARES[size if machine.isa == "amx_bf16" else "vector"]
     rank = max((a.rank for a in adapters), default=0)
     costs = [(1 + cost * -(-rank // 16)) / (1 + cost) for cost in LORA_COST]
-    forward, backward = (
-        machine.flops * share * DECODING[expert_format] / cost for share, cost in zip(shares, costs, strict=True)
-    )
+    speed = FORMAT_TRAITS[expert_format].speed
+    forward, backward = (machine.flops * share * speed / cost for share, cost in zip(shares, costs, strict=True))
     return ExpertRate(forward, backward, PACK_RATE * machine.threads)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.schemes import Scheme
 from ktft.config import Settings
+from ktft.formats import FORMAT_TRAITS
 from ktft.model.experts import experts_family
 from ktft.model.outline import outline
 from ktft.model.quantizer import LoadPlan
@@ -23,7 +24,6 @@ from ktft.model.shape import shape_of, top_k_of
 from ktft.native import ExpertLayer
 from ktft.verify.contract import relative_error
 from ktft.verify.layers import SEED
-from ktft.verify.weights import TYPICAL
 from ktft.verify.whole import AMPLIFIED, Choices, load_model, outermost_experts, random_tokens
 
 EXACT_LIMIT = 0.01
@@ -79,8 +79,8 @@ def limit_of(storage: str, scheme: Scheme, noise: float = 0.0) -> float:
     kinds = {storage} - {"same", "bf16"}
     if storage != "bf16":
         kinds |= {KINDS[scheme.name]} if scheme.name in KINDS else set()
-    amplified = max(AMPLIFIED, noise / TYPICAL["bf16"])
-    return max([EXACT_LIMIT, noise, *(amplified * TYPICAL[kind] for kind in kinds)])
+    amplified = max(AMPLIFIED, noise / FORMAT_TRAITS["bf16"].error)
+    return max([EXACT_LIMIT, noise, *(amplified * FORMAT_TRAITS[kind].error for kind in kinds)])
 
 
 def logits_bytes(base: Path) -> int:

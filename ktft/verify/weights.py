@@ -6,16 +6,10 @@ import statistics
 from typing import Any
 
 from ktft.checkpoint.quantization_error import ErrorMeter
+from ktft.formats import FORMAT_TRAITS
 from ktft.native import ExpertLayer
 from ktft.verify.contract import comparable
 from ktft.verify.problem import Problem
-
-TYPICAL = {"bf16": 0.0017, "int8": 0.0083, "fp8": 0.0264, "k4": 0.0767, "int4": 0.0822, "mxfp4": 0.115}
-"""Relative RMS error of Gaussian weights: docs/formats.md."""
-
-LIMITS = {"bf16": 0.005, "int8": 0.04, "fp8": 0.04, "k4": 0.14, "int4": 0.16, "mxfp4": 0.19}
-"""No expert's projection may be further off: half again what heavy-tailed weights (Student t5) have, and more where a
-format has one scale a row."""
 
 FAR_FROM_OTHERS = 3.0
 """Times the median of the layer's experts, of an expert that is off although within its format's limit."""
@@ -37,10 +31,10 @@ class PackingMeter(ErrorMeter):
 
 def outliers(meter: ErrorMeter, layer: ExpertLayer, number: int) -> list[Problem]:
     """Experts of layer `number` that are further off than their format explains, the worst first."""
-    found = []
+    found, traits = [], FORMAT_TRAITS[layer.format]
     for projection, errors in meter.by_expert().items():
-        far = max(FAR_FROM_OTHERS * statistics.median(errors.values()), TYPICAL[layer.format])
-        limit = min(far, LIMITS[layer.format])
+        far = max(FAR_FROM_OTHERS * statistics.median(errors.values()), traits.error)
+        limit = min(far, traits.error_limit)
         found += [
             Problem("quantization", f"{projection} against its source", error, limit, number, expert, projection)
             for expert, error in errors.items()

@@ -20,6 +20,7 @@ from ktft.adapters.lora import KtftExpertsLora
 from ktft.adapters.peft import load_adapter
 from ktft.checkpoint.load import ExpertPlan
 from ktft.config import PROJECTIONS, Settings
+from ktft.formats import FORMAT_TRAITS
 from ktft.model.experts import KtftExperts, find_experts, layer_number
 from ktft.model.meta import auto_class
 from ktft.model.quantizer import KtftConfig
@@ -28,7 +29,6 @@ from ktft.verify.contract import relative_error
 from ktft.verify.layers import SEED
 from ktft.verify.problem import Problem
 from ktft.verify.stock import StockExperts, stock_modules
-from ktft.verify.weights import TYPICAL
 
 ARITHMETIC_LIMIT = 0.02
 """Relative error of logits and gradient against transformers' experts with the same weights and choices, where bf16
@@ -164,7 +164,7 @@ def _judge(
 ) -> WholeResult:
     limit = max(ARITHMETIC_LIMIT, noise.logits)
     gradient_limit = max(ARITHMETIC_LIMIT, noise.gradient)
-    allowed = AMPLIFIED * TYPICAL[expert_format] + NOISE * noise.logits
+    allowed = AMPLIFIED * FORMAT_TRAITS[expert_format].error + NOISE * noise.logits
     problems = [
         Problem("whole model", "output of the experts in the whole model", error, limit, number)
         for number, error in sorted(layers.items())

@@ -12,9 +12,9 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.lanes.ops.chunk_adapters import Adapters
 from ktft.lanes.ops.interface import Operations, operations
-from ktft.lanes.ops.tiles import PLACES, TILES
+from ktft.lanes.ops.tiles import PLACES
 from ktft.lora import ExpertLora
-from ktft.native.packed import PackedSlice
+from ktft.native.packed import PACKED_FORMATS, PackedSlice
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ChunkWeights:
 
         gate_up_a, down_a = parts(hidden, PROJECTIONS[:2]), parts(intermediate, PROJECTIONS[2:])
         scales = (gate_up.new_empty(m.shape[:2], dtype=torch.float32) for m in (gate_up, down))
-        gate_up_scale, down_scale = scales if TILES[format].row_scaled else (None, None)
+        gate_up_scale, down_scale = scales if PACKED_FORMATS[format].row_scaled else (None, None)
         return cls(gate_up, down, gate_up_a, down_a, gate_up_scale, down_scale, places, biases)
 
     @property

@@ -1,4 +1,4 @@
-"""`ops.Operations` in torch operations, for any device."""
+"""`interface.Operations` in torch operations, for any device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ktft.lanes.ops.chunk_adapters import Adapters
 from ktft.lanes.ops.dropout import Dropout, stays
-from ktft.lanes.ops.tiles import CODE_BYTES, PLACES, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, TILES
+from ktft.lanes.ops.tiles import PLACES
 from ktft.lanes.routes import Piece
-from ktft.native.packed import PackedMatrix
+from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedMatrix
 from ktft.swiglu import Swiglu
 
 
@@ -25,13 +25,13 @@ def decode(
     row: int,
     col: int,
 ) -> None:
-    """See `ops.Operations`. One expert after the other: codes take several times their bytes meanwhile."""
+    """See `Operations`. Experts are decoded one by one, since decoding takes several times the bytes of their codes."""
     for i, matrix in enumerate(matrices):
         rows = slice(row, row + matrix.rows)
         for block, decoded in zip(blocks, out[:, i, rows, col : col + matrix.cols], strict=True):
             values = _tiles(format, block, matrix)
             values = values.permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
-            if format == "fp8":
+            if PACKED_FORMATS[format].block_scaled:
                 values = values.float() * _block_scales(block, matrix)
             decoded.copy_(values)
         scales = None
@@ -55,37 +55,36 @@ def _split(values: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def _tiles(format: str, block: Tensor, matrix: PackedMatrix) -> Tensor:
-    """Values without scales that lie outside of the tiles, `[strips, tiles of a strip, 16, columns of a tile]`."""
-    tile = TILES[format]
+    """Values `[strips, tiles of a strip, 16, columns of a tile]`, without the scales that lie outside of the tiles."""
+    form = PACKED_FORMATS[format]
 
     def cut(offset: int, row_bytes: int) -> Tensor:
         return block.as_strided(
-            (matrix.rows // TILE_ROWS, -(-matrix.cols // tile.cols), TILE_ROWS, row_bytes),
-            (matrix.strip_bytes, tile.bytes, row_bytes, 1),
+            (matrix.rows // TILE_ROWS, -(-matrix.cols // form.tile_cols), TILE_ROWS, row_bytes),
+            (matrix.strip_bytes, form.tile_bytes, row_bytes, 1),
             block.storage_offset() + matrix.tiles + offset,
         )
 
     codes = cut(0, ROW_BYTES)
-    if tile.table is None:
-        return codes.view({"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[format])
-    groups = codes.unflatten(-1, (4, 1, 16))
+    if not form.values:
+        return codes.view(form.code_dtype)
+    groups = codes.unflatten(-1, (-1, 1, GROUP // 2))
     both = torch.cat((groups & 15, groups >> 4), dim=-2).flatten(-2)
-    values = _table(format, block.device)[both.int()]
-    scales = cut(CODE_BYTES, (tile.bytes - CODE_BYTES) // TILE_ROWS)
-    if format == "int4":
-        scales = scales.view(torch.bfloat16)
-    elif format == "mxfp4":
-        scales = torch.where(scales == 0, 2.0**-127, (scales.int() << 23).view(torch.float32))
-    return (values * scales.float()[..., None]).bfloat16().flatten(-2)
+    stored = cut(CODE_BYTES, (form.tile_bytes - CODE_BYTES) // TILE_ROWS)
+    if form.multipliers:
+        scales = _table(form.multipliers, block.device)[stored.int()]
+    else:
+        scales = stored.view(torch.bfloat16).float()
+    return (_table(form.values, block.device)[both.int()] * scales[..., None]).bfloat16().flatten(-2)
 
 
 @functools.cache
-def _table(format: str, device: torch.device) -> Tensor:
-    return torch.tensor(TILES[format].table, device=device)
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)
 
 
 def _block_scales(block: Tensor, matrix: PackedMatrix) -> Tensor:
-    """fp32 `[rows, cols]`."""
+    """The scale of each value, fp32 `[rows, cols]`."""
     assert matrix.scales is not None
     across = -(-matrix.cols // SCALE_BLOCK)
     down = -(-matrix.rows // SCALE_BLOCK)
@@ -95,13 +94,13 @@ def _block_scales(block: Tensor, matrix: PackedMatrix) -> Tensor:
 
 
 def _of_rows(scale: Tensor, piece: Piece) -> Tensor:
-    """`[n, outputs]`: each row's expert's scale."""
+    """For each row the scale of its expert: `[n, outputs]`."""
     rows = torch.arange(piece.rows, dtype=torch.int32, device=scale.device)
     return scale[torch.searchsorted(piece.ends, rows, right=True)]
 
 
 def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     parts = b[..., col : col + 2 * adapters.places].unflatten(-1, (2, -1))
     parts.zero_()
     a.zero_()
@@ -116,7 +115,7 @@ def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: i
 
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     rows = source[piece.row_route // piece.top_k]
     out[:, : source.shape[1]] = rows if scale is None else rows.float() * _of_rows(scale, piece)
 
@@ -128,12 +127,12 @@ def _dropped(x: Tensor, piece: Piece, dropout: Dropout | None) -> Tensor:
 
 
 def _places(rows: Tensor, inputs: int, places: int) -> Tensor:
-    """What lies behind the inputs: `[n, 2, places]`."""
+    """The two parts of places that lie behind the inputs: `[n, 2, places]`."""
     return rows[:, inputs : inputs + 2 * places].unflatten(1, (2, -1))
 
 
 def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     _, _, places, inputs = a.shape
     x, out = _dropped(rows[:, :inputs], piece, dropout), _places(rows, inputs, places)
     for expert, at in piece.ranges():
@@ -141,7 +140,7 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
 
 
 def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     _, _, places, inputs = a.shape
     low = _places(rows, inputs, places)[..., begin:end].float().sum(1)
     added = torch.empty(rows.shape[0], inputs, device=rows.device)
@@ -161,7 +160,7 @@ def lora_gradients(
     out: Tensor,
     adds: bool,
 ) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     if not adds:
         out.zero_()
     outputs, at = dy.shape[1] // len(adapters.pairs), 0
@@ -187,7 +186,7 @@ def lora_gradients(
 def _activation(
     gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gate and up in fp32, the clamped gate's sigmoid and the clamped up with its shift."""
+    """Gate and up in fp32, the sigmoid of the clamped gate, and the clamped up plus its shift."""
     scaled = gate_up.float() if scale is None else gate_up.float() * _of_rows(scale, piece)
     gate, up = scaled.chunk(2, dim=1)
     sigmoid = torch.sigmoid(swiglu.alpha * gate.clamp(max=swiglu.limit))
@@ -195,7 +194,7 @@ def _activation(
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     gate, _, sigmoid, up = _activation(gate_up, scale, piece, swiglu)
     out[:, : up.shape[1]] = gate.clamp(max=swiglu.limit) * sigmoid * up
 
@@ -211,7 +210,7 @@ def swiglu_backward(
     h: Tensor,
     grad_weights: Tensor,
 ) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     routes = piece.row_route
     gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
     clamped = gate.clamp(max=swiglu.limit)
@@ -229,7 +228,7 @@ def swiglu_backward(
 
 
 def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     y = y[:, : out.shape[1]]
     if scale is not None:
         y = y.float() * _of_rows(scale, piece)

@@ -15,7 +15,7 @@ from ktft.lora import LoraPair
 
 ROWS, RANKS, COLS = 32, 64, 128
 PLACE_COLS = 1024
-# What changes from call to call must not make new kernels
+# Triton must not compile a new kernel for what changes from call to call
 UNSPECIALIZED = {
     "do_not_specialize": ("experts", "low_key", "high_key", "other_low", "other_high", "threshold", "kept"),
     "do_not_specialize_on_alignment": ("ends", "routes"),
@@ -24,7 +24,7 @@ UNSPECIALIZED = {
 
 @triton.jit
 def _tile(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert and the rows [first, last) of this program's tile: of an expert's rows, some ROWS."""
+    """The expert of this program's tile, which is at most ROWS of that expert's rows: from `first` to before `last`."""
     g = tl.arange(0, EXPERTS)
     end = tl.load(ends + g, mask=g < experts, other=0)
     begin = tl.load(ends + g - 1, mask=(g > 0) & (g < experts), other=0)
@@ -39,7 +39,7 @@ def _tile(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _stays(routes, row, here, col, low_key, high_key, threshold):
-    """`dropout.stays` for rows and columns."""
+    """What `dropout.stays` says, for these rows and columns."""
     route = tl.load(routes + row, mask=here, other=0)
     stream = high_key.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low_key.to(tl.uint32, bitcast=True).to(
         tl.uint64
@@ -57,7 +57,7 @@ def _stays(routes, row, here, col, low_key, high_key, threshold):
 
 @triton.jit
 def _split_store(values, to, part, mask):
-    """Values as a high and a low part."""
+    """Write values as the sum of a high and a low part."""
     high = values.to(tl.bfloat16)
     tl.store(to, high, mask=mask)
     tl.store(to + part, (values - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
@@ -106,7 +106,7 @@ def _place(
     a0, b0, a1, b1, rank0, rank1, begin1, scaling0, scaling1, kept, scale, a, b, b_row, inputs, outputs, rows, places,
     SCALED: tl.constexpr, TWO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program writes some columns of one place of A, or some rows of B with all places."""
+    """Each program writes some columns of one place of A, or some rows of B with all their places."""
     expert = tl.program_id(0).to(tl.int64)
     across = (inputs + COLS - 1) // COLS
     block = tl.program_id(1)
@@ -190,7 +190,7 @@ def _gradients(
     ADDS: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, DROPS: tl.constexpr, TWO: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program makes some columns of A's gradient or some rows of B's, of one expert and projection."""
+    """Each program computes some columns of A's gradient or some rows of B's, for one expert and projection."""
     expert = tl.program_id(0)
     last = tl.load(ends + expert)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -206,7 +206,7 @@ def _gradients(
             low_key, high_key = tl.where(second, other_low, low_key), tl.where(second, other_high, high_key)
             before = tl.where(second, experts.to(tl.int64) * rank0 * (inputs + outputs), 0)
             side, dy_row = tl.where(second, outputs, 0), 2 * outputs
-        # A's: dx's places and x; B's: x's places and dy
+        # A's gradient takes the places of dx, and x; B's the places of x, and dy
         is_a = block < of_a
         if is_a:
             low, low_row, wide, wide_row = dx, dx_row, x, x_row
@@ -223,7 +223,7 @@ def _gradients(
             from_low = low + row.to(tl.int64)[:, None] * low_row + rank[None, :]
             inside = here[:, None] & (rank < ranks)[None, :]
             value = tl.load(from_low, mask=inside, other=0).to(tl.float32)
-            value += tl.load(from_low + places, mask=inside & is_a, other=0).to(tl.float32)  # x has the same twice
+            value += tl.load(from_low + places, mask=inside & is_a, other=0).to(tl.float32)  # both parts of x are equal
             if WEIGHTED:
                 value *= tl.load(weights + tl.load(routes + row, mask=here, other=0), mask=here, other=0)[:, None]
             from_wide = wide + row.to(tl.int64)[:, None] * wide_row + col[None, :]
@@ -246,7 +246,7 @@ def _gradients(
 
 
 def _mask(dropout: Dropout | None) -> tuple[int, int, int]:
-    """Key and threshold as 32-bit arguments, whose types do not change with their values."""
+    """Key and threshold as 32-bit arguments, so that their types do not depend on their values."""
     if dropout is None:
         return 0, 0, 0
     return signed(dropout.stream, 32), signed(dropout.stream >> 32, 32), signed(dropout.threshold, 32)
@@ -257,14 +257,14 @@ def _block(ranks: int) -> int:
 
 
 def _tiles(piece: Piece) -> tuple[int, dict[str, int]]:
-    """At least as many tiles as the experts' rows make, and the constants of `_tile`."""
+    """A bound on the number of tiles that the experts' rows make, and the constants of `_tile`."""
     experts = len(piece.counts)
     return cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, power_of_2(experts)), "ROWS": ROWS}
 
 
 def _two(adapters: Adapters) -> tuple[LoraPair, int, LoraPair, int, bool]:
-    """The first projection's pair and rank and the second one's, rank 0 where there is none; whether two lie side by
-    side.
+    """The pair and rank of the first and of the second projection, and whether there are two side by side. A projection
+    without an adapter has rank 0.
     """
     some = next(pair for pair in adapters.pairs if pair is not None)
     first, two = adapters.pairs[0], len(adapters.pairs) == 2
@@ -274,7 +274,7 @@ def _two(adapters: Adapters) -> tuple[LoraPair, int, LoraPair, int, bool]:
 
 
 def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     first, rank0, second, rank1, two = _two(adapters)
     experts, rows, b_row = b.shape
     places = adapters.places
@@ -287,7 +287,7 @@ def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: i
 
 
 def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     tiles, constants = _tiles(piece)
     block = _block(end - begin)
     _low_rank[(tiles, cdiv(end - begin, block))](
@@ -298,7 +298,7 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
 
 
 def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     tiles, constants = _tiles(piece)
     _add_low_rank[(tiles, cdiv(a.shape[3], COLS))](
         rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
@@ -318,7 +318,7 @@ def lora_gradients(
     out: Tensor,
     adds: bool,
 ) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     first, rank0, second, rank1, two = _two(adapters)
     inputs, outputs, experts = first.a.shape[2], dy.shape[1] // (1 + two), len(piece.counts)
     ranks = max(rank0, rank1)

@@ -1,4 +1,4 @@
-"""`ops.Operations` in Triton: rows here, weights and LoRA in their own files."""
+"""`interface.Operations` in Triton. Operations on rows are here; those on weights and LoRA have their own files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 COLS = 1024
-# What changes from call to call must not make new kernels
+# Triton must not compile a new kernel for what changes from call to call
 UNSPECIALIZED = {
     "do_not_specialize": ("experts", "begin", "rows"),
     "do_not_specialize_on_alignment": ("ends", "routes"),
@@ -58,7 +58,7 @@ def _gather(
 
 @triton.jit
 def _load_pair(gate_up, scale, expert, col, width, SCALED: tl.constexpr):
-    """Gate and up of one row in fp32, and their scales."""
+    """Gate and up of one row, times their scales, in fp32; and these scales."""
     gate = tl.load(gate_up + col, mask=col < width, other=0).to(tl.float32)
     up = tl.load(gate_up + width + col, mask=col < width, other=0).to(tl.float32)
     if SCALED:
@@ -153,7 +153,7 @@ def _experts(piece: Piece) -> int:
 
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     cols, experts = source.shape[1], len(piece.counts)
     _gather[(piece.rows, cdiv(cols, COLS))](
         source, out, out.stride(0), scale, piece.ends, piece.row_route, piece.top_k, experts, cols,
@@ -162,7 +162,7 @@ def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> N
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     width = gate_up.shape[1] // 2
     _swiglu[(piece.rows, cdiv(width, COLS))](
         gate_up, out, out.stride(0), scale, piece.ends, len(piece.counts), width,
@@ -182,7 +182,7 @@ def swiglu_backward(
     h: Tensor,
     grad_weights: Tensor,
 ) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     _swiglu_backward[(piece.rows,)](
         gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
         piece.ends, piece.row_route, len(piece.counts), gate_up.shape[1] // 2, swiglu.alpha, swiglu.limit, swiglu.shift,
@@ -191,7 +191,7 @@ def swiglu_backward(
 
 
 def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
-    """See `ops.Operations`."""
+    """See `Operations`."""
     cols = out.shape[1]
     _combine[(out.shape[0], cdiv(cols, COLS))](
         y, y.stride(0), out, weights, scale, piece.ends, piece.route_row, piece.top_k, piece.begin, piece.rows,

@@ -1,4 +1,4 @@
-"""`HotOperations` in torch operations, for any device: pair by pair, so not for speed."""
+"""`HotOperations` in torch operations, for any device. It goes pair by pair, so it is not fast."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor
 
 
 def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor) -> Tensor:
-    """One resident's output for one token."""
+    """The output of one resident for one token."""
     count = hot.slices[0][1].numel() // hot.block_bytes
     packed = [
         bytes_.as_strided((count, part.expert_bytes), (hot.block_bytes, 1))[block][None] for part, bytes_ in hot.slices
@@ -54,7 +54,7 @@ def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor) -> T
 
 
 def _outputs(matrix: Tensor, scale: Tensor | None, biases: bool, x: Tensor) -> Tensor:
-    """W x with its biases, in two parts, at its end, all without scale."""
+    """W x plus the biases. `matrix` has both divided by the scale, the biases in two parts behind the weights."""
     y = matrix[0, :, : len(x)].float() @ x
     if biases:
         y += matrix[0, :, len(x) :][:, :2].float().sum(1)
@@ -62,7 +62,7 @@ def _outputs(matrix: Tensor, scale: Tensor | None, biases: bool, x: Tensor) -> T
 
 
 def _lora(hot: HotLayer, block: Tensor, name: str, x: Tensor) -> Tensor | float:
-    """scaling · B A x, with places beyond the rank left out: they hold what another adapter had."""
+    """scaling · B A x. Places beyond the rank are left out: they may still hold what another adapter had there."""
     if hot.stack is None or hot.stacks is None:
         return 0.0
     stack, mine = hot.stack, hot.stacks[block]

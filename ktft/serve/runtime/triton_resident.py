@@ -1,9 +1,9 @@
 """Few tokens through experts that are resident on a GPU, in Triton: products straight from packed bytes.
 
-A program multiplies 16 rows of one matrix, a strip of tiles, by one token. Weights are read once a (token, expert)
-pair; with so few tokens memory is the limit, and packed bytes are a quarter of bf16's. Sums are fp32 in an order that
-does not change. Which pairs are resident is read on the device: programs of others leave at once, so one CUDA graph
-serves whatever routing and whatever residents.
+A program multiplies 16 rows of one matrix, a strip of tiles, by one token. Weights are read once for each pair of a
+token and an expert: with so few tokens memory is the limit, and packed bytes are a quarter of bf16's. Sums are fp32 in
+an order that does not change. The programs find out on the device which pairs are resident, and those of other pairs
+leave at once, so that one CUDA graph serves any routing and any residents.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktft.lanes.ops.tiles import TILES, cdiv
-from ktft.lanes.ops.triton_decode import _magnitude
-from ktft.native.packed import PackedMatrix
+from ktft.lanes.ops.tiles import cdiv
+from ktft.lanes.ops.triton_codes import ROWS, columns, constants, groups, value_of, views
+from ktft.native.packed import PACKED_FORMATS, PackedMatrix
 from ktft.serve.runtime.resident_experts import HotLayer
 
 COLS = 256
 RANKS = 16
-# What differs from call to call must not make new kernels: a graph's capture is no time to compile
+# What differs from call to call must not need a new kernel: none can be compiled while a graph is captured
 UNSPECIALIZED = {
     "do_not_specialize": ("pairs", "experts", "top_k", "per_token", "first"),
     "do_not_specialize_on_alignment": ("index", "weights", "low"),
@@ -45,74 +45,53 @@ def _route(
 
 
 @triton.jit
-def _plain(codes, floats, source, scales, row, x, cols, FORMAT: tl.constexpr, COLS: tl.constexpr):
-    """16 rows of bf16, int8 or fp8 times x, without the rows' scales."""
-    TILE: tl.constexpr = 32 if FORMAT == "bf16" else 64
-    r = tl.arange(0, 16)[:, None]
-    total = tl.zeros((16, COLS), tl.float32)
+def _plain(
+    codes, floats, source, scales, row, x, cols,
+    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """The product of 16 rows with whole-byte codes and x, without the rows' scales."""
+    total = tl.zeros((ROWS, COLS), tl.float32)
     for first in range(0, cols, COLS):
-        col = first + tl.arange(0, COLS)[None, :]
-        here = col < cols
-        code = tl.load(codes + source + col // TILE * (TILE * 16) + r * TILE + col % TILE, mask=here, other=0)
-        if FORMAT == "fp8":
-            code = code.to(tl.uint16)
-            half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True)
-            at = scales + row // 128 * ((cols + 127) // 128) + col // 128
-            value = half.to(tl.float32) * 256 * tl.load(floats + at, mask=here, other=0)
-        else:
-            value = code.to(tl.float32)
+        value, col, here = columns(
+            codes, floats, source, scales, row, first, cols, CODES, TABLE, UNIT, SCALES, TILE, COLS
+        )
         total += value * tl.load(x + col, mask=here, other=0).to(tl.float32)
     return tl.sum(total, 1)
 
 
 @triton.jit
-def _nibbles(codes, halves, source, x, cols, FORMAT: tl.constexpr, COLS: tl.constexpr):
-    """16 rows of a 4-bit format times x, without the rows' scales."""
-    TILE: tl.constexpr = 1152 if FORMAT == "int4" else 1088
-    r = tl.arange(0, 16)[:, None, None]
-    i = tl.arange(0, 16)[None, None, :]
-    total = tl.zeros((16, COLS // 32, 16), tl.float32)
+def _nibbles(
+    codes, halves, source, x, cols,
+    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """The product of 16 rows with 4-bit codes and x, without the rows' scales."""
+    total = tl.zeros((ROWS, COLS // 32, 16), tl.float32)
     for first in range(0, cols, COLS):
-        group = first // 32 + tl.arange(0, COLS // 32)[None, :, None]
-        here = group * 32 < cols
-        tile = source + group // 4 * TILE
-        code = tl.load(codes + tile + r * 64 + group % 4 * 16 + i, mask=here, other=0).to(tl.int32)
-        at = r * 4 + group % 4
-        if FORMAT == "int4":
-            factor = tl.load(halves + (tile + 1024) // 2 + at, mask=here, other=0).to(tl.float32)
-        else:
-            stored = tl.load(codes + tile + 1024 + at, mask=here, other=0).to(tl.int32)
-            if FORMAT == "k4":
-                factor = stored.to(tl.float32)
-            else:  # 2^(stored - 127), of which the smallest is subnormal
-                factor = tl.where(stored == 0, 0x00400000, stored << 23).to(tl.float32, bitcast=True)
-        low = tl.load(x + group * 32 + i, mask=here, other=0).to(tl.float32)
-        high = tl.load(x + group * 32 + 16 + i, mask=here, other=0).to(tl.float32)
-        total += factor * (_value(code & 15, FORMAT) * low + _value(code >> 4, FORMAT) * high)
+        code, factor, col, i, here = groups(codes, halves, source, first, cols, SCALES, TILE, COLS)
+        low = tl.load(x + col + i, mask=here, other=0).to(tl.float32)
+        high = tl.load(x + col + 16 + i, mask=here, other=0).to(tl.float32)
+        total += factor * (
+            value_of(code & 15, CODES, TABLE, UNIT) * low + value_of(code >> 4, CODES, TABLE, UNIT) * high
+        )
     return tl.sum(tl.sum(total, 2), 1)
-
-
-@triton.jit
-def _value(code, FORMAT: tl.constexpr):
-    if FORMAT == "int4":
-        value = (code - 8).to(tl.float32)
-    else:
-        value = _magnitude(code & 7, FORMAT)
-        value = tl.where(code < 8, value, -value)
-    return value
 
 
 @triton.jit
 def _strip(
     codes, floats, halves, block, float_block, tiles, strip_codes, scales, biases, strip, x, cols,
-    FORMAT: tl.constexpr, FOUR_BITS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
+    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
+    NIBBLES: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """16 rows of a matrix times x, and their biases."""
+    """The product of 16 rows of a matrix and x, with scales and biases."""
     source = block + tiles + strip.to(tl.int64) * strip_codes
-    if FOUR_BITS:
-        y = _nibbles(codes, halves, source, x, cols, FORMAT, COLS)
+    if NIBBLES:
+        y = _nibbles(codes, halves, source, x, cols, CODES, TABLE, UNIT, SCALES, TILE, COLS)
     else:
-        y = _plain(codes, floats, source, float_block + scales, strip * 16, x, cols, FORMAT, COLS)
+        y = _plain(
+            codes, floats, source, float_block + scales, strip * 16, x, cols, CODES, TABLE, UNIT, SCALES, TILE, COLS
+        )
     r = strip * 16 + tl.arange(0, 16)
     if SCALED:
         y *= tl.load(floats + float_block + scales + r)
@@ -123,7 +102,7 @@ def _strip(
 
 @triton.jit
 def _lora(b, row, low, rank, width, RANKS: tl.constexpr):
-    """16 rows of B from `row` on, times A x."""
+    """The product of 16 rows of B, from `row` on, and A x."""
     r = (row + tl.arange(0, 16))[:, None] * width
     total = tl.zeros((16, RANKS), tl.float32)
     for first in range(0, rank, RANKS):
@@ -138,7 +117,7 @@ def _low_rank(
     x, x_row, per_token, slots, stacks, stack, offsets, ranks, first, out, width, cols,
     RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """out `[pairs, M, width]` = A x, of M projections whose A are at `offsets` of a slot's stack."""
+    """out `[pairs, M, width]` = A x, for M projections whose A lie at `offsets` in the stack of the pair's slot."""
     pair = tl.program_id(0)
     slot = tl.load(slots + pair).to(tl.int64)
     which = tl.program_id(2)
@@ -165,8 +144,9 @@ def _low_rank(
 def _gate_up(
     hidden, top_k, slots, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
     tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, alpha, limit, shift,
-    FORMAT: tl.constexpr, FOUR_BITS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr,
-    RANKS: tl.constexpr, COLS: tl.constexpr,
+    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
+    NIBBLES: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr, RANKS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     pair, strip = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
@@ -175,11 +155,11 @@ def _gate_up(
         block, float_block = slot * block_codes, slot * block_floats
         gate = _strip(
             codes, floats, halves, block, float_block, tiles[0], strip_codes, scales[0], biases[0], strip, x, cols,
-            FORMAT, FOUR_BITS, SCALED, BIASED, COLS,
+            CODES, TABLE, UNIT, SCALES, TILE, NIBBLES, SCALED, BIASED, COLS,
         )  # fmt: skip
         up = _strip(
             codes, floats, halves, block, float_block, tiles[1], strip_codes, scales[1], biases[1], strip, x, cols,
-            FORMAT, FOUR_BITS, SCALED, BIASED, COLS,
+            CODES, TABLE, UNIT, SCALES, TILE, NIBBLES, SCALED, BIASED, COLS,
         )  # fmt: skip
         row = begin + strip * 16
         if LORA:
@@ -196,10 +176,11 @@ def _gate_up(
 def _down(
     h, top_k, slots, weights, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
     tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, rows,
-    FORMAT: tl.constexpr, FOUR_BITS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr,
-    ADDS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
+    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
+    NIBBLES: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr, ADDS: tl.constexpr,
+    RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over a token's residents; of further slices of their columns added to the one before."""
+    """The sum over a token's residents. With ADDS, what a further slice of their columns gives is added to out."""
     token, strip = tl.program_id(0).to(tl.int64), tl.program_id(1)
     to = out + token * rows + strip * 16 + tl.arange(0, 16)
     total = tl.zeros((16,), tl.float32)
@@ -211,16 +192,14 @@ def _down(
         if slot >= 0:
             y = _strip(
                 codes, floats, halves, slot * block_codes, slot * block_floats, tiles[0], strip_codes, scales[0],
-                biases[0], strip, h + pair * intermediate + begin, cols, FORMAT, FOUR_BITS, SCALED, BIASED, COLS,
+                biases[0], strip, h + pair * intermediate + begin, cols,
+                CODES, TABLE, UNIT, SCALES, TILE, NIBBLES, SCALED, BIASED, COLS,
             )  # fmt: skip
             if LORA:
                 mine = stacks + slot * stack + b[0]
                 y += _lora(mine, strip * 16, low + pair * width, tl.load(ranks + 2), width, RANKS)
             total += y * tl.load(weights + pair)
     tl.store(to, total)
-
-
-_CODES = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def route(hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,12 +238,11 @@ def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor
 
 
 def _packed(hot: HotLayer, memory: Tensor, begin: int, matrices: tuple[PackedMatrix, ...]) -> tuple[Any, ...]:
-    """Where a slice's blocks are, in units of their codes and of floats."""
-    dtype = _CODES.get(hot.layer.format, torch.uint8)
-    size = dtype.itemsize
-    halves = memory.view(torch.bfloat16) if hot.layer.format == "int4" else None
+    """A slice's blocks as the kernels take them: offsets count codes, and floats for scales and biases."""
+    codes, floats, halves = views(hot.layer.format, memory)
+    size = codes.element_size()
     return (
-        memory.view(dtype), memory.view(torch.float32), halves, hot.block_bytes // size, hot.block_bytes // 4,
+        codes, floats, halves, hot.block_bytes // size, hot.block_bytes // 4,
         begin, matrices[0].strip_bytes // size,
         tuple(matrix.tiles // size for matrix in matrices),
         tuple((matrix.scales or 0) // 4 for matrix in matrices),
@@ -273,11 +251,11 @@ def _packed(hot: HotLayer, memory: Tensor, begin: int, matrices: tuple[PackedMat
 
 
 def _constants(hot: HotLayer, matrix: PackedMatrix) -> dict[str, Any]:
-    tile = TILES[hot.layer.format]
+    form = PACKED_FORMATS[hot.layer.format]
     return {
-        "FORMAT": hot.layer.format,
-        "FOUR_BITS": tile.table is not None,
-        "SCALED": tile.row_scaled,
+        **constants(hot.layer.format),
+        "NIBBLES": bool(form.values),
+        "SCALED": form.row_scaled,
         "BIASED": matrix.bias is not None,
         "RANKS": RANKS,
         "COLS": COLS,
@@ -285,7 +263,7 @@ def _constants(hot: HotLayer, matrix: PackedMatrix) -> dict[str, Any]:
 
 
 def _low(hot: HotLayer, x: Tensor, blocks: Tensor, per_token: int, names: tuple[str, ...]) -> Tensor | None:
-    """fp32 `[pairs, projections, width]`: A x of the residents; None where no adapter is served."""
+    """A x for the residents, fp32 `[pairs, projections, width]`; None where no adapter is served."""
     if hot.stack is None or hot.stacks is None:
         return None
     pairs, width = blocks.numel(), hot.stack.width

@@ -1,0 +1,104 @@
+"""What docs/add-a-kernel.md promises: a format is rows and a codec, and no other place of `ktft` asks for its name."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from lanes import decoded, exact
+from test_kernels import make_layer
+from torch import Tensor
+from toy_format import check_decoding, check_products, toy
+
+from ktft import native
+from ktft.config import EXPERT_FORMATS
+from ktft.formats import FORMAT_TRAITS
+from ktft.lanes.ops import torch_ops
+from ktft.native import ExpertLayer
+from ktft.native.packed import CODE_BYTES, PACKED_FORMATS, TILE_ROWS, PackedFormat, PackedMatrix
+from ktft.serve.runtime import torch_resident
+
+__all__ = ["toy"]
+
+ROOT = Path(__file__).parents[1]
+MAY_COMPARE = {
+    "ktft/formats.py": "the rows",
+    "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/add-a-kernel.md",
+    "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/add-a-kernel.md",
+    "ktft/verify/merged.py": "formats of checkpoints: docs/add-a-kernel.md",
+    "ktft/bench/kernels.py": "W8A8 is int8's alone",
+    "ktft/bench/peer_kt.py": "what the peer has",
+    "ktft/train/trainer.py": "the Trainer's mixed precision, which has the same names",
+}
+"""Files that compare with formats' names, and why they may."""
+
+
+def random_codes(layer: ExpertLayer) -> None:
+    """Overwrite all codes, which an encoder does not use all of, and leave the scales."""
+    form, generator = PACKED_FORMATS[layer.format], torch.Generator().manual_seed(7)
+    for part in layer.slices():
+        for expert in range(layer.num_experts):
+            for matrix in part.matrices.values():
+                tiles = [s * matrix.strip_bytes + t * form.tile_bytes for s, t in tiles_of(form, matrix)]
+                for at in tiles:
+                    address = part.address + expert * part.expert_bytes + matrix.tiles + at
+                    memory = torch.frombuffer((ctypes.c_uint8 * CODE_BYTES).from_address(address), dtype=torch.uint8)
+                    codes = torch.randint(256, (CODE_BYTES,), generator=generator, dtype=torch.uint8)
+                    # E4M3 has two codes for NaN, bf16 has many: no encoder writes them
+                    unused = codes & 127 == 127 if form.code_dtype.is_floating_point else codes == 256
+                    memory.copy_(codes.masked_fill(unused, 0))
+
+
+def tiles_of(form: PackedFormat, matrix: PackedMatrix) -> list[tuple[int, int]]:
+    """Strip and place in it of each tile."""
+    strips, across = matrix.rows // TILE_ROWS, -(-matrix.cols // form.tile_cols)
+    return [(strip, tile) for strip in range(strips) for tile in range(across)]
+
+
+def bits(values: Tensor) -> Tensor:
+    """A zero's sign counts."""
+    return values.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("fmt", EXPERT_FORMATS)
+def test_torch_decodes_every_code_as_the_native_core_does(fmt: str) -> None:
+    layer = make_layer(160, 288, fmt, native.default_isa(), nodes=2)
+    random_codes(layer)
+    weights = decoded(layer, [3, 0], None, torch.device("cpu"), torch_ops)
+    scales = weights.gate_up_scale, weights.down_scale
+    for ours, scale, theirs in zip((weights.gate_up, weights.down), scales, exact(layer, [3, 0]), strict=True):
+        values = ours.float() if scale is None else ours.float() * scale[..., None]
+        assert torch.equal(bits(values), bits(theirs))
+
+
+def test_every_format_has_its_rows() -> None:
+    assert tuple(FORMAT_TRAITS) == tuple(PACKED_FORMATS) == EXPERT_FORMATS
+
+
+def test_a_new_format_needs_its_row_alone(toy: ExpertLayer) -> None:
+    """With Triton's kernels: test_lanes_triton.py, test_hybrid_triton.py."""
+    check_decoding(toy, torch_ops, "cpu")
+    check_products(toy, torch_resident, "cpu")
+
+
+def names_branched_on(path: Path) -> set[str]:
+    """Formats whose names the file compares with, or looks something up by."""
+    formats, found = set(EXPERT_FORMATS) - {"bf16"}, set()  # "bf16" is torch's name of a type too
+    for node in ast.walk(ast.parse(path.read_text())):
+        branch = isinstance(node, ast.Compare | ast.MatchValue | ast.Dict)
+        where = node.keys if isinstance(node, ast.Dict) else [node]
+        for part in where if branch else []:
+            inside = ast.walk(part) if part is not None else ()
+            found |= {n.value for n in inside if isinstance(n, ast.Constant) and n.value in formats}
+    return found
+
+
+def test_no_other_file_branches_on_a_format() -> None:
+    found = {path.relative_to(ROOT).as_posix(): names_branched_on(path) for path in (ROOT / "ktft").rglob("*.py")}
+    found = {name: names for name, names in found.items() if names}
+    wrong = {name: names for name, names in found.items() if name not in MAY_COMPARE}
+    assert not wrong, "say it as a row: in ktft/formats.py, or in the codec and PackedFormat"
+    assert set(found) == set(MAY_COMPARE), "take files that no longer compare from the list"
