@@ -11,7 +11,7 @@ from ktft.verify.contract import comparable
 from ktft.verify.problem import Problem
 
 TYPICAL = {"bf16": 0.0017, "int8": 0.0083, "fp8": 0.0264, "k4": 0.0767, "int4": 0.0822, "mxfp4": 0.115}
-"""Relative RMS error of Gaussian weights: docs/formats.md."""
+"""Relative RMS error of Gaussian weights: docs/reference/formats.md."""
 
 LIMITS = {"bf16": 0.005, "int8": 0.04, "fp8": 0.04, "k4": 0.14, "int4": 0.16, "mxfp4": 0.19}
 """No expert's projection may be further off: half again what heavy-tailed weights (Student t5) have, and more where a

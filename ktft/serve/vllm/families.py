@@ -16,7 +16,7 @@ SERVED = (
     "qwen3_moe",
     "qwen3_next",
 )
-"""Values of `model_type` whose log-probabilities were measured to be training's: docs/serve-families.md."""
+"""Values of `model_type` whose log-probabilities were measured to be training's: docs/reference/serve-families.md."""
 
 # What these families are in transformers' code, and what transformers 5 leaves out of the config.json that it writes:
 # vLLM would have no place for e_score_correction_bias, and take softmax for the router's sigmoid
