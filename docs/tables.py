@@ -6,6 +6,7 @@ A part stands between `<!-- docs/tables.py NAME -->` and `<!-- end -->`. NAME is
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -102,6 +103,18 @@ def _summary(command: Any) -> str:
     return f"{first} Subcommands: {code(below)}." if below else first
 
 
+def imports() -> str:
+    """The order that tests/test_layout.py keeps: a part imports parts to its right."""
+    tree = ast.parse((DOCS.parent / "tests/test_layout.py").read_text())
+    named = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    chains = (ast.literal_eval(named[ranks]) for ranks in ("PYTHON_RANKS", "CPP_RANKS"))
+    python, cpp = (
+        " → ".join(", ".join(part for part in ranks if ranks[part] == rank) for rank in sorted({*ranks.values()})[::-1])
+        for ranks in chains
+    )
+    return f"- Python: `{python}`\n- C++: `{cpp}`"
+
+
 def kt_keys() -> str:
     """KTransformers' keys: what each sets, or why it sets nothing."""
     return table(
@@ -132,6 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "formats": formats,
     "versions": versions,
     "commands": commands,
+    "imports": imports,
     "kt_keys": kt_keys,
 }
 
