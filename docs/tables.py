@@ -116,16 +116,18 @@ def imports() -> str:
 
 
 def kt_keys() -> str:
-    """KTransformers' keys: what each sets, or why it sets nothing."""
-    return table(
-        ("Key", "Here"), ((f"`{name}`", _effect(key)) for name, key in KT_KEYS.items() if name not in SETTINGS)
-    )
+    """KTransformers' keys: what each sets, or under what condition it is accepted, or that it has no effect."""
+    effects: dict[str, list[str]] = {}
+    for name, key in KT_KEYS.items():
+        if name not in SETTINGS:
+            effects.setdefault(_effect(key), []).append(name)
+    return table(("Keys", "Here"), ((code(names), effect) for effect, names in effects.items()))
 
 
 def _effect(key: KtKey) -> str:
     if key.setting is not None:
         return f"sets `{key.setting}`"
-    return f"no effect: {key.note}" if key.note else _condition(key.convert)
+    return "no effect; the log says why" if key.note else _condition(key.convert)
 
 
 def _condition(convert: Callable[[Any], Any]) -> str:
