@@ -112,7 +112,7 @@ def imports() -> str:
         " → ".join(", ".join(part for part in ranks if ranks[part] == rank) for rank in sorted({*ranks.values()})[::-1])
         for ranks in chains
     )
-    return f"- Python: `{python}`\n- C++: `{cpp}`"
+    return f"```\nPython: {python}\nC++:    {cpp}\n```"
 
 
 def kt_keys() -> str:

@@ -99,6 +99,11 @@ def test_the_site_has_every_page_once() -> None:
     assert nav == sorted(path.relative_to(DOCS).as_posix() for path in PAGES)
 
 
+def test_the_home_page_leads_to_every_page() -> None:
+    home = DOCS / "README.md"
+    assert {file for _, file, _ in links(home)} == {*PAGES} - {home}
+
+
 def test_lists_and_tables_follow_an_empty_line() -> None:
     """Python-Markdown, which makes the site, reads them as part of the paragraph otherwise."""
     begin = re.compile(r"- |\d+\. |\|")
