@@ -3,6 +3,7 @@
 #   make demo    a small MoE, trained with LoRA through llamafactory-cli
 #   make test    all tests         make lint    style, types, C++ format
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
+#   make docs    the pages as a site, in build/site; its tools have an environment of their own, .venv-docs
 #   make sanitize  the kernel tests under AddressSanitizer, UBSan and ThreadSanitizer
 # With a CUDA torch: make STUBS= TORCH='torch==2.13.0 torchvision torchaudio'
 
@@ -18,6 +19,7 @@ EXTRAS := llamafactory dev
 SERVE_STUBS ?= $(STUBS) ./ci/stubs/torchcodec
 SERVE_VENV ?= .venv-serve
 SERVE_BIN := $(SERVE_VENV)/bin
+DOCS_VENV ?= .venv-docs
 # Tests that run beside each other: `auto` is one for each core, if memory has room (tests/conftest.py).
 WORKERS ?= auto
 
@@ -26,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test lint bench sanitize native serving format clean
+.PHONY: demo test lint bench sanitize native serving docs format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
@@ -100,5 +102,17 @@ $(SERVE_VENV)/.native: $(SERVE_VENV)/.environment $(VENV)/.native
 	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
 	@touch $@
 
+# Strict: a broken link fails. The variable silences an advertisement.
+docs: $(DOCS_VENV)/.environment
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo "ktft: build/site/index.html"
+
+$(DOCS_VENV)/.environment: pyproject.toml ci/requirements.py
+	@echo "ktft: environment for the pages in $(DOCS_VENV) (some 10 MB to download the first time) ..."
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python ci/requirements.py --only docs > $(DOCS_VENV)/requirements.txt
+	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check -qq install -r $(DOCS_VENV)/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(SERVE_VENV) build
+	rm -rf $(VENV) $(SERVE_VENV) $(DOCS_VENV) build

@@ -19,7 +19,8 @@ NOT_ASKED = "not asked for"
 LEGEND = (
     "T tokens; both: forward and backward. %P, %H, %S: of what products reach on registers, in the kernel's own loop "
     "and with weights from memory. GB/s: packed weights over the time; %read: of the memory's rate; reads: times "
-    "that products read them, 1 is the least. err%: against fp32. NAME x: its time over ktft's. docs/benchmarks.md"
+    "that products read them, 1 is the least. err%: against fp32. NAME x: its time over ktft's. "
+    "docs/reference/measuring.md"
 )
 PEER_NAMES = {"torch-eager": "eager", "torch-grouped": "grouped", "kt-kernel": "kt"}  # short enough for a column
 

@@ -1,12 +1,20 @@
-"""Print what building and running ktft needs, from pyproject.toml: `python ci/requirements.py [extra ...]`."""
+"""Print what building and running ktft needs, from pyproject.toml: `python ci/requirements.py [extra ...]`.
+
+`--only` before the extras leaves out ktft's own needs.
+"""
 
 import sys
 import tomllib
 from pathlib import Path
 
 declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-needs = declared["build-system"]["requires"] + declared["project"]["dependencies"]
-for extra in sys.argv[1:]:
+extras, needs = sys.argv[1:], []
+if extras[:1] == ["--only"]:
+    extras = extras[1:]
+else:
+    # With build isolation scikit-build-core would ask for the last two by itself.
+    needs += declared["build-system"]["requires"] + declared["project"]["dependencies"]
+    needs += ["cmake>=3.24,<5", "ninja>=1.11,<2"]
+for extra in extras:
     needs += declared["project"]["optional-dependencies"][extra]
-# With build isolation scikit-build-core would ask for these by itself.
-print(*needs, "cmake>=3.24,<5", "ninja>=1.11,<2", sep="\n")
+print(*needs, sep="\n")

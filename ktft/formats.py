@@ -13,7 +13,7 @@ class FormatTraits:
     """What planning and verifying expect of a format.
 
     Attributes:
-        error: relative RMS error of Gaussian weights: docs/formats.md.
+        error: relative RMS error of Gaussian weights: docs/reference/formats.md.
         error_limit: no expert's projection may be further off. It is half again what heavy-tailed weights (Student t5)
             have, and more where a format has one scale a row.
         speed: of the products, as a share of int8's at the same shape. Decoding 4 bits takes longer; how much longer is

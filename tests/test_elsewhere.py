@@ -15,7 +15,7 @@ from ktft.config import PROJECTIONS
 
 EVERYWHERE = ["o_proj", *PROJECTIONS]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", *EVERYWHERE]
-"""As docs/adapters.md recommends them for DeepSeek's attention."""
+"""As docs/guide/adapters.md recommends them for DeepSeek's attention."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 

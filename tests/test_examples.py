@@ -73,12 +73,12 @@ def test_trainer_api(tiny_checkpoint: Callable[[str], Path], functions: Path, tm
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_the_readmes_snippet_as_it_stands(
+def test_the_guides_snippet_as_it_stands(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On texts of unequal length, and what it names as "later" too."""
-    readme = (ROOT / "README.md").read_text().partition("## Without LLaMA-Factory")[2]
-    snippet = readme.partition("```python\n")[2].partition("```")[0]
+    guide = (ROOT / "docs/guide/first-training.md").read_text().partition("## Without LLaMA-Factory")[2]
+    snippet = guide.partition("```python\n")[2].partition("```")[0]
     later = re.search(r"# later: (.*)$", snippet, re.MULTILINE)
     assert later is not None
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What docs/add-a-kernel.md promises: a format is rows and a codec, and no other place of `ktft` asks for its name."""
+"""What docs/dev/add-a-kernel.md promises: a format is rows and a codec, and no other place of `ktft` asks for its name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["toy"]
 ROOT = Path(__file__).parents[1]
 MAY_COMPARE = {
     "ktft/formats.py": "the rows",
-    "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/add-a-kernel.md",
-    "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/add-a-kernel.md",
-    "ktft/verify/merged.py": "formats of checkpoints: docs/add-a-kernel.md",
+    "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
+    "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
+    "ktft/verify/merged.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
     "ktft/bench/kernels.py": "W8A8 is int8's alone",
     "ktft/bench/peer_kt.py": "what the peer has",
     "ktft/train/trainer.py": "the Trainer's mixed precision, which has the same names",

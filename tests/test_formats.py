@@ -10,7 +10,7 @@ from ktft import native
 from ktft.config import EXPERT_FORMATS
 
 # Relative RMS error in %, on Gaussian weights and on Student's t with 5 degrees of freedom: measured, and a few percent
-# of slack. `python tests/scripts/quantization_error.py` prints the table of docs/formats.md.
+# of slack. `python tests/scripts/quantization_error.py` prints the table of docs/reference/formats.md.
 BOUNDS = {
     "bf16": (0.17, 0.17),
     "int8": (0.85, 1.65),

@@ -1,4 +1,4 @@
-"""The layout of docs/architecture.md, kept by tests: file sizes, who may import whom, and what starts without torch."""
+"""The layout of docs/dev/architecture.md, kept by tests: file sizes, who may import whom, what starts without torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> ExpertLayer:
 
 
 def _matrix(block: list[int], matrix: PackedMatrix) -> Tensor:
-    """`[rows, cols]` as docs/architecture.md and csrc/quant/nibble-inl.h say, value by value."""
+    """`[rows, cols]` as docs/dev/architecture.md and csrc/quant/nibble-inl.h say, value by value."""
     out = torch.empty(matrix.rows, matrix.cols)
     for row in range(matrix.rows):
         for col in range(matrix.cols):

@@ -64,7 +64,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class ServeRecord:
-    """Medians over rounds, as printed; docs/benchmarks.md, "Serving", says what each is."""
+    """Medians over rounds, as printed; docs/reference/measuring.md, "Serving", says what each is."""
 
     server: str
     model: str

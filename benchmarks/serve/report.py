@@ -13,7 +13,7 @@ from benchmarks.serve.cases import ServeRecord
 
 LEGEND = (
     "in, out: tokens of a prompt and of an answer; TTFT: time to the first token; ITL: time between tokens; p95: of "
-    "the slowest twentieth; prefill, decode, output: tokens a second of all clients. docs/benchmarks.md"
+    "the slowest twentieth; prefill, decode, output: tokens a second of all clients. docs/reference/measuring.md"
 )
 
 

@@ -128,7 +128,7 @@ class PeerFigure:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Medians of one case, as printed; docs/benchmarks.md, "A training step", says what each is."""
+    """Medians of one case, as printed; docs/reference/measuring.md, "A training step", says what each is."""
 
     shape: str
     num_experts: int

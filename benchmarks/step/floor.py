@@ -1,4 +1,4 @@
-"""The least time that a step could take on the machine as it was measured: docs/benchmarks.md has the definition."""
+"""The least time that a step could take on the machine as measured: docs/reference/measuring.md defines it."""
 
 from __future__ import annotations
 

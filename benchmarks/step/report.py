@@ -17,7 +17,8 @@ PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "
 FLOOR = ", floor"
 LEGEND = (
     "L layers, T tokens; lanes: where experts run. margin: ms of one more layer; x floor: forward and backward over "
-    "the least this machine allows. experts': of VRAM, RSS: memory. NAME x: its time over ktft's. docs/benchmarks.md"
+    "the least this machine allows. experts': of VRAM, RSS: memory. NAME x: its time over ktft's. "
+    "docs/reference/measuring.md"
 )
 
 

@@ -7,8 +7,8 @@
 //
 // A panel of W, 32 outputs x kTileReduction, stays in L1 while all tokens stream past it from L2; results of the block
 // before come from L2 too. Streamed tiles are loaded with the hint not to keep them in L1, which would drive the panel
-// out; the next results, the next panel and the tokens of the next block are fetched meanwhile (docs/benchmarks.md has
-// what each of these brings).
+// out; the next results, the next panel and the tokens of the next block are fetched meanwhile
+// (docs/dev/kernel-log.md has what each of these brings).
 #pragma once
 
 #include <algorithm>

@@ -26,7 +26,7 @@ def said_before_training(model: nn.Module) -> str:
     refused = "; ".join(f"{target}: {reason}" for target, reason in reasons.items())
     return (
         f"ktft export would refuse this adapter for {refused}. To have it there unmerged, train without these "
-        "(docs/adapters.md); ktft merge takes it as it is"
+        "(docs/guide/adapters.md); ktft merge takes it as it is"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 WEAK, DROWNED = 0.3, 0.7
-"""Of `Survival.lost`. docs/merge.md has what was measured."""
+"""Of `Survival.lost`. docs/guide/merge.md has what was measured."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A converted checkpoint: what `ktft convert` writes, and how its packed experts get into memory.
 
-`ktft.json` describes it and is written last: without it the conversion is unfinished. docs/convert.md has the layout.
+`ktft.json` describes it and is written last: without it the conversion is unfinished.
+docs/reference/convert.md has the layout.
 """
 
 from __future__ import annotations

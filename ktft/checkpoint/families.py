@@ -1,4 +1,4 @@
-"""The MoE families ktft knows, one row each. Supporting another one is another row: docs/add-a-model.md."""
+"""The MoE families ktft knows, one row each. Supporting another one is another row: docs/dev/add-a-model.md."""
 
 from __future__ import annotations
 

@@ -114,7 +114,10 @@ def gpu() -> Iterator[Row]:
         yield Row("gpu", "ok", "none: CPU training works")
     elif torch.version.cuda is None:
         yield Row(
-            "gpu", "warn", f"torch {torch.__version__} is a CPU build", "reinstall torch with CUDA: see docs/install.md"
+            "gpu",
+            "warn",
+            f"torch {torch.__version__} is a CPU build",
+            "reinstall torch with CUDA: docs/guide/install.md",
         )
     else:
         cure = "nvidia-smi must list the GPU, with a driver new enough for torch's CUDA; check CUDA_VISIBLE_DEVICES"

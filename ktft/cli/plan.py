@@ -122,7 +122,8 @@ def show(plan: Plan, console: Console) -> None:
             console.print(Text(f"  {title}{row}", style="yellow" if title == "warning: " else ""), soft_wrap=True)
     if machine.assumptions:
         console.print(Text(f"Assumed: {'; '.join(machine.assumptions)}.", style="dim"), soft_wrap=True)
-    kind = "timed here on parts of the model" if machine.measured else "from docs/benchmarks.md and published figures"
+    described = "from docs/guide/benchmarks.md and published figures"
+    kind = "timed here on parts of the model" if machine.measured else described
     console.print(Text(f"Packed experts and LoRA are exact; all else is an estimate, times {kind}.", style="dim"))
 
 

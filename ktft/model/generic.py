@@ -49,7 +49,7 @@ def _derive(model: PreTrainedModel) -> Family:
         if problems := list(_problems(module)):
             raise ValueError(
                 f"{refusal}, and its experts {name} ({type(module).__name__}) are not SiLU(gate) * up as transformers "
-                f"5 calls and stacks it. They have {'; '.join(problems)}. docs/add-a-model.md says what a row needs"
+                f"5 calls and stacks it. They have {'; '.join(problems)}. docs/dev/add-a-model.md says what a row needs"
             )
     classes = sorted({type(module).__name__ for module in experts.values()})
     if len(classes) > 1:

@@ -153,7 +153,7 @@ class ExpertLayer:
         return int(self._layer.canonical_bytes(NATIVE_PROJECTIONS[projection]))
 
     def export_packed(self, expert: int, projection: str) -> Tensor:
-        """One packed weight in the canonical layout, uint8 `[canonical_bytes]`: docs/convert.md describes it.
+        """One packed weight in the canonical layout, uint8 `[canonical_bytes]`: docs/reference/convert.md describes it.
 
         The bytes do not depend on NUMA nodes, threads or ISA.
 

@@ -69,7 +69,7 @@ class PackedMatrix:
 
     Attributes:
         rows, cols: `[width, hidden_size]` of gate and up, `[hidden_size, width]` of down.
-        tiles: where the first strip of 16 rows begins; docs/architecture.md has the layout.
+        tiles: where the first strip of 16 rows begins; docs/dev/architecture.md has the layout.
         strip_bytes: from one strip to the next.
         scales: of the fp32 scales, `[rows]` (int8, k4) or `[ceil(rows / 128), ceil(cols / 128)]` (fp8); None where the
             format has none outside of its tiles.

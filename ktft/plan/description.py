@@ -8,7 +8,7 @@ from typing import Any
 from ktft import system
 from ktft.sizes import parse_size
 
-# FLOP/s of products on registers, a core: measured P over cores, docs/benchmarks.md (amx_bf16: 43 TFLOPS on 16;
+# FLOP/s of products on registers, a core: measured P over cores, docs/dev/kernel-log.md (amx_bf16: 43 TFLOPS on 16;
 # avx512_bf16: 0.43 on 2). Without bf16 products: two fp32 multiply-adds of a vector a cycle at 2.5 GHz, published.
 CORE_FLOPS = {"amx_bf16": 2.7e12, "avx512_bf16": 0.21e12, "avx512": 0.16e12, "avx2": 0.08e12, "scalar": 0.004e12}
 # Bytes/s a socket can read: channels x transfer rate x 8 bytes, as published for the servers that have the ISA, of

@@ -17,13 +17,13 @@ from ktft.model.memory import Adapter, Workload, active_experts
 from ktft.model.shape import ModelShape, MoeShape
 from ktft.plan.description import Machine
 
-# Share of P that forward and backward reach, docs/benchmarks.md: AMX, int8 at the deepseek-v3 shape (42 and 36%) and at
-# the qwen3-30b-a3b shape (32 and 24%), whose experts are small; AVX-512-BF16, H over P times the share of H (70 and
-# 64%), taken for the other vector ISAs too.
+# Share of P that forward and backward reach, docs/dev/kernel-log.md: AMX, int8 at the deepseek-v3 shape (42 and 36%)
+# and at the qwen3-30b-a3b shape (32 and 24%), whose experts are small; AVX-512-BF16, H over P times the share of H
+# (70 and 64%), taken for the other vector ISAs too.
 SHARES = {"large": (0.42, 0.36), "small": (0.32, 0.24), "vector": (0.70, 0.64)}
 SMALL_INTERMEDIATE = 1024
-LORA_COST = (0.10, 0.15)  # at rank 8, which the shares have in them; forward and backward, docs/benchmarks.md
-DENSE_SHARE = 0.5  # of P that torch's bf16 products reach: 56% with oneDNN, docs/benchmarks.md
+LORA_COST = (0.10, 0.15)  # at rank 8, which the shares have in them; forward and backward, docs/dev/kernel-log.md
+DENSE_SHARE = 0.5  # of P that torch's bf16 products reach: 56% with oneDNN, docs/dev/kernel-log.md
 FP32_SLOWDOWN = {"amx_bf16": 16.0, "avx512_bf16": 2.0}  # fp32 products against bf16's, by ISA; else 1
 PACK_RATE = 0.4e9  # bytes/s of bf16 that one thread quantizes and packs
 

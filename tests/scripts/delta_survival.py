@@ -1,8 +1,8 @@
 """How much of a LoRA delta survives being merged: `python tests/scripts/delta_survival.py [SIZE]`.
 
 Gaussian weights SIZE x SIZE (2048 by default), stored in each format, and deltas of rank 8 whose norm is 0.1 to 3% of
-the weights'. The table of docs/merge.md: lost, projection and relative error, rounded to nearest and, where the merge
-can choose, dithered.
+the weights'. The table of docs/guide/merge.md: lost, projection and relative error, rounded to nearest and, where the
+merge can choose, dithered.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("case", nargs="*", type=int, help=f"numbers of cases, 0 to {len(CASES) - 1}; all by default")
     arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
-    # Else torch's idle threads spin on the cores that the experts use: docs/install.md.
+    # Else torch's idle threads spin on the cores that the experts use: docs/guide/install.md.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     chosen = [case for case in ([CASES[n] for n in arguments.case] or CASES) if arguments.cuda or not case.cuda]
     lines = []

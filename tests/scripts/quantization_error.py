@@ -1,4 +1,4 @@
-"""Prints the table of docs/formats.md: what each expert format costs in bits and in error.
+"""Prints the table of docs/reference/formats.md: what each expert format costs in bits and in error.
 
     python tests/scripts/quantization_error.py [--size 2048]
 

@@ -18,7 +18,7 @@ SERVED = (
     "qwen3_moe",
     "qwen3_next",
 )
-"""Values of `model_type` whose log-probabilities were measured to be training's: docs/serve-families.md."""
+"""Values of `model_type` whose log-probabilities were measured to be training's: docs/reference/serve-families.md."""
 
 # transformers computes these families so, but transformers 5 leaves it out of the config.json that it writes. Without
 # it vLLM would have no place for e_score_correction_bias, and would use softmax in place of the router's sigmoid.

@@ -1,0 +1,171 @@
+"""Writes the generated parts of the pages: `python docs/tables.py`.
+
+A part stands between `<!-- docs/tables.py NAME -->` and `<!-- end -->`. NAME is a function of `TABLES`, or
+`benchmark FILE` for a record in docs/benchmarks. tests/test_docs.py fails while a page differs from what this makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ktft import native
+from ktft.checkpoint.families import ROWS
+from ktft.checkpoint.schemes import Scheme
+from ktft.cli.main import app
+from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, KT_KEYS, SETTINGS, KtKey
+from ktft.serve.vllm.families import SERVED
+from ktft.versions import SERVING_VERSIONS, TESTED_VERSIONS
+
+DOCS = Path(__file__).parent
+PART = re.compile(r"(<!-- docs/tables\.py (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; None is an empty cell."""
+    head, *body = (
+        "| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in (headings, *rows)
+    )
+    return "\n".join((head, "|" + "---|" * len(headings), *body))
+
+
+def code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def benchmark(name: str) -> str:
+    """One record: its commands, where and when they ran, and the table of its columns; rows may hold more."""
+    record = json.loads((DOCS / "benchmarks" / f"{name}.json").read_text())
+    columns: dict[str, str] = record["columns"]
+    if empty := set(columns) - {field for row in record["rows"] for field in row}:
+        raise ValueError(f"docs/benchmarks/{name}.json: columns {sorted(empty)} are in none of its rows")
+    commands = "\n".join(record["commands"])
+    rows = table(list(columns.values()), ([row.get(field) for field in columns] for row in record["rows"]))
+    where = f"{record['machine']} Recorded {record['date']}, commit {record['commit']}."
+    return f"```\n{commands}\n```\n{where}\n\n{rows}"
+
+
+def families() -> str:
+    return table(
+        ("Family", "`model_type`", "Training", "`ktft serve`"),
+        ((row.name, code(row.model_types), "yes", "yes" if {*row.model_types} & {*SERVED} else "no") for row in ROWS),
+    )
+
+
+def formats() -> str:
+    experts = ", ".join(f"`{name}`" + " (default)" * (name == DEFAULT_EXPERT_FORMAT) for name in EXPERT_FORMATS)
+    sets = dict.fromkeys(str(row["isa"]) for row in native.kernels())
+    return table(
+        ("", "Supported"),
+        (
+            ("Expert formats in memory, each for training and serving", experts),
+            ("Checkpoints, in safetensors", ", ".join(_schemes(Scheme))),
+            ("Instruction sets of the kernels, chosen at run time, each with every format", code(sets)),
+        ),
+    )
+
+
+def _schemes(scheme: type[Scheme]) -> list[str]:
+    return [scheme.name, *(name for each in scheme.__subclasses__() for name in _schemes(each))]
+
+
+def versions() -> str:
+    python = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["requires-python"]
+    lower, upper = re.findall(r"[\d.]+", python)
+    packages = {"python": (lower, upper), **TESTED_VERSIONS, **SERVING_VERSIONS}
+    training, serving = {"python": (lower, upper)} | TESTED_VERSIONS, {"python": (lower, upper)} | SERVING_VERSIONS
+    return table(
+        ("Package", "Training", "Serving, where it differs"),
+        ((name, _span(training.get(name)), _span(serving.get(name), training.get(name))) for name in packages),
+    )
+
+
+def _span(tested: tuple[str, str] | None, other: tuple[str, str] | None = None) -> str | None:
+    return None if tested is None or tested == other else f"{tested[0]} to below {tested[1]}"
+
+
+def commands() -> str:
+    group: Any = typer.main.get_command(app)
+    names = group.list_commands(None)
+    return table(("Command", "What it does"), ((f"`ktft {name}`", _summary(group.commands[name])) for name in names))
+
+
+def _summary(command: Any) -> str:
+    first = (command.help or "").split("\n\n")[0].replace("\n", " ").strip()
+    below = getattr(command, "commands", None)
+    return f"{first} Subcommands: {code(below)}." if below else first
+
+
+def imports() -> str:
+    """The order that tests/test_layout.py keeps: a part imports parts to its right."""
+    tree = ast.parse((DOCS.parent / "tests/test_layout.py").read_text())
+    named = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    chains = (ast.literal_eval(named[ranks]) for ranks in ("PYTHON_RANKS", "CPP_RANKS"))
+    python, cpp = (
+        " → ".join(", ".join(part for part in ranks if ranks[part] == rank) for rank in sorted({*ranks.values()})[::-1])
+        for ranks in chains
+    )
+    return f"```\nPython: {python}\nC++:    {cpp}\n```"
+
+
+def kt_keys() -> str:
+    """KTransformers' keys: what each sets, or under what condition it is accepted, or that it has no effect."""
+    effects: dict[str, list[str]] = {}
+    for name, key in KT_KEYS.items():
+        if name not in SETTINGS:
+            effects.setdefault(_effect(key), []).append(name)
+    return table(("Keys", "Here"), ((code(names), effect) for effect, names in effects.items()))
+
+
+def _effect(key: KtKey) -> str:
+    if key.setting is not None:
+        return f"sets `{key.setting}`"
+    return "no effect; the log says why" if key.note else _condition(key.convert)
+
+
+def _condition(convert: Callable[[Any], Any]) -> str:
+    """Of a key that sets nothing: the one value that it accepts, or that it is an error."""
+    accepted, refusal = None, ""
+    for value in (True, False, 0, "lora"):
+        try:
+            convert(value)
+            accepted = json.dumps(value)
+        except ValueError as error:
+            refusal = str(error).rpartition(" is not supported; ")[2]
+    return f"an error: {refusal}" if accepted is None else f"accepts `{accepted}` alone; {refusal}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "families": families,
+    "formats": formats,
+    "versions": versions,
+    "commands": commands,
+    "imports": imports,
+    "kt_keys": kt_keys,
+}
+
+
+def made(name: str) -> str:
+    """What stands between the two comments of a part."""
+    kind, _, argument = name.partition(" ")
+    return benchmark(argument) if kind == "benchmark" else TABLES[name]()
+
+
+def filled(page: str) -> str:
+    """A page's text with all its parts made anew."""
+    return PART.sub(lambda part: f"{part[1]}\n{made(part[2])}\n\n{part[3]}", page)
+
+
+if __name__ == "__main__":
+    for path in sorted(DOCS.rglob("*.md")):
+        before = path.read_text()
+        if (after := filled(before)) != before:
+            path.write_text(after)
+            print(f"{path.relative_to(DOCS.parent)}: written anew")
