@@ -1,4 +1,4 @@
-"""What docs/dev/add-a-kernel.md promises: a format is rows and a codec, and no other place of `ktft` asks for its name."""
+"""What docs/dev/add-a-kernel.md promises: a format is a codec and rows; no other place of `ktft` asks for its name."""
 
 from __future__ import annotations
 

@@ -57,11 +57,12 @@ CPP_RANKS = {
     "quant": 2,
     "numa": 3,
     "kernels": 3,
-    "moe": 4,
-    "hybrid": 5,
+    "runtime": 4,
+    "moe": 5,
     "optim": 5,
     "bench": 5,
-    "bind": 6,
+    "hybrid": 6,
+    "bind": 7,
 }
 # The files that may import a module which the rest must reach through them.
 GATEWAYS = {

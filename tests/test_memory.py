@@ -24,10 +24,9 @@ from ktft.model.memory import (
     Adapter,
     Workload,
     active_experts,
+    expert_buffers,
     packed_per_node,
-    saved_activations,
     torch_activations,
-    workspace,
 )
 from ktft.model.shape import MoeShape, shape_of
 from ktft.train.recipe import Recipe
@@ -66,33 +65,47 @@ def test_packed_bytes_refuses_what_the_kernels_cannot_take() -> None:
 
 
 @pytest.mark.parametrize("activation", ["retain", "recompute"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_workspace_is_near_what_native_allocates(activation: str, threads: int) -> None:
-    """The same layer call as in training, in a runtime of its own."""
-    moe, tokens, rank = MoeShape(8, 2, 512, 256), 700, 8
-    runtime = native.runtime.__wrapped__(threads, 1)
-    layer = native.ExpertLayer(runtime, num_experts=8, hidden_size=512, intermediate_size=256, format="int8")
+@pytest.mark.parametrize(
+    ("threads", "nodes", "experts", "tokens"),
+    [(1, 1, 8, 700), (2, 1, 8, 700), (1, 2, 8, 700), (1, 2, 8, 40), (1, 1, 8, 6000)],
+    ids=["by expert", "two threads", "two nodes", "few tokens", "many tokens"],
+)
+def test_expert_buffers_are_near_what_native_allocates(
+    activation: str, threads: int, nodes: int, experts: int, tokens: int
+) -> None:
+    """The same layer calls as in training, in a runtime of their own. Only the routing is left to chance."""
+    moe, rank = MoeShape(experts, 2, 512, 256, biases=True), 8
+    runtime = native.runtime.__wrapped__(threads, nodes)
+    layer = native.ExpertLayer(
+        runtime, num_experts=experts, hidden_size=512, intermediate_size=256, format="int8", biases=True
+    )
     adapters = [
-        Adapter(*moe.projection(name), rank=rank, count=8, layer=0, projection=name) for name in config.PROJECTIONS
+        Adapter(*moe.projection(name), rank=rank, count=experts, layer=0, projection=name)
+        for name in config.PROJECTIONS
     ]
     lora = ExpertLora(
         {
-            a.projection: LoraPair(torch.zeros(8, rank, a.in_features), torch.zeros(8, a.out_features, rank), 1.0)
+            a.projection: LoraPair(
+                torch.zeros(experts, rank, a.in_features), torch.zeros(experts, a.out_features, rank), 1.0
+            )
             for a in adapters
+            if a.projection
         }
     )
-    for expert in range(8):
+    for expert in range(experts):
         for name in config.PROJECTIONS:
-            layer.load(expert, name, torch.zeros(moe.projection(name)[::-1]))
+            rows, cols = moe.projection(name)[::-1]
+            layer.load(expert, name, torch.zeros(rows, cols))
+            layer.load_bias(expert, name, torch.zeros(rows))
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, 512)
-    index = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
+    index = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(tokens)])
     weights = torch.ones(tokens, 2)
     _, saved = layer.forward(x, index, weights, lora, activation)
     layer.backward(saved, x, x, index, weights, lora)
-    told = workspace(moe, tokens, adapters, threads=threads, nodes=1, activation=activation)
-    assert told == pytest.approx(runtime.workspace_bytes, rel=0.1)
-    if activation == "retain":
-        assert saved_activations(moe, tokens, adapters) == pytest.approx(saved.bytes, rel=0.1)
+    told = expert_buffers(moe, tokens, adapters, threads=threads, nodes=nodes, activation=activation)
+    assert told.workspace == pytest.approx(runtime.workspace_bytes, rel=0.05)
+    assert told.retained == pytest.approx(saved.bytes, rel=0.05)
 
 
 def test_active_experts() -> None:

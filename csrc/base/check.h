@@ -1,4 +1,4 @@
-// Checks of user input: they throw, and the message carries both values.
+// Checks of user input. A failed check throws, with both values in the message.
 #pragma once
 
 #include <stdexcept>
@@ -7,8 +7,8 @@
 
 namespace ktft {
 
-// No iostreams anywhere in the extension: their locale tables are process-wide, and crash when another library brought
-// a second libstdc++ into the process.
+// The extension uses no iostreams: their locale tables are process-wide, and crash when another library has brought a
+// second libstdc++ into the process.
 template <class T>
 std::string to_text(const T& value) {
   if constexpr (std::is_arithmetic_v<T>) {

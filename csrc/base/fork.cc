@@ -9,10 +9,10 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::list<ForkMutex*> all;  // in the order in which they were made
+  std::list<ForkMutex*> all;  // in the order of their construction
 };
 
-// Never destroyed: a process may fork while it ends.
+// Never destroyed, because a process may fork while it exits.
 Registry& registry();
 
 void before_fork() {

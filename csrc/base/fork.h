@@ -1,14 +1,14 @@
-// What fork() must leave whole in the child.
+// Locks that stay usable in the child of a fork().
 #pragma once
 
 #include <mutex>
 
 namespace ktft {
 
-// A mutex that a fork waits for, so that a child finds it free and what it guards whole. A child has none of its
-// parent's other threads: a mutex that one of them held would stay locked there for ever.
-// A fork takes all of them in the order in which they were made. Where one is locked inside of another, the outer one
-// must therefore have been made first, and whoever holds one must not wait for Python's GIL, which a fork holds.
+// A mutex that a fork waits for, so that in the child it is free and the data it guards is consistent. A child has none
+// of its parent's other threads: a mutex that one of them held would stay locked for ever.
+// A fork locks all of them, in the order of their construction. If one is locked while another is held, the other must
+// therefore have been constructed first. A thread that holds one must not wait for Python's GIL, which a fork holds.
 class ForkMutex {
  public:
   ForkMutex();

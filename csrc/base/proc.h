@@ -1,4 +1,4 @@
-// What Linux says in files, and the control groups that this process is in.
+// Reads Linux's files about the process and the machine, and finds the control groups that this process is in.
 #pragma once
 
 #include <string>
@@ -12,8 +12,8 @@ std::vector<std::string> split_text(const std::string& text, char separator);
 std::vector<std::string> lines_of(const std::string& path);
 std::string first_line_of(const std::string& path);
 
-// The folders of a controller's group for this process and of the groups above it, the innermost first (cgroup v2,
-// then v1). They need not exist.
+// The folders of this process's group for a controller and of the groups above it, innermost first (cgroup v2, then
+// v1). They need not exist.
 std::vector<std::string> cgroup_folders(const std::string& controller);
 
 }  // namespace ktft

@@ -24,7 +24,7 @@ constexpr int kProjections = 3;
 
 static constexpr size_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 
-// Helpers are static: a file compiled for AVX-512 must not lend its copy to one that runs everywhere.
+// Helpers are static so that the linker cannot use a copy compiled for AVX-512 in code that runs on every CPU.
 static inline float to_float(bf16 v) {
   const uint32_t bits = uint32_t(v.bits) << 16;
   float f;
@@ -32,7 +32,7 @@ static inline float to_float(bf16 v) {
   return f;
 }
 
-// Round to nearest even; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN.
 static inline bf16 to_bf16(float f) {
   uint32_t bits;
   std::memcpy(&bits, &f, 4);
@@ -40,8 +40,8 @@ static inline bf16 to_bf16(float f) {
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-// Brings a line into L2 (prefetch) or L1 too (prefetch_l1). Not __builtin_prefetch: GCC takes a function that does
-// nothing else for one without effect and drops its calls.
+// Prefetches a cache line into L2 (prefetch) or also into L1 (prefetch_l1). This is not __builtin_prefetch, because GCC
+// considers a function that does nothing else to have no effect and drops the calls to it.
 static inline void prefetch(const void* line) {
   __asm__ volatile("prefetcht1 %0" ::"m"(*static_cast<const char*>(line)));
 }

@@ -2,6 +2,7 @@
 
 #include <emmintrin.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 
@@ -14,7 +15,7 @@ constexpr size_t kChunk = size_t(4) << 20;
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// 16-byte loads, two a cycle, are faster than any core's share of memory: no ISA needs its own loop.
+// Two 16-byte loads in a cycle are faster than any core's share of the memory bandwidth, so no ISA needs its own loop.
 void read_lines(char* at, size_t bytes) {
   __m128i sums[4] = {};
   for (size_t i = 0; i < bytes; i += 64)
@@ -23,7 +24,7 @@ void read_lines(char* at, size_t bytes) {
   for (__m128i& sum : sums) __asm__ volatile("" ::"x"(sum));
 }
 
-// Complements three lines of four.
+// Inverts the bits of three lines out of four.
 void update_lines(char* at, size_t bytes) {
   const __m128i ones = _mm_set1_epi8(-1);
   for (size_t i = 0; i < bytes; i += 256) {
@@ -102,10 +103,16 @@ double StreamedMemory::gemm(int tokens, int reduction) {
     const bf16* const rows = reinterpret_cast<const bf16*>(scratch.take<char>(filled));
     float* const c = scratch.take<float>(results / sizeof(float));
     uint8_t* const weights = reinterpret_cast<uint8_t*>(memory_[node].data()) + task * call_bytes;
-    const PackedMatrix w{
-        Format::kBf16, kMaxOutputs, reduction, weights, nullptr, nullptr, weight_strip_bytes(Format::kBf16, reduction)};
+    const PackedMatrix w{.format = Format::kBf16,
+                         .rows = kMaxOutputs,
+                         .cols = reduction,
+                         .tiles = weights,
+                         .strip_bytes = weight_strip_bytes(Format::kBf16, reduction)};
     find_gemm(runtime_->isa, Format::kBf16, Pass::kForward)
-        .run({{{&w, 0, rows, nullptr, 0, nullptr, c}}, 1, kMaxOutputs, tokens, scratch.take<char>(kGemmScratch)});
+        .run({.terms = {{.w = &w, .x = rows, .c = c}},
+              .out_count = kMaxOutputs,
+              .tokens = tokens,
+              .scratch = scratch.take<char>(kGemmScratch)});
   });
   return double(count) * 2 * kMaxOutputs * tokens * reduction / since(start);
 }

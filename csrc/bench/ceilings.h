@@ -1,18 +1,18 @@
-// What this machine can do at most, measured on a runtime's own threads: the benchmark's scale.
+// The limits of this machine, measured on a runtime's own threads. The benchmark compares results with them.
 #pragma once
 
 #include <memory>
 
-#include "moe/workspace.h"
+#include "runtime/runtime.h"
 
 namespace ktft {
 
 enum class Ceiling { kRegisters, kHot };
 
-// FLOP/s of all threads together, each repeating its ISA's loop for `seconds`.
+// FLOP/s of all threads together. Each thread repeats its ISA's loop for `seconds`.
 double measure_flops(Runtime& runtime, Ceiling ceiling, double seconds);
 
-// What all threads together make of operands that lie in memory, for buffers far larger than the caches.
+// Rates that all threads together reach on operands in main memory. The buffers must be far larger than the caches.
 class StreamedMemory {
  public:
   // Spreads `bytes` over the runtime's nodes and fills them. Throws std::bad_alloc.
@@ -21,19 +21,20 @@ class StreamedMemory {
   // Bytes/s, reading all of it once.
   double read();
 
-  // Bytes/s, read and written together, updating it once in AdamW's mix: of four lines read, three are written back.
+  // Bytes/s read and written, updating all of it once in AdamW's proportion: of four lines read, three are written
+  // back.
   double update();
 
-  // FLOP/s of the bf16 forward GEMM and nothing else: calls as a layer makes them, all of the memory once as weights of
-  // `reduction` columns, each thread's tokens its own, results not used.
+  // FLOP/s of the bf16 forward GEMM alone. Calls are like a layer's: all of the memory is used once, as weights of
+  // `reduction` columns. Each thread has its own tokens, and results are not used.
   double gemm(int tokens, int reduction);
 
  private:
-  double stream(void (*each)(char* at, size_t bytes));  // all of it once; bytes/s of its size
+  double stream(void (*each)(char* at, size_t bytes));  // calls `each` once for all of it; returns bytes/s
 
   std::shared_ptr<Runtime> runtime_;
   std::vector<NodeBuffer> memory_;
-  std::vector<int> chunks_;  // a node
+  std::vector<int> chunks_;  // of each node
 };
 
 }  // namespace ktft

@@ -1,6 +1,5 @@
 #include <pybind11/stl.h>
 
-#include "base/cpu.h"
 #include "bind/bind.h"
 #include "moe/layer.h"
 
@@ -9,46 +8,51 @@ namespace py = pybind11;
 namespace ktft {
 namespace {
 
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-Format format_from_name(const std::string& name) {
-  std::string known;
-  for (int i = 0; i < kFormats; i++) {
-    if (name == kFormatInfo[i].name) return Format(i);
-    known += std::string(i ? ", " : "") + kFormatInfo[i].name;
-  }
-  fail("unknown expert format '", name, "'; ktft has: ", known);
-}
-
 void add_pair(Lora& lora, Projection p, Address a, Dtype a_dtype, Address b, Dtype b_dtype, int rank, int in, int out,
               float scaling, Address grad_a, Address grad_b) {
-  lora.pairs[int(p)] = LoraPair{{at<const void>(a), a_dtype, rank, in},
-                                {at<const void>(b), b_dtype, out, rank},
-                                scaling,
-                                at<float>(grad_a),
-                                at<float>(grad_b)};
+  lora.pairs[int(p)] = LoraPair{.a = {.data = at(a), .dtype = a_dtype, .rows = rank, .cols = in},
+                                .b = {.data = at(b), .dtype = b_dtype, .rows = out, .cols = rank},
+                                .scaling = scaling,
+                                .grad_a = at<float>(grad_a),
+                                .grad_b = at<float>(grad_b)};
 }
 
 std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights,
                                      int tokens, int top_k, const Lora* lora, Keep keep, int activation_bits,
                                      Address out) {
   const py::gil_scoped_release release;
-  return layer.forward(
-      {at<const void>(hidden), dtype, at<const int64_t>(index), at<const float>(weights), tokens, top_k}, lora, keep,
-      activation_bits, at<void>(out));
+  const LayerInput input{.hidden = at(hidden),
+                         .dtype = dtype,
+                         .top_k_index = at<int64_t>(index),
+                         .top_k_weights = at<float>(weights),
+                         .tokens = tokens,
+                         .top_k = top_k};
+  return layer.forward(input, lora, keep, activation_bits, at(out));
 }
 
 void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_output, Dtype dtype, Address weights,
                     int tokens, int top_k, const Lora* lora, Address grad_hidden, Address grad_weights) {
   const py::gil_scoped_release release;
-  layer.backward(saved, at<const float>(weights), lora,
-                 {at<const void>(hidden), at<const void>(grad_output), dtype, at<void>(grad_hidden),
-                  at<float>(grad_weights), tokens, top_k});
+  layer.backward(saved, at<float>(weights), lora,
+                 {.hidden = at(hidden),
+                  .grad_output = at(grad_output),
+                  .dtype = dtype,
+                  .grad_hidden = at(grad_hidden),
+                  .grad_weights = at<float>(grad_weights),
+                  .tokens = tokens,
+                  .top_k = top_k});
+}
+
+py::tuple layer_memory_of(int hidden, int intermediate, bool biases, const std::array<int, kProjections>& ranks,
+                          int64_t rows, double experts, int threads, int nodes, Keep keep) {
+  CallDims dims{.shape = {.experts = 0, .hidden = hidden, .intermediate = intermediate},
+                .widths = {},
+                .biases = biases,
+                .counts = RowCounts::expected(rows, experts)};
+  dims.widths = PackedExperts::widths(dims.shape, nodes);
+  std::copy(ranks.begin(), ranks.end(), dims.ranks);
+  const LayerMemory memory = layer_memory(dims, threads, keep);
+  return py::make_tuple(memory.workspace, memory.retained);
 }
 
 py::list slices(const MoeLayer& layer) {
@@ -67,7 +71,6 @@ py::list slices(const MoeLayer& layer) {
 }  // namespace
 
 void bind_moe(py::module_& m) {
-  py::enum_<Dtype>(m, "Dtype").value("f32", Dtype::kF32).value("bf16", Dtype::kBf16).value("f16", Dtype::kF16);
   py::enum_<Encoding>(m, "Encoding")
       .value("f32", Encoding::kF32)
       .value("bf16", Encoding::kBf16)
@@ -87,34 +90,22 @@ void bind_moe(py::module_& m) {
   m.def(
       "packed_bytes",
       [](int experts, int hidden, int intermediate, const std::string& format, bool biases, int nodes) {
-        return PackedExperts::packed_bytes(MoeLayer::checked({experts, hidden, intermediate}, "experts"),
-                                           format_from_name(format), biases, nodes);
+        return PackedExperts::packed_bytes(
+            MoeLayer::checked({.experts = experts, .hidden = hidden, .intermediate = intermediate}, "experts"),
+            format_from_name(format), biases, nodes);
       },
       py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"), py::arg("biases"),
       py::arg("nodes"));
 
-  py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
-      .def(py::init([](const std::string& isa, int threads, int nodes) {
-             return Runtime::create(isa_from_name(isa), threads, nodes);
-           }),
-           py::arg("isa"), py::arg("threads"), py::arg("nodes"))
-      .def_property_readonly("isa", [](const Runtime& r) { return isa_name(r.isa); })
-      .def_property_readonly("threads", [](const Runtime& r) { return r.pool.threads(); })
-      .def_property_readonly("nodes", [](const Runtime& r) { return r.pool.nodes(); })
-      .def_property_readonly("workspace_bytes", &Runtime::workspace_bytes)
-      .def("take_phases",
-           [](Runtime& r) {
-             const ForkLock lock(r.mutex);
-             return std::exchange(r.phases, {});
-           })
-      .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); });
+  m.def("layer_memory", &layer_memory_of, py::arg("hidden"), py::arg("intermediate"), py::arg("biases"),
+        py::arg("ranks"), py::arg("rows"), py::arg("experts"), py::arg("threads"), py::arg("nodes"), py::arg("keep"));
 
   py::class_<Lora>(m, "Lora")
       .def(py::init([](float dropout, uint64_t seed, Address elsewhere) {
              Lora lora;
              lora.dropout = dropout;
              lora.seed = seed;
-             lora.elsewhere = at<const bool>(elsewhere);
+             lora.elsewhere = at<bool>(elsewhere);
              return lora;
            }),
            py::arg("dropout"), py::arg("seed"), py::arg("elsewhere"))
@@ -128,8 +119,9 @@ void bind_moe(py::module_& m) {
       .def(py::init([](std::shared_ptr<Runtime> runtime, int experts, int hidden, int intermediate,
                        const std::string& format, float alpha, float limit, float shift, bool biases,
                        const std::string& name) {
-             return std::make_unique<MoeLayer>(std::move(runtime), ExpertShape{experts, hidden, intermediate},
-                                               format_from_name(format), Swiglu{alpha, limit, shift}, biases, name);
+             return std::make_unique<MoeLayer>(
+                 std::move(runtime), ExpertShape{.experts = experts, .hidden = hidden, .intermediate = intermediate},
+                 format_from_name(format), Swiglu{.alpha = alpha, .limit = limit, .shift = shift}, biases, name);
            }),
            py::arg("runtime"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
            py::arg("alpha"), py::arg("limit"), py::arg("shift"), py::arg("biases"), py::arg("name"))
@@ -139,13 +131,19 @@ void bind_moe(py::module_& m) {
              Address scales, int block_rows, int block_cols, Address zeros) {
             const py::gil_scoped_release release;
             return layer.load(expert, p,
-                              {at<const void>(data), encoding, rows, cols, at<const void>(scales), block_rows,
-                               block_cols, at<const uint8_t>(zeros)});
+                              {.data = at(data),
+                               .encoding = encoding,
+                               .rows = rows,
+                               .cols = cols,
+                               .scales = at(scales),
+                               .block_rows = block_rows,
+                               .block_cols = block_cols,
+                               .zeros = at<uint8_t>(zeros)});
           },
           py::arg("expert"), py::arg("projection"), py::arg("data"), py::arg("encoding"), py::arg("rows"),
           py::arg("cols"), py::arg("scales"), py::arg("block_rows"), py::arg("block_cols"), py::arg("zeros"))
       .def("load_bias", [](MoeLayer& layer, int e, Projection p, Address values,
-                           int count) { layer.load_bias(e, p, at<const float>(values), count); })
+                           int count) { layer.load_bias(e, p, at<float>(values), count); })
       .def("loaded_bias", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded_bias(e, p); })
       .def("bias",
            [](const MoeLayer& layer, int e, Projection p, Address out) { layer.weights().bias(e, p, at<float>(out)); })
@@ -158,7 +156,7 @@ void bind_moe(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "import_canonical",
-          [](MoeLayer& layer, int e, Projection p, Address in) { layer.import_canonical(e, p, at<const uint8_t>(in)); },
+          [](MoeLayer& layer, int e, Projection p, Address in) { layer.import_canonical(e, p, at<uint8_t>(in)); },
           py::call_guard<py::gil_scoped_release>())
       .def("loaded", [](const MoeLayer& layer, int e, Projection p) { return layer.weights().loaded(e, p); })
       .def(
@@ -173,7 +171,7 @@ void bind_moe(py::module_& m) {
       .def(
           "prepare",
           [](const MoeLayer& layer, Address index, int tokens, int top_k) {
-            return layer.prepare(at<const int64_t>(index), tokens, top_k);
+            return layer.prepare(at<int64_t>(index), tokens, top_k);
           },
           py::arg("top_k_index"), py::arg("tokens"), py::arg("top_k"))
       .def("backward", &backward_layer, py::arg("saved"), py::arg("hidden"), py::arg("grad_output"), py::arg("dtype"),

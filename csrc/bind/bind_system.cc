@@ -2,9 +2,7 @@
 
 #include "base/cpu.h"
 #include "bind/bind.h"
-#include "kernels/kernels.h"
-#include "numa/buffer.h"
-#include "numa/topology.h"
+#include "moe/workspace.h"
 
 namespace py = pybind11;
 
@@ -33,6 +31,18 @@ py::list kernel_list() {
 }  // namespace
 
 void bind_system(py::module_& m) {
+  py::enum_<Dtype>(m, "Dtype").value("f32", Dtype::kF32).value("bf16", Dtype::kBf16).value("f16", Dtype::kF16);
+  py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
+      .def(py::init([](const std::string& isa, int threads, int nodes) {
+             return Runtime::create(isa_from_name(isa), threads, nodes);
+           }),
+           py::arg("isa"), py::arg("threads"), py::arg("nodes"))
+      .def_property_readonly("isa", [](const Runtime& r) { return isa_name(r.isa); })
+      .def_property_readonly("threads", [](const Runtime& r) { return r.pool.threads(); })
+      .def_property_readonly("nodes", [](const Runtime& r) { return r.pool.nodes(); })
+      .def_property_readonly("workspace_bytes", &workspace_bytes)
+      .def("take_phases", &Runtime::take_phases)
+      .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); });
   m.def("cpu_features", [] {
     py::dict d;
     for (const auto& [name, usable] : cpu_feature_list()) d[name.c_str()] = usable;

@@ -22,7 +22,7 @@ void resolve(void* handle, const std::string& library, const char* name, Fn& fn)
 
 }  // namespace
 
-// The device's primary context, current in this thread while it lives.
+// Makes the device's primary context current in this thread during its lifetime.
 class CudaDriver::Current {
  public:
   Current(CudaDriver& driver, int device) : driver_(driver) {
@@ -91,7 +91,7 @@ void CudaDriver::check(int result, const std::string& call) const {
 
 CudaDriver::Context CudaDriver::primary(int device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Context& context = contexts_[device];  // never released, as torch keeps it to the end too
+  Context& context = contexts_[device];  // never released; torch keeps it until the process ends too
   if (!context) check(primary_retain_(&context, handles_[device]), "cuDevicePrimaryCtxRetain");
   return context;
 }
@@ -141,7 +141,7 @@ uintptr_t CudaDriver::device_address(int device, const void* mapped) {
 }
 
 bool CudaDriver::has_words(int device) {
-  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: that of 32 bits alone went with the first version of the calls
+  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS; the one for 32 bits belongs to the calls' first version
   constexpr int kStreamMemoryOperations = 122;
   const Current current(*this, device);
   int can = 0;

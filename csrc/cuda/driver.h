@@ -1,5 +1,5 @@
-// CUDA's driver, opened when it is first asked for: one build serves machines with and without a GPU. Names and types
-// are those of the CUDA Driver API Reference Manual; no CUDA header or library is needed to build.
+// CUDA's driver, opened at run time, so that one build works on machines with and without a GPU. Names and types are
+// those of the CUDA Driver API Reference Manual; no CUDA header or library is needed to build.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +13,16 @@
 
 namespace ktft {
 
-// What the driver refused, by its own name and text.
+// An error of the driver, with the driver's own name and text for it.
 class CudaError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 enum class CopyDirection { kToDevice, kToHost, kOnDevice };
 
-// Copies, registrations of memory and calls of the host in stream order. Any thread may call: each call makes the
-// primary context of its device current, the one that torch uses, and leaves the thread's own afterwards as it was, if
-// it had one.
+// Copies, registration of host memory, and host calls in stream order. Any thread may use it. Each call makes the
+// primary context of its device current, which is the one that torch uses, and then restores the thread's previous
+// context, if it had one.
 class CudaDriver {
  public:
   // Opens the library and initializes the driver. Throws CudaError, which says what is missing.
@@ -32,27 +32,27 @@ class CudaDriver {
 
   int devices() const { return int(contexts_.size()); }
 
-  // Locks host memory where it lies, so that copies of it run asynchronously at full rate, for every device; `mapped`:
-  // the device can read it.
+  // Locks host memory in place, so that every device can copy it asynchronously at full rate. With `mapped`, the device
+  // can also access it.
   void register_host(int device, uintptr_t address, size_t bytes, bool mapped = false);
   void unregister_host(int device, uintptr_t address);
 
-  // Begins copies on a stream (a raw handle) of the device, in order; returns how many there were. Nothing is awaited:
-  // both sides must stay as they are until the stream has passed.
+  // Enqueues copies on a stream (a raw handle) of the device, in order, and returns their number without waiting. Both
+  // sides must stay valid and unchanged until the stream has passed.
   int copy(int device, CopyDirection direction, const std::vector<int>& rows, const std::vector<RowCopy>& matrices,
            uintptr_t stream);
 
-  // Has the host call fn(data) once the stream is there; what comes after it in the stream waits for it to return. It
-  // must neither throw nor call CUDA.
+  // Enqueues a call of fn(data) on the host. Later work in the stream waits until it returns. fn must neither throw nor
+  // call CUDA.
   void call_host(int device, void (*fn)(void*), void* data, uintptr_t stream);
 
-  // Where the device sees mapped memory.
+  // The device's address of mapped memory.
   uintptr_t device_address(int device, const void* mapped);
-  // Whether the device's streams read and write words of mapped memory.
+  // Whether the device's streams can read and write words of mapped memory.
   bool has_words(int device);
-  // Once the stream is there, and all before it is seen by the host, the word at a device address gets the value.
+  // Enqueues writing the value to the word at a device address. The host sees all earlier work of the stream before it.
   void write_word(int device, uintptr_t word, uint32_t value, uintptr_t stream);
-  // What comes after it in the stream waits until the word has the value.
+  // Makes later work in the stream wait until the word has the value.
   void wait_for_word(int device, uintptr_t word, uint32_t value, uintptr_t stream);
 
  private:
@@ -74,11 +74,11 @@ class CudaDriver {
   int (*call_host_)(void*, void (*)(void*), void*);
   int (*device_pointer_)(unsigned long long*, void*, unsigned);
   int (*attribute_)(int*, int, int);
-  // Null where the driver is older than they are
+  // Null if the driver is too old to have them
   int (*write_value_)(void*, unsigned long long, uint32_t, unsigned);
   int (*wait_value_)(void*, unsigned long long, uint32_t, unsigned);
   std::mutex mutex_;
-  std::vector<Context> contexts_;  // primary ones, retained at first use
+  std::vector<Context> contexts_;  // primary contexts, retained at first use
   std::vector<int> handles_;       // CUdevice by ordinal
 };
 

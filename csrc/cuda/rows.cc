@@ -24,7 +24,7 @@ std::vector<Piece> pieces(const std::vector<int>& rows, const std::vector<RowCop
 }
 
 void copy_on_host(const std::vector<int>& rows, const std::vector<RowCopy>& matrices, bool gather, int threads) {
-  constexpr size_t kBlock = size_t(4) << 20;  // a thread's share at least
+  constexpr size_t kBlock = size_t(4) << 20;  // the least that is worth a thread
   std::vector<Piece> blocks;
   for (const Piece& p : pieces(rows, matrices))
     for (size_t at = 0; at < p.bytes; at += kBlock)
@@ -44,7 +44,7 @@ void copy_on_host(const std::vector<int>& rows, const std::vector<RowCopy>& matr
   others.reserve(count);
   try {
     while (others.size() + 1 < count) others.emplace_back(work);
-  } catch (const std::exception&) {  // no thread more: those there are copy its share too
+  } catch (const std::exception&) {  // the threads that did start copy its share
   }
   work();
   for (std::thread& t : others) t.join();

@@ -1,4 +1,4 @@
-// Rows of several matrices that travel together, such as experts' blocks and their LoRA tensors.
+// Copies of the same rows of several matrices, such as experts' blocks and their LoRA tensors.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace ktft {
 
-// One matrix of many rows on one side (`all`), of which the chosen ones lie one after another on the other (`chosen`):
-// all + rows[i] * all_stride <-> chosen + i * chosen_stride, `bytes` of each.
+// A matrix on one side (`all`), and its chosen rows, one after another, on the other side (`chosen`). `bytes` of each
+// row are copied between all + rows[i] * all_stride and chosen + i * chosen_stride.
 struct RowCopy {
   uintptr_t all, chosen;
   size_t bytes, all_stride, chosen_stride;
@@ -19,11 +19,11 @@ struct Piece {
   size_t bytes;
 };
 
-// What there is to copy, neighbouring rows together where nothing lies between them.
+// The copies to make. Neighbouring rows that are contiguous on both sides are one copy.
 std::vector<Piece> pieces(const std::vector<int>& rows, const std::vector<RowCopy>& matrices);
 
-// The same on the host, on up to `threads` threads, or on fewer where the system refuses them; `gather`: from all to
-// chosen.
+// Makes these copies on the host with up to `threads` threads, or fewer if the system refuses them. With `gather`,
+// copies go from all to chosen, otherwise from chosen to all.
 void copy_on_host(const std::vector<int>& rows, const std::vector<RowCopy>& matrices, bool gather, int threads);
 
 }  // namespace ktft

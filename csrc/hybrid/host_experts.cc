@@ -11,9 +11,9 @@
 namespace ktft {
 namespace {
 
-// Between the layers of a decode step, and between steps, the threads stay awake; longer than this they sleep.
+// How long threads stay awake without work. This bridges the layers of a decode step, and the time between steps.
 constexpr auto kSpin = std::chrono::milliseconds(2);
-// What an idle thread sleeps between two looks at the words, which nobody wakes it for.
+// How long an idle thread sleeps between two polls of the words; nothing wakes it.
 constexpr auto kNap = std::chrono::microseconds(50), kLongestNap = std::chrono::microseconds(1000);
 constexpr uint32_t kDone = 0;
 constexpr size_t kLine = 64, kIndexBytes = sizeof(int64_t);
@@ -21,6 +21,15 @@ constexpr size_t kLine = 64, kIndexBytes = sizeof(int64_t);
 constexpr const char* kOtherProcess =
     "host experts belong to the process this one was forked from: make them in the process that uses them";
 constexpr const char* kSlotInUse = "its slot was submitted to while the job before was not done";
+
+// One row: all of a buffer.
+RowCopy whole(const void* host, uintptr_t device, size_t bytes) {
+  return {.all = reinterpret_cast<uintptr_t>(host),
+          .chosen = device,
+          .bytes = bytes,
+          .all_stride = bytes,
+          .chosen_stride = bytes};
+}
 
 constexpr size_t in_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -77,7 +86,7 @@ void HostExperts::start() {
 HostExperts::~HostExperts() {
   try {
     close();
-  } catch (const std::exception&) {  // the driver is gone at the end of a process
+  } catch (const std::exception&) {  // the driver may be gone when the process exits
   }
 }
 
@@ -127,7 +136,12 @@ HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot,
   Layer& known = layer_of(layer);
   std::unique_ptr<Block>& block = blocks_[{&layer, tokens, slot, index_bytes}];
   if (!block) {
-    block.reset(new Block{this, uint32_t(numbered_.size() + 1), &known, &place, tokens, index_bytes});
+    block.reset(new Block{.owner = this,
+                          .number = uint32_t(numbered_.size() + 1),
+                          .layer = &known,
+                          .slot = &place,
+                          .tokens = tokens,
+                          .index_bytes = index_bytes});
     numbered_.push_back(block.get());
   }
   return *block;
@@ -151,11 +165,8 @@ void HostExperts::submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, 
   check_open(layer);
   Block& block = block_of(layer, routes.tokens, slot, routes.index_bytes);
   Slot& at = *block.slot;
-  if (!at.waited) enqueue_wait(*at.last, stream);  // what came between the two calls has failed
+  if (!at.waited) enqueue_wait(*at.last, stream);  // an error between the two calls has skipped the wait
   const size_t count = size_t(routes.tokens) * shape_.top_k;
-  const auto whole = [](const void* host, uintptr_t device, size_t bytes) {
-    return RowCopy{reinterpret_cast<uintptr_t>(host), device, bytes, bytes, bytes};
-  };
   copy(CopyDirection::kToHost,
        {whole(at.hidden, routes.hidden, size_t(routes.tokens) * shape_.hidden * dtype_bytes(shape_.dtype)),
         whole(at.index, routes.index, count * routes.index_bytes),
@@ -185,7 +196,7 @@ void HostExperts::wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uin
   Block& block = *last;
   enqueue_wait(block, stream);
   const size_t bytes = size_t(tokens) * shape_.hidden * dtype_bytes(shape_.dtype);
-  copy(CopyDirection::kToDevice, {{reinterpret_cast<uintptr_t>(block.slot->out), out, bytes, bytes, bytes}}, stream);
+  copy(CopyDirection::kToDevice, {whole(block.slot->out, out, bytes)}, stream);
 }
 
 void HostExperts::submitted(void* data) noexcept {
@@ -206,7 +217,7 @@ void HostExperts::fail(const std::string& where, const char* what) noexcept {
   if (failed_) return;
   try {
     error_ = std::string(what).starts_with(where) ? what : where + ": " + what;
-  } catch (...) {  // no memory for the text: the word says it
+  } catch (...) {  // there was no memory for the text; `failed_` is enough
   }
   failed_ = true;
 }
@@ -223,7 +234,7 @@ void HostExperts::work() {
   std::chrono::nanoseconds awake = kSpin;
   auto nap = kNap;
   for (size_t at = 0;;) {
-    const bool closing = closing_;  // before the look: what was submitted before it is found
+    const bool closing = closing_;  // read before polling, so that no submitted job is missed
     Slot* slot = nullptr;
     if (spin(closing ? std::chrono::nanoseconds(0) : awake, [&] { return (slot = next_job(at)) != nullptr; })) {
       run(*slot);
@@ -283,12 +294,16 @@ void HostExperts::compute(Block& block) {
     if (expert >= 0 && expert < int64_t(layer.counts.size()))
       layer.counts[expert].fetch_add(1, std::memory_order_relaxed);
   }
-  if (!any) {  // not even the pool's threads are asked
+  if (!any) {  // without waking the pool's threads
     std::memset(slot.out, 0, size_t(block.tokens) * shape_.hidden * dtype_bytes(shape_.dtype));
     return;
   }
-  layer.native->forward({slot.hidden, shape_.dtype, slot.wide_index.data(),
-                         reinterpret_cast<const float*>(slot.weights), block.tokens, shape_.top_k},
+  layer.native->forward({.hidden = slot.hidden,
+                         .dtype = shape_.dtype,
+                         .top_k_index = slot.wide_index.data(),
+                         .top_k_weights = reinterpret_cast<const float*>(slot.weights),
+                         .tokens = block.tokens,
+                         .top_k = shape_.top_k},
                         layer.lora ? &*layer.lora : nullptr, Keep::kNothing, activation_bits_, slot.out);
 }
 

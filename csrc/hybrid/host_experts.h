@@ -1,14 +1,15 @@
-// Experts in CPU memory as work in the order of a CUDA stream, captured in CUDA graphs like any other. A stream's part
-// of a layer is: copies of hidden states and routing to the host, the job's number written to a word that a thread here
-// looks at, then, later in the stream, a wait until the word is 0 again, the job done, and the copy of the sum back.
+// Runs experts in CPU memory in the order of a CUDA stream, so that they can be captured in CUDA graphs. For one layer,
+// the stream copies hidden states and routing to the host and writes the job's number to a word that a thread here
+// polls. Later in the stream follow a wait until the word is 0 again, which means that the job is done, and the copy of
+// the sum back to the device.
 //
-// Graphs hold raw pointers, so all memory they see is made before and stays until close(): the arena, sized to the
-// largest call, and one argument block for each (layer, tokens, slot) that was ever submitted.
+// Graphs hold raw pointers, so all memory that they use exists before them and stays until close(): the arena, sized
+// for the largest call, and one argument block for each (layer, tokens, slot) that was ever submitted.
 //
-// The GPU itself writes and reads the words. Where it cannot, host functions do: they take no GIL, call no CUDA and
-// throw nothing. CUDA may run all of a process's on one thread. A wait there can hold up other streams' host functions,
-// yet never for ever: a job is with its thread, which needs neither CUDA nor Python, before the wait that follows it in
-// stream order begins.
+// The GPU itself writes and reads the words. Where it cannot, host functions do. They do not take the GIL, call CUDA or
+// throw. CUDA may run all host functions of a process on one thread, so a wait can delay the host functions of other
+// streams, but never for ever: by the time a wait begins, its job is already with the thread here, which needs neither
+// CUDA nor Python.
 #pragma once
 
 #include <map>
@@ -22,7 +23,7 @@
 
 namespace ktft {
 
-// Who writes and reads a slot's word in stream order.
+// What writes and reads a slot's word in stream order: the GPU, or host functions.
 enum class Through { kWords, kHostFunctions };
 
 struct HostExpertsShape {
@@ -34,62 +35,62 @@ struct HostExpertsShape {
 struct DeviceRoutes {  // addresses on the stream's device
   uintptr_t hidden;    // [tokens, hidden]
   uintptr_t index;     // [tokens, top_k]
-  size_t index_bytes;  // of one: 4 or 8
+  size_t index_bytes;  // of one index: 4 or 8
   uintptr_t weights;   // [tokens, top_k] fp32
   int tokens;
 };
 
 class HostExperts {
  public:
-  // Without a driver, calls are done when they return and addresses are the host's.
+  // Without a driver, calls have completed when they return, and addresses are the host's.
   HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaDriver> driver, int device,
               const HostExpertsShape& shape, int activation_bits, Through through);
   ~HostExperts();
   HostExperts(const HostExperts&) = delete;
   HostExperts& operator=(const HostExperts&) = delete;
 
-  // Enqueue. A slot is free for the next submit once the wait for the last has passed in stream order; a job that was
-  // never waited for is then.
+  // Both enqueue work on the stream. A slot is free for the next submit once the wait for its last job has passed in
+  // stream order. If that wait was never enqueued, submit enqueues it.
   void submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, uintptr_t stream);
   void wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream);
 
-  // From the next job on, packed here; null for none. Waits until no job is queued.
+  // Packs the adapters for use from the next job on; null stands for none. Waits until no job is queued.
   void set_lora(MoeLayer& layer, const Lora* lora);
 
-  // The first error of a job, or empty. After it no job computes anything, and all outputs are zero. A forked child
-  // has no thread here: this says so there, and all other calls but close() throw.
+  // The first error of a job, or empty. After an error no job computes anything, and all outputs are zero. A forked
+  // child does not have the thread: there, this says so, and all other calls except close() throw.
   std::string error() const;
 
-  // Since the layer was first seen: tokens that each expert got here, and seconds of its jobs.
+  // The number of tokens that each expert got here, and the seconds of the layer's jobs, since its first use.
   std::vector<int64_t> counts(MoeLayer& layer);
   double seconds(MoeLayer& layer);
 
   size_t arena_bytes() const { return arena_.size(); }
 
-  // Ends the thread after what was submitted, and gives the memory back: no stream may still hold anything of it.
+  // Ends the thread after all submitted jobs and releases the memory. No stream may use any of it afterwards.
   void close();
 
  private:
   struct Layer {
     MoeLayer* native;
     std::optional<Lora> lora;
-    std::vector<std::atomic<int64_t>> counts;  // by expert
+    std::vector<std::atomic<int64_t>> counts;  // tokens of each expert
     std::atomic<int64_t> nanoseconds{0};
 
     explicit Layer(MoeLayer& layer) : native(&layer), counts(layer.weights().shape().experts) {}
   };
   struct Block;
   struct Slot {
-    std::atomic<uint32_t>* word;  // the number of the block whose job is not done yet, or 0; in the arena
+    std::atomic<uint32_t>* word;  // number of the block whose job is pending, or 0; in the arena
     uintptr_t word_on_device = 0;
     char *hidden, *index, *weights, *out;
     std::vector<int64_t> wide_index;
-    std::atomic<Block*> last{nullptr};  // enqueued
-    std::atomic<bool> waited{true};     // and its wait too
+    std::atomic<Block*> last{nullptr};  // the last block whose job was enqueued
+    std::atomic<bool> waited{true};     // whether its wait was enqueued too
   };
   struct Block {
     HostExperts* owner;
-    uint32_t number;  // from 1 on
+    uint32_t number;  // starting at 1
     Layer* layer;
     Slot* slot;
     int tokens;
@@ -119,15 +120,15 @@ class HostExperts {
   const HostExpertsShape shape_;
   const int activation_bits_;
   const Through through_;
-  const long owner_;  // a forked child has no thread
+  const long owner_;  // process that has the thread; forked children do not
   std::chrono::nanoseconds spun_for_;
   NodeBuffer arena_;
   std::vector<Slot> slots_;
 
-  std::mutex mutex_;  // of what follows, whose elements stay where they are
+  std::mutex mutex_;  // guards the containers below; their elements never move
   std::unordered_map<MoeLayer*, std::unique_ptr<Layer>> layers_;
   std::map<std::tuple<MoeLayer*, int, int, size_t>, std::unique_ptr<Block>> blocks_;
-  std::vector<Block*> numbered_;  // block i + 1
+  std::vector<Block*> numbered_;  // element i is block number i + 1
 
   std::mutex run_mutex_;  // held while a job runs
   std::atomic<bool> closing_{false};

@@ -29,7 +29,7 @@ struct AmxTiles {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(T) : "memory");
   }
   template <int T>
-  static void stream(const void* at, int64_t row_bytes) {  // for data that L1 need not keep
+  static void stream(const void* at, int64_t row_bytes) {  // for data that should not stay in L1
     __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(T) : "memory");
   }
   template <int T>
@@ -46,7 +46,7 @@ struct AmxTiles {
   }
 };
 
-// Look-ups that take six bits of an index: with the table there four times, what is above a code does not matter. Every
+// Look-ups with six-bit indices. The table is repeated four times, so that the bits above a code do not matter. Every
 // CPU with AMX has AVX-512-VBMI.
 struct VbmiCodes : VnniCodes {
   static Bytes low_values(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
@@ -67,8 +67,8 @@ struct AmxBf16 : Avx512Bf16 {
 
   static F load_int32(const void* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 
-  // largest[i]: the largest magnitude in pair i of `rows` rows of 16 pairs, NaN above all. Magnitudes of bf16 compare
-  // as integers do.
+  // largest[i] is the largest magnitude in pair i of `rows` rows of 16 pairs; NaN is larger than all. Magnitudes of
+  // bf16 compare like integers.
   static void largest_of_pairs(const bf16* pairs, int rows, float* largest) {
     const __m512i magnitude = _mm512_set1_epi16(0x7fff);
     __m512i most = _mm512_setzero_si512();
@@ -77,7 +77,7 @@ struct AmxBf16 : Avx512Bf16 {
     most = _mm512_max_epu16(_mm512_slli_epi32(most, 16), most);
     _mm512_storeu_si512(largest, _mm512_and_si512(most, _mm512_set1_epi32(int(0xffff0000u))));
   }
-  // Four int8 a token: its pair of `low` and its pair of `high`, times its factor, rounded to nearest even.
+  // Four int8 for each token: its pairs in `low` and `high`, times its factor, rounded to nearest even.
   static void store_codes(int8_t* out, const bf16* low, const bf16* high, const float* factors) {
     const __m512 factor = _mm512_loadu_ps(factors);
     const auto code = [&](__m512i bits) {

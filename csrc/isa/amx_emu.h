@@ -1,4 +1,4 @@
-// AMX's tile registers and VNNI's products in plain C++: runs their code where the CPU lacks them, for tests.
+// AMX's tile registers and VNNI's products in plain C++, so that tests can run their code on any CPU.
 #pragma once
 
 #include "isa/scalar.h"
@@ -30,7 +30,7 @@ struct EmulatedTiles {
     for (int r = 0; r < 16; r++) std::memcpy(static_cast<char*>(at) + r * row_bytes, registers[T][r], kRowBytes);
   }
 
-  // Intel's definition: even and odd products are summed apart, then together, then onto C; subnormals are zero.
+  // As Intel defines it: even and odd products are summed separately, the sums are added, then C; subnormals are zero.
   template <int C, int A, int B>
   static void dot() {
     for (int m = 0; m < 16; m++) {

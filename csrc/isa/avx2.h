@@ -33,7 +33,7 @@ struct Avx2 {
   }
   static Table load_table(const float* values) { return {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)}; }
   template <int kShift>
-  static F lookup16(Table table, const uint8_t* p) {  // a permute takes three bits of the code, the blend the fourth
+  static F lookup16(Table table, const uint8_t* p) {  // the permute uses three bits of the code, the blend the fourth
     const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m256i code = _mm256_srli_epi32(wide, kShift);
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, code), _mm256_permutevar8x32_ps(table.high, code),

@@ -31,7 +31,7 @@ struct Avx512 {
   }
   static Table load_table(const float* values) { return _mm512_loadu_ps(values); }
   template <int kShift>
-  static F lookup16(Table table, const uint8_t* p) {  // the permute takes the lowest four bits
+  static F lookup16(Table table, const uint8_t* p) {  // the permute uses the lowest four bits
     const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm512_permutexvar_ps(_mm512_srli_epi32(wide, kShift), table);
   }

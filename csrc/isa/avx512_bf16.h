@@ -6,10 +6,10 @@
 
 namespace ktft {
 
-// Products of 4-bit codes, two a byte, with whole numbers.
-//   low_values, high_values  byte i: table[codes[i] & 15], table[codes[i] >> 4]; the table is 16 bytes, four times
-//   dot         int32 lane i: sums[i] + the products of bytes 4i to 4i + 3, unsigned ones of u, signed ones of s
-//   add_scaled  sums[i] += scales[i / 4] * lane i, all 16
+// Products of 4-bit codes, two in a byte, with integers.
+//   low_values, high_values  byte i is table[codes[i] & 15] or table[codes[i] >> 4]; the table is 16 bytes, repeated 4
+//   x dot         int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, unsigned in u, signed in s add_scaled
+//   sums[i] += scales[i / 4] * lane i, all 16
 struct VnniCodes {
   using Bytes = __m512i;
 
@@ -43,7 +43,7 @@ struct Avx512Bf16 : Avx512 {
   static In load_in(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static F dot(F acc, In x, In w) { return _mm512_dpbf16_ps(acc, x, w); }
 
-  // Lane i: values[codes[i] & 15], lane 16 + i: values[codes[i] >> 4]; values are 16, twice.
+  // Lane i is values[codes[i] & 15], lane 16 + i is values[codes[i] >> 4]; `values` are 16 values, repeated twice.
   static In look_up(const bf16* values, const uint8_t* codes) {
     const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);

@@ -1,4 +1,4 @@
-// One lane: runs anywhere, and is the slow reference among the ISAs.
+// One lane. It runs on any CPU and is the slow reference among the ISAs.
 #pragma once
 
 #include <cmath>
@@ -10,17 +10,17 @@ namespace ktft {
 
 // Every ISA struct has these members; the loops in csrc/kernels/*-inl.h use nothing else.
 //   F            kWidth fp32 lanes            In   kStep bf16 inputs of dot()
-//   load_fp8     E4M3 codes as 1/256 of their value, which is what they are as the upper bits of half precision
+//   load_fp8     E4M3 codes as 1/256 of their value, which is what their bits mean as the upper bits of half precision
 //   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
 //   div, sqrt    correctly rounded; reciprocal may be a few units off
 //   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
 //   kLooksUpWords  whether look_up finds 32 bf16 values of 4-bit codes at once
-//   stream_line  copies 64 aligned bytes to where they are not read soon, past the caches; drain() orders such copies
+//   stream_line  copies 64 aligned bytes past the caches, for data not read soon; drain() orders such copies
 //   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
-//   Codes        if there are products of bytes: see isa/avx512_bf16.h
-//   Tiles        of tile ISAs only, with store_pairs and transpose_dwords: see isa/amx.h
+//   Codes        only on ISAs with products of bytes: see isa/avx512_bf16.h
+//   Tiles        only on tile ISAs, together with store_pairs and transpose_dwords: see isa/amx.h
 struct Scalar {
   static constexpr int kWidth = 1, kStep = 1;
   static constexpr bool kPairs = false, kLooksUpWords = false;

@@ -5,9 +5,10 @@
 
 namespace ktft {
 
-// The same operations in the same order on every ISA and for every element, the last ones too: where each vector starts
-// does not change a result. Every sum of a product is a V::fma, so that no compiler chooses; ISAs that have the
-// instruction give the same fp32 bits. Lines are read before they are written, so stores past the caches save nothing.
+// Every ISA does the same operations in the same order for every element, the tail included, so results do not depend
+// on where a vector starts. Every product that is added to something is a V::fma, so that the compiler has no choice;
+// all ISAs with that instruction give the same fp32 bits. Cache lines are read before they are written, so non-temporal
+// stores would save nothing.
 template <class V, class T>
 void adam(int64_t n, const AdamStep& step, const T* grad, T* param, T* exp_avg, T* exp_avg_sq) {
   using F = typename V::F;
@@ -15,8 +16,8 @@ void adam(int64_t n, const AdamStep& step, const T* grad, T* param, T* exp_avg, 
           beta2 = V::set1(step.beta2), second = V::set1(step.second_weight), root = V::set1(step.root_scale),
           eps = V::set1(step.eps), size = V::set1(-step.size);
   const auto update = [&](const T* g_at, T* p_at, T* m_at, T* v_at) {
-    // All loads first: the tensors lie alike within pages, and a load waits for an earlier store whose address has the
-    // same last 12 bits.
+    // All loads come first. The tensors have the same offsets within their pages, and a load waits for an earlier store
+    // whose address has the same last 12 bits.
     const F g = V::load(g_at), p = V::load(p_at), old_m = V::load(m_at), old_v = V::load(v_at);
     const F m = V::fma(V::fma(old_m, minus, g), first, old_m);
     const F v = V::fma(V::mul(g, second), g, V::mul(old_v, beta2));

@@ -1,9 +1,9 @@
-// Dot products of rows of a 4-bit format's W with one or two rows of X, on bytes: codes become whole numbers by one
-// look-up, X is in 15-bit fixed point, sums of a group are exact, and group scales multiply those. Decoding 128 weights
-// takes six instructions, a token's products ten.
+// Dot products of rows of W in a 4-bit format with one or two rows of X, computed on bytes. One look-up turns codes
+// into integers, X is in 15-bit fixed point, the sums of a group are exact, and the group's scales multiply them.
+// Decoding 128 weights takes six instructions, the products of one token ten.
 //
-// The format rounds a weight's product of code book and group scale to bf16; here nothing is rounded. That is up to
-// 2^-9 of a weight, at random: 0.1% of an output.
+// The format defines a weight as the product of a codebook value and its group scale, rounded to bf16. Here that
+// rounding is left out. The difference is up to 2^-9 of a weight, at random, which is 0.1% of an output.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,9 @@ constexpr bool kDotsCodes = requires {
   Codec::kWholeValues;
 };
 
-// 128 columns of one token, x = scales[group] * (128 high + low), in the order of a tile's codes: [0] has what meets
-// the low halves of its bytes, [1] the high ones. `start` takes back the 128 that code values have on top, so that
+// 128 columns of one token, x = scales[group] * (128 high + low), in the order of a tile's codes: [0] is multiplied by
+// the low halves of its bytes, [1] by the high halves. Code values are stored with 128 added; `start` subtracts it, so
+// that
 //   W . X of lane i = sum_groups scale * (128 (start[i] + values . high) + values . low)
 struct alignas(64) FixedPoint {
   int8_t high[2][kRowBytes], low[2][kRowBytes];
@@ -30,7 +31,7 @@ struct alignas(64) FixedPoint {
 constexpr int kFixedPointCols = 128;
 static constexpr int64_t fixed_bytes(int cols) { return ceil_div(cols, kFixedPointCols) * int64_t(sizeof(FixedPoint)); }
 
-// The same in registers.
+// The same values in registers.
 template <class Codes>
 struct Planes {
   using Bytes = typename Codes::Bytes;
@@ -55,10 +56,11 @@ static inline float float_of_bits(uint32_t bits) {
   return f;
 }
 
-// 32 columns. The largest magnitude gets 14 bits, so that what is over 1/64 of it is exact. A scale a group,
-// because single values can be a thousand times the others.
+// Converts 32 columns to fixed point. The largest magnitude gets 14 bits, so that values above 1/64 of it are exact.
+// Each group has a scale of its own, because single values can be a thousand times larger than the others.
 static inline void fix_group(const bf16* x, int group, FixedPoint& out) {
-  constexpr int kBits = 14, kInfinite = 255, kLeast = 14;  // below 2^-113 all is taken for it: scales stay normal
+  constexpr int kBits = 14, kInfinite = 255,
+                kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
   int largest = 0;
   for (int i = 0; i < kGroup; i++) largest = std::max(largest, x[i].bits & 0x7fff);
   const int exponent = std::max(largest >> 7, kLeast);
@@ -76,7 +78,7 @@ static inline void fix_group(const bf16* x, int group, FixedPoint& out) {
     }
 }
 
-// A row of a strip's pieces; what lies behind its columns becomes zeros.
+// Converts one row of a strip's pieces; columns beyond its last one become zeros.
 template <class V>
 void fix_row(const bf16* at, int cols, FixedPoint* out, int apart) {
   using Codes = typename V::Codes;
@@ -92,12 +94,14 @@ void fix_row(const bf16* at, int cols, FixedPoint* out, int apart) {
   }
 }
 
-// Whether dot_tile fetches memory: for one token, line by line, which is faster than a tile at once. With more tokens
-// GCC 12 would then keep their planes out of registers, as it would if dot_tile were inlined: half the speed.
+// Whether dot_tile prefetches, one cache line at a time, which is faster than a whole tile at once. Only for one token:
+// with more tokens GCC 12 would no longer keep their planes in registers (nor if dot_tile were inlined), which halves
+// the speed.
 template <int M>
 constexpr bool kSpreads = M == 1;
 
-// sums[r][t] += the lanes of one tile and its columns of M tokens. With kSpreads as much memory at `ahead` is fetched.
+// Adds the products of one tile and its columns of M tokens to sums[r][t]. With kSpreads, prefetches as many bytes at
+// `ahead`.
 template <class V, class Codec, int M>
 __attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPoint* x, const uint8_t* ahead, float* sums) {
   using Codes = typename V::Codes;

@@ -1,7 +1,8 @@
-// What happens to a GEMM's results while they are in L2: row scales and biases, the activation and its gradient,
-// rounding to bf16.
+// The work on a GEMM's results while they are in L2: row scales and biases, the activation and its gradient, rounding
+// to bf16.
 //
-// What the next phase does not read is streamed: a store to a line that no cache holds would wait for memory first.
+// Results that the next phase does not read are written with non-temporal stores: an ordinary store to a line that is
+// in no cache would first wait for memory.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@ namespace ktft {
 template <class V>
 constexpr bool kHasTiles = requires { typename V::Tiles; };
 
-// One result of outputs that lie side by side.
+// Results whose lanes are neighbouring outputs.
 template <class V>
 typename V::F apply(const float* value, const Affine& out) {
   const typename V::F v = V::load(value);
@@ -22,7 +23,7 @@ typename V::F apply(const float* value, const Affine& out) {
   return out.scale ? V::fma(v, V::load(out.scale), V::load(out.bias)) : V::add(v, V::load(out.bias));
 }
 
-// One turned result: all lanes belong to output k.
+// Transposed results: all lanes belong to output k.
 template <class V>
 typename V::F apply_turned(const float* value, const Affine& out, int k) {
   const typename V::F v = V::load(value);
@@ -42,7 +43,7 @@ void unturn(int pieces, float* c) {
   }
 }
 
-// A turned piece of value(k, t) in bf16: turning pairs of bf16 is half the work of turning fp32.
+// Transposes a piece of value(k, t) after rounding: transposing pairs of bf16 is half the work of transposing fp32.
 template <class V, class Value>
 void narrow_turned(const Value& value, bf16* piece) {
   alignas(64) bf16 spare[kPieceElements];
@@ -79,8 +80,9 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const Affine& a
   V::drain();
 }
 
-// Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16: so `marked`
-// moves those beyond the limit away from it, by over 2^-5 of it, and `edge` lies between them and all others.
+// Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16. `marked`
+// therefore moves values beyond the limit away from it, by more than 2^-5 of it, and `edge` separates them from the
+// rest.
 template <class V>
 struct SwigluLanes {
   using F = typename V::F;
@@ -98,7 +100,7 @@ struct SwigluLanes {
   static F marked(F value, F clamped) { return V::fma(V::fma(clamped, V::set1(-1.f), value), V::set1(0x1p20f), value); }
   F marked_gate(F value) const { return marked(value, gate(value)); }
   F marked_up(F value) const { return marked(value, up(value)); }
-  // A gradient, or zero where the value was clamped.
+  // The gradient, or zero where the value was clamped.
   F gate_grad(F value, F grad) const { return V::where_equal(V::min(value, edge), value, grad); }
   F up_grad(F value, F grad) const { return V::where_equal(V::max(V::min(value, edge), least_edge), value, grad); }
   F h(F gate_value, F up_value) const {
@@ -107,7 +109,7 @@ struct SwigluLanes {
   }
 };
 
-// One piece of h: turned results give turned bf16 without a transpose, since everything is element by element.
+// Computes one piece of h. Transposed results give transposed bf16 directly, since every operation is element-wise.
 template <class V>
 void swiglu_turned(const SwigluLanes<V>& f, const float* gate, const float* up, const Affine& gate_out,
                    const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
@@ -141,7 +143,7 @@ void swiglu_rows(const SwigluLanes<V>& f, int rows, const float* gate, const flo
   stream_lines<V>(rows, spare + kPieceElements, saved_up, 32);
 }
 
-// A turned piece's first rows into the same piece of the next strip (see kFewRows).
+// Copies the first rows of a transposed piece to the same piece of the next strip (see kFewRows).
 template <class V>
 void few_rows(int tokens, const bf16* turned, bf16* rows) {
   alignas(64) bf16 spare[kPieceElements];

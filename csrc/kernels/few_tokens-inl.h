@@ -1,7 +1,7 @@
-// The forward GEMM for so few tokens that each weight is used about as often as it is read: a tile product would wait
-// for decoded weights to be stored and loaded again, and use few of its columns. Dot products of rows of W with rows of
-// X on vectors do neither. Tile ISAs have them for most formats, others for those whose codes can be multiplied
-// (code_dots-inl.h).
+// The forward GEMM for a few tokens, where each weight is used about as often as it is read. A tile product would have
+// to store decoded weights and load them again, and would use few of its columns. Dot products of rows of W with rows
+// of X on vectors avoid both. Tile ISAs have them for most formats; the other ISAs for formats whose codes can be
+// multiplied as integers (code_dots-inl.h).
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@
 
 namespace ktft {
 
-constexpr int kDotAhead = 8 << 10;  // bytes that weights are fetched ahead; strips follow each other in memory
-constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // of W for each number of tokens: as many sums as stay in registers
+constexpr int kDotAhead = 8 << 10;            // distance of the prefetch in bytes; strips are contiguous in memory
+constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // rows of W at a time, by number of tokens: their sums stay in registers
 
-// Memory of one piece; tiles' parts that are not pieces count with them.
+// Bytes of one piece, including its share of the tile's group scales.
 template <class Codec>
 constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kFormat).tile_cols / 32);
 
-// What a call fetches ahead: its own rows of W, which lie one after another, then those of its next product. Behind the
-// last of these it fetches nothing new: what follows in memory is another thread's work.
+// What a call prefetches: its own rows of W, which are contiguous, then those of its next product. It stops at the end
+// of the last product, because the memory after that belongs to another thread's work.
 struct DotAhead {
   const uint8_t *end, *next;
 
@@ -31,7 +31,7 @@ struct DotAhead {
   }
 };
 
-// A row of a strip's pieces, and row t of a turned strip, whose pair i is dword 16 i + t.
+// A row of a strip's pieces, and row t of a transposed strip, whose pair i is dword 16 i + t.
 static inline void copy_row(const bf16* at, int cols, bf16* out) {
   for (int c = 0; c < cols; c += 32, at += kPieceElements) std::memcpy(out + c, at, 32 * sizeof(bf16));
 }
@@ -45,8 +45,8 @@ static inline int low_rank_cols(const GemmArgs& a) {
   return cols;
 }
 
-// sums[r][t] += the lanes of W[row + r, begin ..) X[t, begin ..) for `pieces` pieces. `weights`: decoded; null when
-// rows are decoded here. `ahead`: memory to fetch meanwhile, or null.
+// Adds the products of W[row + r, begin ..) and X[t, begin ..) over `pieces` pieces to sums[r][t]. `weights` are
+// decoded rows, or null when they are decoded here. `ahead` is memory to prefetch meanwhile, or null.
 template <class V, class Codec, int R, int M>
 void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, const bf16* x, int begin, int pieces,
               const uint8_t* ahead, float* sums) {
@@ -84,7 +84,7 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
     for (int t = 0; t < M; t++) V::store(sums + ((row + r) * M + t) * V::kWidth, acc[r][t]);
 }
 
-// results[r][t] += the products of one strip of W and M rows of X. `panel` has room for kDotPieces.
+// Adds the products of one strip of W and M rows of X to results[r][t]. `panel` has room for kDotPieces pieces.
 template <class V, class Codec, int M>
 void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, const DotAhead& further, float* results) {
   constexpr bool kInPlace = Codec::kFormat == Format::kBf16, kWidens = Codec::kFormat == Format::kInt8;
@@ -110,7 +110,7 @@ void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, con
   for (int i = 0; i < kTileRows * M; i++) results[i] += V::sum(V::load(sums + i * V::kWidth));
 }
 
-// The same of W's codes and rows of X in fixed point, tile by tile.
+// The same with W's codes and fixed-point rows of X, tile by tile.
 template <class V, class Codec, int M>
 void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, const DotAhead& further, float* results) {
   constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
@@ -128,7 +128,7 @@ void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, cons
   }
 }
 
-// One strip's results where the call wants them; a tile ISA's other tokens become zeros.
+// Stores one strip's results in the layout of the call. On tile ISAs the remaining tokens of the strip become zeros.
 template <class V, int M>
 void store_dots(const float* results, const GemmArgs& a, int out, float* c) {
   float* const piece = c + result_piece(out / 32, 0, a.tokens);
@@ -176,7 +176,7 @@ void dot_forward(const GemmArgs& a) {
   }
 }
 
-// Whether few_tokens_forward takes the call.
+// Whether few_tokens_forward can do the call.
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
   static_assert(kMostDotTokens[int(Codec::kFormat)] <= kFewRows && sizeof(FixedPoint) == kFixedPointCols * 3);

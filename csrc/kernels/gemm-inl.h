@@ -1,7 +1,7 @@
 // The GEMM on vector registers, for any ISA and codec.
 //
-// Weights are decoded to bf16 pieces one reduction block at a time (32 KB or 128 KB, in L2) and all tokens pass over
-// them before the next block, so that a weight is read from memory and decoded once.
+// Weights are decoded to bf16 pieces one reduction block at a time (32 KB or 128 KB, in L2). All tokens use the block
+// before the next one is decoded, so that each weight is read from memory and decoded once.
 #pragma once
 
 #include <algorithm>
@@ -64,8 +64,8 @@ void backward_micro(const bf16* x, const bf16* w, int64_t stride, int strips, fl
     for (int v = 0; v < kVectors; v++) V::store(c + r * 32 + v * V::kWidth, acc[r][v]);
 }
 
-// Calls f.template operator()<R>(first) for runs of 1 <= R <= Max rows that cover the strip's `rows`: a tail needs no
-// masked code, and runs are of like length.
+// Calls f.template operator()<R>(first) for runs of 1 <= R <= Max rows that cover the strip's `rows`. The runs have
+// similar lengths, and no tail needs masked code.
 template <int Max, int R = Max, class Fn>
 void with_rows(int rows, int first, const Fn& f) {
   if constexpr (R > 1) {
@@ -90,7 +90,7 @@ void forward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, co
   for (int begin = 0; begin < w.cols; begin += kReductionBlock) {
     const int pieces = std::min(kReductionBlock, w.cols - begin) / 32;
     for (int out = 0; out < a.out_count; out += kTileRows) {
-      // Without a codec's work, weights are read where they lie: the first piece, and the others after it
+      // Weights that need no decoding are read in place: the first piece, and the others after it
       const int strip = (out_begin + out) / kTileRows;
       const bf16* const weights = Codec::template decode<V>(w, strip, begin / 32, panel);
       if (weights == panel)
@@ -108,8 +108,8 @@ void forward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, co
   }
 }
 
-// The same by column pairs of W, turned so that outputs are lanes: no sums over lanes, for which turning W must pay
-// off.
+// The same with column pairs of W, transposed so that lanes are outputs. This avoids sums over lanes, but is worth it
+// only where that saves more than transposing W costs.
 constexpr int kTurnTokens = 8;
 template <class V, class Codec>
 void forward_pairs(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
@@ -151,7 +151,7 @@ void gemm_forward(const GemmArgs& a) {
   }
 }
 
-// Decoded pieces of `strips` row strips x 64 columns; each strip's one or two pieces follow each other.
+// Decodes the pieces of `strips` row strips x 64 columns. The one or two pieces of each strip are contiguous.
 template <class V, class Codec>
 void decode_columns(const PackedMatrix& w, int first_strip, int strips, int first_piece, int pieces, bf16* panel,
                     bf16* spare) {

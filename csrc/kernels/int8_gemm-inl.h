@@ -1,8 +1,9 @@
 // W8A8 on tile registers: int8 weights times int8 activations, 32 outputs x 32 tokens at a time.
 //
-// Tiles of W are operand A as they lie, X is the B operand (Int8Rows). A tile is 1 KB as with bf16 but holds 64
-// columns, so the loops of tile_gemm-inl.h serve with another product, and their bf16 pointers count 2 bytes of
-// anything. Sums are int32, lie where fp32 results would between reduction blocks, and become those after the last one.
+// Tiles of W are operand A as they are stored, X is operand B (Int8Rows). A tile is 1 KB as with bf16 but holds 64
+// columns, so the loops of tile_gemm-inl.h work with another product; their bf16 pointers then mean units of 2 bytes.
+// Sums are int32. Between reduction blocks they are stored in place of the fp32 results, which they become after the
+// last block.
 #pragma once
 
 #include "kernels/epilogue-inl.h"
@@ -18,7 +19,7 @@ struct Int8Tiles : Tiles {
   }
 };
 
-// One strip of results, in place.
+// Converts one strip of sums to results, in place.
 template <class V>
 void finish_int8(float* c, const float* scales, const float* add) {
   for (int t = 0; t < kTileRows; t += V::kWidth) {
@@ -77,7 +78,7 @@ void int8_gemm(const Int8GemmArgs& args) {
   Tiles::release();
 }
 
-// Tokens of nothing but (almost) zeros become zeros. A NaN makes its token's scale NaN, so that it is not lost.
+// A token whose values are all (almost) zero becomes zeros. A NaN makes its token's scale NaN, so that it is not lost.
 template <class V>
 void quantize_strip(const bf16* strip, int cols, int8_t* codes, float* scales) {
   alignas(64) float factors[kTileRows];

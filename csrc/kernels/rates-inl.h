@@ -1,5 +1,5 @@
-// Loops that show how fast an ISA multiplies at most: from registers, and by the GEMMs' own inner loop on operands that
-// stay in L1 and L2, with nothing decoded. The benchmark compares whole layers with them.
+// Loops that measure the highest rate at which an ISA multiplies: from registers, and with the GEMMs' own inner loop on
+// operands that stay in L1 and L2, without decoding. The benchmark compares whole layers with these rates.
 #pragma once
 
 #include "kernels/epilogue-inl.h"
@@ -11,7 +11,7 @@ namespace ktft {
 constexpr int kRateTokens = 128;  // 128 x 512 x 2 bytes stay in L2
 constexpr int kRateReduction = kTileReduction;
 
-// Values small enough that sums stay finite, and not zero, which would cost less power.
+// Values are small enough for sums to stay finite, but not zero, because zeros would draw less power.
 static inline void fill_rate_memory(char* memory) {
   bf16* const values = reinterpret_cast<bf16*>(memory);
   for (size_t i = 0; i < kRateMemory / sizeof(bf16); i++)
@@ -20,7 +20,7 @@ static inline void fill_rate_memory(char* memory) {
 
 template <class Tiles>
 int64_t tile_register_rate(const char* memory) {
-  constexpr int kRounds = 1024;  // so many that configuring costs nothing
+  constexpr int kRounds = 1024;  // enough to make the cost of configuring tiles negligible
   Tiles::configure();
   Tiles::template zero<0>();
   Tiles::template zero<1>();
@@ -42,7 +42,7 @@ int64_t tile_register_rate(const char* memory) {
 
 template <class V>
 int64_t vector_register_rate(const char* memory) {
-  constexpr int kRounds = 1 << 16, kChains = 12;  // with two operands within 16 registers
+  constexpr int kRounds = 1 << 16, kChains = 12;  // with two operands, they fit in 16 registers
   const bf16* const values = reinterpret_cast<const bf16*>(memory);
   const typename V::In x = V::load_in(values), w = V::load_in(values + V::kStep);
   typename V::F acc[kChains];
@@ -63,7 +63,8 @@ int64_t register_rate(const char* memory) {
     return vector_register_rate<V>(memory);
 }
 
-// One panel of weights under kRateTokens tokens, added to earlier results: 32 outputs on tiles, 16 on vectors.
+// Multiplies one panel of weights by kRateTokens tokens and adds to earlier results: 32 outputs on tiles, 16 on
+// vectors.
 template <class V>
 int64_t hot_rate(char* memory) {
   bf16* const panel = reinterpret_cast<bf16*>(memory);

@@ -1,14 +1,14 @@
 // The GEMM on tile registers, 32 x 32 results at a time.
 //
-// Forward computes C^T = W X^T: tiles of W are operand A as they lie (or, for other formats, decoded to bf16 once per
-// reduction block), X is the turned B operand: strips of 16 tokens, each a row of 1 KB tiles that hold the transpose
-// of the tokens' column pairs. Backward computes C = X W: rows of X are operand A as they lie, tiles of W are decoded
-// into interleaved row pairs.
+// Forward computes C^T = W X^T. Tiles of bf16 W are operand A as they are stored; other formats are decoded to bf16
+// once per reduction block. X is operand B, transposed: strips of 16 tokens, each a sequence of 1 KB tiles that hold
+// the transpose of the tokens' column pairs. Backward computes C = X W. Rows of X are operand A as they are stored,
+// tiles of W are decoded into interleaved row pairs.
 //
-// A panel of W, 32 outputs x kTileReduction, stays in L1 while all tokens stream past it from L2; results of the block
-// before come from L2 too. Streamed tiles are loaded with the hint not to keep them in L1, which would drive the panel
-// out; the next results, the next panel and the tokens of the next block are fetched meanwhile
-// (docs/dev/kernel-log.md has what each of these brings).
+// A panel of W, 32 outputs x kTileReduction, stays in L1 while all tokens stream past it from L2. The previous block's
+// results come from L2 as well. Streamed tiles are loaded with a hint not to keep them in L1, where they would evict
+// the panel. Meanwhile the next results, the next panel and the tokens of the next block are prefetched
+// (docs/dev/kernel-log.md says what each of these gains).
 #pragma once
 
 #include <algorithm>
@@ -31,8 +31,8 @@ struct TileOutput {  // tiles (0, 0), (0, 1), (1, 0), (1, 1) of C
   int row_bytes;
 };
 
-// Memory to fetch: at each step some lines, and as many `apart` bytes further; after `span` steps, `jump` bytes are
-// skipped. (Functions are static, for the reason that base/types.h gives.)
+// Memory to prefetch: at each step some lines, and as many `apart` bytes further; after `span` steps, `jump` bytes are
+// skipped. (Functions are static for the reason given in base/types.h.)
 struct Ahead {
   const char* at;
   int64_t apart;
@@ -63,8 +63,8 @@ __attribute__((always_inline)) static inline void fetch(Ahead& ahead) {
   }
 }
 
-// Tokens are A's side or B's, and are streamed: rows of 64 bytes, pieces one after the other. So is W as A; as B it
-// lies in row pairs of 128 bytes.
+// Tokens are operand A or B and are streamed: rows of 64 bytes, in contiguous pieces. W as operand A has the same
+// layout; as operand B it consists of row pairs of 128 bytes.
 template <class Tiles, int T, bool kTokens, bool kPairs>
 void load_tile(const bf16* at, int step) {
   if constexpr (kTokens)
@@ -75,7 +75,7 @@ void load_tile(const bf16* at, int step) {
     Tiles::template load<T>(at + step * kPieceElements, kLine);
 }
 
-// Tiles 0 to 3 += A . B over 32 * steps reduction elements. With kHalf the tokens' second tile does not count.
+// Adds A . B over 32 * steps reduction elements to tiles 0 to 3. With kHalf, the tokens' second tile is left out.
 template <class Tiles, bool kTokensAreA, bool kHalf>
 void tile_steps(const TileOperand a, const TileOperand b, const int steps, AheadSet ahead) {
   constexpr bool kTokensAreB = !kTokensAreA;
@@ -104,7 +104,7 @@ struct TileProduct {
   int steps;
 };
 
-// C = lora + main when `first`, C += main otherwise.
+// C = lora + main if `first`, otherwise C += main.
 template <class Tiles, bool kTokensAreA, bool kHalf>
 void tile_block(const TileProduct* lora, const TileProduct& main, bool first, const TileOutput& c,
                 const AheadSet& ahead) {
@@ -132,9 +132,9 @@ struct Nothing {
   void operator()(int) const {}
 };
 
-// One panel of W under all tokens.
-//   weights, lora   the panel as an operand; lora's rows or columns beside it, or null
-//   x, low_rank     where the tokens' first strips begin for these reduction elements; strips lie `strip` apart
+// Multiplies one panel of W by all tokens.
+//   weights, lora   the panel as an operand; the matching rows or columns of lora, or null
+//   x, low_rank     the tokens' first strips at these reduction elements; strips are `strip` apart
 template <class Tiles, bool kTokensAreA>
 struct PanelPass {
   const GemmArgs& args;
@@ -142,20 +142,20 @@ struct PanelPass {
   const bf16 *x = nullptr, *low_rank = nullptr;
   int64_t strip = 0, low_strip = 0;
   int steps = 0, lora_steps = 0;
-  bool first = false;  // nothing to add to
+  bool first = false;  // there is no earlier result to add to
   float* c = nullptr;
-  const float* next_c = nullptr;  // of the next pass, if it has something to add to
+  const float* next_c = nullptr;  // results to which the next pass adds, or null
   const bf16* next_x = nullptr;   // the tokens of the next reduction block, or null
-  int next_lines = 0;             // of one strip
-  int panel = 0, panels = 1;      // which part of next_x is fetched during this pass
+  int next_lines = 0;             // cache lines of one strip of next_x
+  int panel = 0, panels = 1;      // which part of next_x is prefetched during this pass
 
   TileProduct product(const bf16* rows, int64_t apart, const TileOperand& other, int count) const {
     const TileOperand tokens{rows, rows + apart};
     return kTokensAreA ? TileProduct{tokens, other, count} : TileProduct{other, tokens, count};
   }
 
-  // weights_ahead(block, blocks) is what of the next panel to fetch. done(strip) sees each strip's results in L1, one
-  // block late, so that it does not wait for the products.
+  // weights_ahead(block, blocks) returns the part of the next panel to prefetch. done(strip) is called with each
+  // strip's results in L1, one block late, so that it does not wait for the products.
   template <class Fn, class Done = Nothing>
   void run(const Fn& weights_ahead, const Done& done = {}) const {
     const int blocks = ceil_div(args.tokens, kRowPad), strips = ceil_div(args.tokens, kTileRows);
@@ -182,14 +182,14 @@ struct PanelPass {
   }
 };
 
-// With so few tokens that decoding takes longer than multiplying, the next panel's first strip is fetched while this
-// panel is decoded, the second while it is multiplied.
+// With so few tokens that decoding takes longer than multiplying, the next panel's first strip is prefetched while this
+// panel is decoded, and its second strip while this panel is multiplied.
 constexpr int kFewTokens = 128;
-// Tokens of no more bytes stay in L2 while all of W passes.
+// Tokens of up to so many bytes stay in L2 while all of W streams past.
 constexpr int64_t kTokensInL2 = 1 << 20;
 
-// Pieces [first, first + pieces) of one strip: where they lie, when the codec has no work, or decoded into `panel`
-// while one half (0 or 1) of each of as many tiles at `next` is fetched, unless that is null.
+// Returns pieces [first, first + pieces) of one strip: in place if they need no decoding, else decoded into `panel`.
+// While decoding, prefetches one half (0 or 1) of each of as many tiles at `next`, unless `next` is null.
 template <class V, class Codec>
 const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces, bf16* panel, const uint8_t* next,
                          int half) {
@@ -207,7 +207,7 @@ const bf16* decode_strip(const PackedMatrix& w, int strip, int first, int pieces
   return at;
 }
 
-// Row pairs of strips [first, first + strips) x one piece of columns, 128 bytes each: columns 0-15, then 16-31.
+// Decodes strips [first, first + strips) x one piece of columns into row pairs of 128 bytes: columns 0-15, then 16-31.
 template <class V, class Codec>
 void decode_pairs(const PackedMatrix& w, int first, int strips, int piece, bf16* panel) {
   alignas(64) bf16 spare[kPieceElements];
@@ -215,16 +215,16 @@ void decode_pairs(const PackedMatrix& w, int first, int strips, int piece, bf16*
     V::interleave_tile(Codec::template decode<V>(w, first + s, piece, spare), panel + s * kPieceElements);
 }
 
-// Which panel and which reduction block one pass is about.
+// The panel and the reduction block of one pass.
 struct ForwardPass {
   const GemmTerm* term;
-  int panel;  // of all terms
+  int panel;  // counted over all terms
   int row;    // strip of W
   int lora_row;
   int begin, steps;
 };
 
-// Pass number `index` of a call; a step of its products is over `step` columns.
+// Pass number `index` of a call, whose products advance by `step` columns.
 static inline ForwardPass forward_pass(const GemmArgs& a, int step, bool tokens_stay, int index) {
   const int cols = a.terms[0].w->cols, outs = a.out_count / 32, panels = a.count * outs;
   const int reduction = kTileReduction / 32 * step, blocks = ceil_div(cols, reduction);
@@ -257,7 +257,7 @@ void tile_gemm_forward(const GemmArgs& a) {
     for (int s = 0; s < 2 && next.term; s++) raw[s] = next.term->w->tile(next.row + s, next.begin / format.tile_cols);
     const bool while_decoding = kDecodes && a.tokens <= kFewTokens;
     const GemmTerm& term = *at.term;
-    // When they stay, the tokens of the next block are fetched at the first panel; else a part at each panel
+    // If they stay in L2, the next block's tokens are prefetched with the first panel, otherwise a part with each panel
     const int next_begin = at.begin + kTileReduction;
     const bool fetch_tokens = next_begin < cols && (!tokens_stay || at.panel == 0);
     PanelPass<Tiles, false> pass{a};
@@ -338,8 +338,8 @@ void tile_gemm_backward(const GemmArgs& a) {
           pass.low_strip = strip_elements(m.rows);
           pass.lora_steps = m.rows / 32;
         }
-        // The tiles of the next panels, a part at each panel that shares the present ones. Pairs of strips, one tile
-        // each, one after the other: memory likes 1 KB better than single lines
+        // Prefetches the tiles of the next panels, a part with each panel that shares the present tiles. Two strips
+        // alternate, one tile at a time: memory delivers 1 KB runs faster than single lines
         const int tile = piece / kPanelsOfTile, part = piece % kPanelsOfTile;
         const bool last = tile == last_tile;
         const int next_tile = last ? first_piece / kPanelsOfTile : tile + 1, strip = (last ? next_begin : begin) / 16;

@@ -1,4 +1,4 @@
-// What the layer does to rows besides multiplying them, for any ISA.
+// The layer's operations on rows other than products, for any ISA.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -76,8 +76,8 @@ void weighted_sum(int n, int rows, const bf16* const* x, const float* weights, f
   }
 }
 
-// A counter-based generator: the bits depend on (key, element) alone, so backward and a recomputed forward see the
-// same mask. The mixer is the 32-bit finalizer "lowbias32" (C. Wellons, hash-prospector).
+// A counter-based generator: its bits depend only on (key, element), so backward and a recomputed forward see the same
+// mask. The mixer is the 32-bit finalizer "lowbias32" (C. Wellons, hash-prospector).
 template <class V>
 uint32_t dropout_mask(uint64_t key, uint32_t first, float probability) {
   const uint32_t low = uint32_t(key), high = uint32_t(key >> 32);

@@ -3,17 +3,19 @@
 #include <algorithm>
 #include <atomic>
 
-#include "moe/backward.h"
+#include "moe/backward_steps.h"
+#include "moe/forward_steps.h"
 #include "moe/w8a8.h"
 
 namespace ktft {
 namespace {
 
-// Runs fn(rows, local, memory, scratch) for every expert, the longest first. `local` are the same rows in memory of the
-// thread's own, where they begin at 0.
+// Runs fn(rows, local, memory, scratch) for every expert, the longest first. `local` are the same rows in the thread's
+// own memory, where they begin at 0.
 template <class Fn>
 void each_expert(const Call& call, const char* name, const Fn& fn) {
   Runtime& rt = call.runtime;
+  std::vector<Scratch>& memory = call.workspace().expert_memory;
   const Phase phase(rt.phases, name);
   std::vector<RowChunk> order = call.routes.experts;
   std::stable_sort(order.begin(), order.end(), [](const RowChunk& a, const RowChunk& b) { return a.rows > b.rows; });
@@ -21,8 +23,8 @@ void each_expert(const Call& call, const char* name, const Fn& fn) {
     const RowChunk& rows = order[task];
     RowChunk local = rows;
     local.packed = 0;
-    rt.expert_memory[thread].reset();
-    fn(rows, local, rt.expert_memory[thread], rt.scratch[thread]);
+    memory[thread].reset();
+    fn(rows, local, memory[thread], rt.scratch[thread]);
   });
 }
 
@@ -30,7 +32,11 @@ template <class Fn>
 void each_chunk_of(const RowChunk& rows, Scratch& scratch, const Fn& fn) {
   for (int at = 0; at < rows.rows; at += Routes::kChunkRows) {
     scratch.reset();
-    fn(RowChunk{rows.slot, rows.expert, rows.begin + at, std::min(Routes::kChunkRows, rows.rows - at), at});
+    fn(RowChunk{.slot = rows.slot,
+                .expert = rows.expert,
+                .begin = rows.begin + at,
+                .rows = std::min(Routes::kChunkRows, rows.rows - at),
+                .packed = at});
   }
 }
 
@@ -53,10 +59,10 @@ LowRank take_low_rank(const Call& call, Projection p, const LowRank& shared, con
 
 Int8Rows take_int8(Scratch& memory, const RowChunk& rows, int cols) {
   const int padded = pad_rows(rows.rows);
-  return {memory.take<int8_t>(int8_bytes(padded, cols)), memory.take<float>(size_t(padded))};
+  return {memory.take<int8_t>(int8_codes_size(padded, cols)), memory.take<float>(size_t(padded))};
 }
 
-// Gate, up and h of one expert. Returns where they are.
+// Computes gate, up and h of one expert. Returns where they are.
 Activations expert_gate_up(const Call& call, const PackedLora& lora, const TokenRows& hidden, const Activations& act,
                            const RowChunk& rows, const RowChunk& local, std::atomic<int>& bad, Scratch& memory,
                            Scratch& scratch) {
@@ -65,8 +71,10 @@ Activations expert_gate_up(const Call& call, const PackedLora& lora, const Token
   const Activations::PerNode& shared = act.nodes[0];
   bf16* const x = take(memory, rows, call.weights.shape().hidden);
   Activations own;
-  own.nodes = {{shared.gate ? shared.gate + at : nullptr, shared.up ? shared.up + at : nullptr,
-                take(memory, rows, width), take_low_rank(call, Projection::kDown, shared.down, rows, memory)}};
+  own.nodes = {{.gate = shared.gate ? shared.gate + at : nullptr,
+                .up = shared.up ? shared.up + at : nullptr,
+                .h = take(memory, rows, width),
+                .down = take_low_rank(call, Projection::kDown, shared.down, rows, memory)}};
   if (call.int8) {
     own.int8_x = take_int8(memory, rows, call.weights.shape().hidden);
     own.nodes[0].int8_h = take_int8(memory, rows, width);
@@ -75,7 +83,7 @@ Activations expert_gate_up(const Call& call, const PackedLora& lora, const Token
     own.low_rank[int(p)] = take_low_rank(call, p, act.low_rank[int(p)], rows, memory);
   each_chunk_of(local, scratch, [&](const RowChunk& chunk) {
     bf16* const at = x + activation_elements(chunk.packed, call.weights.shape().hidden);
-    const int token = gather_chunk(call, hidden, {Pass::kForward, true, false}, chunk, at, scratch);
+    const int token = gather_chunk(call, hidden, {.pass = Pass::kForward, .check = true}, chunk, at, scratch);
     if (token >= 0) bad = token;
     if (call.int8) quantize(call, at, call.weights.shape().hidden, chunk, own.int8_x);
     input_low_rank(call, lora, x, own, chunk, scratch);
@@ -130,19 +138,6 @@ void backward_by_expert(const Call& call, const Activations* recompute, const Gr
                [&](int block) { hidden_block(call, lora, own, 0, local, block, scratch); });
     if (call.lora) expert_gradients(call, own, hidden, local, memory, scratch);
   });
-}
-
-size_t expert_bytes(const Call& call) {
-  const ExpertShape& shape = call.weights.shape();
-  int rows = 0;
-  for (const RowChunk& expert : call.routes.experts) rows = std::max(rows, pad_rows(expert.rows));
-  const int places = call.lora ? split_rank(call.lora->max_rank()) : 0;
-  // backward: LoRA; dy; d gate, d up, h; three operands; transposed lows of six gradients
-  const size_t elements = activation_elements(rows, shape.hidden) + 3 * activation_elements(rows, shape.intermediate) +
-                          3 * activation_elements(rows, places) + 6 * activation_elements(places, rows) +
-                          expert_lora_elements(call);
-  const size_t int8 = int8_bytes(rows, shape.hidden) + int8_bytes(rows, shape.intermediate) + 2 * rows * sizeof(float);
-  return elements * sizeof(bf16) + (call.int8 ? int8 : 0) + 4096;
 }
 
 }  // namespace ktft

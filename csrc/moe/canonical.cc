@@ -1,4 +1,4 @@
-// A whole packed matrix <-> the slices in which nodes hold it: as canonical bytes (see weights.h) and as fp32.
+// Converts between a whole matrix and the slices of it that nodes hold: as canonical bytes (see weights.h) and as fp32.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -10,7 +10,7 @@
 namespace ktft {
 namespace {
 
-constexpr int kUnitRows = kScaleBlock;  // a task's rows: whole strips, and whole rows of block scales
+constexpr int kUnitRows = kScaleBlock;  // rows of a task: whole strips, and whole rows of block scales
 
 size_t strip_bytes(Format format, int cols) {
   return size_t(ceil_div(cols, info(format).tile_cols)) * info(format).tile_bytes;
@@ -23,7 +23,7 @@ struct Part {
   int row_begin, col_begin;  // multiples of kSliceMultiple
 };
 
-// Calls copy(address in the slice, offset in the canonical bytes, bytes) for the tiles of a unit ...
+// Calls copy(address in the slice, offset in the canonical bytes, bytes) for the tiles of a unit.
 template <class Copy>
 void each_strip(const Part& p, int unit, const Copy& copy) {
   const PackedMatrix& m = p.matrix;
@@ -33,7 +33,7 @@ void each_strip(const Part& p, int unit, const Copy& copy) {
     copy(m.tile(r / kTileRows, 0), (p.row_begin + r) / kTileRows * strip + left, strip_bytes(m.format, m.cols));
 }
 
-// ... and for its scales, if the format has any outside of tiles.
+// Does the same for its scales, if the format has any outside of tiles.
 template <class Copy>
 void each_scale_run(const Part& p, int unit, const Copy& copy) {
   const PackedMatrix& m = p.matrix;
@@ -69,8 +69,11 @@ void PackedExperts::each_unit(Pool& pool, int expert, Projection projection, con
   std::vector<Part> parts;
   std::vector<int> units(pool.nodes(), 0);
   for (int n = 0; n < nodes(); n++) {
-    parts.push_back({matrix(n, expert, projection), down ? shape_.hidden : shape_.intermediate,
-                     down ? shape_.intermediate : shape_.hidden, down ? 0 : begin(n), down ? begin(n) : 0});
+    parts.push_back({.matrix = matrix(n, expert, projection),
+                     .rows = down ? shape_.hidden : shape_.intermediate,
+                     .cols = down ? shape_.intermediate : shape_.hidden,
+                     .row_begin = down ? 0 : begin(n),
+                     .col_begin = down ? begin(n) : 0});
     units[n] = ceil_div(parts[n].matrix.rows, kUnitRows);
   }
   pool.run(units, [&](int node, int unit, int) { fn(parts[node], node, unit); });
@@ -81,7 +84,7 @@ void PackedExperts::export_canonical(Pool& pool, int expert, Projection projecti
   const auto copy = [out](const void* packed, size_t at, size_t bytes) { std::memcpy(out + at, packed, bytes); };
   each_unit(pool, expert, projection, [&](const Part& part, int node, int unit) {
     each_strip(part, unit, copy);
-    // Every slice of down holds the scales of whole rows: the first one's are taken
+    // Every slice of down has the scales of whole rows; they are taken from the first slice
     if (node == 0 || !part.matrix.row_scale || projection != Projection::kDown) each_scale_run(part, unit, copy);
   });
 }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "moe/forward.h"
 #include "moe/lora_grad.h"
 #include "moe/w8a8.h"
 
@@ -99,13 +100,23 @@ void MoeLayer::check_lora(const Lora* lora) const {
     }
 }
 
+Call MoeLayer::call_of(const Routes& routes, const float* top_k_weights, const Lora* lora) const {
+  return {.runtime = *runtime_,
+          .weights = weights_,
+          .routes = routes,
+          .top_k_weights = top_k_weights,
+          .lora = lora,
+          .swiglu = swiglu_,
+          .name = name_.c_str()};
+}
+
 Lora MoeLayer::keep(const Lora& lora) const {
   check_lora(&lora);
   Routes all;
   for (int e = 0; e < weights_.shape().experts; e++) all.active.push_back(e);
   const ForkLock lock(runtime_->mutex);
   Lora packed = lora;
-  packed.kept = keep_lora({*runtime_, weights_, all, nullptr, &lora, swiglu_, name_.c_str()});
+  packed.kept = keep_lora(call_of(all, nullptr, &lora));
   for (auto& pair : packed.pairs)
     if (pair) pair->a.data = pair->b.data = nullptr;
   return packed;
@@ -135,9 +146,8 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   const auto saved = prepare(input.top_k_index, input.tokens, input.top_k);
   if (input.tokens > 0) {
     const ForkLock lock(runtime_->mutex);
-    Call call{*runtime_, weights_, saved->routes, input.top_k_weights,
-              lora,      swiglu_,  name_.c_str(), activation_bits == 8};
-    plan(call);
+    Call call = call_of(saved->routes, input.top_k_weights, lora);
+    call.int8 = activation_bits == 8;
     ktft::forward(call, {input.hidden, input.dtype}, out, saved.get(), keep == Keep::kActivations);
   }
   return keep == Keep::kNothing ? nullptr : saved;
@@ -160,12 +170,11 @@ void MoeLayer::backward(Saved& saved, const float* top_k_weights, const Lora* lo
   check_lora(lora);
   check_saved(saved, lora, args);
   const ForkLock lock(runtime_->mutex);
-  Call call{*runtime_, weights_, saved.routes, top_k_weights, lora, swiglu_, name_.c_str()};
+  Call call = call_of(saved.routes, top_k_weights, lora);
   if (saved.routes.tokens == 0) {
     if (lora) zero_idle_gradients(call);
     return;
   }
-  plan(call);
   ktft::backward(call, saved, args);
 }
 

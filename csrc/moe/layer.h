@@ -1,11 +1,12 @@
-// One MoE layer's routed experts: the class the bindings see. Pointers are the caller's, contiguous and alive during
-// the call; calls on one Runtime take turns.
+// One MoE layer's routed experts: the class that the bindings see. Arrays belong to the caller; they must be contiguous
+// and stay alive during the call. Calls on one Runtime take turns.
 #pragma once
 
 #include <memory>
 #include <string>
 
 #include "moe/backward.h"
+#include "moe/memory.h"
 
 namespace ktft {
 
@@ -17,22 +18,21 @@ struct LayerInput {
   int tokens, top_k;
 };
 
-enum class Keep { kNothing, kRoutes, kActivations };  // for backward: none follows, recompute, retain
-
 class MoeLayer {
  public:
-  // Throws when the kernels cannot take the dimensions or the activation's constants.
+  // Throws if the kernels do not support the dimensions or the activation's constants.
   MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format format, Swiglu swiglu, bool biases,
            std::string name);
 
-  // The shape itself. Throws when the kernels cannot take it.
+  // Returns the shape. Throws if the kernels do not support it.
   static ExpertShape checked(ExpertShape shape, const std::string& name);
 
   const PackedExperts& weights() const { return weights_; }
   const std::string& name() const { return name_; }
-  // Throws when the adapters do not fit the layer.
+  // Throws if the adapters do not fit the layer.
   void check_lora(const Lora* lora) const;
-  // The adapters, packed for all forward calls that follow: `lora`'s memory is not read again. Throws as check_lora.
+  // Packs the adapters for all forward calls that follow. The memory of `lora` is not read again. Throws like
+  // check_lora.
   Lora keep(const Lora& lora) const;
   bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);
@@ -40,23 +40,24 @@ class MoeLayer {
   void dequantize(int expert, Projection projection, float* out) const;
   void import_canonical(int expert, Projection projection, const uint8_t* in);
 
-  // out: [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits: 16
-  // (bf16) or 8 (int8, see w8a8.h).
+  // Writes out [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits is
+  // 16 (bf16) or 8 (int8, see w8a8.h).
   std::shared_ptr<Saved> forward(const LayerInput& input, const Lora* lora, Keep keep, int activation_bits, void* out);
 
-  // What forward returns with kRoutes, without computing anything.
+  // Returns what forward returns with kRoutes, without computing anything.
   std::shared_ptr<Saved> prepare(const int64_t* top_k_index, int tokens, int top_k) const;
 
-  // Throws when `saved` is another layer's, of other sizes, or retained with adapters of other ranks.
+  // Throws if `saved` belongs to another layer, has other sizes, or was retained with adapters of other ranks.
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:
   void check_expert(int expert) const;
   void check_bits(int activation_bits, Keep keep) const;
   void check_saved(const Saved& saved, const Lora* lora, const BackwardArgs& args) const;
+  Call call_of(const Routes& routes, const float* top_k_weights, const Lora* lora) const;
 
   std::shared_ptr<Runtime> runtime_;
-  const uint64_t number_;  // among the process's layers
+  const uint64_t number_;  // unique among the process's layers
   std::string name_;
   Swiglu swiglu_;
   PackedExperts weights_;

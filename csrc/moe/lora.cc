@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "moe/forward.h"
+#include "moe/call.h"
 
 namespace ktft {
 namespace {
@@ -13,7 +13,7 @@ uint64_t mix(uint64_t z) {  // splitmix64's finalizer
   return z ^ z >> 31;
 }
 
-// n elements from `at` of one expert's matrix as fp32; `spare` holds what is not fp32 already.
+// Returns n elements from `at` of one expert's matrix as fp32: in place, or widened into `spare`.
 const float* read(const VectorKernels& vec, const LoraMatrix& m, int expert, size_t at, int n, float* spare) {
   at += size_t(expert) * m.rows * m.cols;
   if (m.dtype == Dtype::kF32) return static_cast<const float*>(m.data) + at;
@@ -25,7 +25,7 @@ const float* read(const VectorKernels& vec, const LoraMatrix& m, int expert, siz
   return spare;
 }
 
-// A's rows [block, block + 16) -> its strips of high and of low parts, node by node.
+// Packs A's rows [block, block + 16) into strips of high and of low parts, node by node.
 void pack_a(const Call& call, const LoraPair& pair, bool sliced, int expert, int block, bf16* out, Scratch& scratch) {
   const VectorKernels& vec = call.vec();
   const int cols = pair.a.cols, rows = std::min(kRankBlock, pair.rank() - block);
@@ -47,7 +47,7 @@ void pack_a(const Call& call, const LoraPair& pair, bool sliced, int expert, int
   }
 }
 
-// B's rows [row, row + 16) -> one strip. `wide` and `parts` hold 16 * rank and twice as many elements.
+// Packs B's rows [row, row + 16) into one strip. `wide` has room for 16 * rank elements, `parts` for twice as many.
 void pack_b(const Call& call, const LoraPair& pair, const float* row_scale, int expert, int row, bf16* out, float* wide,
             bf16* parts) {
   const VectorKernels& vec = call.vec();
@@ -74,13 +74,16 @@ void pack_b(const Call& call, const LoraPair& pair, const float* row_scale, int 
     }
 }
 
-// LoRA matrices need no padding: their rows or columns are few.
+// LoRA matrices have few rows or columns, so their strips need no padding.
 PackedMatrix dense_matrix(bf16* pieces, int rows, int cols) {
-  return {
-      Format::kBf16, rows, cols, reinterpret_cast<uint8_t*>(pieces), nullptr, nullptr, int64_t(cols) * kTileRows * 2};
+  return {.format = Format::kBf16,
+          .rows = rows,
+          .cols = cols,
+          .tiles = reinterpret_cast<uint8_t*>(pieces),
+          .strip_bytes = int64_t(cols) * kTileRows * 2};
 }
 
-// Element (t, c) of a piece.
+// The index of element (t, c) in a piece.
 int piece_index(bool turned, int t, int c) { return turned ? c / 2 * 32 + t * 2 + c % 2 : t * 32 + c; }
 
 }  // namespace
@@ -125,23 +128,25 @@ std::vector<Job> jobs_of(const Call& call) {
   for (int p = 0; p < kProjections; p++) {
     const LoraPair* const pair = call.pair(Projection(p));
     if (!pair) continue;
-    for (int j = 0; j < pair->rank(); j += kRankBlock) jobs.push_back({Projection(p), false, j, 0});
+    for (int j = 0; j < pair->rank(); j += kRankBlock)
+      jobs.push_back({.p = Projection(p), .is_b = false, .first = j, .end = 0});
     for (int row = 0; row < pair->b.rows; row += kRows)
-      jobs.push_back({Projection(p), true, row, std::min(row + kRows, pair->b.rows)});
+      jobs.push_back({.p = Projection(p), .is_b = true, .first = row, .end = std::min(row + kRows, pair->b.rows)});
   }
   return jobs;
 }
 
 size_t expert_elements(const LoraPair& pair) { return size_t(split_rank(pair.rank())) * (pair.a.cols + pair.b.rows); }
 
-// Where each slot's A and B lie, from `at` on; all slots share one place when `slots` is 0.
+// Places each slot's A and B from `at` on. If `slots` is 0, all slots share one place.
 PackedLora place_lora(const Call& call, int slots, bf16* at) {
   PackedLora packed;
   for (int p = 0; p < kProjections; p++) {
     const LoraPair* const pair = call.pair(Projection(p));
     if (!pair) continue;
     const size_t a = size_t(split_rank(pair->rank())) * pair->a.cols, count = std::max(slots, 1);
-    packed.parts[p] = {at, at + count * a, slots ? a : 0, slots ? expert_elements(*pair) - a : 0};
+    packed.parts[p] = {
+        .a = at, .b = at + count * a, .a_stride = slots ? a : 0, .b_stride = slots ? expert_elements(*pair) - a : 0};
     at += count * expert_elements(*pair);
   }
   return packed;
@@ -168,17 +173,10 @@ void pack_part(const Call& call, const Job& job, const PackedLora& packed, int s
 
 }  // namespace
 
-size_t expert_lora_elements(const Call& call) {
-  size_t sum = 0;
-  for (int p = 0; p < kProjections; p++)
-    if (const LoraPair* pair = call.pair(Projection(p))) sum += expert_elements(*pair);
-  return sum;
-}
-
 PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch) {
   if (!call.lora) return {};
   if (call.lora->kept) return call.lora->kept->packed;
-  const PackedLora packed = place_lora(call, 0, memory.take<bf16>(expert_lora_elements(call)));
+  const PackedLora packed = place_lora(call, 0, memory.take<bf16>(call.dims.lora_elements()));
   for (const Job& job : jobs_of(call)) pack_part(call, job, packed, slot, scratch);
   return packed;
 }
@@ -199,8 +197,7 @@ PackedLora pack_lora(const Call& call) {
   if (call.lora->kept) return call.lora->kept->packed;
   const Phase phase(call.runtime.phases, "lora pack");
   const int slots = int(call.routes.active.size());
-  const PackedLora packed =
-      place_lora(call, slots, call.runtime.workspace.lora.get<bf16>(slots * expert_lora_elements(call)));
+  const PackedLora packed = place_lora(call, slots, call.workspace().lora.get<bf16>(call.sizes.lora));
   pack_slots(call, packed, slots);
   return packed;
 }
@@ -208,10 +205,11 @@ PackedLora pack_lora(const Call& call) {
 std::shared_ptr<const KeptLora> keep_lora(const Call& call) {
   const int experts = int(call.routes.active.size());
   const auto kept = std::make_shared<KeptLora>();
-  kept->memory = NodeBuffer(experts * expert_lora_elements(call) * sizeof(bf16), -1);
+  const CallDims dims = dims_of(call);
+  kept->memory = NodeBuffer(experts * dims.lora_elements() * sizeof(bf16), -1);
   kept->packed = place_lora(call, experts, reinterpret_cast<bf16*>(kept->memory.data()));
   kept->packed.all = true;
-  for (Scratch& scratch : call.runtime.scratch) scratch.reserve(lora_scratch(call));
+  for (Scratch& scratch : call.runtime.scratch) scratch.reserve(lora_scratch_size(dims));
   pack_slots(call, kept->packed, experts);
   return kept;
 }
@@ -226,7 +224,11 @@ void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int ra
   std::fill(twice, twice + size_t(strips) * kTileRows * places, bf16{});
   for (int first = 0; first < places; first += kMaxOutputs) {
     const int outs = std::min(kMaxOutputs, places - first);
-    run_gemm(call, Format::kBf16, pass, {{{&m, first, x, nullptr, 0, nullptr, c}}, 1, outs, chunk.rows, gemm});
+    run_gemm(call, Format::kBf16, pass,
+             {.terms = {{.w = &m, .out_begin = first, .x = x, .c = c}},
+              .out_count = outs,
+              .tokens = chunk.rows,
+              .scratch = gemm});
     if (pass == Pass::kForward) vec.unturn(outs / 32 * strips, c);
     for (int t = 0; t < chunk.rows; t++)
       for (int panel = 0; panel < outs / 32; panel++) {
@@ -295,23 +297,6 @@ void transpose_low_rank(const Call& call, const std::vector<const float*>& parts
     call.vec().pack_rows(high, cols, out + activation_elements(b * 2 * kTileRows, cols));
     call.vec().pack_rows(low, cols, out + activation_elements((b * 2 + 1) * kTileRows, cols));
   }
-}
-
-size_t lora_scratch(const Call& call) {
-  if (!call.lora) return 0;
-  const size_t places = size_t(split_rank(call.lora->max_rank()));
-  const size_t widest = size_t(std::max(call.weights.shape().hidden, call.weights.shape().intermediate));
-  size_t most = 0;
-  for (const RowChunk& expert : call.routes.experts) most = std::max(most, size_t(pad_rows(expert.rows)));
-  const size_t packing = widest * kRankBlock * 4 + places * kTileRows * (4 + 2 * 2);
-  const size_t product = Routes::kChunkRows * (kMaxOutputs * 4 + places * 2) + kGemmScratch;
-  const size_t transposing = most * (4 + 4 * kRankBlock);
-  const bool drops = call.lora->drops();
-  const size_t kept_chunk = drops ? activation_elements(Routes::kChunkRows, int(widest)) * 2 : 0;
-  const size_t kept_block =
-      activation_elements(int64_t(most), kMaxOutputs) * 2 + size_t(kTileRows + 2) * kMaxOutputs * 2;
-  const size_t gradient = kept_block + size_t(kMaxTokens) * kMaxOutputs * 4 + kGemmScratch;
-  return std::max({packing, product + kept_chunk, transposing, gradient}) + 4096;
 }
 
 }  // namespace ktft

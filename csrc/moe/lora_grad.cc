@@ -7,14 +7,14 @@ namespace {
 
 constexpr Projection kDown = Projection::kDown;
 
-// Gradients that are low^T m for one m [packed rows, cols], which lies on each node that has a slice of it.
+// Gradients of the form low^T m with the same m [packed rows, cols]. Each node has a slice of m.
 //   grad_a [r, in]:  low = B^T dy (gate, up: d gate, d up), m = the projections' input
 //   grad_b [out, r]: low = A x, m = the gradient of the projection's output
 struct Product {
-  std::vector<Projection> projections;  // more than one where they share m
+  std::vector<Projection> projections;  // several if they share m
   bool is_b;
-  bool sliced;           // m, by nodes; or whole, on node 0
-  std::vector<bf16*> m;  // by node; null for the layer's input, which is gathered block by block
+  bool sliced;           // whether nodes have slices of m; otherwise node 0 has all of it
+  std::vector<bf16*> m;  // of each node; null for the layer's input, which is gathered block by block
 
   bool of_tokens() const { return !m[0]; }
 };
@@ -27,27 +27,31 @@ int places(const Call& call, const Product& product) {
 
 std::vector<Product> products(const Call& call, const Gradients& at) {
   std::vector<Product> all;
-  std::vector<Projection> inputs;  // projections of the layer's input
+  std::vector<Projection> inputs;  // those that multiply the layer's input
   for (Projection p : {Projection::kGate, Projection::kUp})
     if (call.pair(p)) {
       inputs.push_back(p);
-      Product b{{p}, true, true, {}};
+      Product b{.projections = {p}, .is_b = true, .sliced = true, .m = {}};
       for (const Gradients::PerNode& node : at.nodes) b.m.push_back(node.grad[int(p)]);
       all.push_back(b);
     }
   if (inputs.size()) {
-    Product a{inputs, false, false, {nullptr}};
-    // Dropout makes the inputs differ
-    if (inputs.size() == 2 && (call.lora->drops() || places(call, a) > kMaxTokens))
-      for (Projection p : inputs) all.push_back({{p}, false, false, {nullptr}});
-    else
+    Product a{.projections = inputs, .is_b = false, .sliced = false, .m = {nullptr}};
+    // With dropout, gate's input is not up's
+    if (inputs.size() == 2 && (call.lora->drops() || places(call, a) > kMaxTokens)) {
+      for (Projection p : inputs) {
+        a.projections = {p};
+        all.push_back(a);
+      }
+    } else {
       all.push_back(a);
+    }
   }
   if (call.pair(kDown)) {
-    Product a{{kDown}, false, true, {}};
+    Product a{.projections = {kDown}, .is_b = false, .sliced = true, .m = {}};
     for (const Gradients::PerNode& node : at.nodes) a.m.push_back(node.h);
     all.push_back(a);
-    all.push_back({{kDown}, true, false, {at.dy}});
+    all.push_back({.projections = {kDown}, .is_b = true, .sliced = false, .m = {at.dy}});
   }
   return all;
 }
@@ -61,21 +65,21 @@ std::vector<const float*> low_parts(const Gradients& at, Projection p, bool is_b
   return parts;
 }
 
-// Columns [col, col + cols) of the layer's input, of one expert's rows.
+// Gathers columns [col, col + cols) of the layer's input for one expert's rows.
 bf16* gather_block(const Call& call, const TokenRows& hidden, const RowChunk& rows, int col, int cols,
                    Scratch& scratch) {
   bf16* const out = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
   bf16* const narrowed = scratch.take<bf16>(size_t(kTileRows) * cols);
   float* const spare = scratch.take<float>(size_t(cols));
   const size_t bytes = dtype_bytes(hidden.dtype), pitch = size_t(call.weights.shape().hidden) * bytes;
-  const auto fetch_strip = [&](int t) {
+  const auto prefetch_strip = [&](int t) {
     for (int r = t; r < std::min(t + kTileRows, rows.rows); r++)
       prefetch(static_cast<const char*>(hidden.data) + call.routes.token(rows.begin + r) * pitch + col * bytes,
                cols * bytes);
   };
-  fetch_strip(0);
+  prefetch_strip(0);
   for (int t = 0; t < pad_rows(rows.rows); t += kTileRows) {
-    fetch_strip(t + kTileRows);
+    prefetch_strip(t + kTileRows);
     const bf16* at[kTileRows] = {};
     for (int r = 0; r < std::min(kTileRows, rows.rows - t); r++)
       at[r] =
@@ -85,7 +89,7 @@ bf16* gather_block(const Call& call, const TokenRows& hidden, const RowChunk& ro
   return out;
 }
 
-// The same of an activation that is there already, to be changed.
+// Copies these columns of an activation, which the caller is going to change.
 bf16* copy_block(const bf16* m, int width, const RowChunk& rows, int col, int cols, Scratch& scratch) {
   bf16* const out = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
   for (int t = 0; t < pad_rows(rows.rows); t += kTileRows)
@@ -94,7 +98,7 @@ bf16* copy_block(const bf16* m, int width, const RowChunk& rows, int col, int co
   return out;
 }
 
-// Columns [col, col + 32) of row j of a result whose first row is number `first`: high and low parts together.
+// Adds the high and low parts in columns [col, col + 32) of row j. The result's parts begin at row `first`.
 void sum_parts(const float* c, int first, int j, int col, int rows, float* out) {
   const int strip = first / kTileRows + j / kRankBlock * 2;
   const float* const high = c + result_piece(col / 32, strip, rows) + j % kRankBlock * 32;
@@ -126,7 +130,10 @@ void gradient_block(const Call& call, const TokenRows& hidden, const Job& job, c
   const PackedMatrix matrix = activation_matrix(m, pad_rows(rows.rows), width);
   float* const c = scratch.take<float>(size_t(count) * cols);
   run_gemm(call, Format::kBf16, Pass::kBackward,
-           {{{&matrix, col, transposed, nullptr, 0, nullptr, c}}, 1, cols, count, scratch.take<char>(kGemmScratch)});
+           {.terms = {{.w = &matrix, .out_begin = col, .x = transposed, .c = c}},
+            .out_count = cols,
+            .tokens = count,
+            .scratch = scratch.take<char>(kGemmScratch)});
   int place = 0;
   for (Projection p : product.projections) {
     const LoraPair& pair = *call.pair(p);
@@ -155,7 +162,8 @@ std::vector<Job> jobs_of(const Call& call, const std::vector<Product>& all, int 
     if (node >= int(product.m.size())) continue;
     const int width = product.sliced ? call.weights.width(node) : call.weights.shape().hidden;
     for (int col = 0; col < width; col += call.block)
-      jobs.push_back({&product, node, col, std::min(call.block, width - col), width});
+      jobs.push_back(
+          {.product = &product, .node = node, .col = col, .cols = std::min(call.block, width - col), .width = width});
   }
   return jobs;
 }
@@ -213,7 +221,7 @@ void lora_gradients(const Call& call, const Gradients& at, const TokenRows& hidd
   for (const RowChunk& rows : routes.experts)
     for (const Product& product : all)
       begin.push_back(begin.back() + activation_elements(places(call, product), pad_rows(rows.rows)));
-  bf16* const transposed = rt.workspace.transposed.get<bf16>(begin.back());
+  bf16* const transposed = call.workspace().transposed.get<bf16>(call.sizes.transposed);
   rt.pool.run(experts * count, [&](int task, int thread) {
     transpose_lows(call, at, all[task % count], routes.experts[task / count], transposed + begin[task],
                    rt.scratch[thread]);

@@ -1,35 +1,37 @@
-// Gradients of all LoRA matrices, once backward has the gradients of everything they multiply.
+// Gradients of all LoRA matrices. They are computed after the gradients of everything that the matrices multiply.
 #pragma once
 
-#include "moe/forward.h"
+#include "moe/tokens.h"
 
 namespace ktft {
 
-// What backward knows about one call. Gradients of gate, up and the output carry their weights' row scales.
+// Pointers to the intermediate results of one backward. Gradients of gate, up and the output include the row scales of
+// the weights that produced these.
 struct Gradients {
   struct PerNode {
-    bf16 *gate, *up;       // [packed rows, width], from forward
-    bf16* h;               // [packed rows, width]; null when down has no LoRA
-    bf16* grad[2];         // [packed rows, width]: d gate, d up
-    LowRank low_rank[2];   // B^T d gate, B^T d up: this node's part
-    float* low_rank_down;  // [rows, r]: A_down h, this node's part
-    float* weight_grads;   // [width / kDotCols, rows]: parts of <dh, h>
-    bf16* dx;              // [rows, hidden]: d hidden
+    bf16* gate = nullptr;  // [packed rows, width], from forward
+    bf16* up = nullptr;
+    bf16* h = nullptr;               // [packed rows, width]; null if down has no LoRA
+    bf16* grad[2] = {};              // [packed rows, width]: d gate, d up
+    LowRank low_rank[2];             // this node's part of B^T d gate, B^T d up
+    float* low_rank_down = nullptr;  // [rows, r]: this node's part of A_down h
+    float* weight_grads = nullptr;   // [width / kDotCols, rows]: parts of <dh, h>
+    bf16* dx = nullptr;              // [rows, hidden]: d hidden
   };
   std::vector<PerNode> nodes;
-  bf16* dy;             // [packed rows, hidden]
-  float* bias_dots;     // [rows]: <dy, down's bias>; null without biases
-  LowRank low_rank_dy;  // B_down^T dy
-  float* low_rank[2];   // [rows, r]: A_gate x, A_up x
+  bf16* dy = nullptr;          // [packed rows, hidden]
+  float* bias_dots = nullptr;  // [rows]: <dy, down's bias>; null without biases
+  LowRank low_rank_dy;         // B_down^T dy
+  float* low_rank[2] = {};     // [rows, r]: A_gate x, A_up x
 };
 
 // Writes grad_a and grad_b of all experts that are not elsewhere.
 void lora_gradients(const Call& call, const Gradients& at, const TokenRows& hidden);
 
-// The same, of one expert that saw tokens; `memory` keeps what all its blocks need.
+// The same for one expert that has tokens. `memory` holds what all of its blocks need.
 void expert_gradients(const Call& call, const Gradients& at, const TokenRows& hidden, const RowChunk& rows,
                       Scratch& memory, Scratch& scratch);
-// Zeroes the gradients of experts without tokens, those elsewhere apart.
+// Sets the gradients of experts without tokens to zero, except for experts that are elsewhere.
 void zero_idle_gradients(const Call& call);
 
 }  // namespace ktft

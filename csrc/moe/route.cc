@@ -8,13 +8,18 @@
 namespace ktft {
 namespace {
 
-// Parts of at most `most` rows, of like length: a short rest would read an expert's weights for a few rows.
+// Cuts experts' rows into parts of at most `most` rows. The parts of one expert have similar lengths, because a short
+// last part would read the expert's weights for only a few rows.
 std::vector<RowChunk> cut(const std::vector<RowChunk>& experts, int most) {
   std::vector<RowChunk> out;
   for (const RowChunk& e : experts) {
     const int parts = ceil_div(e.rows, most), rows = pad_rows(ceil_div(e.rows, parts));
     for (int at = 0; at < e.rows; at += rows)
-      out.push_back({e.slot, e.expert, e.begin + at, std::min(rows, e.rows - at), e.packed + at});
+      out.push_back({.slot = e.slot,
+                     .expert = e.expert,
+                     .begin = e.begin + at,
+                     .rows = std::min(rows, e.rows - at),
+                     .packed = e.packed + at});
   }
   return out;
 }
@@ -48,7 +53,8 @@ Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts) {
     const int rows = next[size_t(e) + 1];
     next[size_t(e) + 1] += next[e];
     if (!rows) continue;
-    r.experts.push_back({int(r.active.size()), e, next[e], rows, r.packed_rows});
+    r.experts.push_back(
+        {.slot = int(r.active.size()), .expert = e, .begin = next[e], .rows = rows, .packed = r.packed_rows});
     r.active.push_back(e);
     r.packed_rows += pad_rows(rows);
   }

@@ -1,5 +1,6 @@
-// Which rows each expert works on. A route is (token, slot), numbered token * top_k + slot; routes sorted by expert
-// are rows, so that one expert's inputs are contiguous. Routes of experts that are computed elsewhere have no row.
+// The rows that each expert works on. A route is a pair (token, slot) with the number token * top_k + slot. Rows are
+// the routes sorted by expert, so that one expert's inputs are contiguous. Routes to experts that are computed
+// elsewhere have no row.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +9,12 @@
 namespace ktft {
 
 struct RowChunk {  // rows of one expert
-  int slot;        // the expert's place among the active ones
+  int slot;        // index of the expert among the active ones
   int expert, begin, rows;
-  int packed;  // where its rows lie in buffers in which every expert has whole kRowPad rows
+  int packed;  // its first row in buffers in which every expert's rows are padded to a multiple of kRowPad
 };
 
-constexpr int kElsewhere = -1;  // an expert's number, or a row's
+constexpr int kElsewhere = -1;  // in place of an expert's or a row's number
 
 struct Routes {
   int tokens = 0, top_k = 0, rows = 0;
@@ -28,11 +29,11 @@ struct Routes {
   static constexpr int kChunkRows = 64;
 
   int token(int row) const { return row_route[row] / top_k; }
-  // Whether no earlier slot of its token has a row.
+  // Whether this is the first of its token's slots that has a row.
   bool leads(int row) const;
 };
 
-// top_k_index: [tokens, top_k]. Throws when an index is outside [0, experts) and not kElsewhere.
+// top_k_index is [tokens, top_k]. Throws if an index is neither in [0, experts) nor kElsewhere.
 Routes route(const int64_t* top_k_index, int tokens, int top_k, int experts);
 
 }  // namespace ktft

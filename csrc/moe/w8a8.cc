@@ -17,10 +17,6 @@ void check_w8a8(const char* name, Isa isa, const PackedExperts& weights) {
              " products of int8 can exceed int32, which holds ", kMaxInt8Reduction, ": leave activation_bits at 16");
 }
 
-Int8Rows place_int8(Growing& codes, Growing& scales, int rows, int cols, int node) {
-  return {codes.get<int8_t>(int8_bytes(rows, cols), node), scales.get<float>(size_t(rows), node)};
-}
-
 void quantize(const Call& call, const bf16* rows, int cols, const RowChunk& chunk, const Int8Rows& out) {
   for (int t = 0; t < chunk.rows; t += kTileRows) {
     const Int8Rows at = int8_rows_at(out, chunk.packed + t, cols);
@@ -34,14 +30,14 @@ void quantize_h(const Call& call, const Activations& act, int node, const RowChu
 }
 
 void int8_product(const Call& call, const GemmArgs& args, const Int8Rows& x, Scratch& scratch) {
-  Int8GemmArgs out{args, x, {}};
+  Int8GemmArgs out{.gemm = args, .x = x, .add = {}};
   for (int i = 0; i < args.count; i++) {
     const GemmTerm& term = args.terms[i];
     if (!term.lora) continue;
     float* const lora = scratch.take<float>(size_t(pad_rows(args.tokens)) * args.out_count);
     GemmArgs low_rank = args;
     low_rank.count = 1;
-    low_rank.terms[0] = {term.lora, term.lora_begin, term.low_rank, nullptr, 0, nullptr, lora};
+    low_rank.terms[0] = {.w = term.lora, .out_begin = term.lora_begin, .x = term.low_rank, .c = lora};
     run_gemm(call, Format::kBf16, Pass::kForward, low_rank);
     out.add[i] = lora;
   }

@@ -14,13 +14,24 @@ void PackedExperts::matrix_dims(int node, Projection projection, int& rows, int&
   cols = down ? slices_[node].width : shape_.hidden;
 }
 
-std::vector<PackedExperts::Slice> PackedExperts::slices_of(ExpertShape shape, Format format, bool biases, int nodes) {
+std::vector<int> PackedExperts::widths(ExpertShape shape, int nodes) {
   const int units = ceil_div(shape.intermediate, kSliceMultiple), count = std::min(units, nodes);
+  std::vector<int> widths;
+  for (int n = 0; n < count; n++)
+    widths.push_back(std::min(split(units, count, n + 1) * kSliceMultiple, shape.intermediate) -
+                     split(units, count, n) * kSliceMultiple);
+  return widths;
+}
+
+std::vector<PackedExperts::Slice> PackedExperts::slices_of(ExpertShape shape, Format format, bool biases, int nodes) {
   std::vector<Slice> slices;
-  for (int n = 0; n < count; n++) {
+  int begin = 0;
+  for (const int width : widths(shape, nodes)) {
     Slice s{};
-    s.begin = split(units, count, n) * kSliceMultiple;
-    s.width = std::min(split(units, count, n + 1) * kSliceMultiple, shape.intermediate) - s.begin;
+    s.begin = begin;
+    s.width = width;
+    const int n = int(slices.size());
+    begin += width;
     for (int p = 0; p < kProjections; p++) {
       const bool down = Projection(p) == Projection::kDown;
       const int rows = down ? shape.hidden : s.width, cols = down ? s.width : shape.hidden;
@@ -41,6 +52,7 @@ PackedExperts::PackedExperts(ExpertShape shape, Format format, bool biases, cons
       format_(format),
       biases_(biases),
       slices_(slices_of(shape, format, biases, int(node_ids.size()))),
+      widths_(widths(shape, int(node_ids.size()))),
       loaded_(size_t(shape.experts) * kProjections),
       loaded_biases_(loaded_.size()) {
   for (int n = 0; n < nodes(); n++)
@@ -62,9 +74,13 @@ size_t PackedExperts::bytes() const {
 PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) const {
   const Slice& s = slices_[node];
   char* base = s.memory.data() + s.expert_bytes * expert;
-  PackedMatrix m{format_, 0, 0, reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]), nullptr, nullptr, 0};
-  matrix_dims(node, projection, m.rows, m.cols);
-  m.strip_bytes = weight_strip_bytes(format_, m.cols);
+  int rows, cols;
+  matrix_dims(node, projection, rows, cols);
+  PackedMatrix m{.format = format_,
+                 .rows = rows,
+                 .cols = cols,
+                 .tiles = reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]),
+                 .strip_bytes = weight_strip_bytes(format_, cols)};
   float* const scales = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
   if (info(format_).row_scaled) m.row_scale = scales;
   if (info(format_).block_scaled) m.block_scale = scales;
@@ -74,7 +90,8 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
 
 SliceView PackedExperts::view(int node) const {
   const Slice& s = slices_[node];
-  SliceView v{s.memory.data(), s.expert_bytes, s.begin, s.width, {}};
+  SliceView v{
+      .blocks = s.memory.data(), .expert_bytes = s.expert_bytes, .begin = s.begin, .width = s.width, .matrices = {}};
   for (int p = 0; p < kProjections; p++) {
     SliceView::Matrix& m = v.matrices[p];
     matrix_dims(node, Projection(p), m.rows, m.cols);
@@ -99,7 +116,7 @@ bool PackedExperts::load(Pool& pool, int expert, Projection projection, const So
     const BadValue v =
         pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit, keep);
     if (v.row < 0) return;
-    const int64_t at = int64_t(v.row) * cols + v.col;  // the first of all, whichever thread met it
+    const int64_t at = int64_t(v.row) * cols + v.col;  // the first one of the matrix, whichever thread found it
     for (int64_t seen = bad; (seen < 0 || at < seen) && !bad.compare_exchange_weak(seen, at);) {
     }
   });

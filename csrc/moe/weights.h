@@ -1,7 +1,7 @@
 // The packed experts of one layer, sliced over NUMA nodes along the intermediate dimension.
 //
-// Node n holds intermediate columns [begin(n), end(n)): those rows of gate and up, those columns of down. Every node's
-// partial result adds up to the layer's, so nodes (and, later, processes) share no weights.
+// Node n holds the intermediate columns that begin at begin(n) and are width(n) in number: rows of gate and up, columns
+// of down. The nodes' partial results add up to the layer's, so nodes (and, later, processes) share no weights.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ struct ExpertShape {
   int experts, hidden, intermediate;
 };
 
-// Where one node's slice lies: the blocks of its experts follow each other. Offsets count from a block's start.
+// Where one node's slice is: the blocks of its experts are contiguous. Offsets count from a block's start.
 struct SliceView {
   const char* blocks;
   size_t expert_bytes;
@@ -26,13 +26,13 @@ struct SliceView {
     int rows, cols;
     size_t tiles;
     int64_t strip_bytes;
-    int64_t scales, bias;  // -1: there are none
+    int64_t scales, bias;  // -1 if there are none
   } matrices[kProjections];
 };
 
 class PackedExperts {
  public:
-  // node_ids[n]: the kernel's number of node n, or -1 to leave placement to the kernel.
+  // node_ids[n] is the operating system's number of node n, or -1 to leave the placement to it.
   PackedExperts(ExpertShape shape, Format format, bool biases, const std::vector<int>& node_ids);
 
   const ExpertShape& shape() const { return shape_; }
@@ -40,36 +40,38 @@ class PackedExperts {
   int nodes() const { return int(slices_.size()); }
   int begin(int node) const { return slices_[node].begin; }
   int width(int node) const { return slices_[node].width; }
+  const std::vector<int>& widths() const { return widths_; }
   size_t bytes() const;
-  // Bytes that each of so many nodes would hold.
+  // The widths of the slices when there are `nodes` nodes; fewer slices if there are too few columns for all.
+  static std::vector<int> widths(ExpertShape shape, int nodes);
+  // Bytes of each slice when there are `nodes` nodes.
   static std::vector<size_t> packed_bytes(ExpertShape shape, Format format, bool biases, int nodes);
 
   // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
-  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf. Returns whether codes and scales stayed as they
-  // were.
+  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf. Returns whether codes and scales are unchanged.
   bool load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
   bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
-  // One expert's bias of one projection, a value an output: for layers with biases. Throws on NaN and Inf.
+  // Sets one expert's bias of one projection, one value for each output, in layers with biases. Throws on NaN and Inf.
   void load_bias(int expert, Projection projection, const float* values);
   bool loaded_bias(int expert, Projection projection) const {
     return loaded_biases_[expert * kProjections + int(projection)];
   }
   bool biases() const { return biases_; }
 
-  // One matrix as files hold it: the tiles of the whole matrix, strip after strip with nothing between them, then its
-  // scales (fp32, by row or by block). The same bytes whatever the nodes, the threads and the ISA.
+  // The canonical form of one matrix, which files use: the tiles of the whole matrix, strip after strip without
+  // padding, then its scales (fp32, by row or by block). Its bytes do not depend on nodes, threads or ISA.
   size_t canonical_bytes(Projection projection) const;
   void export_canonical(Pool& pool, int expert, Projection projection, uint8_t* out) const;
-  // Instead of load. Throws on a scale that is NaN, Inf or, where outputs are multiplied by it, not positive.
+  // Replaces load(). Throws on a scale that is NaN or Inf, or not positive if outputs are multiplied by it.
   void import_canonical(Pool& pool, int expert, Projection projection, const uint8_t* in);
 
-  // fp32 [rows, cols] of the whole matrix, and [rows] of its bias.
+  // Write the whole matrix as fp32 [rows, cols], and its bias [rows].
   void dequantize(Pool& pool, int expert, Projection projection, float* out) const;
   void bias(int expert, Projection projection, float* out) const;
 
   SliceView view(int node) const;
 
-  // Down's bias is node 0's alone: the nodes' outputs add up.
+  // Only node 0 has down's bias, because the nodes' outputs add up.
   PackedMatrix matrix(int node, int expert, Projection projection) const;
 
  private:
@@ -78,7 +80,7 @@ class PackedExperts {
     size_t offset[kProjections], scale_offset[kProjections], bias_offset[kProjections], expert_bytes;
     NodeBuffer memory;
   };
-  // Slices without memory, one a node as far as there are columns for it.
+  // Slices without memory, one for each node for which there are columns.
   static std::vector<Slice> slices_of(ExpertShape shape, Format format, bool biases, int nodes);
   void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
   static bool has_bias(bool biases, int node, Projection p) { return biases && (node == 0 || p != Projection::kDown); }
@@ -89,6 +91,7 @@ class PackedExperts {
   Format format_;
   bool biases_;
   std::vector<Slice> slices_;
+  std::vector<int> widths_;
   std::vector<bool> loaded_, loaded_biases_;
 };
 

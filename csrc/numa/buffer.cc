@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kPage = 4096, kHugePage = size_t(2) << 20;
 
-// Preferred, not strict: a full node costs speed, not the process.
+// The node is preferred, not required: if it is full, the process gets slower instead of being killed.
 int prefer_node(void* at, size_t bytes, int node) {
   constexpr int kPreferred = 1, kMaskBits = 1024;
   unsigned long mask[kMaskBits / (8 * sizeof(unsigned long))] = {};
@@ -65,7 +65,7 @@ NodeBuffer BufferPool::take(size_t bytes, int node) {
     if (smallest < 0 || size < free_[smallest].buffer.size()) smallest = i;
   }
   NodeBuffer found;
-  const int leaves = best >= 0 ? best : smallest;  // when none fits, one makes room for the new one
+  const int leaves = best >= 0 ? best : smallest;  // if none fits, one is released to make room for the new one
   if (leaves >= 0) {
     found = std::move(free_[leaves].buffer);
     free_.erase(free_.begin() + leaves);

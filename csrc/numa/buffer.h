@@ -1,4 +1,4 @@
-// Memory that lives on one NUMA node.
+// Memory on one NUMA node.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 
 namespace ktft {
 
-// Zeroed, 2 MB aligned when it is large (and then offered to transparent huge pages), owned. Pages are placed on
-// `node` when they are first touched, on another node only if that one is full; node < 0 leaves the choice to the
-// kernel. Throws OutOfMemory.
+// Owns zeroed memory. Large buffers are aligned to 2 MB and may use transparent huge pages. Pages are placed on `node`
+// when they are first touched, on another node only if that one is full. node < 0 leaves the choice to the operating
+// system. Throws OutOfMemory.
 class NodeBuffer {
  public:
   NodeBuffer() = default;
@@ -29,11 +29,11 @@ class NodeBuffer {
   size_t size_ = 0, map_size_ = 0;
 };
 
-// Buffers that come and go with every step: given back ones are used again, since fresh memory costs a page fault for
-// every page. What is kept never exceeds what was once in use at the same time.
+// Buffers that are needed for a while in every step. Returned buffers are used again, since fresh memory costs a page
+// fault for every page. The memory held never exceeds the most that was in use at one time.
 class BufferPool {
  public:
-  // At least `bytes` on `node`; content undefined.
+  // Returns at least `bytes` on `node`. The content is undefined.
   NodeBuffer take(size_t bytes, int node);
   void give(NodeBuffer buffer, int node);
 
@@ -46,7 +46,7 @@ class BufferPool {
   std::vector<Free> free_;
 };
 
-// "ok", or why the kernel refuses to place memory on a node (containers often do).
+// "ok", or why the operating system refuses to place memory on a node, which is common in containers.
 std::string node_binding_status();
 
 }  // namespace ktft

@@ -22,7 +22,7 @@ bool limited(int resource, rlim_t& limit) {
   return true;
 }
 
-// Of /proc/self/status: "Threads", "VmSize", ...
+// A value of /proc/self/status, such as "Threads" or "VmSize".
 long status_of(const std::string& key) {
   for (const std::string& line : lines_of("/proc/self/status"))
     if (line.rfind(key + ":", 0) == 0) return std::atol(line.c_str() + key.size() + 1);

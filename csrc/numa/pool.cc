@@ -17,7 +17,7 @@ void bind_to(const std::vector<int>& cpus) {
   CPU_ZERO(&set);
   for (int cpu : cpus)
     if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-  // Refused in some containers: the thread then floats, which is slower and still right.
+  // Some containers refuse this. The thread then floats, which is slower but correct.
   if (CPU_COUNT(&set)) pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 

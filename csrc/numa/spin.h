@@ -7,7 +7,8 @@
 
 namespace ktft {
 
-// Whether done() came true within `most`. After 50 us it lets others have the CPU in between, who may be awaited.
+// Polls done() for up to `most` and returns whether it became true. After 50 us it yields the CPU between polls,
+// because the thread it waits for may need it.
 template <class Done>
 bool spin(std::chrono::nanoseconds most, const Done& done) {
   using Clock = std::chrono::steady_clock;

@@ -27,7 +27,7 @@ std::vector<int> parse_list(const std::string& text) {
 
 std::set<int> allowed_cpus() {
   std::set<int> cpus;
-  for (int size = 1024; size <= 1 << 16; size *= 4) {  // a larger machine needs a larger mask
+  for (int size = 1024; size <= 1 << 16; size *= 4) {  // larger machines need a larger mask
     cpu_set_t* mask = CPU_ALLOC(size);
     const size_t bytes = CPU_ALLOC_SIZE(size);
     const bool ok = sched_getaffinity(0, bytes, mask) == 0;
@@ -77,7 +77,7 @@ double quota_of(const std::string& dir) {
   return quota > 0 && period > 0 ? quota / period : 0;
 }
 
-// The tightest quota of this process's group and the groups above it (cgroup v2, then v1).
+// The smallest quota of this process's group and the groups above it (cgroup v2, then v1).
 double read_quota() {
   double tightest = 0;
   for (const std::string& folder : cgroup_folders("cpu")) {
@@ -102,16 +102,23 @@ Topology read_topology() {
   const std::string base = "/sys/devices/system/node/node";
   for (int id : parse_list(first_line_of("/sys/devices/system/node/online"))) {
     const std::string dir = base + std::to_string(id);
-    Node node{id, {}, 0, meminfo(dir + "/meminfo", "MemTotal"), meminfo(dir + "/meminfo", "MemFree")};
+    Node node{.id = id,
+              .cpus = {},
+              .cores = 0,
+              .memory_bytes = meminfo(dir + "/meminfo", "MemTotal"),
+              .free_bytes = meminfo(dir + "/meminfo", "MemFree")};
     for (int cpu : parse_list(first_line_of(dir + "/cpulist")))
       if (cpus.count(cpu)) node.cpus.push_back(cpu);
     if (node.cpus.empty() || !mems.count(id)) continue;
     node.cores = count_cores(node.cpus);
     topology.nodes.push_back(node);
   }
-  if (topology.nodes.empty()) {  // no sysfs: one node with every allowed CPU
-    Node node{
-        0, {cpus.begin(), cpus.end()}, 0, meminfo("/proc/meminfo", "MemTotal"), meminfo("/proc/meminfo", "MemFree")};
+  if (topology.nodes.empty()) {  // without sysfs: one node with all allowed CPUs
+    Node node{.id = 0,
+              .cpus = {cpus.begin(), cpus.end()},
+              .cores = 0,
+              .memory_bytes = meminfo("/proc/meminfo", "MemTotal"),
+              .free_bytes = meminfo("/proc/meminfo", "MemFree")};
     node.cores = count_cores(node.cpus);
     topology.nodes.push_back(node);
   }

@@ -1,4 +1,4 @@
-// The CPUs and memory nodes this process may use: hardware, affinity mask and cgroup limits together.
+// The CPUs and memory nodes that this process may use, given the hardware, the affinity mask and cgroup limits.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,15 @@
 namespace ktft {
 
 struct Node {
-  int id;                 // the kernel's number
-  std::vector<int> cpus;  // allowed ones
+  int id;                 // the operating system's number
+  std::vector<int> cpus;  // those that this process may use
   int cores;              // physical cores among them
   int64_t memory_bytes, free_bytes;
 };
 
 struct Topology {
   std::vector<Node> nodes;  // at least one, each with at least one CPU
-  double cgroup_cpus;       // CPU quota in CPUs; 0 when there is none
+  double cgroup_cpus;       // CPU quota in CPUs; 0 if there is none
 
   int cores() const;  // physical cores, no more than the quota allows; at least 1
 };

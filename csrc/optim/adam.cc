@@ -1,13 +1,17 @@
 #include "optim/adam.h"
 
+#include <algorithm>
+
+#include "base/check.h"
+
 namespace ktft {
 namespace {
 
-// Elements of a task, and of the parts of it that may be left out: a part's gradient and moments fit in an L1, where
-// the kernel finds what was looked at. Both are multiples of every ISA's lanes.
+// Elements of a task, and of the parts of it that can be skipped. A part's gradient and moments fit in L1, where the
+// kernel finds them again after they have been checked. Both are multiples of every ISA's lanes.
 constexpr int64_t kTask = 32768, kPart = 2048;
 
-// All bits: a zero with a sign counts as something. Whoever is not zero mostly shows it in the first line.
+// Whether all bits are zero; negative zero does not count. Data that is not zero mostly shows it in the first line.
 bool zeros(const char* at, size_t bytes) {
   constexpr size_t kLine = 64;
   for (; bytes >= kLine; at += kLine, bytes -= kLine) {
@@ -21,7 +25,7 @@ bool zeros(const char* at, size_t bytes) {
   return true;
 }
 
-// With a gradient and moments of zero the update is p * decay - size * 0 / eps.
+// Whether parts may be skipped: with a gradient and moments of zero, the update is p * decay - size * 0 / eps.
 bool can_rest(const AdamStep& step) { return step.decay == 1 && step.eps > 0 && step.size - step.size == 0; }
 
 template <class T>
@@ -43,7 +47,7 @@ void update(const AdamTensor& tensor, int64_t begin, int64_t end, const AdamKern
 }  // namespace
 
 void adam(Runtime& runtime, const std::vector<AdamTensor>& tensors) {
-  std::vector<int64_t> ends;  // of each tensor's tasks, in one count
+  std::vector<int64_t> ends;  // of each tensor's tasks, counted over all tensors
   for (const AdamTensor& tensor : tensors) {
     KTFT_CHECK(tensor.dtype != Dtype::kF16, "AdamW updates fp32 and bf16 tensors, not fp16");
     ends.push_back((ends.empty() ? 0 : ends.back()) + (tensor.count + kTask - 1) / kTask);

@@ -3,11 +3,11 @@
 
 #include <vector>
 
-#include "moe/workspace.h"
+#include "runtime/runtime.h"
 
 namespace ktft {
 
-// A tensor of `count` elements with its gradient and moments, all of one dtype (fp32 or bf16), and its step.
+// A tensor of `count` elements with its gradient and moments, all of the same dtype (fp32 or bf16), and its step.
 struct AdamTensor {
   Dtype dtype;
   int64_t count;
@@ -16,8 +16,8 @@ struct AdamTensor {
   AdamStep step;
 };
 
-// Updates all of them, reading and writing each byte once. A part whose gradient and moments are zero is left as it is
-// where the update would not change it. Throws std::invalid_argument for another dtype.
+// Updates all tensors, reading and writing each byte once. Parts whose gradient and moments are zero are skipped if the
+// update would not change them. Throws std::invalid_argument for any other dtype.
 void adam(Runtime& runtime, const std::vector<AdamTensor>& tensors);
 
 }  // namespace ktft

@@ -1,6 +1,9 @@
 #include "optim/norms.h"
 
+#include <algorithm>
 #include <cmath>
+
+#include "base/check.h"
 
 namespace ktft {
 namespace {
@@ -32,8 +35,8 @@ void multiply(T* at, int64_t count, float factor) {
   for (int64_t i = 0; i < count; i++) store(at + i, load(at[i]) * factor);
 }
 
-// Calls `work(tensor, first element, elements, row among all tensors' rows, number of the part)` for parts of rows, on
-// all threads; before that `count(parts, rows)`.
+// Divides rows into parts and calls `work(tensor, first element, elements, row among all tensors' rows, number of the
+// part)` for each, on all threads. Before that, it calls `count(parts, rows)`.
 template <class Count, class Work>
 void by_parts(Runtime& runtime, const std::vector<RowTensor>& tensors, const Count& count, const Work& work) {
   struct Parts {
@@ -43,7 +46,7 @@ void by_parts(Runtime& runtime, const std::vector<RowTensor>& tensors, const Cou
   int64_t parts = 0, rows = 0;
   for (const RowTensor& tensor : tensors) {
     KTFT_CHECK(tensor.dtype != Dtype::kF16, "norms are of fp32 and bf16 tensors, not fp16");
-    starts.push_back({parts, rows, (tensor.cols + kTask - 1) / kTask});
+    starts.push_back({.first_part = parts, .first_row = rows, .of_row = (tensor.cols + kTask - 1) / kTask});
     parts += tensor.rows * starts.back().of_row;
     rows += tensor.rows;
   }
@@ -52,7 +55,7 @@ void by_parts(Runtime& runtime, const std::vector<RowTensor>& tensors, const Cou
   if (parts == 0) return;
   const ForkLock lock(runtime.mutex);
   runtime.pool.run(int(parts), [&](int part, int) {
-    // The last tensor that begins here or before: tensors without elements have no parts
+    // The last tensor that begins at or before this part; tensors without elements have no parts
     const auto after = std::upper_bound(starts.begin(), starts.end(), int64_t(part),
                                         [](int64_t at, const Parts& start) { return at < start.first_part; });
     const Parts& start = *(after - 1);

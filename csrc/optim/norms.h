@@ -1,21 +1,21 @@
-// Norms of gradients, and clipping by them, on a runtime's threads.
+// Norms of gradients, and clipping, on a runtime's threads.
 #pragma once
 
 #include <vector>
 
-#include "moe/workspace.h"
+#include "runtime/runtime.h"
 
 namespace ktft {
 
-// `rows` rows of `cols` elements, fp32 or bf16, one after the other.
+// `rows` contiguous rows of `cols` elements, fp32 or bf16.
 struct RowTensor {
   Dtype dtype;
   int64_t rows, cols;
   void* data;
 };
 
-// The norm of each row of each tensor, all of them one after the other. Squares are summed in fp64, in an order that
-// does not depend on threads, so that no gradient overflows.
+// Returns the norm of each row of each tensor, in order. Squares are summed in fp64, so that no gradient overflows, and
+// in an order that does not depend on the number of threads.
 std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors);
 
 // Multiplies all elements, in fp32.

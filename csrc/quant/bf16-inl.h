@@ -1,4 +1,4 @@
-// bf16: 32 columns a tile, stored as they are.
+// bf16: 32 columns in a tile, stored unchanged.
 #pragma once
 
 #include "quant/format.h"
@@ -20,7 +20,7 @@ struct Bf16Codec {
     return to_float(reinterpret_cast<const bf16*>(w.tile(r / kTileRows, c / 32))[r % kTileRows * 32 + c % 32]);
   }
 
-  // A tile is a piece already, and a strip's pieces follow each other.
+  // A tile is already a piece, and the pieces of a strip are contiguous.
   template <class V>
   static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16*) {
     return reinterpret_cast<const bf16*>(w.tile(strip, piece));

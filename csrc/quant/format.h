@@ -1,9 +1,9 @@
-// How one weight matrix W [rows, cols] lies in memory.
+// The memory layout of one weight matrix W [rows, cols].
 //
-// Tiles of 16 rows x 64 bytes, row-major inside, followed by the scales of the tile's 32-column groups where a format
-// has them. 64 bytes hold `tile_cols` columns. The tiles of one 16-row strip follow each other along the columns,
-// strips follow each other. Columns are padded to a whole tile, rows are a multiple of 16. One copy serves both passes,
-// which read it through its codec (one file a format) in pieces: 16 rows x 32 columns as bf16, row-major.
+// A tile is 16 rows x 64 bytes, row-major, followed by the scales of its 32-column groups where the format has them. 64
+// bytes hold `tile_cols` columns. The tiles of one 16-row strip are contiguous along the columns, and the strips follow
+// each other. Columns are padded to whole tiles, rows are a multiple of 16. Both passes use the same copy and read it
+// through its codec (one file for each format) in pieces: 16 rows x 32 columns of bf16, row-major.
 //
 // A codec has
 //   kFormat, kCodes                    kCodes: the type of a code by torch's name; uint8 holds two 4-bit codes
@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "base/types.h"
 
@@ -19,20 +20,20 @@ namespace ktft {
 
 constexpr int kTileRows = 16;
 constexpr int kRowBytes = 64;
-constexpr int kCodeBytes = kTileRows * kRowBytes;  // of a tile, scales apart
+constexpr int kCodeBytes = kTileRows * kRowBytes;  // of a tile, without its scales
 constexpr int kGroup = 32;                         // columns that share a scale in the 4-bit formats; width of a piece
 constexpr int kPieceElements = kTileRows * kGroup;
-constexpr int kScaleBlock = 128;  // rows and columns of an fp8 scale's block
+constexpr int kScaleBlock = 128;  // rows and columns that share a scale in fp8
 constexpr int kDimMultiple = 32;  // hidden and intermediate sizes: one piece of columns, two tiles of rows
-// Slices of a matrix begin at multiples of this, so that whole tiles and whole scale blocks lie in each.
+// Slices of a matrix begin at multiples of this, so that each holds whole tiles and whole scale blocks.
 constexpr int kSliceMultiple = 128;
 
 struct FormatInfo {
   const char* name;
   int tile_cols;      // columns in one tile
   int tile_bytes;     // codes and group scales; a multiple of 64
-  bool row_scaled;    // W = diag(scale) * Q, one fp32 scale a row; the kernels' callers apply it
-  bool block_scaled;  // one fp32 scale a block of 128 x 128; decoding applies it
+  bool row_scaled;    // W = diag(scale) * Q with one fp32 scale for each row, applied by the kernels' callers
+  bool block_scaled;  // one fp32 scale for each block of 128 x 128, applied by decoding
 };
 
 constexpr FormatInfo kFormatInfo[kFormats] = {
@@ -45,10 +46,11 @@ constexpr FormatInfo kFormatInfo[kFormats] = {
 };
 
 constexpr const FormatInfo& info(Format format) { return kFormatInfo[int(format)]; }
+Format format_from_name(const std::string& name);  // throws, listing the names
 
-// To the nearest integer, ties to even, |v| < 2^22. std::lrintf keeps loops from being vectorized.
+// Rounds to the nearest integer, ties to even, for |v| < 2^22. std::lrintf would keep loops from being vectorized.
 static inline int round_even(float v) {
-  constexpr float kShift = 12582912.f;  // 1.5 * 2^23: no bits are left for a fraction
+  constexpr float kShift = 12582912.f;  // 1.5 * 2^23 leaves no bits for a fraction
   return int((v + kShift) - kShift);
 }
 
@@ -58,10 +60,10 @@ struct PackedMatrix {
   Format format;
   int rows, cols;
   uint8_t* tiles;
-  float* row_scale;       // [rows], or null when the format has none
-  float* block_scale;     // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
-  int64_t strip_bytes;    // from strip to strip
-  float* bias = nullptr;  // [rows], or null; the kernels' callers apply it
+  float* row_scale = nullptr;    // [rows], or null when the format has none
+  float* block_scale = nullptr;  // [ceil(rows / 128), ceil(cols / 128)], or null when the format has none
+  int64_t strip_bytes;           // from one strip to the next
+  float* bias = nullptr;         // [rows], or null; applied by the kernels' callers
 
   int col_tiles() const { return ceil_div(cols, info(format).tile_cols); }
   uint8_t* tile(int row_tile, int col_tile) const {
@@ -72,8 +74,8 @@ struct PackedMatrix {
   }
 };
 
-// A strip of weights ends with some unused lines: with strips a power of two apart, what backward reads of many strips
-// at once would fall into few sets of a cache.
+// Each strip of weights ends with some unused cache lines. If strips were a power of two apart, the lines that backward
+// reads from many strips at once would share a few sets of the cache.
 static inline int64_t weight_strip_bytes(Format format, int cols) {
   constexpr int64_t kPad = 256;
   return int64_t(ceil_div(cols, info(format).tile_cols)) * info(format).tile_bytes + kPad;
@@ -82,7 +84,7 @@ static inline size_t tiles_bytes(Format format, int rows, int cols) {
   return size_t(rows / kTileRows) * weight_strip_bytes(format, cols);
 }
 
-// fp32 scales that lie outside of the tiles.
+// The number of fp32 scales stored outside of the tiles.
 static inline size_t scale_count(Format format, int rows, int cols) {
   if (info(format).row_scaled) return size_t(rows);
   if (info(format).block_scaled) return size_t(ceil_div(rows, kScaleBlock)) * ceil_div(cols, kScaleBlock);

@@ -1,8 +1,8 @@
-// fp8: 64 columns a tile of E4M3 codes (OCP: no infinity, largest 448), W = bf16(code * scale[row / 128, col / 128]).
+// fp8: 64 columns in a tile, E4M3 codes (OCP: no infinity, largest 448), W = bf16(code * scale[row / 128, col / 128]).
 //
-// Blocks are those of the whole matrix: slices begin at multiples of 128, and the last block of a dimension may be
-// short. scale = absmax / 448 in fp32. The product is rounded to bf16 by definition, as it is wherever FP8 checkpoints
-// are cast to BF16: so decoding is exact.
+// Blocks belong to the whole matrix: slices begin at multiples of 128, and the last block of a dimension may be short.
+// scale = absmax / 448 in fp32. The format defines the product as rounded to bf16, which is what casting an FP8
+// checkpoint to BF16 gives, so decoding is exact.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,8 @@ struct Fp8Codec {
   template <class V>
   static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16* out) {
     const uint8_t* codes = w.tile(strip, piece / 2) + piece % 2 * 32;
-    const auto scale = V::set1(w.block_scale_at(strip * kTileRows, piece * 32) * 256);  // load_fp8 gives 1/256 of it
+    const auto scale =
+        V::set1(w.block_scale_at(strip * kTileRows, piece * 32) * 256);  // load_fp8 returns 1/256 of the value
     for (int r = 0; r < kTileRows; r++)
       for (int c = 0; c < 32; c += V::kWidth)
         V::store(out + r * 32 + c, V::mul(V::load_fp8(codes + r * kRowBytes + c), scale));

@@ -1,7 +1,8 @@
 // int4: compressed-tensors' pack-quantized, symmetric, group 32: W = bf16(q * s), q in [-8, 7] stored as q + 8, s bf16.
 //
-// The encoder gives s the sign that makes the group's extreme negative, where there is one code more, tries sizes from
-// extreme / 7 (nothing is cut off) to extreme / 9.5 and keeps the one of least squared error.
+// The encoder chooses the sign of s so that the group's extreme is negative, because the negative side has one code
+// more. It tries magnitudes of s from extreme / 7 (nothing is clipped) to extreme / 9.5 and keeps the one with the
+// least squared error.
 #pragma once
 
 #include "quant/nibble-inl.h"
@@ -36,7 +37,7 @@ struct Int4Policy {
       float q[kGroup], error = 0;
       for (int i = 0; i < kGroup; i++) {
         q[i] = float(std::lrintf(std::max(-8.f, std::min(7.f, v[i] * inverse))));
-        const float d = (v[i] * inverse - q[i]) * unit;  // in units of the extreme: no overflow
+        const float d = (v[i] * inverse - q[i]) * unit;  // in units of the extreme, against overflow
         error += d * d;
       }
       if (!(error < least)) continue;

@@ -1,4 +1,4 @@
-// int8: 64 columns a tile, W = scale[row] * q, q in [-127, 127], scale = absmax / 127.
+// int8: 64 columns in a tile, W = scale[row] * q, q in [-127, 127], scale = absmax / 127.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct Int8Codec {
 
   static void encode(const float* values, int cols, float scale, const float*, uint8_t* tile, int r) {
     int8_t* q = reinterpret_cast<int8_t*>(tile + r * kRowBytes);
-    // The clamp matters for rows so small that their scale is subnormal and value / scale imprecise.
+    // The clamp matters for rows so small that their scale is subnormal, which makes value / scale imprecise.
     std::fill(q, q + 64, int8_t(0));
     if (!(scale > 0)) return;
     for (int c = 0; c < cols; c++) q[c] = int8_t(round_even(std::max(-127.f, std::min(127.f, values[c] / scale))));

@@ -1,12 +1,12 @@
 // k4: 4.25 bits: W = row_scale * bf16(sub * codebook[q]), q 4 bits, sub in [1, 64] for each 32 inputs, row_scale fp32.
 //
-// The rounding to bf16 belongs to the format, so that decoding is exact; with sub = 64, the row's largest group,
-// nothing is rounded. The codebook is Lloyd-Max's for Gaussian groups of 32 under this encoder's own choice of scale,
-// rounded to integers (tests/scripts/k4_codebook.py finds it). It is symmetric and has no zero: sub = 0 makes a group
-// of zeros. Bit 3 of a code is the sign.
+// The rounding to bf16 is part of the format, so decoding is exact. With sub = 64, which is the row's largest group,
+// nothing is rounded. The codebook is the Lloyd-Max quantizer for Gaussian groups of 32 under this encoder's own choice
+// of scale, rounded to integers (tests/scripts/k4_codebook.py computes it). It is symmetric and has no zero: sub = 0
+// makes a group of zeros. Bit 3 of a code is the sign.
 //
-// The encoder takes a group's scale from a few candidates, each refined to the least squares scale of the codes it
-// leads to; the row's scale is the largest of them / 64; sub is then the best of the three nearest.
+// The encoder takes a group's scale from a few candidates, each refined to the least-squares scale of the codes it
+// gives. The row's scale is the largest group scale / 64. sub is then the best of the three nearest integers.
 #pragma once
 
 #include <array>
@@ -22,11 +22,11 @@ struct K4Policy {
   using Scale = uint8_t;
   static constexpr const char* kScaleKind = "integer";
   static constexpr float kTable[16] = {6, 18, 31, 45, 60, 77, 98, 127, -6, -18, -31, -45, -60, -77, -98, -127};
-  // What the largest magnitude of a group is taken for, in units of the codebook.
+  // Candidates for the codebook value to which a group's largest magnitude is mapped.
   static constexpr float kCandidates[] = {127, 112, 119, 136, 147, 160};
   static constexpr int kLargestSub = 64;
 
-  // Code of the magnitude nearest to i.
+  // The code whose magnitude is nearest to i.
   static constexpr std::array<uint8_t, 128> kNearest = [] {
     std::array<uint8_t, 128> nearest{};
     for (int i = 0, code = 0; i < 128; i++) {
@@ -43,7 +43,7 @@ struct K4Policy {
 
   static uint8_t nearest(float size) { return kNearest[std::lrintf(std::min(127.f, size))]; }
 
-  // The scale of a group alone, 0 for a group of zeros.
+  // The best scale of one group by itself, 0 for a group of zeros.
   static float group_scale(const float* v) {
     float largest = 0;
     for (int i = 0; i < kGroup; i++) largest = std::max(largest, std::fabs(v[i]));
@@ -57,8 +57,8 @@ struct K4Policy {
         vc += size * c;
         cc += c * c;
       }
-      // Left of sum (v - s c)^2 at the best s is sum v^2 - (sum v c)^2 / sum c^2
-      const float score = vc * vc / (cc * candidate * candidate);  // v in units of the largest: no overflow
+      // At the best s, sum (v - s c)^2 is sum v^2 - (sum v c)^2 / sum c^2
+      const float score = vc * vc / (cc * candidate * candidate);  // v is in units of the largest, against overflow
       if (score > best) best = score, best_inverse = inverse;
     }
     double vc = 0, cc = 0;
@@ -82,7 +82,7 @@ struct K4Policy {
   static Scale encode_group(const float* v, float row_scale, float hint, uint8_t* codes) {
     if (!(row_scale > 0) || hint == 0) return 0;
     const int near = int(std::lrintf(std::min(float(kLargestSub), hint / row_scale)));
-    float least = 0;  // of sub = 0, which is best for a group that is tiny beside its row's largest
+    float least = 0;  // error of sub = 0, the best choice for a group that is tiny compared with the row's largest
     for (int i = 0; i < kGroup; i++) least += (v[i] / row_scale) * (v[i] / row_scale);
     int sub = 0;
     for (int s = std::max(1, near - 1); s <= std::min(kLargestSub, near + 1); s++) {
@@ -96,7 +96,7 @@ struct K4Policy {
         error += d * d;
         found[i] |= v[i] < 0 ? 8 : 0;
       }
-      error *= float(s * s);  // in units of row_scale: no overflow
+      error *= float(s * s);  // in units of row_scale, against overflow
       if (!(error < least)) continue;
       least = error;
       sub = s;

@@ -1,14 +1,14 @@
 // mxfp4: OCP MX v1.0: W = q * 2^(e - 127), q in E2M1 (sign in bit 3), e a byte for each 32 inputs. Exact in bf16.
 //
-// The encoder is the specification's (section 6.3): e from the largest magnitude's exponent less 2, E2M1's largest;
-// values round to nearest, ties to even, and what lies above 6 becomes 6.
+// The encoder follows the specification (section 6.3): e is the exponent of the largest magnitude minus 2, the largest
+// exponent of E2M1. Values round to nearest, ties to even, and values above 6 become 6.
 #pragma once
 
 #include "quant/nibble-inl.h"
 
 namespace ktft {
 
-// 2^(e - 127); e = 255, NaN in the specification, is never written.
+// 2^(e - 127). e = 255, which means NaN in the specification, is never written.
 static inline float power_of_two(uint8_t e) {
   const uint32_t bits = e ? uint32_t(e) << 23 : 0x00400000;  // 2^-127 is subnormal
   float f;

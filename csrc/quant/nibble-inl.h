@@ -1,5 +1,5 @@
-// What the 4-bit formats share: 128 columns a tile, value = bf16(table[code] * the multiplier of its group of 32
-// columns). The product is rounded by definition, so that decoding is exact.
+// Shared by the 4-bit formats: a tile has 128 columns, and a value is bf16(table[code] * the multiplier of its group of
+// 32 columns). The formats define the product as rounded, so decoding is exact.
 //
 // A tile is 16 rows x 64 bytes of codes, then 16 rows x 4 group scales. The 16 bytes of a group hold column i in the
 // low half and column 16 + i in the high half of byte i, so that both halves are whole vectors.
@@ -19,11 +19,12 @@
 
 namespace ktft {
 
-// Groups of nothing larger are packed as zeros, so that no scale is subnormal and no reciprocal overflows.
+// Groups without a larger value are packed as zeros, so that no scale is subnormal and no reciprocal overflows.
 constexpr float kTiny = 1e-30f;
 
-// For each scale of a policy the values of all codes as bf16, twice: a lookup takes five bits of an index, and the
-// fifth belongs to the other code of its byte. One an ISA, so that no code compiled for one is shared.
+// For each scale of a policy, the values of all codes as bf16, repeated twice: a look-up uses five bits of an index,
+// and the fifth belongs to the other code of the byte. Each ISA has a table of its own, so that no code compiled for
+// one ISA is shared.
 template <class Policy, class V>
 struct alignas(64) CodeValues {
   bf16 rows[Policy::kScales][32];
@@ -68,8 +69,8 @@ struct NibbleCodec {
     return to_float(to_bf16(value)) * (w.row_scale ? w.row_scale[r] : 1.f);
   }
 
-  // What codes stand for as bytes, 128 + value / kUnit, four times: for V::Codes. group_scale(tile, r * 4 + g) is what
-  // turns value / kUnit into the weight, but for its rounding to bf16.
+  // The values of codes as bytes, 128 + value / kUnit, repeated four times, for V::Codes. group_scale(tile, r * 4 + g)
+  // times value / kUnit is the weight before its rounding to bf16.
   struct WholeValues {
     alignas(64) uint8_t at[64];
   };

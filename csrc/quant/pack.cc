@@ -9,10 +9,10 @@
 namespace ktft {
 namespace {
 
-// Rows that would have smaller scales are packed as zeros: such weights do nothing, and 1 / scale must stay finite.
+// Rows whose scale would be smaller are packed as zeros: such weights have no effect, and 1 / scale must stay finite.
 constexpr float kLeastRowScale = 1e-30f;
 
-// Scales of the blocks that rows [row, row + rows) of the slice lie in; rows begin at a block's first.
+// Scales of the blocks that hold rows [row, row + rows) of the slice; `row` is the first row of a block.
 template <class Codec>
 BadValue scale_blocks(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int row,
                       int rows) {
@@ -42,7 +42,7 @@ BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, con
     if (bad >= 0) return {row_begin + r, bad};
     float scale = Codec::prepare(row.data(), source.cols, hints.data());
     if (out.row_scale) {
-      // The scale of zeros is 1: LoRA and gradients are divided by row scales
+      // A row of zeros has scale 1, because LoRA and gradients are divided by row scales
       if (scale < kLeastRowScale) scale = 0;
       out.row_scale[r] = scale > 0 ? scale : 1.f;
     }
@@ -56,7 +56,7 @@ BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, con
   return {};
 }
 
-// One row of the slice, codes as they are. Kept formats are fp8, int4 and mxfp4.
+// Copies the codes of one row of the slice. The formats that can be kept are fp8, int4 and mxfp4.
 void keep_row(const SourceMatrix& source, int source_row, int col_begin, const PackedMatrix& out, int r) {
   const uint8_t* codes = static_cast<const uint8_t*>(source.data);
   const int strip = r / kTileRows, row = r % kTileRows;

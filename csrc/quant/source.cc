@@ -21,7 +21,7 @@ const std::array<float, 256>& fp8_values() {
   return values;
 }
 
-// Calls fn(first column, end, index of their scale) for each block that row r meets.
+// Calls fn(first column, end, index of their scale) for each block that row r crosses.
 template <class Fn>
 void each_block(const SourceMatrix& s, int r, const Fn& fn) {
   for (int c = 0; c < s.cols; c += s.block_cols) fn(c, std::min(s.cols, c + s.block_cols), s.scale_at(r, c));
@@ -36,7 +36,7 @@ void widen_fp8(const SourceMatrix& s, int r, float* out) {
   });
 }
 
-// table[code] * scale(index) of each block.
+// Writes table[code] * scale(index) for each block.
 template <class Table>
 void widen_nibbles(const SourceMatrix& s, int r, float* out, const Table& table_of_block) {
   const uint8_t* codes = static_cast<const uint8_t*>(s.data) + size_t(r) * (s.cols / 2);
@@ -89,7 +89,7 @@ int widen_row(const SourceMatrix& s, int r, float* out) {
 }
 
 bool keeps(const SourceMatrix& s, Format format) {
-  // A block that covers the matrix, or whole blocks (groups) of the format, repeats its scale in each.
+  // The scale of a block that covers the whole matrix, or several blocks (groups) of the format, is repeated in each.
   const auto whole = [](int block, int unit, int dim) { return block % unit == 0 || block >= dim; };
   const size_t scales =
       size_t(ceil_div(s.rows, std::max(1, s.block_rows))) * ceil_div(s.cols, std::max(1, s.block_cols));

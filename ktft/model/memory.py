@@ -1,12 +1,11 @@
 """How much memory a model and a training step take: packed experts to the byte, the rest as the code allocates it.
 
-Sizes are bytes. What native buffers hold is in csrc/moe (workspace.h, forward.cc, backward.cc); this follows them.
-Constants that stand for other people's allocations were fitted with tests/scripts/plan_accuracy.py.
+Sizes are bytes. The native core says what its own buffers take (csrc/moe/memory.h). Constants for the allocations of
+other libraries were fitted with tests/scripts/plan_accuracy.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -25,13 +24,6 @@ CUDA_HOST = 1200 << 20  # of RAM: the driver and pinned buffers
 VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used, one block of fp32 logits apart
 
 SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25  # that `gpu_expert_memory: auto` leaves free: at least, and of what is in use
-
-# csrc/quant/format.h, csrc/kernels/kernels.h
-_TILE_ROWS, _STRIP_PAD, _ROW_PAD, _RANK_BLOCK, _DOT_COLS = 16, 64, 32, 16, 64
-_MAX_TOKENS, _MAX_OUTPUTS, _CHUNK_ROWS = 704, 256, 64
-_GEMM_SCRATCH = (1024 + 2 * _MAX_TOKENS) * 64 * BF16
-# csrc/moe/forward.cc, plan(): experts whose activations fit so much are done one by one
-_EXPERT_BYTES, _TASKS_PER_THREAD = 2 << 20, 4
 
 # Bytes for each logit while the loss is computed and differentiated: bf16 or fp32 logits as the model returns them,
 # fp32 ones, log-softmax, its gradient, and the gradient in the logits' dtype.
@@ -160,69 +152,21 @@ def active_experts(moe: MoeShape, tokens: int) -> float:
     return moe.num_experts * (1 - (1 - moe.top_k / moe.held.num_experts) ** tokens)
 
 
-def _activations(rows: float, cols: int) -> float:
-    return rows * (cols + _STRIP_PAD) * BF16
-
-
-def _places(rank: int) -> int:
-    return -(-rank // _RANK_BLOCK) * 2 * _RANK_BLOCK
-
-
-def _rows(moe: MoeShape, tokens: int) -> tuple[int, float]:
-    """Rows of all experts together, and rows with every expert's padded to whole `_ROW_PAD`."""
-    rows, active = tokens * moe.top_k, active_experts(moe, tokens)
-    return rows, rows + active * (_ROW_PAD - 1) / 2
-
-
-def _one_by_one(moe: MoeShape, tokens: int, threads: int, nodes: int) -> bool:
-    """Whether native does each expert's whole pass as one task, in each thread's own memory."""
-    active = active_experts(moe, tokens)
-    mean = tokens * moe.top_k / active
-    largest = mean + 3 * math.sqrt(mean)
-    small = largest <= _MAX_TOKENS and largest * (moe.hidden_size + moe.intermediate_size) * BF16 <= _EXPERT_BYTES
-    return nodes == 1 and small and active >= _TASKS_PER_THREAD * threads
-
-
-def saved_activations(moe: MoeShape, tokens: int, adapters: Iterable[Adapter]) -> int:
-    """What one layer keeps from forward to backward under `retain`: gate, up, and low-rank products."""
-    rows, packed = _rows(moe, tokens)
-    low_rank = sum(a.rank for a in adapters) * rows * FP32
-    return int(2 * _activations(packed, moe.intermediate_size) + low_rank)
-
-
-def workspace(moe: MoeShape, tokens: int, adapters: list[Adapter], *, threads: int, nodes: int, activation: str) -> int:
-    """Buffers that all native layers share, after a forward and a backward of so many tokens."""
-    hidden, inner = moe.hidden_size, moe.intermediate_size
-    rows, packed = _rows(moe, tokens)
-    active = active_experts(moe, tokens)
-    places = [_places(a.rank) for a in adapters]
-    one_by_one = _one_by_one(moe, tokens, threads, nodes)
-    shared = 0.0 if one_by_one else packed
-    total = 2 * _activations(shared, hidden)  # x, dy
-    packed_lora = sum(_places(a.rank) * (a.in_features + a.out_features) for a in adapters) * BF16
-    total += packed_lora * (threads if one_by_one else active)
-    total += 3 * rows * sum(a.rank for a in adapters) * FP32 / max(len(adapters), 1)
-    total += 2 * sum(_activations(shared, p) for p in places)
-    if not one_by_one:
-        total += 2 * sum(p * (packed + _STRIP_PAD * active) * BF16 for p in places)
-    total += 3 * _activations(shared, inner)  # h, d gate, d up
-    if activation == "recompute":
-        total += 2 * _activations(packed, inner) + rows * sum(a.rank for a in adapters) * FP32
-    total += nodes * rows * hidden * BF16  # y
-    total += rows * math.ceil(inner / _DOT_COLS) * FP32
-    return int(total + threads * _scratch(moe, tokens, places, one_by_one))
-
-
-def _scratch(moe: MoeShape, tokens: int, places: list[int], one_by_one: bool) -> int:
-    most = 1.3 * tokens * moe.top_k / active_experts(moe, tokens) + _ROW_PAD
-    gemm = _GEMM_SCRATCH + 2 * _MAX_TOKENS * _MAX_OUTPUTS * FP32
-    product = _CHUNK_ROWS * _MAX_OUTPUTS * FP32 + _GEMM_SCRATCH + moe.hidden_size * (_TILE_ROWS * 2 * BF16 + 8)
-    gradient = _activations(most, _MAX_OUTPUTS) + _MAX_TOKENS * _MAX_OUTPUTS * FP32 + _GEMM_SCRATCH
-    total = max(gemm, product, gradient if places else 0)
-    if one_by_one:
-        total += _activations(most, moe.hidden_size) + 3 * _activations(most, moe.intermediate_size)
-        total += 9 * max(places, default=0) * (most + _STRIP_PAD) * BF16
-    return int(total)
+def expert_buffers(
+    moe: MoeShape, tokens: int, adapters: Iterable[Adapter], *, threads: int, nodes: int, activation: str
+) -> native.LayerMemory:
+    """What native buffers take in a forward and a backward of so many tokens, if all experts are equally likely."""
+    return native.layer_memory(
+        moe.hidden_size,
+        moe.intermediate_size,
+        biases=moe.biases,
+        ranks={a.projection: a.rank for a in adapters if a.projection},
+        rows=tokens * moe.top_k,
+        experts=active_experts(moe, tokens),
+        threads=threads,
+        nodes=nodes,
+        activation=activation,
+    )
 
 
 def _layer_activations(shape: ModelShape, work: Workload) -> float:
@@ -300,21 +244,20 @@ def footprint(
     ram["expert LoRA"] = sum(a.parameters for a in work.on_experts()) * FP32
     ram["its gradients and moments"] = work.training_bytes(work.on_experts()) - ram["expert LoRA"]
     place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
-    retained, activation = 0, work.expert_activation(gpu=gpu)
-    if activation == "retain":
-        saved = [saved_activations(moe, work.tokens, work.on_experts(n)) for n, moe in shape.moe.items()]
-        retained = max(saved) if work.checkpointing else sum(saved)
-    largest = max(
-        workspace(
+    buffers = [
+        expert_buffers(
             moe,
             work.tokens,
             work.on_experts(number),
             threads=threads,
             nodes=nodes,
-            activation=activation,
+            activation=work.expert_activation(gpu=gpu),
         )
         for number, moe in shape.moe.items()
-    )
+    ]
+    kept = [layer.retained for layer in buffers]
+    retained = max(kept) if work.checkpointing else sum(kept)
+    largest = max(layer.workspace for layer in buffers)
     io = 6 * work.tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients as they cross
     layer_grads = [sum(a.parameters for a in work.on_experts(n)) for n in shape.moe]
     second = work.accumulation > 1  # gradients of a further pass stand beside those they are added to

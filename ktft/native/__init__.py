@@ -9,12 +9,14 @@ from ktft.native.extension import FORMATS
 from ktft.native.hybrid import HostExperts, HostExpertsError
 from ktft.native.layer import ExpertLayer, Gradients
 from ktft.native.machine import (
+    LayerMemory,
     Runtime,
     check_machine,
     cpu_features,
     default_isa,
     isas,
     kernels,
+    layer_memory,
     packed_bytes,
     runtime,
     runtime_of,
@@ -29,6 +31,7 @@ __all__ = [
     "Gradients",
     "HostExperts",
     "HostExpertsError",
+    "LayerMemory",
     "PackedMatrix",
     "PackedSlice",
     "Runtime",
@@ -39,6 +42,7 @@ __all__ = [
     "default_isa",
     "isas",
     "kernels",
+    "layer_memory",
     "packed_bytes",
     "runtime",
     "runtime_of",

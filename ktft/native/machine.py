@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktft import config
-from ktft.config import Settings
+from ktft.config import PROJECTIONS, Settings
 from ktft.native.extension import core
 
 
@@ -46,6 +47,40 @@ def packed_bytes(
         ValueError: dims that the kernels cannot take, or an unknown format.
     """
     return list(core.packed_bytes(num_experts, hidden_size, intermediate_size, format, biases, nodes))
+
+
+class LayerMemory(NamedTuple):
+    """Bytes of the buffers that all layers of a runtime share, and of what one layer retains for its backward."""
+
+    workspace: int
+    retained: int
+
+
+def layer_memory(
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    ranks: Mapping[str, int],
+    rows: int,
+    experts: float,
+    threads: int,
+    nodes: int,
+    activation: str,
+    biases: bool = False,
+) -> LayerMemory:
+    """Memory that a layer's calls will take, computed by the code that allocates it.
+
+    Args:
+        ranks: LoRA ranks by projection; 0 or absent where there is no LoRA.
+        rows: (token, expert) pairs of one call; experts: how many experts they reach, as an expected value.
+        threads, nodes: of the runtime.
+        activation: `retain`, `recompute`, or `none` for a forward without a backward.
+    """
+    by_projection = [ranks.get(name, 0) for name in PROJECTIONS]
+    keep = getattr(core.Keep, activation)
+    return LayerMemory(
+        *core.layer_memory(hidden_size, intermediate_size, biases, by_projection, rows, experts, threads, nodes, keep)
+    )
 
 
 def kernels() -> list[dict[str, Any]]:

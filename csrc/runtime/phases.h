@@ -1,4 +1,4 @@
-// Where the time of layer calls goes: seconds a phase, summed until somebody takes them.
+// Where the time of layer calls goes: the seconds of each phase, summed until they are taken.
 #pragma once
 
 #include <chrono>
@@ -9,9 +9,9 @@
 
 namespace ktft {
 
-using PhaseTimes = std::vector<std::pair<std::string, double>>;  // in the order of their first appearance
+using PhaseTimes = std::vector<std::pair<std::string, double>>;  // in order of first appearance
 
-// Adds its lifetime to one phase. Phases follow each other in the calling thread and do not nest.
+// Adds its lifetime to one phase. Phases follow one another in the calling thread and do not nest.
 class Phase {
  public:
   Phase(PhaseTimes& times, const char* name) : times_(times), name_(name), start_(Clock::now()) {}

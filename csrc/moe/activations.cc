@@ -1,0 +1,74 @@
+#include "moe/activations.h"
+
+namespace ktft {
+namespace {
+
+constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
+constexpr int kDown = int(Projection::kDown);
+
+template <class T>
+T* take(NodeBuffer& buffer, const Call& call, size_t bytes, int node_id) {
+  buffer = call.runtime.buffers.take(bytes, node_id);
+  return reinterpret_cast<T*>(buffer.data());
+}
+
+}  // namespace
+
+Saved::~Saved() {
+  for (NodeBuffer& buffer : low_rank) runtime->buffers.give(std::move(buffer), -1);
+  for (size_t n = 0; n < nodes.size(); n++)
+    for (NodeBuffer* buffer : {&nodes[n].gate, &nodes[n].up, &nodes[n].low_rank_down})
+      runtime->buffers.give(std::move(*buffer), runtime->node_ids[n]);
+}
+
+size_t Saved::bytes() const {
+  size_t total = low_rank[0].size() + low_rank[1].size();
+  for (const PerNode& node : nodes) total += node.gate.size() + node.up.size() + node.low_rank_down.size();
+  return total;
+}
+
+Activations place_activations(const Call& call, Saved* saved) {
+  Workspace& ws = call.workspace();
+  Activations act;
+  if (saved) saved->nodes.resize(call.weights.nodes());
+  if (call.int8) act.int8_x = {ws.x_codes.get<int8_t>(call.sizes.x_codes), ws.x_scales.get<float>(call.sizes.x_scales)};
+  for (int p = 0; p < 2; p++) {
+    if (!call.pair(kGateUp[p])) continue;
+    act.low_rank[p].rows = saved ? take<float>(saved->low_rank[p], call, low_rank_size(call.dims, kGateUp[p]), -1)
+                                 : ws.low_rank[p].get<float>(call.sizes.low_rank[p]);
+    act.low_rank[p].operand = ws.low_rank_operand[p].get<bf16>(call.sizes.low_rank_operand[p]);
+  }
+  for (int n = 0; n < call.weights.nodes(); n++) {
+    const int id = call.runtime.node_ids[n];
+    const NodeBuffers<size_t>& sizes = call.sizes.nodes[n];
+    NodeBuffers<Growing>& node = ws.nodes[n];
+    Saved::PerNode* const keep = saved ? &saved->nodes[n] : nullptr;
+    Activations::PerNode out;
+    out.h = node.h.get<bf16>(sizes.h, id);
+    if (keep) {
+      out.gate = take<bf16>(keep->gate, call, gate_up_size(call.dims, n), id);
+      out.up = take<bf16>(keep->up, call, gate_up_size(call.dims, n), id);
+    } else if (sizes.gate) {
+      out.gate = node.gate.get<bf16>(sizes.gate, id);
+      out.up = node.up.get<bf16>(sizes.up, id);
+    }
+    if (call.pair(Projection::kDown)) {
+      out.down.rows = keep ? take<float>(keep->low_rank_down, call, low_rank_size(call.dims, Projection::kDown), id)
+                           : node.low_rank[kDown].get<float>(sizes.low_rank[kDown], id);
+      out.down.operand = node.low_rank_operand[kDown].get<bf16>(sizes.low_rank_operand[kDown], id);
+    }
+    if (call.int8)
+      out.int8_h = {node.h_codes.get<int8_t>(sizes.h_codes, id), node.h_scales.get<float>(sizes.h_scales, id)};
+    act.nodes.push_back(out);
+  }
+  return act;
+}
+
+std::vector<bf16*> place_rows(const Call& call) {
+  std::vector<bf16*> y;
+  for (int n = 0; n < call.weights.nodes(); n++)
+    y.push_back(call.workspace().nodes[n].y.get<bf16>(call.sizes.nodes[n].y, call.runtime.node_ids[n]));
+  return y;
+}
+
+}  // namespace ktft

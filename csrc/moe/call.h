@@ -1,0 +1,48 @@
+// One call of a layer, forward or backward: what it works on, how its work is divided, and how its products are run.
+#pragma once
+
+#include <functional>
+
+#include "moe/memory.h"
+
+namespace ktft {
+
+struct Call {
+  Runtime& runtime;
+  const PackedExperts& weights;
+  const Routes& routes;
+  const float* top_k_weights = nullptr;  // [tokens, top_k]
+  const Lora* lora = nullptr;            // null without LoRA
+  Swiglu swiglu;
+  const char* name;   // the layer's, for messages
+  bool int8 = false;  // activations are int8, see w8a8.h
+
+  // Set by plan().
+  CallDims dims{};
+  int block = 0;           // outputs of one GEMM call
+  bool by_expert = false;  // each expert's whole pass is one task; otherwise every step is a phase of all experts
+  Buffers<size_t> sizes{};
+
+  const VectorKernels& vec() const { return runtime.vec(); }
+  Workspace& workspace() const { return *runtime.workspace; }
+  const LoraPair* pair(Projection p) const { return lora ? lora->pair(p) : nullptr; }
+  float row_weight(int row) const { return top_k_weights[routes.row_route[row]]; }
+};
+
+// Decides how the call's work is divided, and makes every thread's memory large enough for it. A GEMM call computes as
+// many outputs as leave several calls for every thread: large calls read tokens from memory less often.
+void plan(Call& call, const CallWork& work);
+
+CallDims dims_of(const Call& call);
+
+void run_gemm(const Call& call, Format format, Pass pass, const GemmArgs& args);
+// Adds the packed weights that one of the experts' own products reads to the runtime's count.
+void count_weights(const Call& call, Pass pass, const GemmArgs& args);
+
+// Runs fn(chunk, scratch) for all chunks, as one phase.
+void each_chunk(const Call& call, const char* phase, const std::function<void(const RowChunk&, Scratch&)>& fn);
+// Runs fn(node, task, scratch) for count(node) tasks on each node of the weights, as one phase.
+void each_node(const Call& call, const char* phase, const std::function<int(int)>& count,
+               const std::function<void(int, int, Scratch&)>& fn);
+
+}  // namespace ktft
