@@ -29,8 +29,6 @@ MAY_COMPARE = {
     "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
     "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
     "ktft/verify/merged.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
-    "ktft/bench/kernels.py": "W8A8 is int8's alone",
-    "ktft/bench/peer_kt.py": "what the peer has",
     "ktft/train/trainer.py": "the Trainer's mixed precision, which has the same names",
 }
 """Files that compare with formats' names, and why they may."""
