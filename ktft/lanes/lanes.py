@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from ktft.config import Settings
-from ktft.lanes.decide.costs import WORKS, LayerKind
+from ktft.lanes.decide.costs import LayerKind
 from ktft.lanes.decide.placer import Placement, Placer
-from ktft.lanes.decide.trial import WAYS, Choice
+from ktft.lanes.decide.trial import TRIED, Choice
 from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.measure import measured_rates
 from ktft.lanes.gpu.residents import Residents, free_for_residents
 from ktft.lanes.kept import KeptOutputs
+from ktft.lanes.terms import PASSES, Lane, Mode, Work
 from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.system import readable
@@ -48,7 +49,7 @@ class Pass:
     """
 
     layer: ExpertLayer
-    work: str
+    work: Work
     placement: Placement
     placer: Placer
     lora: ExpertLora | None
@@ -92,7 +93,7 @@ class Lanes:
         self._settings, self._on_cpu = settings, on_cpu
         self._device: torch.device | None = None
         self._placers: dict[LayerKind, Placer] = {}
-        self._last: dict[tuple[ExpertLayer, str], Pass] = {}
+        self._last: dict[tuple[ExpertLayer, Work], Pass] = {}
         self._unread: deque[Pass] = deque()
         self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
         self._choice = Choice()
@@ -126,38 +127,40 @@ class Lanes:
 
     def needs_cpu(self, layer: ExpertLayer) -> bool:
         """Whether the layer's next forward probably has work for the CPU, as its last one had."""
-        before = self._last.get((layer, "forward"))
+        before = self._last.get((layer, Work.FORWARD))
         return before is None or bool(before.placement.cpu)
 
     def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Begin work on the CPU's own thread, which waits without holding up Python."""
         return self._cpu.submit(work, *args, **kwargs)
 
-    def begin(self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: str) -> Pass:
+    def begin(self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work) -> Pass:
         """Decide where the experts of a pass run, by rows an expert."""
         with self._mutex:
             self._learn()
             placer = self._placer(layer, top_k, lora)
             resident = set(self.residents.slots(layer)) if self.residents is not None else set()
-            way = self._choice.way(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
-            mode = way if placer.mode == "auto" else placer.mode
+            chosen = self._choice.mode(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
+            mode = chosen if placer.mode == Mode.AUTO else placer.mode
             coming = self.gpu.coming(layer, lora)
             placement = placer.decide(counts, resident, work, mode, coming)
-        return Pass(layer, "forward" if work == "both" else work, placement, placer, lora, coming.among(placement))
+        return Pass(
+            layer, Work.FORWARD if work == Work.BOTH else work, placement, placer, lora, coming.among(placement)
+        )
 
     @staticmethod
-    def _expected(placer: Placer, counts: Sequence[int], resident: set[int]) -> dict[str, float]:
-        def seconds(way: str) -> float:
-            return sum(max(placer.decide(counts, resident, work, way).seconds.values()) for work in WORKS)
+    def _expected(placer: Placer, counts: Sequence[int], resident: set[int]) -> dict[Mode, float]:
+        def seconds(mode: Mode) -> float:
+            return sum(max(placer.decide(counts, resident, work, mode).seconds.values()) for work in PASSES)
 
-        return {way: seconds(way) for way in WAYS}
+        return {mode: seconds(mode) for mode in TRIED}
 
     def again(self, before: Pass, counts: Sequence[int]) -> Pass:
         """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
         coming = self.gpu.coming(before.layer, before.lora)
         with self._mutex:
-            placement = before.placer.again(before.placement, counts, "backward", coming)
-        return Pass(before.layer, "backward", placement, before.placer, before.lora, coming.among(placement))
+            placement = before.placer.again(before.placement, counts, Work.BACKWARD, coming)
+        return Pass(before.layer, Work.BACKWARD, placement, before.placer, before.lora, coming.among(placement))
 
     @contextlib.contextmanager
     def timed(self, run: Pass) -> Iterator[None]:
@@ -184,11 +187,11 @@ class Lanes:
     def _send_ahead(self, run: Pass, following: int) -> None:
         at = self.layers.index(run.layer) + following if run.layer in self.layers else -1
         if 0 <= at < len(self.layers):
-            self._ahead(self.layers[at], "backward" if following < 0 else run.work)
+            self._ahead(self.layers[at], Work.BACKWARD if following < 0 else run.work)
         elif run.layer in self.layers:
-            self._ahead(run.layer, "backward" if following > 0 else "forward")
+            self._ahead(run.layer, Work.BACKWARD if following > 0 else Work.FORWARD)
 
-    def _ahead(self, layer: ExpertLayer, work: str) -> None:
+    def _ahead(self, layer: ExpertLayer, work: Work) -> None:
         before = self._last.get((layer, work))
         if before is not None and before.placement.ahead:
             self.gpu.prefetch(layer, before.placement.ahead, before.lora)
@@ -198,17 +201,17 @@ class Lanes:
         while self._unread and all(event.query() for event in self._unread[0].events):
             run = self._unread.popleft()
             copying, computing, copied, computed = run.events
-            seconds = {"cpu": run.cpu_seconds}
+            seconds = {Lane.CPU: run.cpu_seconds}
             expected = run.placement.expected
             # The slower of the two holds up the other, whose time then says nothing
-            if expected["copy"] >= expected["gpu"]:
-                seconds["copy"] = copying.elapsed_time(copied) / 1e3
+            if expected[Lane.COPY] >= expected[Lane.GPU]:
+                seconds[Lane.COPY] = copying.elapsed_time(copied) / 1e3
             else:
-                seconds["gpu"] = computing.elapsed_time(computed) / 1e3
+                seconds[Lane.GPU] = computing.elapsed_time(computed) / 1e3
             run.placer.observe(run.work, run.placement, seconds)
 
     def _placer(self, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> Placer:
-        before = self._last.get((layer, "forward"))
+        before = self._last.get((layer, Work.FORWARD))
         if before is not None and _alike(before.lora, lora) and before.placer.kind.top_k == top_k:
             return before.placer
         kind = LayerKind.of(layer, top_k, lora)
@@ -220,7 +223,7 @@ class Lanes:
         return self._placers[kind]
 
     def _without_residents(self) -> str:
-        return "cpu" if self._settings.placement == "resident" else self._settings.placement
+        return Mode.CPU if self._settings.placement == Mode.RESIDENT else self._settings.placement
 
     def _device_is_cuda(self) -> bool:
         return self._device is not None and self._device.type == "cuda"

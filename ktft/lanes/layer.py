@@ -19,6 +19,7 @@ from ktft.lanes.kept import Inputs, KeptOutputs
 from ktft.lanes.lanes import Lanes, Pass, only
 from ktft.lanes.record import Record
 from ktft.lanes.routes import Routes, rows_of
+from ktft.lanes.terms import Lane, Where, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, Gradients
 
@@ -130,7 +131,7 @@ class _Run:
         self.counts = rows_of(owner.layer, self.index)
         self.routes = Routes(index, self.counts)
         retains = self.gradients and owner.activation == "retain"
-        work = "both" if retains else "forward"
+        work = Work.BOTH if retains else Work.FORWARD
         self._forward = lanes.begin(owner.layer, self.counts, index.shape[1], self.lora, work)
         self._expect(self._forward)
         if self._forward.placement.cpu:
@@ -148,7 +149,7 @@ class _Run:
         (hidden,) = arriving.wait()
         out = owner.lanes.crossing.pinned(hidden.shape, hidden.dtype)
         activation = owner.activation if self.gradients else "none"
-        with self._span("cpu", experts, len(PROJECTIONS)):
+        with self._span(Where.CPU, experts, len(PROJECTIONS)):
             _, saved = owner.layer.forward(hidden, here, self.weights, self.lora, activation, out=out)
         self._saved = saved if activation == "retain" else None
         run.cpu_seconds = time.perf_counter() - run.began
@@ -201,7 +202,7 @@ class _Run:
         if self._saved is not None and self._forward is not None:
             run = lanes.again(self._forward, self.counts)
         else:
-            run = lanes.begin(layer, self.counts, index.shape[1], self.lora, "backward")
+            run = lanes.begin(layer, self.counts, index.shape[1], self.lora, Work.BACKWARD)
         self._expect(run)
         grad_output = grad_output.to(hidden.dtype).contiguous()
         parameters = self.lora.parameters() if self.lora is not None else []
@@ -259,7 +260,7 @@ class _Run:
         again = self._saved is None
         saved = layer.prepare(here) if again else self._saved
         grad_output, hidden = arriving.wait()
-        with self._span("cpu", experts, len(PROJECTIONS) + (2 if again else 0)):
+        with self._span(Where.CPU, experts, len(PROJECTIONS) + (2 if again else 0)):
             found = layer.backward(
                 saved,
                 grad_output,
@@ -301,9 +302,9 @@ class _Run:
     def _gpu_span(self, run: Pass, products: int) -> spans.Span:
         transfer = self.owner.lanes.gpu.transfer
         stream = transfer.compute() if transfer.driver else None
-        return self._span("stream" if run.placement.stream else "resident", run.on_gpu, products, stream)
+        return self._span(Where.STREAM if run.placement.stream else Where.RESIDENT, run.on_gpu, products, stream)
 
-    def _span(self, name: str, experts: list[int], products: int, stream: Any = None) -> spans.Span:
+    def _span(self, name: Where, experts: list[int], products: int, stream: Any = None) -> spans.Span:
         """Of so many products with these experts' matrices."""
         layer = self.owner.layer
         rows = sum(map(self.counts.__getitem__, experts))
@@ -317,8 +318,8 @@ class _Run:
 
     def _expect(self, run: Pass) -> None:
         seconds = run.placement.seconds
-        gpu = "stream" if run.placement.stream else "resident"
-        spans.expect(self.owner.number, {"cpu": seconds["cpu"], gpu: max(seconds["copy"], seconds["gpu"])})
+        gpu = Where.STREAM if run.placement.stream else Where.RESIDENT
+        spans.expect(self.owner.number, {Where.CPU: seconds[Lane.CPU], gpu: max(seconds[Lane.COPY], seconds[Lane.GPU])})
 
 
 class _Settled:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ktft.lanes.decide.costs import WORKS, LayerKind, Rate, Rates
+from ktft.lanes.decide.costs import LayerKind, Rate, Rates
+from ktft.lanes.terms import PASSES, Work
 from ktft.lora import ExpertLora
 
 BUDGET = 4.0  # seconds that all measurements together aim at
@@ -21,13 +22,13 @@ _LONG, _MOST_ROWS = 0.02, 1024  # seconds of a pass that say enough, and rows an
 _COPIES = (1 << 20, 256 << 20)  # bytes
 
 
-class Pass(Protocol):
+class Probe(Protocol):
     """Run so many experts with so many rows each, forward or backward, and return the seconds it took.
 
     The seconds are those of the lane alone, its work done when they end: a GPU's passes synchronize.
     """
 
-    def __call__(self, work: str, experts: int, rows: int) -> float:
+    def __call__(self, work: Work, experts: int, rows: int) -> float:
         """Once."""
 
 
@@ -41,8 +42,8 @@ class Probes:
         copy: seconds that so many bytes of pinned memory take to the GPU (True) or from it.
     """
 
-    cpu: Pass
-    gpu: Pass
+    cpu: Probe
+    gpu: Probe
     copy: Callable[[bool, int], float]
 
 
@@ -58,8 +59,8 @@ def calibrate(kind: LayerKind, probes: Probes, budget: float = BUDGET) -> Rates:
         budget: seconds; once half of them are over, nothing is measured more often than it must be.
     """
     clock = _Clock(budget)
-    cpu = {work: _rate(kind, clock, probes.cpu, work, overlapped=True) for work in WORKS}
-    gpu = {work: _rate(kind, clock, probes.gpu, work, overlapped=False) for work in WORKS}
+    cpu = {work: _rate(kind, clock, probes.cpu, work, overlapped=True) for work in PASSES}
+    gpu = {work: _rate(kind, clock, probes.gpu, work, overlapped=False) for work in PASSES}
     copies = [[clock.least(probes.copy, into, size) for size in _COPIES] for into in (True, False)]
     into, back = ((_COPIES[1] - _COPIES[0]) / max(large - small, 1e-6) for small, large in copies)
     return Rates(cpu, gpu, into, back, max(copies[0][0] - _COPIES[0] / into, 0.0))
@@ -81,7 +82,7 @@ class _Clock:
         return best
 
 
-def _rate(kind: LayerKind, clock: _Clock, run: Pass, work: str, *, overlapped: bool) -> Rate:
+def _rate(kind: LayerKind, clock: _Clock, run: Probe, work: Work, *, overlapped: bool) -> Rate:
     """`overlapped`: reading goes on while products do, so that an expert takes the longer of both and not the sum."""
     many = min(kind.num_experts, _EXPERTS)
     few = max(many // 8, 1)
@@ -103,7 +104,7 @@ def _rate(kind: LayerKind, clock: _Clock, run: Pass, work: str, *, overlapped: b
 # --- probes of a native layer and of copies ---------------------------------------------------------------------------
 
 
-def cpu_pass(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Pass:
+def cpu_probe(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Probe:
     """A pass of one of the model's own `ExpertLayer`s: its weights and adapters are read, nothing is changed.
 
     Args:
@@ -113,10 +114,10 @@ def cpu_pass(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Pass:
     """
     keep = "recompute" if recompute else "retain"
 
-    def run(work: str, experts: int, rows: int) -> float:
+    def run(work: Work, experts: int, rows: int) -> float:
         x, index, weights = _tokens(layer.hidden_size, layer.num_experts, experts, rows)
         began = time.perf_counter()
-        if work == "forward":
+        if work == Work.FORWARD:
             layer.forward(x, index, weights, lora, "none" if recompute else keep)
             return time.perf_counter() - began
         _, saved = layer.forward(x, index, weights, lora, keep)
@@ -127,7 +128,7 @@ def cpu_pass(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Pass:
     return run
 
 
-def gpu_pass(device: torch.device, once: Callable[[str, int, int], None]) -> Pass:
+def gpu_probe(device: torch.device, once: Callable[[Work, int, int], None]) -> Probe:
     """A pass on a device, timed from idle to idle.
 
     Args:
@@ -138,7 +139,7 @@ def gpu_pass(device: torch.device, once: Callable[[str, int, int], None]) -> Pas
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def run(work: str, experts: int, rows: int) -> float:
+    def run(work: Work, experts: int, rows: int) -> float:
         wait()
         began = time.perf_counter()
         once(work, experts, rows)

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ktft.lanes.terms import PASSES, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
 FP32, BF16 = 4, 2
-WORKS = ("forward", "backward")
-LANES = ("cpu", "copy", "gpu")
-"""What runs at once: native kernels; packed weights on their way over PCIe; decoding and products on the GPU."""
 
 # Times that [T, H] crosses: hidden states out and the sum back; their gradient and hidden states out, a gradient back.
-_CROSSINGS = {"forward": (1, 1), "backward": (2, 1)}
+_CROSSINGS = {Work.FORWARD: (1, 1), Work.BACKWARD: (2, 1)}
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,15 @@ class Rate:
 class Rates:
     """One machine with one kind of layer: the CPU and the GPU by kind of work; bytes/s to the GPU and from it."""
 
-    cpu: Mapping[str, Rate]
-    gpu: Mapping[str, Rate]
+    cpu: Mapping[Work, Rate]
+    gpu: Mapping[Work, Rate]
     copy_in: float
     copy_out: float
     copy_call: float
 
     def __str__(self) -> str:
         """One line for the log."""
-        cpu, gpu = ([each[work] for work in WORKS] for each in (self.cpu, self.gpu))
+        cpu, gpu = ([each[work] for work in PASSES] for each in (self.cpu, self.gpu))
         return (
             f"CPU {cpu[0].flops / 1e12:.3g} and {cpu[1].flops / 1e12:.3g} TFLOPS forward and backward, "
             f"{cpu[0].reading / 1e9:.3g} GB/s; PCIe {self.copy_in / 1e9:.3g} GB/s; GPU {gpu[0].flops / 1e12:.3g} and "
@@ -100,7 +98,7 @@ class Costs(NamedTuple):
         return Costs(*(cost * factor for cost, factor in zip(self, factors, strict=True)))
 
 
-def costs(kind: LayerKind, rates: Rates, work: str) -> Costs:
+def costs(kind: LayerKind, rates: Rates, work: Work) -> Costs:
     """What one kind of layer costs.
 
     LoRA's parameters lie in CPU memory, so they travel for residents too; in backward their gradients come back, which
@@ -108,7 +106,7 @@ def costs(kind: LayerKind, rates: Rates, work: str) -> Costs:
     """
     cpu, gpu = rates.cpu[work], rates.gpu[work]
     lora = kind.lora_parameters * FP32
-    back = lora / rates.copy_out if work == "backward" else 0.0
+    back = lora / rates.copy_out if work == Work.BACKWARD else 0.0
     out, into = (times * kind.hidden_size * BF16 for times in _CROSSINGS[work])
     return Costs(
         cpu_call=cpu.call,

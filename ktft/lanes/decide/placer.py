@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktft.config import Settings
-from ktft.lanes.decide.costs import LANES, WORKS, Costs, LayerKind, Rates, costs
+from ktft.lanes.decide.costs import Costs, LayerKind, Rates, costs
+from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
 
 Number = TypeVar("Number", float, NDArray[Any])
 
@@ -34,7 +35,7 @@ class Placement:
     """Experts in use by where they run, most rows first.
 
     Attributes:
-        seconds: that this takes in each of `LANES`.
+        seconds: that this takes in each lane.
         expected: what the rates alone expected, before corrections, of copies that had not set out before.
         ahead: experts that are worth being copied before the next such decision.
     """
@@ -42,14 +43,19 @@ class Placement:
     cpu: list[int]
     stream: list[int]
     resident: list[int]
-    seconds: dict[str, float]
-    expected: dict[str, float]
+    seconds: dict[Lane, float]
+    expected: dict[Lane, float]
     ahead: list[int] = field(default_factory=list)
 
     @property
-    def slowest(self) -> str:
+    def slowest(self) -> Lane:
         """The lane that the others wait for."""
         return max(self.seconds, key=lambda lane: self.seconds[lane])
+
+    def experts(self, where: Where) -> list[int]:
+        """The experts whose rows run there."""
+        found: list[int] = getattr(self, where)
+        return found
 
 
 @dataclass(frozen=True)
@@ -103,20 +109,20 @@ class Placer:
         mode: `auto`, or `cpu`, `stream`, `resident` to force a lane; residents then stay on the GPU except under `cpu`.
     """
 
-    def __init__(self, kind: LayerKind, rates: Rates, mode: str = "auto") -> None:
-        self.kind, self.rates, self.mode = kind, rates, mode
-        self._base = {work: costs(kind, rates, work) for work in WORKS}
-        self._off = {work: dict.fromkeys(LANES, 0.0) for work in WORKS}  # logarithms of measured / predicted
+    def __init__(self, kind: LayerKind, rates: Rates, mode: str = Mode.AUTO) -> None:
+        self.kind, self.rates, self.mode = kind, rates, Mode(mode)
+        self._base = {work: costs(kind, rates, work) for work in PASSES}
+        self._off = {work: dict.fromkeys(Lane, 0.0) for work in PASSES}  # logarithms of measured / predicted
 
-    def _corrected(self, work: str) -> Costs:
+    def _corrected(self, work: Work) -> Costs:
         return self._base[work].corrected(**self.corrections(work))
 
     def decide(
         self,
         counts: Sequence[int],
         resident: Collection[int],
-        work: str,
-        mode: str | None = None,
+        work: Work,
+        mode: Mode | None = None,
         coming: Coming = _NOTHING,
     ) -> Placement:
         """Where the experts run that `counts` (rows an expert) gives rows.
@@ -146,16 +152,16 @@ class Placer:
                 set_out += 1
         streamed = sorted(range(len(alike)), key=alike.__getitem__, reverse=True)[: len(alike) - alike.count(0)]
         mode = mode or self.mode
-        if mode == "auto":
+        if mode == Mode.AUTO:
             best, j = self._cuts([counts[e] for e in streamed], [counts[e] for e in stay], work, coming.arrived)
         else:
-            best, j = len(streamed) if mode == "stream" else 0, 0 if mode == "cpu" else len(stay)
+            best, j = len(streamed) if mode == Mode.STREAM else 0, 0 if mode == Mode.CPU else len(stay)
         n = max(best, set_out) if best else 0
-        cpu, now = streamed[n:] + stay[j:], "forward" if work == "both" else work
+        cpu, now = streamed[n:] + stay[j:], Work.FORWARD if work == Work.BOTH else work
         seconds = self._seconds(cpu, n, j, counts, now, coming.arrived, set_out if n else 0)
         return Placement(cpu, streamed[:n], stay[:j], *seconds, streamed[:best])
 
-    def again(self, placement: Placement, counts: Sequence[int], work: str, coming: Coming = _NOTHING) -> Placement:
+    def again(self, placement: Placement, counts: Sequence[int], work: Work, coming: Coming = _NOTHING) -> Placement:
         """The same experts in the same lanes, with the seconds of other work, or of other experts on their way."""
         cpu, stream, resident = placement.cpu, placement.stream, placement.resident
         set_out = coming.among(placement)
@@ -163,8 +169,8 @@ class Placer:
         return Placement(cpu, stream, resident, *seconds, placement.ahead)
 
     def _seconds(
-        self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: str, arrived: float, set_out: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
+        self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: Work, arrived: float, set_out: int
+    ) -> tuple[dict[Lane, float], dict[Lane, float]]:
         """What a `Placement` takes and what was expected, of n streamed experts and j residents."""
         cost, rows, own = self._base[work], sum(counts), [counts[expert] for expert in cpu]
         used, tokens = n + j + len(cpu), rows / self.kind.top_k
@@ -173,12 +179,12 @@ class Placer:
         now = _lanes(n, j, used, left, gpu, min(n, arrived), tokens, cost)
         after = _lanes(n, j, used, left, gpu, set_out, tokens, cost)
         corrected = map(mul, now, self.corrections(work).values())
-        return dict(zip(LANES, corrected, strict=True)), dict(zip(LANES, after, strict=True))
+        return dict(zip(Lane, corrected, strict=True)), dict(zip(Lane, after, strict=True))
 
-    def _cuts(self, streamed: list[int], stay: list[int], work: str, arrived: float) -> tuple[int, int]:
+    def _cuts(self, streamed: list[int], stay: list[int], work: Work, arrived: float) -> tuple[int, int]:
         """How many to stream, and how many residents run on the GPU, of experts with these rows."""
-        if work == "both":
-            cost = Costs(*map(add, *map(self._corrected, WORKS)))
+        if work == Work.BOTH:
+            cost = Costs(*map(add, *map(self._corrected, PASSES)))
             arrived /= 2  # what is there now spares one of two copies
         else:
             cost = self._corrected(work)
@@ -188,13 +194,13 @@ class Placer:
             return best, len(stay)
         return _fewer_residents(streamed, stay, tokens, cost, arrived)
 
-    def observe(self, work: str, placement: Placement, seconds: Mapping[str, float]) -> None:
+    def observe(self, work: Work, placement: Placement, seconds: Mapping[Lane, float]) -> None:
         """Correct the rates by what a layer took.
 
         May come any time after `decide`, for many layers at once: corrections are means, not steps from the last one.
 
         Args:
-            seconds: by `LANES`, for those that were measured: `cpu` from hidden states' leaving the GPU until the sum
+            seconds: by lane, for those that were measured: `cpu` from hidden states' leaving the GPU until the sum
                 is back; `copy` from the first copy's start until the last expert that was copied is multiplied too, so
                 that the pipeline's end counts; `gpu` the time that kernels for experts, residents' too, were running.
         """
@@ -208,7 +214,7 @@ class Placer:
             else:
                 off[lane] *= 1 - _FADE
 
-    def corrections(self, work: str) -> dict[str, float]:
+    def corrections(self, work: Work) -> dict[Lane, float]:
         """By how much each lane's seconds are more than the rates say."""
         return {lane: math.exp(off) for lane, off in self._off[work].items()}
 
@@ -294,7 +300,7 @@ def _fewer_residents(
 def _lanes(
     n: Number, j: Number, used: int, cpu: Number, gpu: Number, there: Number, tokens: float, cost: Costs
 ) -> tuple[Number, Number, Number]:
-    """Seconds of `LANES` for n streamed experts, of whose packed bytes so many are there, and j residents, of those
+    """Seconds of each `Lane` for n streamed experts, of whose packed bytes so many are there, and j residents, of those
     used; the CPU and the GPU take these where they have any.
     """
     on_gpu = n + j

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ktft.lanes.decide.costs import BF16, LANES, LayerKind, Rate, Rates
-from ktft.lanes.decide.placer import Placement, Placer
+from ktft.lanes.decide.costs import BF16, LayerKind, Rate, Rates
+from ktft.lanes.decide.placer import Placer
+from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
+
+Key = TypeVar("Key", Lane, Where)
 
 ROUTINGS = ("uniform", "zipf")
 # Of the GPU's dense bf16 FLOP/s that grouped products reach beyond reading their weights, and of its memory's rate that
@@ -18,11 +22,12 @@ ROUTINGS = ("uniform", "zipf")
 PRODUCT_SHARE, MEMORY_SHARE = 0.75, 0.6
 # Forward, backward: products of a row over forward's (backward computes gate and up again), times that bf16 weights are
 # read after they were written, and bytes a row of gathering, SwiGLU and summing, by hidden and by intermediate size.
-_PRODUCTS, _READS = {"forward": 1.0, "backward": 5 / 3}, {"forward": 1.0, "backward": 5 / 3}
-_ROW_BYTES = {"forward": (14, 12), "backward": (30, 30)}
+_PRODUCTS = {Work.FORWARD: 1.0, Work.BACKWARD: 5 / 3}
+_READS = {Work.FORWARD: 1.0, Work.BACKWARD: 5 / 3}
+_ROW_BYTES = {Work.FORWARD: (14, 12), Work.BACKWARD: (30, 30)}
 _DRAWS = 4  # of counts
 # Seconds of a call that computes nothing: Python, waking threads; some tens of kernel launches and their events.
-_CPU_CALL, _COPY_CALL, _GPU_CALL = 1e-4, 5e-5, {"forward": 3e-4, "backward": 6e-4}
+_CPU_CALL, _COPY_CALL, _GPU_CALL = 1e-4, 5e-5, {Work.FORWARD: 3e-4, Work.BACKWARD: 6e-4}
 
 
 @dataclass(frozen=True)
@@ -40,15 +45,14 @@ class Hardware:
 
     def rates(self, kind: LayerKind, *, retained: bool = False) -> Rates:
         """The lanes' rates; `retained`: the CPU's backward finds gate and up, and need not read them once more."""
+        reads = 1 if retained else _READS[Work.BACKWARD]
         cpu = {
-            "forward": Rate(self.cpu_forward, self.cpu_bandwidth, _CPU_CALL),
-            "backward": Rate(
-                self.cpu_backward, self.cpu_bandwidth / (1 if retained else _READS["backward"]), _CPU_CALL
-            ),
+            Work.FORWARD: Rate(self.cpu_forward, self.cpu_bandwidth, _CPU_CALL),
+            Work.BACKWARD: Rate(self.cpu_backward, self.cpu_bandwidth / reads, _CPU_CALL),
         }
-        return Rates(cpu, {work: self._gpu(kind, work) for work in cpu}, self.pcie, self.pcie, _COPY_CALL)
+        return Rates(cpu, {work: self._gpu(kind, work) for work in PASSES}, self.pcie, self.pcie, _COPY_CALL)
 
-    def _gpu(self, kind: LayerKind, work: str) -> Rate:
+    def _gpu(self, kind: LayerKind, work: Work) -> Rate:
         memory = self.gpu_bandwidth * MEMORY_SHARE
         hidden, inner = _ROW_BYTES[work]
         row = _PRODUCTS[work] * kind.row_flops / (self.gpu_flops * PRODUCT_SHARE)
@@ -66,9 +70,9 @@ class Simulated:
 
     forward: float
     backward: float
-    busy: dict[str, float]
-    limiting: dict[str, float]
-    rows: dict[str, float]
+    busy: dict[Lane, float]
+    limiting: dict[Lane, float]
+    rows: dict[Where, float]
 
     @property
     def total(self) -> float:
@@ -76,12 +80,12 @@ class Simulated:
         return self.forward + self.backward
 
     @property
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[Where, float]:
         """Of the rows, by where they ran."""
         return {where: count / sum(self.rows.values()) for where, count in self.rows.items()}
 
     @property
-    def slowest(self) -> str:
+    def slowest(self) -> Lane:
         """The lane that most time is spent waiting for."""
         return max(self.limiting, key=lambda lane: self.limiting[lane])
 
@@ -123,7 +127,7 @@ def draw_counts(kind: LayerKind, tokens: int, routing: str, seed: int = 0) -> tu
 
 
 def simulate(
-    kind: LayerKind, rates: Rates, tokens: int, *, layers: int = 1, mode: str = "auto", residents: int = 0,
+    kind: LayerKind, rates: Rates, tokens: int, *, layers: int = 1, mode: str = Mode.AUTO, residents: int = 0,
     routing: str = "uniform", retained: bool = False,
 ) -> Simulated:  # fmt: skip
     """One forward and one backward of such layers.
@@ -136,43 +140,38 @@ def simulate(
     """
     placer = Placer(kind, rates, mode)
     resident = range(min(residents, kind.num_experts))  # `popularity` falls with the number
-    seconds = dict.fromkeys(("forward", "backward"), 0.0)
-    busy, limiting = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
-    rows = dict.fromkeys(("cpu", "stream", "resident"), 0.0)
+    seconds = dict.fromkeys(PASSES, 0.0)
+    busy, limiting = dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)
+    rows = dict.fromkeys(Where, 0.0)
     draws = min(layers, _DRAWS)
     for draw in range(draws):
         counts = draw_counts(kind, tokens, routing, seed=draw)
-        forward = placer.decide(counts, resident, "both" if retained else "forward")
-        for work in seconds:
+        forward = placer.decide(counts, resident, Work.BOTH if retained else Work.FORWARD)
+        for work in PASSES:
             placed = forward
-            if work == "backward":
+            if work == Work.BACKWARD:
                 placed = placer.again(forward, counts, work) if retained else placer.decide(counts, resident, work)
             slowest = placed.slowest
             seconds[work] += placed.seconds[slowest] * layers / draws
             limiting[slowest] += placed.seconds[slowest] * layers / draws
-            for lane in LANES:
+            for lane in Lane:
                 busy[lane] += placed.seconds[lane] * layers / draws
             for where in rows:
-                rows[where] += _rows(placed, where, counts) * layers / draws
+                rows[where] += sum(counts[expert] for expert in placed.experts(where)) * layers / draws
     return Simulated(**seconds, busy=busy, limiting=limiting, rows=rows)
-
-
-def _rows(placed: Placement, where: str, counts: tuple[int, ...]) -> int:
-    return sum(counts[expert] for expert in getattr(placed, where))
 
 
 def joined(parts: Iterable[Simulated]) -> Simulated:
     """The sum over kinds of layers."""
     several = list(parts)
 
-    def total(name: str) -> dict[str, float]:
-        first: dict[str, float] = getattr(several[0], name)
-        return {key: sum(getattr(each, name)[key] for each in several) for key in first}
+    def total(sums: Callable[[Simulated], dict[Key, float]]) -> dict[Key, float]:
+        return {key: sum(sums(each)[key] for each in several) for key in sums(several[0])}
 
     return Simulated(
         forward=sum(each.forward for each in several),
         backward=sum(each.backward for each in several),
-        busy=total("busy"),
-        limiting=total("limiting"),
-        rows=total("rows"),
+        busy=total(lambda each: each.busy),
+        limiting=total(lambda each: each.limiting),
+        rows=total(lambda each: each.rows),
     )
