@@ -55,7 +55,7 @@ class KeptOutputs:
         with self._mutex:
             self._kept.append(_Kept(inputs, routes, lora, _state(lora), out, out._version))
 
-    def take(self, inputs: Inputs, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
+    def pop(self, inputs: Inputs, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
         """The output of these inputs and adapters, and its rows, forgotten here; None if there is none."""
         state = _state(lora)
         with self._mutex:

@@ -123,7 +123,7 @@ class _Run:
             self.index, self.weights, self.sums = routing.wait()
         if not np.isfinite(self.sums.numpy()).all() and not torch.isfinite(hidden).all():
             raise ValueError(_not_finite(owner.layer.name, hidden))
-        kept = owner.kept.take(self._inputs(), self.lora) if self._may_be_kept() else None
+        kept = owner.kept.pop(self._inputs(), self.lora) if self._may_be_kept() else None
         if kept is not None:
             self._out, self.routes = kept
             self.counts = self.routes.counts

@@ -23,8 +23,8 @@ LEAST_CHUNKS = 2
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What does not change from call to call of a layer.
+class ChunkLayout:
+    """Where a layer's chunks lie in the buffers; it is the same in every call of the layer.
 
     Attributes:
         slices: the layer's.
@@ -89,7 +89,7 @@ class Buffers:
         self._transfer, self.chunk_bytes, self.limit = transfer, chunk_bytes, limit
         self.packed, self.adapters, self.gathered = Ring(transfer, frozen=True), Ring(transfer), Ring(transfer, 1)
         self._decoded = torch.empty(0, dtype=torch.uint8, device=transfer.device)
-        self._plans: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, Plan]] = weakref.WeakKeyDictionary()
+        self._layouts: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, ChunkLayout]] = weakref.WeakKeyDictionary()
 
     @property
     def bytes(self) -> int:
@@ -97,13 +97,13 @@ class Buffers:
         return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
 
     def forget(self) -> None:
-        """Make all plans anew: the residents' memory is another."""
-        self._plans.clear()
+        """Lay out all layers anew, because the residents' memory has changed."""
+        self._layouts.clear()
 
-    def plan(
+    def layout(
         self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
-    ) -> Plan:
-        """The layer's, made at its first call, and again when the adapters' tensors are other ones.
+    ) -> ChunkLayout:
+        """The layer's layout, which is made in its first call, and again when the adapters have other tensors.
 
         Args:
             layer: the packed experts.
@@ -117,11 +117,11 @@ class Buffers:
         parameters = lora.parameters() if lora is not None else []
         names = sorted(lora.pairs) if lora is not None else []
         signature = names, [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
-        found = self._plans.get(layer)
+        found = self._layouts.get(layer)
         if found is None or found[0] != signature:
             with torch.inference_mode(False):  # a later call that trains writes there, too
                 found = signature, self._make(layer, lora, parameters, residents)
-            self._plans[layer] = found
+            self._layouts[layer] = found
         return found[1]
 
     def _make(
@@ -130,7 +130,7 @@ class Buffers:
         lora: ExpertLora | None,
         parameters: Sequence[Tensor],
         residents: Callable[[ExpertLayer], list[Source]] | None,
-    ) -> Plan:
+    ) -> ChunkLayout:
         for tensor in parameters:
             if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.shape[0] != layer.num_experts:
                 raise ValueError(
@@ -156,9 +156,9 @@ class Buffers:
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
-            self._plans.clear()
+            self._layouts.clear()
         weights = laid_over(weights, self._decoded)
-        return Plan(
+        return ChunkLayout(
             slices,
             (layer.format, capacity, self._decoded.data_ptr(), *weights.places.items(), *parts, *rows),
             capacity,
