@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -44,6 +45,21 @@ PYTHON_RANKS = {
     "plan": 10,
     "bench": 11,
     "cli": 12,
+}
+# The same within the rooms that have an order of their own.
+SUB_RANKS = {
+    "lanes": {
+        "terms": 0,
+        "record": 1,
+        "routes": 1,
+        "kept": 2,
+        "decide": 2,
+        "ops": 2,
+        "gpu": 3,
+        "passes": 4,
+        "lanes": 5,
+        "layer": 6,
+    },
 }
 CPP_RANKS = {
     "base": 0,
@@ -103,6 +119,29 @@ def test_python_imports_point_down() -> None:
         above = [m for m, part in parts.items() if part not in (None, own) and PYTHON_RANKS[part] >= PYTHON_RANKS[own]]
         wrong += [f"{name_of(path)} imports {module}, which lies above or beside it" for module in above]
     assert not wrong
+
+
+@pytest.mark.parametrize("room", SUB_RANKS)
+def test_imports_within_a_room_point_down(room: str) -> None:
+    ranks, wrong = SUB_RANKS[room], []
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        own = path.relative_to(PACKAGE / room).with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        assert own in ranks, f"{name_of(path)}: give the new part a rank in this test"
+        parts = {m: m.split(".")[2] for m in imports(path) if m.startswith(f"ktft.{room}.")}
+        above = [m for m, part in parts.items() if part != own and ranks[part] >= ranks[own]]
+        wrong += [f"{name_of(path)} imports {module}, which lies above or beside it" for module in above]
+    assert not wrong
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    modules = {name_of(path).removesuffix(".py").replace("/", "."): path for path in PYTHON_FILES}
+    graph = {}
+    for module, path in modules.items():
+        names = {name for each in imports(path) for name in (each, each.rpartition(".")[0])}
+        graph[module] = names & modules.keys() - {module}
+    graphlib.TopologicalSorter(graph).prepare()  # raises, with the circle
 
 
 def test_cpp_includes_point_down() -> None:

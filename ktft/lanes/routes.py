@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ktft.native import ExpertLayer
+from ktft.native import ELSEWHERE, ExpertLayer
 
 PIECE_ROWS = 16384
 """Rows of one chunk that are computed at once, at most: so many keep a GPU busy."""
@@ -121,6 +121,14 @@ def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -
         return Piece(at, counts, on_device, row_route[at : at + ends[-1]], route_row, top_k)
 
     return [[piece(at, ends) for at, ends in pieces] for pieces in cuts]
+
+
+def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tensor:
+    """`[T, k]` in host memory with `ELSEWHERE` for all but these experts."""
+    here = np.zeros(num_experts, dtype=bool)
+    here[list(experts)] = True
+    index = top_k_index.numpy()
+    return torch.from_numpy(np.where(here[index], index, ELSEWHERE))
 
 
 def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:

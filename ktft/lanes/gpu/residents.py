@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.rings import ALIGNMENT, Source, row_bytes
 from ktft.native import ExpertLayer
 from ktft.native.cuda import Rows
+from ktft.system import readable
+
+logger = logging.getLogger("ktft")
 
 DECAY = 0.9
 """What the mean of shares keeps of the steps before."""
@@ -190,6 +194,41 @@ class Residents:
             found.append(Rows(source.address, at, source.bytes))
             at += source.bytes
         return found
+
+
+class TrainingResidents:
+    """The residents of a training run. They are made after its first step, which shows what memory training needs.
+
+    Args:
+        lane: whose residents they become.
+        memory: bytes that they may take; 0 for none, `auto` for what training leaves.
+    """
+
+    def __init__(self, lane: GpuLane, memory: int | str) -> None:
+        self._lane, self._memory = lane, memory
+        self._residents: Residents | None = None
+        self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
+
+    def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
+        """Count a trained micro-batch's rows by expert."""
+        if self._memory != 0:
+            self._counted.append((layer, counts))
+
+    def end_step(self, layers: Sequence[ExpertLayer]) -> None:
+        """Between two steps: make the residents, or let them follow what was counted."""
+        if self._memory == 0:
+            return
+        if self._residents is None:
+            budget = free_for_residents(self._lane) if self._memory == "auto" else int(self._memory)
+            if self._memory == "auto" and budget < max(layer.packed_bytes // layer.num_experts for layer in layers):
+                logger.info("gpu_expert_memory: auto found no room for resident experts beside what training needs")
+                self._memory = 0
+                return
+            self._residents = Residents(self._lane, budget, layers)
+            logger.info("%s of GPU memory hold resident experts", readable(self._residents.bytes))
+        while self._counted:
+            self._residents.observe(*self._counted.pop())
+        self._residents.adapt()
 
 
 def _most(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktft.lanes.lanes import Pass
+from ktft.lanes.passes import Pass
 from ktft.lanes.terms import Where
 from ktft.native import ExpertLayer
 from ktft.native.hybrid import HostExperts
