@@ -29,12 +29,12 @@ def lanes(cost: Costs, kind: LayerKind, counts: Sequence[int], placed: tuple[lis
     """The cost model in plain words, expert by expert."""
     cpu, stream, resident = placed
     tokens, on_gpu = sum(counts) / kind.top_k, [*stream, *resident]
-    travel = len(stream) * cost.copy_expert + len(resident) * cost.copy_resident
+    travel = len(stream) * cost.copy.expert + len(resident) * cost.copy.resident
     return {
-        "cpu": sum(max(cost.cpu_expert, counts[e] * cost.cpu_row) for e in cpu)
-        + (cost.cpu_call + tokens * cost.cross if cpu else 0),
-        "copy": travel + (cost.copy_call if travel else 0) + (tokens * cost.cross_in if cpu else 0),
-        "gpu": sum(cost.gpu_expert + counts[e] * cost.gpu_row for e in on_gpu) + (cost.gpu_call if on_gpu else 0),
+        "cpu": sum(max(cost.cpu.expert, counts[e] * cost.cpu.row) for e in cpu)
+        + (cost.cpu.call + tokens * cost.cpu.cross if cpu else 0),
+        "copy": travel + (cost.copy.call if travel else 0) + (tokens * cost.copy.cross if cpu else 0),
+        "gpu": sum(cost.gpu.expert + counts[e] * cost.gpu.row for e in on_gpu) + (cost.gpu.call if on_gpu else 0),
     }
 
 
@@ -84,7 +84,7 @@ def test_decisions_beside_brute_force(work: str) -> None:
         assert placed.seconds == pytest.approx(lanes(cost, kind, counts, of(placed)))
         taken, best = max(placed.seconds.values()), brute_force(cost, kind, counts, resident)
         # sets that are not "the first n" may fit together better, by less than what one expert takes
-        one = max(max(cost.cpu_expert, counts[e] * cost.cpu_row) for e in used)
+        one = max(max(cost.cpu.expert, counts[e] * cost.cpu.row) for e in used)
         assert best * (1 - 1e-9) <= taken <= best * 1.02 + one
         exact += taken <= best * 1.03
         moved += bool(resident & set(placed.cpu))
@@ -159,7 +159,7 @@ def test_experts_on_their_way_run_on_the_gpu_and_what_is_there_costs_no_copy() -
     usual = placer.decide(counts, (), "forward")
     there = placer.decide(counts, (), "forward", coming=Coming(usual.stream, len(usual.stream)))
     assert set(usual.stream) < set(there.stream) and there.ahead == there.stream
-    packed = cost.copy_expert - cost.copy_resident
+    packed = cost.copy.expert - cost.copy.resident
     without = lanes(cost, KIND, counts, of(there))["copy"] - len(usual.stream) * packed
     assert there.seconds["copy"] == there.expected["copy"] == pytest.approx(without)
     # Copies that are not done yet are part of what is expected now, but not of what is measured from now on
@@ -241,7 +241,7 @@ class Truth:
         return {lane: own[lane] * self.factors[lane] * float(self.rng.lognormal(0, noise)) for lane in Lane}
 
     def best(self, counts: list[int], work: str) -> float:
-        cost = costs(KIND, RATES, work).corrected(**self.factors)
+        cost = costs(KIND, RATES, work).corrected(self.factors)
         used = sorted(range(128), key=lambda e: (-counts[e], e))
         return min(max(lanes(cost, KIND, counts, (used[n:], used[:n], [])).values()) for n in range(129))
 
@@ -260,7 +260,7 @@ def test_corrections_converge_and_do_not_oscillate(cpu: float, copy: float) -> N
         took = truth.run(placed, counts, "backward")
         placer.observe("backward", placed, took)
         streamed.append(len(placed.stream))
-        exact = lanes(costs(KIND, RATES, "backward").corrected(**truth.factors), KIND, counts, of(placed))
+        exact = lanes(costs(KIND, RATES, "backward").corrected(truth.factors), KIND, counts, of(placed))
         over.append(max(exact.values()) / truth.best(counts, "backward"))
     assert max(over[48:]) < 1.06  # measured times have 5% of noise
     assert max(streamed[48:]) - min(streamed[48:]) <= 12
@@ -278,7 +278,7 @@ def test_corrections_follow_a_drift_and_survive_hiccups() -> None:
         if layer % 25 == 13:
             took["copy"] *= 20  # somebody else's moment
         placer.observe("forward", placed, took)
-        exact = lanes(costs(KIND, RATES, "forward").corrected(**truth.factors), KIND, counts, of(placed))
+        exact = lanes(costs(KIND, RATES, "forward").corrected(truth.factors), KIND, counts, of(placed))
         over.append(max(exact.values()) / truth.best(counts, "forward"))
     assert sum(over[20:]) / len(over[20:]) < 1.06
     assert max(over[20:]) < 1.25

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import add
+from typing import Any, NamedTuple, TypeVar
 
-from ktft.lanes.terms import PASSES, Work
+from numpy.typing import NDArray
+
+from ktft.lanes.terms import PASSES, Lane, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
+
+Number = TypeVar("Number", float, NDArray[Any])
 
 FP32, BF16 = 4, 2
 
@@ -77,47 +82,99 @@ class Rates:
         )
 
 
-class Costs(NamedTuple):
-    """Seconds, of a call, an expert in use, a row, and a token whose hidden states cross for the CPU's sake."""
+class CpuCost(NamedTuple):
+    """Seconds of the CPU lane: of a call, of reading an expert, of computing a row, and of a token whose hidden states
+    leave the GPU and whose sum comes back.
+    """
 
-    cpu_call: float
-    cpu_expert: float
-    cpu_row: float
-    copy_call: float
-    copy_expert: float
-    copy_resident: float
-    gpu_call: float
-    gpu_expert: float
-    gpu_row: float
+    call: float
+    expert: float
+    row: float
     cross: float
-    cross_in: float
 
-    def corrected(self, cpu: float, copy: float, gpu: float) -> Costs:
-        """The same with every lane's seconds times a factor."""
-        factors = (cpu, cpu, cpu, copy, copy, copy, gpu, gpu, gpu, cpu, copy)
-        return Costs(*(cost * factor for cost, factor in zip(self, factors, strict=True)))
+    def experts(self, rows: list[int]) -> list[float]:
+        """Seconds of each expert with so many rows: the longer of reading and computing."""
+        _, expert, row, _ = self
+        few = int(expert / row)  # Python compares whole numbers sooner
+        return [each * row if each > few else expert for each in rows]
+
+    def seconds(self, every: float, elsewhere: Number, used: Number | bool, tokens: float) -> Number:
+        """Seconds in all, if the lane is `used`: of `every` expert, less those of the ones that run `elsewhere`."""
+        call, _, _, cross = self
+        return (every + call + cross * tokens - elsewhere) * used
+
+
+class CopyCost(NamedTuple):
+    """Seconds of the copies to the GPU: of a call, of a streamed expert, of a resident one, which has only LoRA's
+    parameters to copy, and of a token whose sum comes back from the CPU.
+    """
+
+    call: float
+    expert: float
+    resident: float
+    cross: float
+
+    def seconds(
+        self, streamed: Number, resident: Number, arrived: Number, beside_cpu: Number | bool, tokens: float
+    ) -> Number:
+        """Seconds in all; the packed bytes of `arrived` of the streamed experts have been copied already."""
+        call, expert, other, cross = self
+        travel = streamed * expert + resident * other - arrived * (expert - other)
+        return travel + (travel > 0) * call + beside_cpu * (cross * tokens)
+
+
+class GpuCost(NamedTuple):
+    """Seconds of decoding and products: of a call, of an expert, and of a row."""
+
+    call: float
+    expert: float
+    row: float
+
+    def seconds(self, experts: Number, used: Number | bool) -> Number:
+        """Seconds in all, if the lane is `used`; `experts` are those of its experts."""
+        return (experts + self.call) * used
+
+
+class Costs(NamedTuple):
+    """What each `Lane` costs, in their order."""
+
+    cpu: CpuCost
+    copy: CopyCost
+    gpu: GpuCost
+
+    def corrected(self, factors: Mapping[Lane, float]) -> Costs:
+        """The same with every lane's seconds times its factor."""
+        cpu, copy, gpu = ([cost * factor for cost in lane] for lane, factor in zip(self, factors.values(), strict=True))
+        return Costs(CpuCost(*cpu), CopyCost(*copy), GpuCost(*gpu))
+
+    def plus(self, other: Costs) -> Costs:
+        """Those of both."""
+        cpu, copy, gpu = (map(add, mine, theirs) for mine, theirs in zip(self, other, strict=True))
+        return Costs(CpuCost(*cpu), CopyCost(*copy), GpuCost(*gpu))
 
 
 def costs(kind: LayerKind, rates: Rates, work: Work) -> Costs:
     """What one kind of layer costs.
 
-    LoRA's parameters lie in CPU memory, so they travel for residents too; in backward their gradients come back, which
-    the other direction of PCIe does meanwhile.
+    LoRA's parameters are in CPU memory, so residents need copies too. In backward their gradients come back, which
+    takes the other direction of PCIe at the same time.
     """
     cpu, gpu = rates.cpu[work], rates.gpu[work]
     lora = kind.lora_parameters * FP32
     back = lora / rates.copy_out if work == Work.BACKWARD else 0.0
     out, into = (times * kind.hidden_size * BF16 for times in _CROSSINGS[work])
     return Costs(
-        cpu_call=cpu.call,
-        cpu_expert=kind.expert_bytes / cpu.reading,
-        cpu_row=kind.row_flops / cpu.flops,
-        copy_call=rates.copy_call,
-        copy_expert=max((kind.expert_bytes + lora) / rates.copy_in, back),
-        copy_resident=max(lora / rates.copy_in, back),
-        gpu_call=gpu.call,
-        gpu_expert=kind.expert_bytes / gpu.reading,
-        gpu_row=kind.row_flops / gpu.flops,
-        cross=out / rates.copy_out + into / rates.copy_in,
-        cross_in=into / rates.copy_in,
+        CpuCost(
+            call=cpu.call,
+            expert=kind.expert_bytes / cpu.reading,
+            row=kind.row_flops / cpu.flops,
+            cross=out / rates.copy_out + into / rates.copy_in,
+        ),
+        CopyCost(
+            call=rates.copy_call,
+            expert=max((kind.expert_bytes + lora) / rates.copy_in, back),
+            resident=max(lora / rates.copy_in, back),
+            cross=into / rates.copy_in,
+        ),
+        GpuCost(call=gpu.call, expert=kind.expert_bytes / gpu.reading, row=kind.row_flops / gpu.flops),
     )

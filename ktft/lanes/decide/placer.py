@@ -6,27 +6,23 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
-from operator import add, mul
-from typing import Any, TypeVar
+from operator import mul
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktft.config import Settings
-from ktft.lanes.decide.costs import Costs, LayerKind, Rates, costs
+from ktft.lanes.decide.costs import Costs, LayerKind, Number, Rates, costs
 from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
-
-Number = TypeVar("Number", float, NDArray[Any])
 
 # How measured times correct rates: of the logarithm by which a lane is off, this much each time, and no single time
 # counts as more than twice off. A layer's neighbours see the same rates, so one step of a model corrects most of it.
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
 _STEP = math.log(1.5)  # experts whose rows differ by less are alike
-_FIRST = 1000  # more than any `_alike`
+_FIRST = 1000  # more than any class
 _FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
 
+_LANES = tuple(Lane)  # Python walks a tuple five times sooner than an enum
 _WORTH = 0.02  # what a lane more must gain, for rates are not known better
 
 
@@ -113,9 +109,8 @@ class Placer:
         self.kind, self.rates, self.mode = kind, rates, Mode(mode)
         self._base = {work: costs(kind, rates, work) for work in PASSES}
         self._off = {work: dict.fromkeys(Lane, 0.0) for work in PASSES}  # logarithms of measured / predicted
-
-    def _corrected(self, work: Work) -> Costs:
-        return self._base[work].corrected(**self.corrections(work))
+        self._factors = {work: dict.fromkeys(Lane, 1.0) for work in PASSES}
+        self._corrected = self._base | {Work.BOTH: self._base[Work.FORWARD].plus(self._base[Work.BACKWARD])}
 
     def decide(
         self,
@@ -140,7 +135,7 @@ class Placer:
         many rows go by their number.
         """
         # No arrays: this runs once a layer, when numpy's code has long left the processor's caches
-        alike, stay, set_out = list(map(_alike, counts)), list[int](), 0
+        alike, stay, set_out = list(map(_CLASSES.__getitem__, counts)), list[int](), 0
         if resident:
             stay = [expert for expert in sorted(resident) if alike[expert]]
             stay.sort(key=counts.__getitem__, reverse=True)
@@ -153,7 +148,8 @@ class Placer:
         streamed = sorted(range(len(alike)), key=alike.__getitem__, reverse=True)[: len(alike) - alike.count(0)]
         mode = mode or self.mode
         if mode == Mode.AUTO:
-            best, j = self._cuts([counts[e] for e in streamed], [counts[e] for e in stay], work, coming.arrived)
+            rows = counts.__getitem__
+            best, j = self._cuts(list(map(rows, streamed)), list(map(rows, stay)), work, coming.arrived)
         else:
             best, j = len(streamed) if mode == Mode.STREAM else 0, 0 if mode == Mode.CPU else len(stay)
         n = max(best, set_out) if best else 0
@@ -172,25 +168,23 @@ class Placer:
         self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: Work, arrived: float, set_out: int
     ) -> tuple[dict[Lane, float], dict[Lane, float]]:
         """What a `Placement` takes and what was expected, of n streamed experts and j residents."""
-        cost, rows, own = self._base[work], sum(counts), [counts[expert] for expert in cpu]
+        cost, rows, own = self._base[work], sum(counts), list(map(counts.__getitem__, cpu))
         used, tokens = n + j + len(cpu), rows / self.kind.top_k
-        left = sum(_on_cpu(own, cost)) + cost.cpu_call + cost.cross * tokens
-        gpu = (rows - sum(own)) * cost.gpu_row + (n + j) * cost.gpu_expert + cost.gpu_call
-        now = _lanes(n, j, used, left, gpu, min(n, arrived), tokens, cost)
-        after = _lanes(n, j, used, left, gpu, set_out, tokens, cost)
+        left = sum(cost.cpu.experts(own))
+        gpu = (rows - sum(own)) * cost.gpu.row + (n + j) * cost.gpu.expert
+        now = _times(n, j, used, left, 0.0, gpu, min(n, arrived), tokens, cost)
+        after = _times(n, j, used, left, 0.0, gpu, set_out, tokens, cost)
         corrected = map(mul, now, self.corrections(work).values())
-        return dict(zip(Lane, corrected, strict=True)), dict(zip(Lane, after, strict=True))
+        return dict(zip(_LANES, corrected, strict=True)), dict(zip(_LANES, after, strict=True))
 
     def _cuts(self, streamed: list[int], stay: list[int], work: Work, arrived: float) -> tuple[int, int]:
         """How many to stream, and how many residents run on the GPU, of experts with these rows."""
+        cost = self._corrected[work]
         if work == Work.BOTH:
-            cost = Costs(*map(add, *map(self._corrected, PASSES)))
             arrived /= 2  # what is there now spares one of two copies
-        else:
-            cost = self._corrected(work)
         tokens = (sum(streamed) + sum(stay)) / self.kind.top_k
-        best, (cpu, copy, gpu) = _soonest(streamed, stay, tokens, cost, arrived)
-        if not stay or gpu <= max(cpu, copy):
+        best, (*others, gpu) = _soonest(streamed, stay, tokens, cost, arrived)
+        if not stay or gpu <= max(others):
             return best, len(stay)
         return _fewer_residents(streamed, stay, tokens, cost, arrived)
 
@@ -213,31 +207,33 @@ class Placer:
                 off[lane] = min(max(off[lane], -_LIMIT), _LIMIT)
             else:
                 off[lane] *= 1 - _FADE
+        factors = self._factors[work] = {lane: math.exp(each) for lane, each in off.items()}
+        now = self._corrected
+        now[work] = self._base[work].corrected(factors)
+        now[Work.BOTH] = now[Work.FORWARD].plus(now[Work.BACKWARD])
 
     def corrections(self, work: Work) -> dict[Lane, float]:
         """By how much each lane's seconds are more than the rates say."""
-        return {lane: math.exp(off) for lane, off in self._off[work].items()}
+        return self._factors[work]
 
 
-@cache
-def _alike(rows: int) -> int:
-    """A number that orders experts by rows, and is equal for about as many: those go by expert number then.
+class _Classes(dict[int, int]):
+    """By rows a number that orders experts by them, and is equal for about as many: those go by expert number then.
 
-    Neighbours lie beside each other in memory, and travel in one copy instead of one each.
+    Neighbours are beside each other in memory, and are copied in one piece instead of one each.
     """
-    return 1 + math.ceil(math.log(rows) / _STEP) if rows else 0
+
+    def __missing__(self, rows: int) -> int:
+        self[rows] = found = 1 + math.ceil(math.log(rows) / _STEP) if rows else 0
+        return found
 
 
-def _on_cpu(rows: list[int], cost: Costs) -> list[float]:
-    """The CPU's seconds for each of these."""
-    row, expert = cost.cpu_row, cost.cpu_expert
-    few = int(expert / row)  # Python compares whole numbers sooner
-    return [each * row if each > few else expert for each in rows]
+_CLASSES = _Classes()
 
 
 def _soonest(
     streamed: list[int], stay: list[int], tokens: float, cost: Costs, arrived: float
-) -> tuple[int, tuple[float, float, float]]:
+) -> tuple[int, tuple[float, ...]]:
     """How many to stream while residents stay, so that the slowest lane is done soonest, or all or none if that is
     nearly as good; and the lanes' seconds.
 
@@ -245,33 +241,34 @@ def _soonest(
     then no hidden states cross.
     """
     size, j = len(streamed), len(stay)
-    on_cpu = list(accumulate(_on_cpu(streamed, cost), initial=0.0))
+    on_cpu = list(accumulate(cost.cpu.experts(streamed), initial=0.0))
     rows = list(accumulate(streamed, initial=sum(stay)))
-    cpu = on_cpu[-1] + cost.cpu_call + cost.cross * tokens
+    _, expert, row = cost.gpu
 
-    def lanes(n: int) -> tuple[float, float, float]:
-        gpu = rows[n] * cost.gpu_row + (n + j) * cost.gpu_expert + cost.gpu_call
-        return _lanes(n, j, size + j, cpu - on_cpu[n], gpu, min(n, arrived), tokens, cost)
+    def times(n: int) -> tuple[float, ...]:
+        gpu = rows[n] * row + (n + j) * expert
+        return _times(n, j, size + j, on_cpu[-1], on_cpu[n], gpu, min(n, arrived), tokens, cost)
 
     def met(n: int) -> bool:
-        cpu, copy, gpu = lanes(n)
-        return cpu <= copy or cpu <= gpu
+        cpu, *others = times(n)
+        return cpu <= max(others)
 
     meet = bisect_left(range(size), True, key=met)
-    times = {n: lanes(n) for n in (max(meet - 1, 0), meet, 0, size)}
-    best = min(times, key=lambda n: max(times[n]))
-    enough = max(times[best]) * (1 + _WORTH)
-    best = next((n for n in (size, 0) if max(times[n]) <= enough), best)
-    return best, times[best]
+    found = {n: times(n) for n in (max(meet - 1, 0), meet, 0, size)}
+    best = min(found, key=lambda n: max(found[n]))
+    enough = max(found[best]) * (1 + _WORTH)
+    best = next((n for n in (size, 0) if max(found[n]) <= enough), best)
+    return best, found[best]
 
 
 class _Group:
     """Experts that may go to the GPU in the same way, most rows first: sums over the first n of them, n = 0 ... all."""
 
     def __init__(self, rows: list[int], cost: Costs) -> None:
+        _, expert, row = cost.gpu
         self.n = np.arange(len(rows) + 1)
-        self.cpu = np.array([0.0, *accumulate(_on_cpu(rows, cost))])
-        self.gpu = np.array([0.0, *accumulate([each * cost.gpu_row + cost.gpu_expert for each in rows])])
+        self.cpu = np.array([0.0, *accumulate(cost.cpu.experts(rows))])
+        self.gpu = np.array([0.0, *accumulate([each * row + expert for each in rows])])
 
 
 def _fewer_residents(
@@ -284,27 +281,34 @@ def _fewer_residents(
     some, here, every = _Group(streamed, cost), _Group(stay, cost), len(stay)
     n, there, used = some.n, np.minimum(some.n, arrived), len(streamed) + every
     both = some.cpu[-1] + here.cpu[-1]
-    left = both - some.cpu + (cost.cpu_call + cost.cross * tokens)
-    copy = n * cost.copy_expert - there * (cost.copy_expert - cost.copy_resident)
-    copy += cost.copy_call + cost.cross_in * tokens
-    meet_gpu = (here.cpu + here.gpu).searchsorted(left - (some.gpu + cost.gpu_call))
-    meet_copy = (here.cpu + here.n * cost.copy_resident).searchsorted(left - copy)
-    meet = np.minimum(np.minimum(meet_gpu, meet_copy), every)
+    left = both - some.cpu + (cost.cpu.call + cost.cpu.cross * tokens)
+    copies = n * cost.copy.expert - there * (cost.copy.expert - cost.copy.resident)
+    # Of each other lane: what it takes without residents, and what the first j of them add
+    others = (
+        (copies + (cost.copy.call + cost.copy.cross * tokens), here.n * cost.copy.resident),
+        (some.gpu + cost.gpu.call, here.gpu),
+    )
+    meets = [(here.cpu + more).searchsorted(left - without) for without, more in others]
+    meet = np.minimum(np.minimum.reduce(meets), every)
     j = np.stack([np.full_like(n, every), meet, np.maximum(meet - 1, 0)])
-    cpu = both + cost.cpu_call + cost.cross * tokens - (some.cpu + here.cpu[j])
-    times = _lanes(n, j, used, cpu, some.gpu + here.gpu[j] + cost.gpu_call, there, tokens, cost)
+    times = _times(n, j, used, both, some.cpu + here.cpu[j], some.gpu + here.gpu[j], there, tokens, cost)
     best = int(np.maximum.reduce(times).argmin())
     return best % len(n), int(j.flat[best])
 
 
-def _lanes(
-    n: Number, j: Number, used: int, cpu: Number, gpu: Number, there: Number, tokens: float, cost: Costs
-) -> tuple[Number, Number, Number]:
-    """Seconds of each `Lane` for n streamed experts, of whose packed bytes so many are there, and j residents, of those
-    used; the CPU and the GPU take these where they have any.
+def _times(
+    n: Number, j: Number, used: int, every: float, elsewhere: Number, gpu: Number, there: Number, tokens: float,
+    cost: Costs,
+) -> tuple[Number, ...]:  # fmt: skip
+    """Seconds of each `Lane` if n of the `used` experts are streamed and j are residents on the GPU.
+
+    `there` of the streamed ones have been copied already. The CPU would take `every` seconds for all of them, less
+    `elsewhere` for those that it does not run; the GPU takes `gpu` for its own.
     """
     on_gpu = n + j
     on_cpu = on_gpu < used
-    travel = n * cost.copy_expert + j * cost.copy_resident - there * (cost.copy_expert - cost.copy_resident)
-    copy = travel + (travel > 0) * cost.copy_call + on_cpu * (cost.cross_in * tokens)
-    return cpu * on_cpu, copy, gpu * (on_gpu > 0)
+    return (
+        cost.cpu.seconds(every, elsewhere, on_cpu, tokens),
+        cost.copy.seconds(n, j, there, on_cpu, tokens),
+        cost.gpu.seconds(gpu, on_gpu > 0),
+    )
