@@ -30,11 +30,11 @@ R = TypeVar("R")
 
 
 class Lanes:
-    """The lanes of one model, whose device is that of the first hidden states which come from a GPU.
+    """The lanes of one model. They run on the device of the first hidden states that come from a GPU.
 
     Args:
         settings: `placement` and `gpu_expert_memory`.
-        on_cpu: run hidden states in CPU memory in lanes too, with the CPU's torch in place of a GPU: for tests.
+        on_cpu: also run hidden states in CPU memory in lanes, with the CPU's torch in place of a GPU; for tests.
 
     Attributes:
         layers: of the model, in the order of its layers.
@@ -50,7 +50,7 @@ class Lanes:
         self._mutex = threading.RLock()
 
     def on(self, device: torch.device) -> DeviceLanes | None:
-        """The lanes that run hidden states on this device, made on first use; None if these do not run in lanes.
+        """The lanes for hidden states on this device, made on first use; None if these do not run in lanes.
 
         Raises:
             ValueError: the model's lanes are on another device.
@@ -75,7 +75,7 @@ class Lanes:
         return self.running
 
     def forget(self) -> None:
-        """Go on as a run does that resumes here: with nothing in flight to the GPU, and no pass to predict another by.
+        """Go on like a run that resumes here: with nothing in flight to the GPU, and no pass to predict the next by.
 
         Prefetched experts are multiplied first, so they would change the order of sums, and with it their last bits.
         """
@@ -83,14 +83,14 @@ class Lanes:
             self.running.forget()
 
     def begin_step(self) -> None:
-        """A step of training begins: what went on since the last one, such as evaluation, has no part in its time."""
+        """A step of training begins; what ran since the last one, such as evaluation, is not part of its time."""
         if self.running is not None:
             self.running.begin_step()
         for kept in self.kept:  # of passes whose backward never came
             kept.clear()
 
     def end_step(self) -> None:
-        """Between two steps: residents are made, or follow the routing, and the step's time is learned from."""
+        """A step is over: learn from its time, and make the residents or let them follow the routing."""
         if self.running is not None:
             self.running.end_step()
 
@@ -98,7 +98,7 @@ class Lanes:
 class DeviceLanes:
     """The lanes of one model on one device.
 
-    Any thread may call. One thread at a time decides what passes teach, and which experts are resident.
+    Any thread may call. One thread at a time places a pass, learns from passes, or changes the residents.
 
     Args:
         device: of hidden states.
@@ -106,8 +106,8 @@ class DeviceLanes:
         layers: of the model, in order; more may be appended later.
 
     Attributes:
-        device: the same.
-        gpu: streamed and resident experts.
+        device: of hidden states.
+        gpu: runs streamed and resident experts.
     """
 
     def __init__(self, device: torch.device, settings: Settings, layers: Sequence[ExpertLayer]) -> None:
@@ -128,21 +128,21 @@ class DeviceLanes:
     def begin(
         self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
     ) -> Pass:
-        """Decide where the experts of a pass run, by its rows by expert. `number` is the decoder layer's."""
+        """Decide where the experts of a pass run. `number` is the decoder layer's, `counts` are its rows by expert."""
         with self._mutex:
             run = self._passes.begin(layer, number, counts, top_k, lora, work)
         run.expect()
         return run
 
     def again(self, before: Pass) -> Pass:
-        """The backward of a forward whose CPU lane retained what it needs: each expert runs where it was."""
+        """Begin the backward of a forward whose CPU lane retained what it needs: each expert runs where it ran."""
         with self._mutex:
             run = self._passes.again(before)
         run.expect()
         return run
 
     def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Begin work on the CPU lane's own thread, which waits without holding up Python."""
+        """Begin work on the CPU lane's own thread, which does not hold the GIL while it waits."""
         return self._cpu.submit(work, *args, **kwargs)
 
     def forward(self, run: Pass, routes: Routes, hidden: Tensor, top_k_weights: Tensor, out: Tensor) -> None:
@@ -151,8 +151,8 @@ class DeviceLanes:
             if run.on_gpu:
                 self.gpu.forward(run.layer, run.on_gpu, routes, hidden, top_k_weights, run.lora, out)
         self._end(run, 1)
-        # A layer's copies are done when the next one has its routing; after the last one the caller may go on to
-        # change the adapters
+        # Copies of the other layers are done by the time the next layer has its routing. After the last layer the
+        # caller may change the adapters at once
         if run.lora is not None and self._layers and self._layers[-1] is run.layer:
             self.gpu.settle()
 
@@ -180,7 +180,7 @@ class DeviceLanes:
 
     @contextlib.contextmanager
     def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
-        """Around what the GPU is given for a pass: events that time it, and spans if there is anything."""
+        """A block that gives the GPU its part of a pass, with events that time it, and spans if it has experts."""
         copies, compute = self.gpu.transfer.into, self.gpu.transfer.compute()
         streams = (copies, compute) if self.device.type == "cuda" else ()
         for stream in streams:
@@ -194,10 +194,10 @@ class DeviceLanes:
             run.events.append(_event(stream))
 
     def _end(self, run: Pass, following: int) -> None:
-        """The GPU has its part of a pass. Begin to copy experts that the next pass probably streams.
+        """Note that the GPU has its part of a pass, and begin to copy experts that the next pass probably streams.
 
-        That is the pass of the layer `following` places after this one. The last layer's backward follows its forward,
-        and the next step begins with the first layer's forward.
+        The next pass is that of the layer `following` places after this one. But the last layer's backward follows its
+        forward, and after the first layer's backward the next step begins with its forward.
         """
         with self._mutex:
             self._passes.end(run)
@@ -215,7 +215,7 @@ class DeviceLanes:
     # --- hidden states and gradients between host and device ----------------------------------------------------------
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory that is copied to and from the device beside everything else."""
+        """Host memory whose copies to and from the device run beside everything else."""
         return self._crossing.pinned(shape, dtype)
 
     def to_host(self, *tensors: Tensor) -> Arriving:
@@ -223,19 +223,19 @@ class DeviceLanes:
         return self._crossing.to_host(*tensors)
 
     def rows_to_host(self, number: int, *tensors: Tensor) -> Arriving:
-        """The same for hidden states or gradients of a decoder layer, which are large enough for a span."""
+        """The same for hidden states or gradients of decoder layer `number`, with a span."""
         with spans.device("copy_out", number, self._crossing.out, bytes=sum(t.nbytes for t in tensors)):
             return self._crossing.to_host(*tensors)
 
     def rows_to_device(self, number: int, *tensors: Tensor) -> list[Tensor]:
-        """Copy what the CPU lane computed for a decoder layer; what the current stream is given next waits for it."""
+        """Copy what the CPU lane computed for decoder layer `number`. Later work on the current stream waits for it."""
         with spans.device("copy_in", number, self._crossing.into, bytes=sum(t.nbytes for t in tensors)):
             return self._crossing.to_device(*tensors)
 
     # --- steps of training --------------------------------------------------------------------------------------------
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
-        """Count a trained micro-batch's rows by expert: residents are chosen by them."""
+        """Count a trained micro-batch's rows by expert, by which residents are chosen."""
         with self._mutex:
             self._residents.observe(layer, counts)
 

@@ -1,7 +1,7 @@
 """One layer's routed experts in several lanes at once: on the CPU, streamed to the GPU, and resident there.
 
-A forward begins when its routing is sent to the host (`_Call.begin`), goes on with other work of the GPU, and ends with
-the sum of what the lanes computed (`_Begun.finish`). What its backward needs is a `_Ran`.
+`_Call.begin` sends the routing to the host, decides, and sets the CPU to work. The GPU can do other work then, until
+`_Begun.finish` gives it its experts and adds up what the lanes computed. `_Ran` holds what backward needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, Gradients
 
 _ALIGNED = 64
-"""Elements of fp32 that 256 bytes hold."""
+"""How many fp32 elements 256 bytes hold."""
 
 
 @dataclass
@@ -66,13 +66,14 @@ class LanedExperts:
         """As `ktft.model.autograd.routed_experts`.
 
         Args:
-            lanes: those of `self.lanes` on the device of the hidden states.
-            hidden_states, top_k_index, top_k_weights, lora, record: as there.
+            lanes: what `self.lanes.on` gives for the device of the hidden states.
+            hidden_states, top_k_index, top_k_weights, lora, record: as in `routed_experts`.
             training: keep the output of a forward without gradients, because checkpointing will ask for it again.
-            meanwhile: gives the GPU independent work on the hidden states, once the CPU has its own.
+            meanwhile: gives the GPU independent work on the hidden states, once the CPU is at work.
 
         Raises:
-            ValueError: as there. torch.OutOfMemoryError: the GPU's lanes have no room.
+            ValueError: as `routed_experts`.
+            torch.OutOfMemoryError: the GPU lane has no room.
         """
         inputs = [hidden_states, top_k_weights, *(lora.parameters() if lora is not None else ())]
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
@@ -101,8 +102,12 @@ class LanedExperts:
 
 @dataclass(frozen=True)
 class _Routing:
-    """The routing of a call: in host memory expert numbers int64 and weights fp32, `[T, k]`, and each token's sum over
-    its hidden states, fp32 `[T]`; on the device the weights, fp32.
+    """The routing of a call.
+
+    Attributes:
+        index, weights: `[T, k]` int64 and fp32, in host memory.
+        sums: fp32 `[T]`, in host memory: each token's sum over its hidden states.
+        device_weights: `[T, k]` fp32 on the device.
     """
 
     index: Tensor
@@ -112,13 +117,13 @@ class _Routing:
 
     @property
     def inputs(self) -> Inputs:
-        """What a kept output is found by."""
+        """What a kept output is found by; see `KeptOutputs`."""
         return self.index, self.weights, self.sums
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer. `gradients`: a backward may follow; `keep`: its output will be asked for again."""
+    """One call of a layer. `gradients`: a backward may follow. `keep`: checkpointing will ask for its output again."""
 
     owner: LanedExperts
     lanes: DeviceLanes
@@ -131,7 +136,7 @@ class _Call:
         """Send the host what it needs, decide where the experts run, and set the CPU to work."""
         owner, lanes = self.owner, self.lanes
         device_weights = weights.float().contiguous()
-        # A token's sum that is finite proves that all of it is, in one kernel
+        # If a token's sum is finite, all its values are: one kernel proves it
         arriving = lanes.to_host(index.to(torch.int64), device_weights, hidden.sum(1, dtype=torch.float32))
         may_be_kept = self.gradients and len(owner.kept) > 0
         sent = self.rows_to_host(hidden) if lanes.needs_cpu(owner.layer) and not may_be_kept else None
@@ -152,7 +157,7 @@ class _Call:
         return _Begun(self, routing, Routes(index, counts), run, cpu)
 
     def _cpu_forward(self, arriving: Arriving, routing: _Routing, run: Pass) -> tuple[Tensor, Any]:
-        """The CPU lane's part of the output, and what its backward finds saved; None where it finds nothing."""
+        """The CPU lane's part of the output, and what is saved for its backward; None if nothing is."""
         layer, activation = self.owner.layer, self.owner.activation if self.gradients else "none"
         here = only(routing.index, run.placement.cpu, layer.num_experts)
         (hidden,) = arriving.wait()
@@ -178,7 +183,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A forward whose place is decided, and whose CPU lane is at work."""
+    """A forward whose placement is decided, and whose CPU lane is at work."""
 
     call: _Call
     routing: _Routing
@@ -187,11 +192,11 @@ class _Begun:
     cpu: Future[Any] | None
 
     def settled(self) -> _Settled:
-        """A context that an error leaves only when the CPU works no more: buffers and layers may go then."""
+        """A block that an error leaves only after the CPU is done, so that buffers and layers may be freed."""
         return _Settled(self.cpu)
 
     def finish(self, hidden: Tensor) -> tuple[Tensor, _Ran]:
-        """The output, with the GPU's experts, and what backward needs."""
+        """Run the GPU's experts. Returns the output, and what backward needs."""
         call, owner, saved = self.call, self.call.owner, None
         total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         with self.settled():
@@ -209,7 +214,7 @@ class _Begun:
 
 @dataclass(frozen=True)
 class _Recalled:
-    """A forward whose output was kept by checkpointing's first one."""
+    """A forward whose output was kept from checkpointing's first forward."""
 
     call: _Call
     routing: _Routing
@@ -217,19 +222,23 @@ class _Recalled:
     routes: Routes
 
     def settled(self) -> _Settled:
-        """As of `_Begun`; the CPU has no work."""
+        """As `_Begun.settled`; the CPU has no work."""
         return _Settled()
 
     def finish(self, hidden: Tensor) -> tuple[Tensor, _Ran]:
-        """As of `_Begun`."""
+        """As `_Begun.finish`."""
         return self.out, _Ran(self.call, self.routing, self.routes)
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """A forward that ran. `retained` is its pass where the CPU lane has `saved` what backward needs, else None.
+    """A forward that ran.
 
-    It must not have the output: autograd makes that hold this, and only gc would end the cycle.
+    It must not refer to the output: autograd makes the output refer to this, and only gc would free such a cycle.
+
+    Attributes:
+        retained: the pass, if its CPU lane saved what backward needs; else None.
+        saved: what it saved.
     """
 
     call: _Call
@@ -247,9 +256,9 @@ class _Ran:
         returning: _Returning,
         waited_for: bool,
     ) -> Gradients:
-        """Gradients of everything, on the devices of what they belong to.
+        """All gradients, each on the device of its tensor.
 
-        Those of LoRA may be in flight: `waited_for` promises that `returning.wait` is called before anyone reads them.
+        Those of LoRA may be in flight. `waited_for` promises that `returning.wait` is called before they are read.
         """
         call, lanes, counts = self.call, self.call.lanes, self.routes.counts
         layer, number = call.owner.layer, call.owner.number
@@ -275,7 +284,7 @@ class _Ran:
             parts = call.rows_to_device(found.hidden_states, found.top_k_weights)
             grad_hidden += parts[0]
             grad_weights += parts[1]
-        # Autograd itself reads gradients that it has to cast, or to look for NaN in
+        # Autograd itself reads gradients that it must cast, or search for NaN
         if not waited_for or torch.is_anomaly_enabled() or any(p.dtype != torch.float32 for p in parameters):
             returning.wait()
         lanes.observe(layer, counts)
@@ -287,7 +296,7 @@ class _Ran:
         return Gradients(grad_hidden.to(hidden.dtype), grad_weights.to(weights.dtype), lora)
 
     def _room(self, shapes: list[torch.Size]) -> list[Tensor]:
-        """fp32 tensors in one piece of pinned memory, each aligned as a tensor of its own would be."""
+        """Make fp32 tensors in one piece of pinned memory, each aligned like a separate tensor."""
         if not shapes:
             return []
         sizes = [-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes]
@@ -318,10 +327,10 @@ class _Ran:
 
 
 class _Returning:
-    """LoRA's gradients of one backward on their way to host memory.
+    """LoRA's gradients of one backward, in flight to host memory.
 
     Attributes:
-        zeroed: the CPU lane's work on those of experts without rows; None where it has none.
+        zeroed: work of the CPU lane's thread that zeroes those of experts without rows; None if there is none.
     """
 
     def __init__(self, lanes: DeviceLanes, number: int) -> None:
@@ -329,7 +338,7 @@ class _Returning:
         self.zeroed: Future[None] | None = None
 
     def wait(self) -> None:
-        """Wait until they are there."""
+        """Wait until they have arrived."""
         with spans.span("wait", self._number):
             if self.zeroed is not None:
                 self.zeroed.result()
@@ -338,7 +347,7 @@ class _Returning:
 
 
 class _Settled:
-    """A context that an error leaves only when work on the CPU is over, whatever became of it."""
+    """A block that an error leaves only after these works on the CPU have ended, even if they failed."""
 
     def __init__(self, *works: Future[Any] | None) -> None:
         self._works = works
@@ -372,16 +381,16 @@ class _Laned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
-        waited_for = any(ctx.needs_input_grad[5:])  # then these inputs are an `_Arrival`'s
+        waited_for = any(ctx.needs_input_grad[5:])  # then these inputs come from an `_Arrival`
         given = hidden_states, top_k_index, top_k_weights, ctx.returning, waited_for
         grads = ctx.ran.backward(grad_outputs[0], *given)
         return None, None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
 
 
 class _Arrival(torch.autograd.Function):
-    """LoRA's tensors as they are; in backward it waits for their gradients.
+    """Returns LoRA's tensors unchanged. Its backward waits for their gradients.
 
-    It is last in autograd's order, so that attention's backward is given to the GPU before anyone waits.
+    It is last in autograd's order, so that the GPU has attention's backward before the host waits.
     """
 
     @staticmethod
@@ -396,10 +405,10 @@ class _Arrival(torch.autograd.Function):
 
 
 def _zero_idle(lora_grads: list[Tensor], counts: Sequence[int]) -> None:
-    """Zero the gradients of experts without rows, as the CPU lane does where it has experts of its own."""
+    """Zero the gradients of experts without rows. The native backward does this if the CPU has experts of its own."""
     idle = [expert for expert, rows in enumerate(counts) if rows == 0]
     for grad in lora_grads:
-        grad.numpy()[idle] = 0  # in this thread alone
+        grad.numpy()[idle] = 0  # numpy stays in this thread
 
 
 def _not_finite(name: str, hidden: Tensor) -> str:

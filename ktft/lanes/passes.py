@@ -1,4 +1,4 @@
-"""Passes of a model's layers through the lanes: where their experts run, what that took, and what it teaches."""
+"""Passes of a model's layers through the lanes: where experts run, what that took, and what is learned from it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class Pass:
 
     Attributes:
         number: of the decoder layer.
-        work: forward or backward.
+        work: `FORWARD` or `BACKWARD`.
         counts: rows by expert.
         prefetched: streamed experts whose copies began before the decision.
-        cpu_seconds: from the decision until the CPU is done.
-        events: begin and end on the stream of copies, and on that of products; empty without a GPU. In the order of
-            recording: both begins, both ends.
+        began: when it was decided, by `time.perf_counter`.
+        cpu_seconds: from then until the CPU is done.
+        events: empty without a GPU. Otherwise the begin on the stream of copies and on that of products, then the end
+            on each.
     """
 
     layer: ExpertLayer
@@ -57,7 +58,7 @@ class Pass:
 
     @property
     def _where_on_gpu(self) -> Where:
-        """The span of the GPU's products: they cannot be told apart in a call that has both kinds."""
+        """What the span of the GPU's products is called. A pass with both kinds of experts has only one such span."""
         return Where.STREAM if self.placement.stream else Where.RESIDENT
 
     def expect(self) -> None:
@@ -67,15 +68,15 @@ class Pass:
         spans.expect(self.number, {Where.CPU: seconds[Lane.CPU], self._where_on_gpu: gpu})
 
     def cpu_span(self, products: int) -> spans.Span:
-        """The CPU's experts, each with so many products with its matrices."""
+        """A span for the CPU's experts, each of whose rows takes so many products."""
         return self._span(Where.CPU, self.placement.cpu, products, None)
 
     def gpu_span(self, products: int, stream: Any) -> spans.Span:
-        """The GPU's experts, likewise."""
+        """A span for the GPU's experts, likewise."""
         return self._span(self._where_on_gpu, self.on_gpu, products, stream)
 
     def copy_span(self, stream: Any) -> spans.Span:
-        """The copies of streamed experts' packed bytes, without those that were prefetched."""
+        """A span for the copies of streamed experts, without those that were prefetched."""
         copied = len(self.placement.stream) - self.prefetched
         return spans.device(
             "copy_in", self.number, stream, bytes=self.layer.packed_bytes * copied / self.layer.num_experts
@@ -93,13 +94,13 @@ class Pass:
 
 
 class Passes:
-    """Decides where the experts of each pass run, by what earlier passes took. One for a model and a device.
+    """Decides where the experts of each pass of a model run, by what earlier passes took.
 
-    One thread may call at a time.
+    Only one thread may call at a time.
 
     Args:
-        lane: where experts are streamed to, and stay.
-        mode: as `Placer` takes it.
+        lane: runs streamed and resident experts.
+        mode: one of `Mode`.
     """
 
     def __init__(self, lane: GpuLane, mode: str) -> None:
@@ -109,13 +110,13 @@ class Passes:
         self._unread: deque[Pass] = deque()
 
     def last(self, layer: ExpertLayer, work: Work) -> Pass | None:
-        """The layer's last pass; None after `forget`."""
+        """The layer's last pass; None if it had none since `forget`."""
         return self._last.get((layer, work))
 
     def begin(
         self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
     ) -> Pass:
-        """Decide where the experts of a pass run, by its rows by expert."""
+        """Decide where the experts of a pass run. `counts` are its rows by expert."""
         self._learn()
         placer, resident = self._placer(layer, top_k, lora), set(self._lane.held(layer))
         chosen = self._choice.mode(sum(counts) // top_k, lambda: _expected(placer, counts, resident))
@@ -126,38 +127,38 @@ class Passes:
         return Pass(layer, number, now, counts, placement, placer, lora, coming.among(placement))
 
     def again(self, before: Pass) -> Pass:
-        """The backward of a forward whose CPU lane retained what it needs: each expert runs where it was."""
+        """Begin the backward of a forward whose CPU lane retained what it needs: each expert runs where it ran."""
         coming = self._lane.coming(before.layer, before.lora)
         placement = before.placer.again(before.placement, before.counts, Work.BACKWARD, coming)
         given = before.layer, before.number, Work.BACKWARD, before.counts
         return Pass(*given, placement, before.placer, before.lora, coming.among(placement))
 
     def end(self, run: Pass) -> None:
-        """A pass has been given to its lanes, and is to be learned from once it is over."""
+        """Note a pass that has been given to its lanes. Once it is over, the rates learn from it."""
         self._last[run.layer, run.work] = run
         if run.events:
             self._unread.append(run)
 
     def forget(self) -> None:
-        """Decide as if there had been no pass, but with what they taught."""
+        """Forget all passes, but keep what was learned from them."""
         self._last.clear()
 
     def begin_step(self) -> None:
-        """A step of training begins: passes since the last one, such as evaluation's, have no part in its time."""
+        """A step of training begins; passes since the last one, such as those of evaluation, are not part of it."""
         self._choice.begin_step()
 
     def end_step(self) -> None:
-        """The step is over, and its time is learned from."""
+        """The step is over; the choice of modes learns from its time."""
         self._choice.end_step()
 
     def _learn(self) -> None:
-        """Correct rates by passes that are over."""
+        """Correct the rates by passes that are over."""
         while self._unread and all(event.query() for event in self._unread[0].events):
             run = self._unread.popleft()
             copying, computing, copied, computed = run.events
             seconds = {Lane.CPU: run.cpu_seconds}
             expected = run.placement.expected
-            # The slower of the two holds up the other, whose time then says nothing
+            # The slower of the two holds up the other, whose own time then says nothing
             if expected[Lane.COPY] >= expected[Lane.GPU]:
                 seconds[Lane.COPY] = copying.elapsed_time(copied) / 1e3
             else:

@@ -1,4 +1,4 @@
-"""What a layer's experts cost in each lane: rates of a machine, and seconds that follow from them."""
+"""What a layer's experts cost in each lane: the rates of a machine, and the seconds that follow from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Number = TypeVar("Number", float, NDArray[Any])
 
 FP32, BF16 = 4, 2
 
-# Times that [T, H] crosses: hidden states out and the sum back; their gradient and hidden states out, a gradient back.
+# How often [T, H] crosses PCIe from and to the GPU. Forward: hidden states, and their sum back. Backward: the output's
+# gradient and hidden states, and a gradient back.
 _CROSSINGS = {Work.FORWARD: (1, 1), Work.BACKWARD: (2, 1)}
 
 
@@ -26,8 +27,8 @@ class LayerKind:
     """What layers of one shape and format have in common.
 
     Attributes:
-        expert_bytes: of one packed expert.
-        lora_parameters: of one expert, all projections; they travel in fp32.
+        expert_bytes: size of one packed expert.
+        lora_parameters: number of LoRA parameters of one expert, over all projections; they are copied in fp32.
     """
 
     num_experts: int
@@ -39,7 +40,7 @@ class LayerKind:
 
     @classmethod
     def of(cls, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> LayerKind:
-        """The kind of a packed layer with these adapters."""
+        """The kind of a packed layer that has these adapters."""
         pairs = lora.pairs.values() if lora is not None else ()
         parameters = sum(pair.a[0].numel() + pair.b[0].numel() for pair in pairs)
         dims = layer.hidden_size, layer.intermediate_size
@@ -47,14 +48,18 @@ class LayerKind:
 
     @property
     def row_flops(self) -> float:
-        """Base products of one row forward: what all FLOP/s here count, whatever else a pass does."""
+        """FLOPs of one row's base products in forward. All FLOP/s here count these, whatever else a pass computes."""
         return 6.0 * self.hidden_size * self.intermediate_size
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One processor in one kind of work: FLOP/s of `LayerKind.row_flops`, bytes/s of packed weights read or decoded,
-    and seconds of a call that does nothing else.
+    """How fast one processor does one kind of work.
+
+    Attributes:
+        flops: FLOP/s, counted as `LayerKind.row_flops`.
+        reading: bytes/s of packed weights that are read (CPU) or decoded (GPU).
+        call: seconds that a call takes besides.
     """
 
     flops: float
@@ -64,7 +69,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """One machine with one kind of layer: the CPU and the GPU by kind of work; bytes/s to the GPU and from it."""
+    """How fast one machine computes one kind of layer.
+
+    Attributes:
+        cpu, gpu: by kind of pass.
+        copy_in, copy_out: bytes/s to the GPU and from it.
+        copy_call: seconds that a copy takes besides.
+    """
 
     cpu: Mapping[Work, Rate]
     gpu: Mapping[Work, Rate]

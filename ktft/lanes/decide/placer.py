@@ -1,4 +1,4 @@
-"""Where each expert in use runs, decided for every layer and micro-batch: the slowest lane is to be done soonest."""
+"""Decides where each expert in use runs, for every layer and micro-batch, so that the slowest lane ends soonest."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ktft.config import Settings
 from ktft.lanes.decide.costs import Costs, LayerKind, Number, Rates, costs
 from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
 
-# How measured times correct rates: of the logarithm by which a lane is off, this much each time, and no single time
-# counts as more than twice off. A layer's neighbours see the same rates, so one step of a model corrects most of it.
+# How measured times correct rates. Each measurement corrects this share of the logarithm by which a lane is off, and
+# none counts as more than a factor of two. All layers of a kind share their rates, so one step of a model corrects most
+# of the error.
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
-_STEP = math.log(1.5)  # experts whose rows differ by less are alike
+_STEP = math.log(1.5)  # experts whose rows differ by less are of one class
 _FIRST = 1000  # more than any class
-_FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
+_FADE = 0.002  # of the correction of a lane that is not used or measured, so that one bad moment does not last
 
 _LANES = tuple(Lane)  # Python walks a tuple five times sooner than an enum
-_WORTH = 0.02  # what a lane more must gain, for rates are not known better
+_WORTH = 0.02  # what one more lane must gain: rates are not known more exactly
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Placement:
     """Experts in use by where they run, most rows first.
 
     Attributes:
-        seconds: that this takes in each lane.
-        expected: what the rates alone expected, before corrections, of copies that had not set out before.
-        ahead: experts that are worth being copied before the next such decision.
+        seconds: expected in each lane, by corrected rates.
+        expected: seconds by the rates without corrections; copies that began before the decision are left out.
+        ahead: experts that are worth prefetching before the next such decision.
     """
 
     cpu: list[int]
@@ -56,25 +57,28 @@ class Placement:
 
 @dataclass(frozen=True)
 class Coming:
-    """Experts whose packed bytes set out for the GPU before it was decided where they run, and how many of them are
-    there by now; one that is half there counts as half a one.
+    """Prefetched experts: their packed bytes are in flight to the GPU before it is decided where they run.
+
+    Attributes:
+        experts: their numbers.
+        arrived: how many are there by now; an expert that is half there counts as 0.5.
     """
 
     experts: Collection[int] = ()
     arrived: float = 0.0
 
     def among(self, placement: Placement) -> int:
-        """How many of them are streamed."""
+        """How many of them the placement streams."""
         if not self.experts:
             return 0
         return len(placement.stream) + len(self.experts) - len({*placement.stream, *self.experts})
 
 
 def usable_placement(settings: Settings, *, cuda: bool) -> str:
-    """The placement that a machine with or without CUDA gives these settings.
+    """The placement to use on a machine with or without CUDA.
 
     Raises:
-        ValueError: they ask for a GPU, and there is none.
+        ValueError: the settings ask for a GPU, and there is none.
     """
     if cuda:
         return settings.placement
@@ -91,18 +95,18 @@ _NOTHING = Coming()
 
 
 class Placer:
-    """Decides for all layers of one kind, and learns from what they took. One a kind of layer.
+    """Decides for all layers of one kind, and learns from what they took. Each kind of layer has one placer.
 
-    Three lanes run at once: the CPU; PCIe; the GPU's decoding and products, which go on while the next experts are
-    copied. An expert costs the CPU max(reading its weights, computing its rows): with few rows memory is the limit, and
-    rows are free until their products take as long; experts follow each other on each thread, so these maxima add up.
-    PCIe takes as long for any expert. So the experts with most rows go to the GPU, and what is left to find is how
-    many: where the lanes' sums meet.
+    Three lanes run at once: the CPU, the copies over PCIe, and the GPU, which decodes and multiplies while the next
+    experts are copied. An expert costs the CPU max(reading its weights, computing its rows). With few rows memory is
+    the limit, and more rows are free until their products take as long. Each thread computes one expert after another,
+    so these maxima add up. PCIe takes the same time for every expert. So the experts with the most rows go to the GPU,
+    and the only question is how many: the answer is where the sums of the lanes meet.
 
     Args:
         kind: the layers' shape and format.
-        rates: as calibrated or described.
-        mode: `auto`, or `cpu`, `stream`, `resident` to force a lane; residents then stay on the GPU except under `cpu`.
+        rates: measured by `calibrate`, or described.
+        mode: one of `Mode`.
     """
 
     def __init__(self, kind: LayerKind, rates: Rates, mode: str = Mode.AUTO) -> None:
@@ -120,21 +124,21 @@ class Placer:
         mode: Mode | None = None,
         coming: Coming = _NOTHING,
     ) -> Placement:
-        """Where the experts run that `counts` (rows an expert) gives rows.
+        """Decide where each expert with rows runs.
 
         Args:
+            counts: rows by expert.
             resident: experts whose weights are on the GPU. They run there, unless that makes the GPU the slowest lane:
-                then those with fewest rows go to the CPU.
-            work: `forward` or `backward`; or `both`, for a forward whose backward needs what each lane retained: the
-                seconds are then forward's, and `again` gives backward's.
-            mode: instead of the placer's own.
-            coming: experts on their way to the GPU. They run there, except under `cpu`; were it better to have fewer of
-                them, these are `ahead`.
+                then those with the fewest rows run on the CPU.
+            work: what the layer computes. For `BOTH` the seconds are forward's, and `again` gives those of backward.
+            mode: overrides the placer's own.
+            coming: prefetched experts. They run on the GPU, except under `CPU`. If fewer of them would have been
+                better, `Placement.ahead` has only those.
 
-        A lane is left out where it would gain less than 2%. Equal counts give equal decisions: experts with about as
-        many rows go by their number.
+        A lane is left out if it would gain less than 2%. Equal counts give equal decisions: experts with about the same
+        number of rows are ordered by their number.
         """
-        # No arrays: this runs once a layer, when numpy's code has long left the processor's caches
+        # Lists, not arrays: this runs once a layer, and by then numpy's code has left the processor's caches
         alike, stay, set_out = list(map(_CLASSES.__getitem__, counts)), list[int](), 0
         if resident:
             stay = [expert for expert in sorted(resident) if alike[expert]]
@@ -158,7 +162,7 @@ class Placer:
         return Placement(cpu, streamed[:n], stay[:j], *seconds, streamed[:best])
 
     def again(self, placement: Placement, counts: Sequence[int], work: Work, coming: Coming = _NOTHING) -> Placement:
-        """The same experts in the same lanes, with the seconds of other work, or of other experts on their way."""
+        """Leave every expert where it is, with the seconds of other work, or with other experts in flight."""
         cpu, stream, resident = placement.cpu, placement.stream, placement.resident
         set_out = coming.among(placement)
         seconds = self._seconds(cpu, len(stream), len(resident), counts, work, coming.arrived, set_out)
@@ -167,7 +171,7 @@ class Placer:
     def _seconds(
         self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: Work, arrived: float, set_out: int
     ) -> tuple[dict[Lane, float], dict[Lane, float]]:
-        """What a `Placement` takes and what was expected, of n streamed experts and j residents."""
+        """`seconds` and `expected` of a `Placement` with n streamed experts, j residents, and these on the CPU."""
         cost, rows, own = self._base[work], sum(counts), list(map(counts.__getitem__, cpu))
         used, tokens = n + j + len(cpu), rows / self.kind.top_k
         left = sum(cost.cpu.experts(own))
@@ -178,10 +182,10 @@ class Placer:
         return dict(zip(_LANES, corrected, strict=True)), dict(zip(_LANES, after, strict=True))
 
     def _cuts(self, streamed: list[int], stay: list[int], work: Work, arrived: float) -> tuple[int, int]:
-        """How many to stream, and how many residents run on the GPU, of experts with these rows."""
+        """How many experts to stream, and how many residents run on the GPU, of those with these rows."""
         cost = self._corrected[work]
         if work == Work.BOTH:
-            arrived /= 2  # what is there now spares one of two copies
+            arrived /= 2  # an expert that has arrived saves one of its two copies
         tokens = (sum(streamed) + sum(stay)) / self.kind.top_k
         best, (*others, gpu) = _soonest(streamed, stay, tokens, cost, arrived)
         if not stay or gpu <= max(others):
@@ -191,12 +195,13 @@ class Placer:
     def observe(self, work: Work, placement: Placement, seconds: Mapping[Lane, float]) -> None:
         """Correct the rates by what a layer took.
 
-        May come any time after `decide`, for many layers at once: corrections are means, not steps from the last one.
+        This may happen any time after `decide`, and for many layers at once, because a correction is a mean and not a
+        step from the one before.
 
         Args:
-            seconds: by lane, for those that were measured: `cpu` from hidden states' leaving the GPU until the sum
-                is back; `copy` from the first copy's start until the last expert that was copied is multiplied too, so
-                that the pipeline's end counts; `gpu` the time that kernels for experts, residents' too, were running.
+            seconds: of the lanes that were measured. `CPU` is from when hidden states leave the GPU until the sum is
+                back. `COPY` is from the start of the first copy until the last copied expert is multiplied, so that the
+                end of the pipeline counts. `GPU` is the time in which kernels of experts ran, residents included.
         """
         off = self._off[work]
         for lane, expected in placement.expected.items():
@@ -213,14 +218,14 @@ class Placer:
         now[Work.BOTH] = now[Work.FORWARD].plus(now[Work.BACKWARD])
 
     def corrections(self, work: Work) -> dict[Lane, float]:
-        """By how much each lane's seconds are more than the rates say."""
+        """The factor by which each lane's seconds exceed what the rates say."""
         return self._factors[work]
 
 
 class _Classes(dict[int, int]):
-    """By rows a number that orders experts by them, and is equal for about as many: those go by expert number then.
+    """Maps a number of rows to its class, which is higher for more rows and the same for about as many.
 
-    Neighbours are beside each other in memory, and are copied in one piece instead of one each.
+    Experts of one class are ordered by their number: neighbours are adjacent in memory, so one copy takes them all.
     """
 
     def __missing__(self, rows: int) -> int:
@@ -234,11 +239,11 @@ _CLASSES = _Classes()
 def _soonest(
     streamed: list[int], stay: list[int], tokens: float, cost: Costs, arrived: float
 ) -> tuple[int, tuple[float, ...]]:
-    """How many to stream while residents stay, so that the slowest lane is done soonest, or all or none if that is
-    nearly as good; and the lanes' seconds.
+    """How many experts to stream while all residents stay, so that the slowest lane ends soonest; and each lane's
+    seconds. The answer is all or none if that is nearly as good.
 
-    With every expert more the CPU has less to do, the others more: best is where they meet, one before, or all, for
-    then no hidden states cross.
+    Each further expert leaves the CPU less to do and the other lanes more. So the best number is where they meet, or
+    one fewer, or all, because then no hidden states cross PCIe.
     """
     size, j = len(streamed), len(stay)
     on_cpu = list(accumulate(cost.cpu.experts(streamed), initial=0.0))
@@ -262,7 +267,12 @@ def _soonest(
 
 
 class _Group:
-    """Experts that may go to the GPU in the same way, most rows first: sums over the first n of them, n = 0 ... all."""
+    """Experts that may run on the GPU in the same way, most rows first.
+
+    Attributes:
+        n: 0, 1, ... up to all of them.
+        cpu, gpu: seconds in that lane of the first n of them.
+    """
 
     def __init__(self, rows: list[int], cost: Costs) -> None:
         _, expert, row = cost.gpu
@@ -274,16 +284,17 @@ class _Group:
 def _fewer_residents(
     streamed: list[int], stay: list[int], tokens: float, cost: Costs, arrived: float
 ) -> tuple[int, int]:
-    """How many to stream and how many residents run on the GPU, so that the slowest lane is done soonest.
+    """How many experts to stream and how many residents run on the GPU, so that the slowest lane ends soonest.
 
-    With every resident more the CPU has less to do, the others more: best is where they meet, one before, or all.
+    Each further resident leaves the CPU less to do and the other lanes more. So for any number of streamed experts the
+    best number of residents is where the lanes meet, or one fewer, or all.
     """
     some, here, every = _Group(streamed, cost), _Group(stay, cost), len(stay)
     n, there, used = some.n, np.minimum(some.n, arrived), len(streamed) + every
     both = some.cpu[-1] + here.cpu[-1]
     left = both - some.cpu + (cost.cpu.call + cost.cpu.cross * tokens)
     copies = n * cost.copy.expert - there * (cost.copy.expert - cost.copy.resident)
-    # Of each other lane: what it takes without residents, and what the first j of them add
+    # One row for each other lane: what it takes without residents, and what the first j of them add
     others = (
         (copies + (cost.copy.call + cost.copy.cross * tokens), here.n * cost.copy.resident),
         (some.gpu + cost.gpu.call, here.gpu),
@@ -302,8 +313,8 @@ def _times(
 ) -> tuple[Number, ...]:  # fmt: skip
     """Seconds of each `Lane` if n of the `used` experts are streamed and j are residents on the GPU.
 
-    `there` of the streamed ones have been copied already. The CPU would take `every` seconds for all of them, less
-    `elsewhere` for those that it does not run; the GPU takes `gpu` for its own.
+    `there` of the streamed ones have been copied already. The CPU would take `every` seconds for all experts, of which
+    `elsewhere` are for those that it does not run. The GPU takes `gpu` seconds for its own.
     """
     on_gpu = n + j
     on_cpu = on_gpu < used

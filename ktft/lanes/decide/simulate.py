@@ -1,4 +1,4 @@
-"""What layers' experts would take on a machine that is described, as the code that places them would place them."""
+"""Predicts what layers' experts take on a described machine, with the placement that `Placer` would decide."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
 Key = TypeVar("Key", Lane, Where)
 
 ROUTINGS = ("uniform", "zipf")
-# Of the GPU's dense bf16 FLOP/s that grouped products reach beyond reading their weights, and of its memory's rate that
-# decoding does: Qwen3-30B-A3B's gate and up take 0.26, 0.43 and 1.25 ms at 512, 4096 and 16384 tokens on an H200.
+# The share of the GPU's dense bf16 FLOP/s that grouped products reach, beside reading their weights, and the share of
+# its memory's rate that decoding reaches. Qwen3-30B-A3B's gate and up take 0.26, 0.43 and 1.25 ms at 512, 4096 and
+# 16384 tokens on an H200.
 PRODUCT_SHARE, MEMORY_SHARE = 0.75, 0.6
-# Forward, backward: products of a row over forward's (backward computes gate and up again), times that bf16 weights are
-# read after they were written, and bytes a row of gathering, SwiGLU and summing, by hidden and by intermediate size.
+# Products of a row, relative to forward's (backward computes gate and up again); how often decoded bf16 weights are
+# read; and bytes a row that gathering, SwiGLU and summing move for each element of the hidden and intermediate sizes.
 _PRODUCTS = {Work.FORWARD: 1.0, Work.BACKWARD: 5 / 3}
 _READS = {Work.FORWARD: 1.0, Work.BACKWARD: 5 / 3}
 _ROW_BYTES = {Work.FORWARD: (14, 12), Work.BACKWARD: (30, 30)}
-_DRAWS = 4  # of counts
-# Seconds of a call that computes nothing: Python, waking threads; some tens of kernel launches and their events.
+_DRAWS = 4  # how many layers draw counts of their own
+# Seconds of a call that computes nothing: Python and waking threads; some tens of kernel launches and their events.
 _CPU_CALL, _COPY_CALL, _GPU_CALL = 1e-4, 5e-5, {Work.FORWARD: 3e-4, Work.BACKWARD: 6e-4}
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine's rates for one kind of layer: FLOP/s of base products on the CPU (backward's with all that it computes
-    again) and on the GPU (dense bf16), bytes/s of their memories and of pinned copies each way.
+    """What is known about a machine.
+
+    Attributes:
+        cpu_forward, cpu_backward: FLOP/s of base products on the CPU; backward's include all that it computes again.
+        cpu_bandwidth, gpu_bandwidth: bytes/s of their memories.
+        pcie: bytes/s of pinned copies, in each direction.
+        gpu_flops: dense bf16 FLOP/s.
     """
 
     cpu_forward: float
@@ -44,7 +50,7 @@ class Hardware:
     gpu_bandwidth: float
 
     def rates(self, kind: LayerKind, *, retained: bool = False) -> Rates:
-        """The lanes' rates; `retained`: the CPU's backward finds gate and up, and need not read them once more."""
+        """The lanes' rates. `retained`: forward kept gate and up, so the CPU's backward does not read their weights."""
         reads = 1 if retained else _READS[Work.BACKWARD]
         cpu = {
             Work.FORWARD: Rate(self.cpu_forward, self.cpu_bandwidth, _CPU_CALL),
@@ -64,8 +70,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of layers' experts: of whole passes, by lane how long each was busy, and by lane how long the others
-    waited for it; rows, forward and backward, by where they ran.
+    """What layers' experts take.
+
+    Attributes:
+        forward, backward: seconds of the whole pass.
+        busy: seconds that each lane worked.
+        limiting: seconds of the passes in which each lane was the slowest.
+        rows: of forward and backward, by where they ran.
     """
 
     forward: float
@@ -81,24 +92,24 @@ class Simulated:
 
     @property
     def shares(self) -> dict[Where, float]:
-        """Of the rows, by where they ran."""
+        """The share of all rows that ran in each place."""
         return {where: count / sum(self.rows.values()) for where, count in self.rows.items()}
 
     @property
     def slowest(self) -> Lane:
-        """The lane that most time is spent waiting for."""
+        """The lane that the others wait for most of the time."""
         return max(self.limiting, key=lambda lane: self.limiting[lane])
 
 
 def popularity(kind: LayerKind, routing: str) -> NDArray[np.float64]:
-    """How likely a token is sent to each expert; together `top_k`.
+    """The probability that a token is sent to each expert; together `top_k`.
 
-    `zipf`: expert n is drawn with weight 1/n, `top_k` of them without replacement. As if every expert's clock rang
-    after a random time of that rate, and the first `top_k` counted: the chance is 1 - exp(-t / n) at the time t by
-    which `top_k` are expected.
+    `zipf` draws `top_k` experts without replacement, expert n with weight 1/n. This is as if every expert had a clock
+    that rings after a random time of that rate, and the first `top_k` were chosen. So the probability is
+    1 - exp(-t / n), where t is the time by which `top_k` clocks are expected to ring.
 
     Raises:
-        ValueError: another routing.
+        ValueError: the routing is unknown.
     """
     if routing == "uniform":
         return np.full(kind.num_experts, kind.top_k / kind.num_experts)
@@ -114,11 +125,11 @@ def popularity(kind: LayerKind, routing: str) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=64)
 def draw_counts(kind: LayerKind, tokens: int, routing: str, seed: int = 0) -> tuple[int, ...]:
-    """Rows an expert of one micro-batch, drawn from `popularity`; together `tokens * top_k`."""
+    """Rows by expert of one micro-batch, drawn from `popularity`; together `tokens * top_k`."""
     share = popularity(kind, routing)
     counts = np.random.default_rng(seed).binomial(tokens, share)
     missing = tokens * kind.top_k - int(counts.sum())
-    for expert in np.argsort(-share, kind="stable"):  # what independent draws miss
+    for expert in np.argsort(-share, kind="stable"):  # independent draws miss the sum
         if not missing:
             break
         more = min(max(int(counts[expert]) + missing, 0), tokens) - int(counts[expert])
@@ -133,9 +144,9 @@ def simulate(
     """One forward and one backward of such layers.
 
     Args:
-        layers: how many; up to `_DRAWS` of them draw their own counts, and stand for the others.
-        mode: as `Placer` takes it.
-        residents: of each layer, the most popular ones.
+        layers: how many there are; up to `_DRAWS` of them draw their own counts, and stand for the others.
+        mode: one of `Mode`.
+        residents: how many experts of each layer stay on the GPU; they are the most popular ones.
         retained: backward uses what forward kept, so its experts stay where they were.
     """
     placer = Placer(kind, rates, mode)

@@ -1,4 +1,4 @@
-"""What calibration measures of a GPU lane and one of its layers."""
+"""Measures the rates of a GPU lane with one of its layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
 
 _CHUNK = 32
-"""Experts that are decoded and multiplied at once, about as many as the lane takes."""
+"""How many experts are decoded and multiplied at once: about as many as a chunk of the lane has."""
 
 
 def measured_rates(lane: GpuLane, layer: ExpertLayer, kind: LayerKind, lora: ExpertLora | None) -> Rates:
-    """Rates of this machine with one of a model's own layers, in some seconds."""
+    """Measure this machine's rates with one of a model's own layers, in some seconds."""
     probes = Probes(
         cpu=cpu_probe(layer, lora, recompute=True),
         gpu=gpu_probe(lane.device, _GpuProbe(lane, layer, lora)),
@@ -33,7 +33,7 @@ def measured_rates(lane: GpuLane, layer: ExpertLayer, kind: LayerKind, lora: Exp
 
 
 class _GpuProbe:
-    """Decodes and multiplies the same few experts again and again."""
+    """Probes the GPU: decodes and multiplies the same few experts again and again."""
 
     def __init__(self, lane: GpuLane, layer: ExpertLayer, lora: ExpertLora | None) -> None:
         self._layer, self._device = layer, lane.device
