@@ -31,7 +31,7 @@ NAMES = {
     "data": "data",
 }
 """Name of a span -> the row of a trace that it is drawn in."""
-LANES = ("attention", "cpu", "stream", "resident", "copy_in", "copy_out")
+PARALLEL = ("attention", "cpu", "stream", "resident", "copy_in", "copy_out")
 """Names of what may run at once."""
 ON_HOST = "torch on the CPU"
 """The row of what would be the GPU's, where there is none."""

@@ -266,9 +266,9 @@ def test_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }  # fmt: skip
     runner = Ktft(job(placement="resident", gpu_expert_memory=1 << 30))
     runner.step(24)
-    assert runner.lanes is not None and runner.lanes.residents is not None
+    assert runner.lanes is not None and runner.lanes.running is not None
     layers = [module.layer for module in runner.model.modules() if type(module).__name__ == "KtftExperts"]
-    assert all(len(runner.lanes.residents.slots(layer)) == 8 for layer in layers)
+    assert all(len(runner.lanes.running.gpu.held(layer)) == 8 for layer in layers)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -7,9 +7,10 @@ import torch
 
 from ktft import native
 from ktft.lanes.decide import calibrate as module
-from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_pass, gpu_pass
-from ktft.lanes.decide.costs import WORKS, LayerKind, Rate, Rates
+from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_probe, gpu_probe
+from ktft.lanes.decide.costs import LayerKind, Rate, Rates
 from ktft.lanes.decide.placer import Placer
+from ktft.lanes.terms import PASSES
 from ktft.lora import ExpertLora, LoraPair
 
 KIND = LayerKind(256, 8, 7168, 2048, 44_000_000, 3 * 8 * 9216)
@@ -50,7 +51,7 @@ def test_rates_are_found_again() -> None:
     machine = Machine()
     found = calibrate(KIND, Probes(machine.cpu, machine.gpu, machine.copy))
     for true, own in ((TRUE.cpu, found.cpu), (TRUE.gpu, found.gpu)):
-        for work in WORKS:
+        for work in PASSES:
             assert own[work].flops == pytest.approx(true[work].flops, rel=0.03)
             assert own[work].reading == pytest.approx(true[work].reading, rel=0.03)
             assert own[work].call == pytest.approx(true[work].call, rel=0.05)
@@ -91,14 +92,14 @@ def test_a_layer_s_own_passes(recompute: bool) -> None:
             layer.load(expert, name, torch.randn((hidden, inner) if name == "down_proj" else (inner, hidden)))
     lora = ExpertLora({"up_proj": LoraPair(torch.randn(experts, 4, hidden), torch.randn(experts, inner, 4), 2.0)})
     before = [tensor.clone() for pair in lora.pairs.values() for tensor in (pair.a, pair.b)]
-    run = cpu_pass(layer, lora, recompute=recompute)
+    run = cpu_probe(layer, lora, recompute=recompute)
     kind = LayerKind.of(layer, 2, lora)
     assert kind == LayerKind(experts, 2, hidden, inner, layer.packed_bytes // experts, 4 * (hidden + inner))
     device = torch.device("cpu")
     ran: list[tuple[str, int, int]] = []
-    on_device = gpu_pass(device, lambda *what: ran.append(what))
+    on_device = gpu_probe(device, lambda *what: ran.append(what))
     rates = calibrate(kind, Probes(run, on_device, copy_seconds(device)), budget=0.5)
-    assert {work for work, *_ in ran} == set(WORKS)
+    assert {work for work, *_ in ran} == set(PASSES)
     assert {experts for _, experts, _ in ran} == {5, 1}
     assert all(rate.flops > 0 for rate in rates.cpu.values())
     assert all(

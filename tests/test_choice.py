@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ktft.lanes.decide.trial import AGAIN, AT_MOST, MORE, TRIALS, WAYS, Choice
+from ktft.lanes.decide.trial import AGAIN, AT_MOST, MORE, TRIALS, TRIED, Choice
 
 EXPECTED = {"auto": 1.0, "stream": 1.2, "cpu": 1.5}
 
@@ -15,38 +15,38 @@ class Machine:
     """Takes so many seconds a step, by way, 3% noise added, or `first` after another way; `ways` has each step's."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
-        self.now, self.seconds, self.first, self.ways = 0.0, seconds, dict[str, float](), list[str]()
+        self.now, self.seconds, self.first, self.modes = 0.0, seconds, dict[str, float](), list[str]()
         self.choice, self.noise = Choice(lambda: self.now), random.Random(0)
 
     def step(self, tokens: int, expected: dict[str, float] = EXPECTED) -> str:
-        way = self.choice.way(tokens, lambda: expected)
+        way = self.choice.mode(tokens, lambda: expected)
         for _ in range(3):  # further layers
-            assert self.choice.way(tokens, lambda: expected) == way
-        seconds = self.seconds if self.ways[-1:] == [way] else self.seconds | self.first
+            assert self.choice.mode(tokens, lambda: expected) == way
+        seconds = self.seconds if self.modes[-1:] == [way] else self.seconds | self.first
         self.now += seconds[way] * self.noise.uniform(1, 1.03)
         self.choice.end_step()
         self.now += 5.0  # saving, evaluating
-        self.ways.append(way)
+        self.modes.append(way)
         return way
 
 
-@pytest.mark.parametrize("fastest", WAYS)
+@pytest.mark.parametrize("fastest", TRIED)
 def test_the_fastest_way_is_found(fastest: str) -> None:
-    machine = Machine({way: 1.0 if way == fastest else 1.1 for way in WAYS})
+    machine = Machine({way: 1.0 if way == fastest else 1.1 for way in TRIED})
     for _ in range(200):
         machine.step(512)
     tried = 2 + TRIALS + MORE
-    assert machine.ways[tried * len(WAYS) :].count(fastest) >= 200 - tried * len(WAYS) - tried
+    assert machine.modes[tried * len(TRIED) :].count(fastest) >= 200 - tried * len(TRIED) - tried
     for _ in range(2000):
         machine.step(512)
-    assert machine.ways[200:].count(fastest) >= 2000 - (2000 // AT_MOST + 2) * tried
+    assert machine.modes[200:].count(fastest) >= 2000 - (2000 // AT_MOST + 2) * tried
 
 
 def test_what_the_rates_rule_out_is_not_tried() -> None:
-    machine = Machine(dict.fromkeys(WAYS, 1.0))
+    machine = Machine(dict.fromkeys(TRIED, 1.0))
     for _ in range(20):
         machine.step(512, {"auto": 1.0, "stream": 1.0, "cpu": 9.0})
-    assert "cpu" not in machine.ways and {"auto", "stream"} <= set(machine.ways)
+    assert "cpu" not in machine.modes and {"auto", "stream"} <= set(machine.modes)
 
 
 def test_sizes_of_batches_are_apart() -> None:
@@ -71,7 +71,7 @@ def test_a_change_of_the_machine_is_noticed() -> None:
     machine.seconds["auto"] = 0.8
     for _ in range(8 * AGAIN):
         machine.step(512)
-    assert machine.ways[-10:].count("auto") >= 9
+    assert machine.modes[-10:].count("auto") >= 9
 
 
 def test_steps_that_others_disturb_do_not_decide() -> None:
@@ -81,7 +81,7 @@ def test_steps_that_others_disturb_do_not_decide() -> None:
     machine.noise.uniform = lambda *_: machine.noise.choices((1.0, 1.35, 0.85), (13, 5, 2))[0]  # type: ignore[method-assign]
     for _ in range(300):
         machine.step(512)
-    assert machine.ways[-100:].count("auto") > 95
+    assert machine.modes[-100:].count("auto") > 95
 
 
 def test_a_machine_that_slows_down_for_a_while_does_not_change_the_choice() -> None:
@@ -91,12 +91,12 @@ def test_a_machine_that_slows_down_for_a_while_does_not_change_the_choice() -> N
     machine.seconds = {"auto": 1.5, "stream": 1.65, "cpu": 4.5}
     for _ in range(60):
         machine.step(512)
-    assert machine.ways[40:].count("stream") <= 2 * (2 + TRIALS + MORE)
+    assert machine.modes[40:].count("stream") <= 2 * (2 + TRIALS + MORE)
 
 
 def test_passes_outside_of_steps_go_some_way() -> None:
     choice = Choice()
-    assert choice.way(16, lambda: EXPECTED) in WAYS
+    assert choice.mode(16, lambda: EXPECTED) in TRIED
     choice.end_step()
     choice.end_step()
 
@@ -106,17 +106,17 @@ def test_evaluation_between_steps_has_no_part_in_their_time() -> None:
     for _ in range(40):
         machine.choice.begin_step()
         if machine.step(512) == "auto":
-            machine.choice.way(512, lambda: EXPECTED)  # evaluates, after the way that is to win
+            machine.choice.mode(512, lambda: EXPECTED)  # evaluates, after the way that is to win
             machine.now += 2.0
-    assert machine.ways[-10:].count("auto") == 10
+    assert machine.modes[-10:].count("auto") == 10
 
 
 def test_near_ways_are_tried_more_often_than_far_ones() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.05, "cpu": 3.0})
     for _ in range(3 * (1 + TRIALS) + 2 * (1 + MORE)):
         machine.step(512)
-    assert machine.ways.count("auto") == machine.ways.count("stream") == TRIALS + MORE + 2
-    assert machine.ways.count("cpu") == TRIALS + 1
+    assert machine.modes.count("auto") == machine.modes.count("stream") == TRIALS + MORE + 2
+    assert machine.modes.count("cpu") == TRIALS + 1
 
 
 def test_a_way_is_judged_by_steps_that_follow_its_own() -> None:
@@ -125,7 +125,7 @@ def test_a_way_is_judged_by_steps_that_follow_its_own() -> None:
     machine.first = {"auto": 1.0, "stream": 1.6, "cpu": 3.0}
     for _ in range(40):
         machine.step(512)
-    assert machine.ways[-10:] == ["stream"] * 10
+    assert machine.modes[-10:] == ["stream"] * 10
 
 
 def test_a_step_after_a_pause_says_nothing() -> None:
@@ -139,7 +139,7 @@ def test_a_step_after_a_pause_says_nothing() -> None:
         machine.step(512)
         machine.seconds = {"auto": 1.1, "stream": 1.0, "cpu": 3.0}
         machine.step(512)
-    assert machine.ways[20:].count("stream") >= 58
+    assert machine.modes[20:].count("stream") >= 58
 
 
 def test_long_batches_between_short_ones_count() -> None:

@@ -12,7 +12,7 @@ from test_kernels import EXPERTS, dequantized, make_layer, make_lora, relative
 from ktft import native, reference
 from ktft.checkpoint.routing_profile import Routing
 from ktft.deferral import lowest
-from ktft.lanes import lanes
+from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lora import ExpertLora
 from ktft.native.hybrid import HostExpertsError
@@ -29,7 +29,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes seconds; `test_calibrate.py` has its own tests."""
     rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(lanes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
 
 
 @pytest.fixture

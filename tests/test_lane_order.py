@@ -14,7 +14,7 @@ from torch import Tensor
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
-from ktft.lanes import lanes as lanes_module
+from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu import residents as resident_module
@@ -176,7 +176,7 @@ def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_after_a_checkpoint_are_those_of_a_run_that_resumes_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one step sent ahead for the next is multiplied first, and sums then have other last bits."""
     rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(lanes_module, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
     layers = [make_layer(64, 160, "int8", ISA) for _ in range(2)]
     loras = [make_lora(64, 160, 4, torch.float32) for _ in layers]
 

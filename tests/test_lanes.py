@@ -36,11 +36,11 @@ MIXES = {
 @pytest.fixture(autouse=True)
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timings have no say in these tests."""
-    from ktft.lanes import lanes
+    from ktft.lanes import passes
     from ktft.lanes.decide.costs import Rate, Rates
 
     rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(lanes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
 
 
 def inputs_for(rows, hidden, dtype=torch.bfloat16):
@@ -181,7 +181,7 @@ def test_lora_gradients_are_waited_for_last(monkeypatch: pytest.MonkeyPatch, use
         return experts(before, index, weights, lora)
 
     out = checkpoint(block, x, use_reentrant=True) if use_reentrant else block(x)
-    gpu = experts.laned.lanes.gpu
+    gpu = experts.laned.lanes.running.gpu
     finish = gpu.finish
     monkeypatch.setattr(gpu, "finish", lambda: (order.append("finish"), finish()))
     for parameter in lora.parameters():
@@ -227,7 +227,7 @@ def test_residents_take_part():
     lanes = experts.laned.lanes
     compare(experts)
     lanes.end_step()
-    assert lanes.residents.slots(experts.layer)
+    assert lanes.running.gpu.held(experts.layer)
     compare(experts)
 
 
@@ -249,8 +249,7 @@ def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, where):
     experts = make_experts()
     lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
     x, index, weights = inputs_for(ROWS, HIDDEN)
-    lanes = experts.laned.lanes
-    assert lanes.take(x.device)
+    lanes = experts.laned.lanes.on(x.device)
     experts(x, index, weights, lora).float().sum().backward()  # so that the next one has something to send ahead
 
     busy = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import graphlib
 import re
 import subprocess
 import sys
@@ -48,8 +49,24 @@ PYTHON_RANKS = {
     "plan": 10,
     "cli": 12,
 }
-SERVE_RANKS = {"runtime": 0, "engine": 1, "front": 2, "vllm": 3, "engines": 4}
-"""The same within ktft/serve. Each engine has a folder of rank 3, which nothing but the list of engines imports."""
+# The same within the rooms that have an order of their own. Each serving engine has a folder of rank 3, which nothing
+# but the list of engines imports.
+SUB_RANKS = {
+    "lanes": {
+        "terms": 0,
+        "record": 1,
+        "routes": 1,
+        "kept": 2,
+        "decide": 2,
+        "ops": 2,
+        "gpu": 3,
+        "passes": 4,
+        "lanes": 5,
+        "layer": 6,
+    },
+    "serve": {"runtime": 0, "engine": 1, "front": 2, "vllm": 3, "engines": 4},
+}
+ROOMS = {"ktft": PYTHON_RANKS} | {f"ktft.{room}": ranks for room, ranks in SUB_RANKS.items()}
 CPP_RANKS = {
     "base": 0,
     "cuda": 1,
@@ -104,7 +121,7 @@ def test_files_are_short() -> None:
     assert not long, f"more than {MAX_LINES} lines: split by noun"
 
 
-@pytest.mark.parametrize(("package", "ranks"), [("ktft", PYTHON_RANKS), ("ktft.serve", SERVE_RANKS)])
+@pytest.mark.parametrize(("package", "ranks"), ROOMS.items())
 def test_python_imports_point_down(package: str, ranks: dict[str, int]) -> None:
     folder, wrong = ROOT / package.replace(".", "/"), []
     for path in sorted(folder.rglob("*.py")):
@@ -116,6 +133,15 @@ def test_python_imports_point_down(package: str, ranks: dict[str, int]) -> None:
         above = [m for m, part in parts.items() if part not in (None, own) and ranks[part] >= ranks[own]]
         wrong += [f"{name_of(path)} imports {module}, which lies above or beside it" for module in above]
     assert not wrong
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    modules = {name_of(path).removesuffix(".py").replace("/", "."): path for path in PYTHON_FILES}
+    graph = {}
+    for module, path in modules.items():
+        names = {name for each in imports(path) for name in (each, each.rpartition(".")[0])}
+        graph[module] = names & modules.keys() - {module}
+    graphlib.TopologicalSorter(graph).prepare()  # raises, with the circle
 
 
 def test_cpp_includes_point_down() -> None:

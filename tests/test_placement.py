@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ktft.config import Settings
-from ktft.lanes.decide.costs import LANES, WORKS, Costs, LayerKind, Rate, Rates, costs
+from ktft.lanes.decide.costs import Costs, LayerKind, Rate, Rates, costs
 from ktft.lanes.decide.placer import Coming, Placement, Placer, usable_placement
+from ktft.lanes.terms import PASSES, Lane
 
 KIND = LayerKind(128, 8, 2048, 768, 4_790_000, 3 * 8 * 2816)
 RATES = Rates(
@@ -28,12 +29,12 @@ def lanes(cost: Costs, kind: LayerKind, counts: Sequence[int], placed: tuple[lis
     """The cost model in plain words, expert by expert."""
     cpu, stream, resident = placed
     tokens, on_gpu = sum(counts) / kind.top_k, [*stream, *resident]
-    travel = len(stream) * cost.copy_expert + len(resident) * cost.copy_resident
+    travel = len(stream) * cost.copy.expert + len(resident) * cost.copy.resident
     return {
-        "cpu": sum(max(cost.cpu_expert, counts[e] * cost.cpu_row) for e in cpu)
-        + (cost.cpu_call + tokens * cost.cross if cpu else 0),
-        "copy": travel + (cost.copy_call if travel else 0) + (tokens * cost.cross_in if cpu else 0),
-        "gpu": sum(cost.gpu_expert + counts[e] * cost.gpu_row for e in on_gpu) + (cost.gpu_call if on_gpu else 0),
+        "cpu": sum(max(cost.cpu.expert, counts[e] * cost.cpu.row) for e in cpu)
+        + (cost.cpu.call + tokens * cost.cpu.cross if cpu else 0),
+        "copy": travel + (cost.copy.call if travel else 0) + (tokens * cost.copy.cross if cpu else 0),
+        "gpu": sum(cost.gpu.expert + counts[e] * cost.gpu.row for e in on_gpu) + (cost.gpu.call if on_gpu else 0),
     }
 
 
@@ -69,7 +70,7 @@ def random_case(seed: int) -> tuple[LayerKind, Rates, list[int], set[int]]:
     return kind, rates, counts, set(rng.permutation(9)[: rng.integers(0, 7)].tolist())
 
 
-@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("work", PASSES)
 def test_decisions_beside_brute_force(work: str) -> None:
     exact, moved = 0, 0
     for seed in range(60):
@@ -83,7 +84,7 @@ def test_decisions_beside_brute_force(work: str) -> None:
         assert placed.seconds == pytest.approx(lanes(cost, kind, counts, of(placed)))
         taken, best = max(placed.seconds.values()), brute_force(cost, kind, counts, resident)
         # sets that are not "the first n" may fit together better, by less than what one expert takes
-        one = max(max(cost.cpu_expert, counts[e] * cost.cpu_row) for e in used)
+        one = max(max(cost.cpu.expert, counts[e] * cost.cpu.row) for e in used)
         assert best * (1 - 1e-9) <= taken <= best * 1.02 + one
         exact += taken <= best * 1.03
         moved += bool(resident & set(placed.cpu))
@@ -96,7 +97,7 @@ def _class(rows: int) -> int:
     return math.ceil(math.log(rows) / math.log(1.5))
 
 
-@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("work", PASSES)
 def test_without_residents_no_other_cut_is_better(work: str) -> None:
     for seed in range(40):
         kind, rates, counts, _ = random_case(seed)
@@ -110,7 +111,7 @@ def test_without_residents_no_other_cut_is_better(work: str) -> None:
 
 def test_a_weak_gpu_leaves_residents_with_fewest_rows_to_the_cpu() -> None:
     kind = replace(KIND, num_experts=16)
-    weak = replace(RATES, gpu={work: Rate(6e12, 580e9, 3e-4) for work in WORKS})
+    weak = replace(RATES, gpu={work: Rate(6e12, 580e9, 3e-4) for work in PASSES})
     counts = [100 * (e + 1) for e in range(16)]
     placed = Placer(kind, weak).decide(counts, range(16), "forward")
     assert placed.cpu and placed.resident
@@ -144,7 +145,7 @@ def test_a_placement_again_for_other_work() -> None:
     assert placer.again(backward, counts, "forward") == forward
     both = placer.decide(counts, {1, 2}, "both")
     assert both == placer.again(both, counts, "forward")
-    alone = [len(placer.decide(counts, {1, 2}, work).cpu) for work in WORKS]
+    alone = [len(placer.decide(counts, {1, 2}, work).cpu) for work in PASSES]
     assert min(alone) <= len(both.cpu) <= max(alone)
     placer.observe("backward", backward, {"cpu": 2 * backward.seconds["cpu"]})
     later = placer.again(forward, counts, "backward")
@@ -158,7 +159,7 @@ def test_experts_on_their_way_run_on_the_gpu_and_what_is_there_costs_no_copy() -
     usual = placer.decide(counts, (), "forward")
     there = placer.decide(counts, (), "forward", coming=Coming(usual.stream, len(usual.stream)))
     assert set(usual.stream) < set(there.stream) and there.ahead == there.stream
-    packed = cost.copy_expert - cost.copy_resident
+    packed = cost.copy.expert - cost.copy.resident
     without = lanes(cost, KIND, counts, of(there))["copy"] - len(usual.stream) * packed
     assert there.seconds["copy"] == there.expected["copy"] == pytest.approx(without)
     # Copies that are not done yet are part of what is expected now, but not of what is measured from now on
@@ -183,7 +184,7 @@ def test_what_set_out_too_much_is_used_but_does_not_set_out_again() -> None:
     assert placed.ahead == coming[: len(usual.stream)]
 
 
-@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("work", PASSES)
 def test_with_experts_on_their_way_no_other_cut_is_better(work: str) -> None:
     for seed in range(40):
         kind, rates, counts, _ = random_case(seed)
@@ -237,10 +238,10 @@ class Truth:
 
     def run(self, placed: Placement, counts: list[int], work: str, noise: float = 0.05) -> dict[str, float]:
         own = lanes(costs(KIND, RATES, work), KIND, counts, of(placed))
-        return {lane: own[lane] * self.factors[lane] * float(self.rng.lognormal(0, noise)) for lane in LANES}
+        return {lane: own[lane] * self.factors[lane] * float(self.rng.lognormal(0, noise)) for lane in Lane}
 
     def best(self, counts: list[int], work: str) -> float:
-        cost = costs(KIND, RATES, work).corrected(**self.factors)
+        cost = costs(KIND, RATES, work).corrected(self.factors)
         used = sorted(range(128), key=lambda e: (-counts[e], e))
         return min(max(lanes(cost, KIND, counts, (used[n:], used[:n], [])).values()) for n in range(129))
 
@@ -259,12 +260,12 @@ def test_corrections_converge_and_do_not_oscillate(cpu: float, copy: float) -> N
         took = truth.run(placed, counts, "backward")
         placer.observe("backward", placed, took)
         streamed.append(len(placed.stream))
-        exact = lanes(costs(KIND, RATES, "backward").corrected(**truth.factors), KIND, counts, of(placed))
+        exact = lanes(costs(KIND, RATES, "backward").corrected(truth.factors), KIND, counts, of(placed))
         over.append(max(exact.values()) / truth.best(counts, "backward"))
     assert max(over[48:]) < 1.06  # measured times have 5% of noise
     assert max(streamed[48:]) - min(streamed[48:]) <= 12
     assert placer.corrections("backward")["cpu"] == pytest.approx(cpu, rel=0.08)
-    assert placer.corrections("forward") == dict.fromkeys(LANES, 1.0)
+    assert placer.corrections("forward") == dict.fromkeys(Lane, 1.0)
 
 
 def test_corrections_follow_a_drift_and_survive_hiccups() -> None:
@@ -277,7 +278,7 @@ def test_corrections_follow_a_drift_and_survive_hiccups() -> None:
         if layer % 25 == 13:
             took["copy"] *= 20  # somebody else's moment
         placer.observe("forward", placed, took)
-        exact = lanes(costs(KIND, RATES, "forward").corrected(**truth.factors), KIND, counts, of(placed))
+        exact = lanes(costs(KIND, RATES, "forward").corrected(truth.factors), KIND, counts, of(placed))
         over.append(max(exact.values()) / truth.best(counts, "forward"))
     assert sum(over[20:]) / len(over[20:]) < 1.06
     assert max(over[20:]) < 1.25
@@ -313,7 +314,7 @@ def test_times_that_are_none_change_nothing() -> None:
     placed = placer.decide(draw(0), (), "forward")
     for seconds in ({}, {"cpu": 0.0}, {"copy": math.inf}, {"gpu": math.nan}):
         placer.observe("forward", placed, seconds)
-    assert placer.corrections("forward") == dict.fromkeys(LANES, 1.0)
+    assert placer.corrections("forward") == dict.fromkeys(Lane, 1.0)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

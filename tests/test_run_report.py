@@ -24,7 +24,7 @@ import ktft
 from ktft.checkpoint.routing_profile import Routing, find_routing
 from ktft.lanes.record import Record
 from ktft.model.experts import find_experts
-from ktft.spans import LANES, Sum
+from ktft.spans import PARALLEL, Sum
 from ktft.train import run_report
 from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, RunReport, Series
 from ktft.train.run_times import BUSY, TIMES
@@ -126,7 +126,7 @@ def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list
         ran = {name for name, part in parts.items() if part > 0}
         assert ran == {"attention", "cpu", "wait", "optimizer", "data", "other"}, parts
         assert steps["seconds"][row] == pytest.approx(sum(parts.values()), abs=2e-5)
-        assert [steps[name][row] for name in BUSY] == [parts[name] for name in LANES]  # nothing runs beside on a CPU
+        assert [steps[name][row] for name in BUSY] == [parts[name] for name in PARALLEL]  # nothing runs beside on a CPU
         assert 1e6 < steps["ram_free_bytes"][row] < report["machine"]["memory_bytes"]
         assert 1e8 < steps["rss_bytes"][row] < 1e11
     assert steps["gpu_bytes"] == steps["gpu_free_bytes"] == [None] * 6
@@ -395,7 +395,7 @@ def large_report(report: dict[str, Any]) -> RunReport:
         loss = math.nan if 5 < step < 900 else 1 / step
         large.log(step, {"loss": loss, "learning_rate": 1e-4, "grad_norm": 0.1234567891234}, {"other": 1e-3})
     for layer in range(3, 61):
-        for name in LANES:
+        for name in PARALLEL:
             large.spans.add({(name, layer): Sum(1.2345678, 0.5, 1.0, 5 * 10**12, 7 * 10**15, MAX_ROWS)})
     return large
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ktft import native
-from ktft.lanes.decide.costs import WORKS, LayerKind, costs
+from ktft.lanes.decide.costs import LayerKind, costs
 from ktft.lanes.decide.placer import Placer
 from ktft.lanes.decide.simulate import Hardware, Simulated, draw_counts, joined, popularity, simulate
+from ktft.lanes.terms import PASSES
 from ktft.plan.description import PCIE_RATES
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B
@@ -43,7 +44,7 @@ def test_beside_what_was_measured() -> None:
         assert streamed.slowest == "copy"
     # grouped products of gate and up took 0.43 ms at 4096 tokens: all three, and what comes with them, some more
     gpu = costs(INT8, MEASURED.rates(INT8), "forward")
-    products = EXPERTS * TOP_K * 4096 / EXPERTS * gpu.gpu_row
+    products = EXPERTS * TOP_K * 4096 / EXPERTS * gpu.gpu.row
     assert 0.5e-3 < products < 2e-3
 
 
@@ -116,4 +117,4 @@ def test_layers_add_up_and_decisions_are_the_placer_s() -> None:
     assert sum(both.rows.values()) == pytest.approx(2 * 49 * 2048 * TOP_K)
     placer = Placer(INT8, MEASURED.rates(INT8))
     counts = draw_counts(INT8, 2048, "uniform")
-    assert one.total == pytest.approx(sum(max(placer.decide(counts, (), w).seconds.values()) for w in WORKS))
+    assert one.total == pytest.approx(sum(max(placer.decide(counts, (), w).seconds.values()) for w in PASSES))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
-from ktft.lanes import lanes as lanes_module
+from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.lanes import Lanes
@@ -34,7 +34,7 @@ CALLS = 40
 @pytest.fixture(autouse=True)
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(lanes_module, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
 
 
 def make_model(placement: str) -> list[KtftExperts]:

@@ -1,8 +1,8 @@
-"""Outputs of routed experts, kept from a forward without gradients to its recomputation.
+"""Keeps outputs of routed experts from a forward without gradients until it is recomputed.
 
-Reentrant activation checkpointing, which LLaMA-Factory uses, runs each decoder layer twice: without gradients, then
-again within backward. The experts' output is the same both times, but computing it costs as much as all else in the
-step: it is kept, `[T, H]` a layer, and only backward computes gate and up again.
+Reentrant activation checkpointing, which LLaMA-Factory uses, runs each decoder layer twice: first without gradients,
+then again within backward. The experts' output is the same both times, but computing it costs as much as the rest of
+the step. So it is kept, `[T, H]` a layer, and only backward computes gate and up again.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora
 
 MOST = 2
-"""Outputs kept of one layer: DPO's reference runs between the policy's forward and its backward."""
+"""How many outputs of a layer are kept: DPO's reference runs between the policy's forward and its backward."""
 
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-"""In host memory: expert numbers and routing weights `[T, k]`, and each token's sum over its hidden states, fp32 `[T]`.
-Equal routing alone proves nothing: a top-1 router's normalized weights are all 1."""
+"""What an output is found by, in host memory: expert numbers and routing weights `[T, k]`, and the sum of each token's
+hidden states, fp32 `[T]`. Equal routing alone proves nothing, because a top-1 router's normalized weights are all 1.
+"""
 
 
-@dataclass(frozen=True, eq=False)  # tensors have no one truth value: each is only itself
+@dataclass(frozen=True, eq=False)  # comparing tensors gives no single truth value, so objects compare by identity
 class _Kept:
     inputs: Inputs
     routes: Routes
-    lora: ExpertLora | None  # holds its tensors, so that no other gets their identity
+    lora: ExpertLora | None  # keeps its tensors alive, so that no other gets their identity
     state: tuple[object, ...]
     out: Tensor
     version: int  # of out, which the model may change in place
 
 
 class KeptOutputs:
-    """Those of one layer, the newest last.
+    """The kept outputs of one layer, newest last.
 
-    An output is found by its inputs, bit for bit, its adapters' versions and its dropout seed. What is not found is
-    computed again. A step of training forgets what the one before left.
+    An output is found by its inputs, bit for bit, the versions of its adapters and its dropout seed. An output that is
+    not found is computed again. Each step of training forgets what the step before left.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,12 @@ class KeptOutputs:
         return len(self._kept)
 
     def keep(self, inputs: Inputs, routes: Routes, lora: ExpertLora | None, out: Tensor) -> None:
-        """Remember an output `[T, H]`, wherever it is, and its rows."""
+        """Keep an output `[T, H]`, on any device, and its rows."""
         with self._mutex:
             self._kept.append(_Kept(inputs, routes, lora, _state(lora), out, out._version))
 
-    def take(self, inputs: Inputs, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
-        """The output of these inputs and adapters, and its rows, forgotten here; None if there is none."""
+    def pop(self, inputs: Inputs, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
+        """Remove and return the output of these inputs and adapters, with its rows; None if it is not here."""
         state = _state(lora)
         with self._mutex:
             for kept in reversed(self._kept):
@@ -68,7 +69,7 @@ class KeptOutputs:
         return None
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all outputs."""
         with self._mutex:
             self._kept.clear()
 

@@ -3,111 +3,62 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ktft.config import Settings
+from ktft import spans
+from ktft.config import PROJECTIONS, Settings
 from ktft.device import ACCELERATORS, device_of
-from ktft.lanes.decide.costs import WORKS, LayerKind
-from ktft.lanes.decide.placer import Placement, Placer
-from ktft.lanes.decide.trial import WAYS, Choice
-from ktft.lanes.gpu.crossing import Crossing
+from ktft.lanes.gpu.crossing import Arriving, Crossing
 from ktft.lanes.gpu.lane import GpuLane
-from ktft.lanes.gpu.measure import measured_rates
-from ktft.lanes.gpu.residents import Residents, free_for_residents
+from ktft.lanes.gpu.residents import TrainingResidents
 from ktft.lanes.kept import KeptOutputs
+from ktft.lanes.passes import Pass, Passes
+from ktft.lanes.routes import Routes
+from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora
-from ktft.native import ELSEWHERE, ExpertLayer
-from ktft.system import readable
-
-logger = logging.getLogger("ktft")
+from ktft.native import ExpertLayer
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass
-class Pass:
-    """One layer's experts going forward or backward in lanes, and what that took.
-
-    Attributes:
-        set_out: streamed experts whose copies began before the decision.
-        cpu_seconds: from the decision until the CPU is done.
-        events: on the stream of copies, then on that of products: begin and end of each, where there is a GPU.
-    """
-
-    layer: ExpertLayer
-    work: str
-    placement: Placement
-    placer: Placer
-    lora: ExpertLora | None
-    set_out: int = 0
-    began: float = field(default_factory=time.perf_counter)
-    cpu_seconds: float = 0.0
-    events: list[Any] = field(default_factory=list)
-
-    @property
-    def on_gpu(self) -> list[int]:
-        """Experts that run on the GPU."""
-        return self.placement.resident + self.placement.stream
-
-
 class Lanes:
-    """The lanes of one model, made when hidden states first come from a GPU.
-
-    Any thread may call: what passes teach, and who is resident, is decided by one thread at a time.
+    """The lanes of one model. They run on the device of the first hidden states that come from a GPU.
 
     Args:
         settings: `placement` and `gpu_expert_memory`.
-        on_cpu: run hidden states in CPU memory in lanes too, with the CPU's torch for a GPU: for tests.
+        on_cpu: also run hidden states in CPU memory in lanes, with the CPU's torch in place of a GPU; for tests.
 
     Attributes:
         layers: of the model, in the order of its layers.
-        crossing: hidden states' way to host memory and back.
-        gpu: the lanes on the GPU.
-        residents: experts that stay there; None where none do.
-        kept: outputs of its layers that wait for checkpointing's second forward, which a step does not leave behind.
+        kept: outputs of its layers that wait for checkpointing's second forward; they do not outlive a step.
+        running: the lanes on the device; None until it is known.
     """
-
-    crossing: Crossing
-    gpu: GpuLane
 
     def __init__(self, settings: Settings, on_cpu: bool = False) -> None:
         self.layers: list[ExpertLayer] = []
-        self.residents: Residents | None = None
         self.kept: weakref.WeakSet[KeptOutputs] = weakref.WeakSet()
+        self.running: DeviceLanes | None = None
+        self._settings, self._on_cpu, self._owner = settings, on_cpu, os.getpid()
         self._mutex = threading.RLock()
-        self._owner = os.getpid()
-        self._settings, self._on_cpu = settings, on_cpu
-        self._device: torch.device | None = None
-        self._placers: dict[LayerKind, Placer] = {}
-        self._last: dict[tuple[ExpertLayer, str], Pass] = {}
-        self._unread: deque[Pass] = deque()
-        self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
-        self._choice = Choice()
-        self._cpu = ThreadPoolExecutor(1, "ktft-cpu-lane")
 
-    def take(self, device: torch.device) -> bool:
-        """Whether experts of hidden states on this device run in lanes; makes these on first use.
+    def on(self, device: torch.device) -> DeviceLanes | None:
+        """The lanes for hidden states on this device, made on first use; None if these do not run in lanes.
 
         Raises:
-            ValueError: lanes of another device exist.
+            ValueError: the model's lanes are on another device.
             RuntimeError: this process was forked from the one that has the lanes.
         """
         if device.type not in ACCELERATORS and not self._on_cpu:
-            return False
+            return None
         if os.getpid() != self._owner:  # it has neither the CPU lane's thread nor the GPU, and locks may be held
             raise RuntimeError(
                 f"this process ({os.getpid()}) was forked from the one that loaded the model ({self._owner}): it has "
@@ -115,179 +66,199 @@ class Lanes:
                 "process with multiprocessing's spawn method"
             )
         with self._mutex:
-            if self._device is None:
-                self.crossing, self.gpu = Crossing(device), GpuLane(device)
-                self._device = device
-        if device != self._device:
+            if self.running is None:
+                self.running = DeviceLanes(device, self._settings, self.layers)
+        if device != self.running.device:
             raise ValueError(
-                f"routed experts got hidden states on {device}, after others on {self._device}; load the model on one "
-                'GPU, with a device_map such as {"": 0}'
+                f"routed experts got hidden states on {device}, after others on {self.running.device}; load the model "
+                'on one GPU, with a device_map such as {"": 0}'
             )
-        return True
+        return self.running
+
+    def forget(self) -> None:
+        """Go on like a run that resumes here: with nothing in flight to the GPU, and no pass to predict the next by.
+
+        Prefetched experts are multiplied first, so they would change the order of sums, and with it their last bits.
+        """
+        if self.running is not None:
+            self.running.forget()
+
+    def begin_step(self) -> None:
+        """A step of training begins; what ran since the last one, such as evaluation, is not part of its time."""
+        if self.running is not None:
+            self.running.begin_step()
+        for kept in self.kept:  # of passes whose backward never came
+            kept.clear()
+
+    def end_step(self) -> None:
+        """A step is over: learn from its time, and make the residents or let them follow the routing."""
+        if self.running is not None:
+            self.running.end_step()
+
+
+class DeviceLanes:
+    """The lanes of one model on one device.
+
+    Any thread may call. One thread at a time places a pass, learns from passes, or changes the residents.
+
+    Args:
+        device: of hidden states.
+        settings: `placement` and `gpu_expert_memory`.
+        layers: of the model, in order; more may be appended later.
+
+    Attributes:
+        device: of hidden states.
+        gpu: runs streamed and resident experts.
+    """
+
+    def __init__(self, device: torch.device, settings: Settings, layers: Sequence[ExpertLayer]) -> None:
+        self.device, self.gpu = device, GpuLane(device)
+        self._layers, self._crossing = layers, Crossing(device)
+        self._passes = Passes(self.gpu, settings.placement)
+        self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
+        self._cpu = ThreadPoolExecutor(1, "ktft-cpu-lane")
+        self._mutex = threading.RLock()
+
+    # --- one pass -----------------------------------------------------------------------------------------------------
 
     def needs_cpu(self, layer: ExpertLayer) -> bool:
         """Whether the layer's next forward probably has work for the CPU, as its last one had."""
-        before = self._last.get((layer, "forward"))
+        before = self._passes.last(layer, Work.FORWARD)
         return before is None or bool(before.placement.cpu)
 
+    def begin(
+        self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
+    ) -> Pass:
+        """Decide where the experts of a pass run. `number` is the decoder layer's, `counts` are its rows by expert."""
+        with self._mutex:
+            run = self._passes.begin(layer, number, counts, top_k, lora, work)
+        run.expect()
+        return run
+
+    def again(self, before: Pass) -> Pass:
+        """Begin the backward of a forward whose CPU lane retained what it needs: each expert runs where it ran."""
+        with self._mutex:
+            run = self._passes.again(before)
+        run.expect()
+        return run
+
     def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Begin work on the CPU's own thread, which waits without holding up Python."""
+        """Begin work on the CPU lane's own thread, which does not hold the GIL while it waits."""
         return self._cpu.submit(work, *args, **kwargs)
 
-    def begin(self, layer: ExpertLayer, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: str) -> Pass:
-        """Decide where the experts of a pass run, by rows an expert."""
-        with self._mutex:
-            self._learn()
-            placer = self._placer(layer, top_k, lora)
-            resident = set(self.residents.slots(layer)) if self.residents is not None else set()
-            way = self._choice.way(sum(counts) // top_k, lambda: self._expected(placer, counts, resident))
-            mode = way if placer.mode == "auto" else placer.mode
-            coming = self.gpu.coming(layer, lora)
-            placement = placer.decide(counts, resident, work, mode, coming)
-        return Pass(layer, "forward" if work == "both" else work, placement, placer, lora, coming.among(placement))
+    def forward(self, run: Pass, routes: Routes, hidden: Tensor, top_k_weights: Tensor, out: Tensor) -> None:
+        """Give the GPU its experts of a forward; the arguments are those of `GpuLane.forward`."""
+        with self._given_to_gpu(run, len(PROJECTIONS)):
+            if run.on_gpu:
+                self.gpu.forward(run.layer, run.on_gpu, routes, hidden, top_k_weights, run.lora, out)
+        self._end(run, 1)
+        # Copies of the other layers are done by the time the next layer has its routing. After the last layer the
+        # caller may change the adapters at once
+        if run.lora is not None and self._layers and self._layers[-1] is run.layer:
+            self.gpu.settle()
 
-    @staticmethod
-    def _expected(placer: Placer, counts: Sequence[int], resident: set[int]) -> dict[str, float]:
-        def seconds(way: str) -> float:
-            return sum(max(placer.decide(counts, resident, work, way).seconds.values()) for work in WORKS)
+    def backward(
+        self,
+        run: Pass,
+        routes: Routes,
+        hidden: Tensor,
+        grad_output: Tensor,
+        top_k_weights: Tensor,
+        grad_hidden: Tensor,
+        grad_weights: Tensor,
+        lora_grads: Sequence[Tensor],
+    ) -> None:
+        """Give the GPU its experts of a backward; the arguments are those of `GpuLane.backward`."""
+        with self._given_to_gpu(run, 2 * len(PROJECTIONS) - 1):  # gate and up are computed again
+            if run.on_gpu:
+                given = routes, hidden, grad_output, top_k_weights
+                self.gpu.backward(run.layer, run.on_gpu, *given, run.lora, grad_hidden, grad_weights, lora_grads)
+        self._end(run, -1)
 
-        return {way: seconds(way) for way in WAYS}
-
-    def again(self, before: Pass, counts: Sequence[int]) -> Pass:
-        """The backward of a forward whose CPU lane retained what it needs: each expert where it was."""
-        coming = self.gpu.coming(before.layer, before.lora)
-        with self._mutex:
-            placement = before.placer.again(before.placement, counts, "backward", coming)
-        return Pass(before.layer, "backward", placement, before.placer, before.lora, coming.among(placement))
+    def finish(self) -> None:
+        """Wait until LoRA's gradients of all backwards so far are in host memory."""
+        self.gpu.finish()
 
     @contextlib.contextmanager
-    def timed(self, run: Pass) -> Iterator[None]:
-        """Around what the GPU is given for a pass."""
-        streams = [self.gpu.transfer.into, self.gpu.transfer.compute()] if self._device_is_cuda() else []
+    def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
+        """A block that gives the GPU its part of a pass, with events that time it, and spans if it has experts."""
+        copies, compute = self.gpu.transfer.into, self.gpu.transfer.compute()
+        streams = (copies, compute) if self.device.type in ACCELERATORS else ()
         for stream in streams:
-            run.events.append(_event(self.gpu.device, stream))
-        yield
+            run.events.append(_event(self.device, stream))
+        if run.on_gpu:
+            with run.copy_span(copies), run.gpu_span(products, compute):
+                yield
+        else:
+            yield
         for stream in streams:
-            run.events.append(_event(self.gpu.device, stream))
+            run.events.append(_event(self.device, stream))
 
-    def end(self, run: Pass, following: int) -> None:
-        """A pass has been given to its lanes.
+    def _end(self, run: Pass, following: int) -> None:
+        """Note that the GPU has its part of a pass, and begin to copy experts that the next pass probably streams.
 
-        Begins to copy experts that the next pass probably streams: that of the layer `following` places after this one.
-        The last layer's backward follows its forward, and the next step begins with the first one's.
+        The next pass is that of the layer `following` places after this one. But the last layer's backward follows its
+        forward, and after the first layer's backward the next step begins with its forward.
         """
         with self._mutex:
-            self._last[run.layer, run.work] = run
-            if run.events:
-                self._unread.append(run)
-            self._send_ahead(run, following)
-
-    def _send_ahead(self, run: Pass, following: int) -> None:
-        at = self.layers.index(run.layer) + following if run.layer in self.layers else -1
-        if 0 <= at < len(self.layers):
-            self._ahead(self.layers[at], "backward" if following < 0 else run.work)
-        elif run.layer in self.layers:
-            self._ahead(run.layer, "backward" if following > 0 else "forward")
-
-    def _ahead(self, layer: ExpertLayer, work: str) -> None:
-        before = self._last.get((layer, work))
-        if before is not None and before.placement.ahead:
-            self.gpu.prefetch(layer, before.placement.ahead, before.lora)
-
-    def _learn(self) -> None:
-        """Correct rates by passes that are over."""
-        while self._unread and all(event.query() for event in self._unread[0].events):
-            run = self._unread.popleft()
-            copying, computing, copied, computed = run.events
-            seconds = {"cpu": run.cpu_seconds}
-            expected = run.placement.expected
-            # The slower of the two holds up the other, whose time then says nothing
-            if expected["copy"] >= expected["gpu"]:
-                seconds["copy"] = copying.elapsed_time(copied) / 1e3
+            self._passes.end(run)
+            if run.layer not in self._layers:
+                return
+            at, layer = self._layers.index(run.layer) + following, run.layer
+            if 0 <= at < len(self._layers):
+                layer, work = self._layers[at], Work.BACKWARD if following < 0 else run.work
             else:
-                seconds["gpu"] = computing.elapsed_time(computed) / 1e3
-            run.placer.observe(run.work, run.placement, seconds)
+                work = Work.BACKWARD if following > 0 else Work.FORWARD
+            before = self._passes.last(layer, work)
+            if before is not None and before.placement.ahead:
+                self.gpu.prefetch(layer, before.placement.ahead, before.lora)
 
-    def _placer(self, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> Placer:
-        before = self._last.get((layer, "forward"))
-        if before is not None and _alike(before.lora, lora) and before.placer.kind.top_k == top_k:
-            return before.placer
-        kind = LayerKind.of(layer, top_k, lora)
-        if kind not in self._placers:
-            began = time.perf_counter()
-            rates = measured_rates(self.gpu, layer, kind, lora)
-            logger.info("experts' lanes, measured in %.1f s: %s", time.perf_counter() - began, rates)
-            self._placers[kind] = Placer(kind, rates, self._settings.placement)
-        return self._placers[kind]
+    # --- hidden states and gradients between host and device ----------------------------------------------------------
 
-    def _without_residents(self) -> str:
-        return "cpu" if self._settings.placement == "resident" else self._settings.placement
+    def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory whose copies to and from the device run beside everything else."""
+        return self._crossing.pinned(shape, dtype)
 
-    def _device_is_cuda(self) -> bool:
-        return self._device is not None and self._device.type in ACCELERATORS
+    def to_host(self, *tensors: Tensor) -> Arriving:
+        """Begin to copy device tensors to host memory."""
+        return self._crossing.to_host(*tensors)
+
+    def rows_to_host(self, number: int, *tensors: Tensor) -> Arriving:
+        """The same for hidden states or gradients of decoder layer `number`, with a span."""
+        with spans.device("copy_out", number, self._crossing.out, bytes=sum(t.nbytes for t in tensors)):
+            return self._crossing.to_host(*tensors)
+
+    def rows_to_device(self, number: int, *tensors: Tensor) -> list[Tensor]:
+        """Copy what the CPU lane computed for decoder layer `number`. Later work on the current stream waits for it."""
+        with spans.device("copy_in", number, self._crossing.into, bytes=sum(t.nbytes for t in tensors)):
+            return self._crossing.to_device(*tensors)
+
+    # --- steps of training --------------------------------------------------------------------------------------------
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
-        """Count a trained micro-batch's rows by expert: residents are chosen by them."""
-        if self._settings.gpu_expert_memory != 0:
-            with self._mutex:
-                self._counted.append((layer, counts))
+        """Count a trained micro-batch's rows by expert, by which residents are chosen."""
+        with self._mutex:
+            self._residents.observe(layer, counts)
 
     def forget(self) -> None:
-        """Go on as a run does that resumes here: with nothing on its way to the GPU, and no pass to foresee another by.
-
-        What was sent ahead is multiplied first, so it has a say in the order of sums, and in their last bits.
-        """
+        """See `Lanes.forget`."""
         with self._mutex:
-            self._last.clear()
-            if self._device is not None:
-                self.gpu.forget()
+            self._passes.forget()
+            self.gpu.forget()
 
     def begin_step(self) -> None:
-        """A step of training begins: what went on since the last one, such as evaluation, has no part in its time."""
+        """See `Lanes.begin_step`."""
         with self._mutex:
-            self._choice.begin_step()
-            for kept in self.kept:  # of passes whose backward never came
-                kept.clear()
+            self._passes.begin_step()
 
     def end_step(self) -> None:
-        """Between two steps: residents are made, or follow the routing; what the step took is learned from."""
+        """See `Lanes.end_step`."""
         with self._mutex:
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self._choice.end_step()
-        memory = self._settings.gpu_expert_memory
-        if self._device is None or memory == 0:
-            return
-        if self.residents is None:
-            budget = free_for_residents(self.gpu) if memory == "auto" else int(memory)
-            if memory == "auto" and budget < max(layer.packed_bytes // layer.num_experts for layer in self.layers):
-                logger.info("gpu_expert_memory: auto found no room for resident experts beside what training needs")
-                self._settings = replace(self._settings, gpu_expert_memory=0, placement=self._without_residents())
-                return
-            self.residents = Residents(self.gpu, budget, self.layers)
-            logger.info("%s of GPU memory hold resident experts", readable(self.residents.bytes))
-        while self._counted:
-            self.residents.observe(*self._counted.pop())
-        self.residents.adapt()
+            self._passes.end_step()
+            self._residents.end_step(self._layers)
 
 
 def _event(device: torch.device, stream: Any) -> Any:
     event = device_of(device).event(timing=True)
     event.record(stream)
     return event
-
-
-def _alike(before: ExpertLora | None, now: ExpertLora | None) -> bool:
-    """Whether the adapters have the same tensors."""
-    if before is None or now is None:
-        return before is now
-    return [id(tensor) for tensor in before.parameters()] == [id(tensor) for tensor in now.parameters()]
-
-
-def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tensor:
-    """`[T, k]` with `ELSEWHERE` for all but these experts."""
-    here = np.zeros(num_experts, dtype=bool)
-    here[list(experts)] = True
-    index = top_k_index.numpy()
-    return torch.from_numpy(np.where(here[index], index, ELSEWHERE))

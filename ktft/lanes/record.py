@@ -1,4 +1,4 @@
-"""What one layer's experts met while training: tokens by expert."""
+"""Counts the tokens that each of a layer's experts gets while training."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NEGLIGIBLE = 1e-25  # of a gradient times a routing weight: below it products may vanish in bf16 kernels
-_COUNTING = threading.Lock()  # of all records: one of their own could not be copied with a model
-# A fork waits for it, so that no child finds it held by a thread that it does not have
+_NEGLIGIBLE = 1e-25  # a gradient times a routing weight below this may vanish in bf16 kernels
+_COUNTING = threading.Lock()  # one for all records, because a record with a lock could not be copied with its model
+# A fork waits for the lock, so that no child finds it held by a thread which the child does not have
 os.register_at_fork(before=_COUNTING.acquire, after_in_parent=_COUNTING.release, after_in_child=_COUNTING.release)
 
 
 class Record:
-    """Counts of one layer's trained tokens. `KtftExperts.record` takes one; without it nothing is counted.
+    """Counts of one layer's trained tokens. `KtftExperts.record` holds one; without it nothing is counted.
 
     A micro-batch counts once, in its backward, however often checkpointing computes its forward. Passes without
     gradients, such as those of DPO's reference, are not counted.
@@ -28,27 +28,27 @@ class Record:
 
     Attributes:
         tokens: `[num_experts]` int64, (token, expert) pairs by expert.
-        rows: tokens, padding included.
-        watching: also find which experts the loss depends on; costs one pass over the output's gradient.
+        rows: number of tokens, padding included.
+        watching: also count the pairs that the loss depends on, at the cost of one pass over the output's gradient.
     """
 
     def __init__(self, num_experts: int, layer: int | None = None, first: int = 0) -> None:
         self.layer, self.first = layer, first
         self.tokens = torch.zeros(num_experts, dtype=torch.int64)
         self._reached = torch.zeros(num_experts, dtype=torch.int64)
-        self._elsewhere: list[Tensor] = []  # what is to be added to it, on a device that may be busy with it
+        self._elsewhere: list[Tensor] = []  # counts still to be added; the device may not have computed them yet
         self.rows = 0
         self.watching = False
 
     @property
     def reached(self) -> Tensor:
-        """`[num_experts]` int64, pairs whose token had a gradient, not zero, while `watching`; waits for a GPU."""
+        """`[num_experts]` int64: pairs whose token had a nonzero gradient while `watching`. Waits for the GPU."""
         while self._elsewhere:
             self._reached += self._elsewhere.pop().cpu()
         return self._reached
 
     def count(self, top_k_index: Tensor) -> None:
-        """Add a micro-batch's choices, `[T, k]` on the CPU; those that are `ELSEWHERE` are left out."""
+        """Add the chosen experts of a micro-batch, `[T, k]` on the CPU; `ELSEWHERE` is not counted."""
         flat = top_k_index.numpy().reshape(-1)
         found = np.bincount(flat[flat >= 0], minlength=len(self.tokens))
         with _COUNTING:
@@ -56,9 +56,9 @@ class Record:
             self.rows += len(top_k_index)
 
     def count_reached(self, top_k_index: Tensor, top_k_weights: Tensor, grad_output: Tensor) -> None:
-        """Add the pairs of `[T, k]` whose output the loss depends on, by the gradient `[T, H]` of the output.
+        """Add the pairs of `[T, k]` that the loss depends on, by the gradient `[T, H]` of the output.
 
-        All are on one device; a GPU is not waited for.
+        All tensors are on one device. This does not wait for a GPU.
         """
         strength = grad_output.abs().amax(1, keepdim=True).float() * top_k_weights.abs().float()
         here = top_k_index.flatten() >= 0

@@ -1,4 +1,4 @@
-"""Which rows an expert has: a layer's (token, slot) pairs sorted by expert, and cut into what is computed at once."""
+"""Which rows an expert has: sorts a layer's (token, slot) pairs by expert, and cuts them into pieces."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ktft.device import device_of
 from ktft.native import ELSEWHERE, ExpertLayer
 
 PIECE_ROWS = 16384
-"""Rows of one chunk that are computed at once, at most: so many keep a GPU busy."""
+"""The most rows of a chunk that are computed at once. This many keep a GPU busy."""
 PIECE_BYTES = 384 << 20
-"""Of the activations of these rows."""
+"""The most bytes of these rows' activations."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The rows of one call of a layer: T tokens with k slots each, route = token * k + slot.
+    """The rows of one call of a layer. T tokens have k slots each; a route is token * k + slot.
 
     Attributes:
-        top_k_index: `[T, k]` integer on the device: each route's expert, -1 where it is computed elsewhere.
-        counts: `[E]`: how often each expert is in it.
+        top_k_index: `[T, k]` integer on the device: each route's expert; -1 if it is computed elsewhere.
+        counts: `[E]`: how many routes each expert has.
     """
 
     top_k_index: Tensor
@@ -35,14 +35,15 @@ class Routes:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one chunk's experts, in their order, that are computed at once.
+    """Rows of one chunk's experts that are computed at once, in the order of the experts.
 
     Attributes:
-        begin: number of the first one among the rows of all chunks.
-        counts: rows of each expert.
+        begin: number of the first row among the rows of all chunks.
+        counts: number of rows of each expert.
         ends: `[G]` int32 on the device: where each expert's rows end, counted from `begin`.
-        row_route: `[rows]` int32: their routes.
-        route_row: `[T * k]` int32: each route's number among the rows of all chunks; past their end where it has none.
+        row_route: `[rows]` int32: the route of each row.
+        route_row: `[T * k]` int32: the number of each route's row among the rows of all chunks; a number past their end
+            if the route has no row.
         top_k: k.
     """
 
@@ -55,17 +56,17 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """Their number."""
+        """How many rows the piece has."""
         return self.row_route.shape[0]
 
     def ranges(self) -> list[tuple[int, slice]]:
-        """The place of each expert that has rows, and these."""
+        """For each expert with rows its place in the chunk, and the slice of its rows."""
         ends = list(itertools.accumulate(self.counts))
         return [(g, slice(end - n, end)) for g, (n, end) in enumerate(zip(self.counts, ends, strict=True)) if n]
 
 
 ChunkRows = list[Piece]
-"""All rows of one chunk."""
+"""The rows of one chunk."""
 
 
 def to_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -75,15 +76,15 @@ def to_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def piece_rows(hidden: int, intermediate: int) -> int:
-    """Rows whose activations fit in `PIECE_BYTES`: in backward x, dy and dx; gate and up, h and dh; all bf16."""
+    """How many rows' activations fit in `PIECE_BYTES`: in backward x, dy and dx; gate and up, h and dh; all bf16."""
     return max(1, min(PIECE_ROWS, PIECE_BYTES // (2 * (3 * hidden + 4 * intermediate))))
 
 
 def lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int = PIECE_ROWS) -> list[ChunkRows]:
-    """The rows of the chunks' experts, one chunk after the other, in pieces of at most `piece_rows`.
+    """The rows of each chunk's experts, in pieces of at most `piece_rows`.
 
-    Experts of all chunks together are different ones. A chunk whose experts have no rows has no piece. What was laid
-    out once is found again: backward mostly has forward's chunks.
+    No expert may be in two chunks. A chunk whose experts have no rows has no piece. Layouts are cached in `routes`,
+    because backward mostly has the same chunks as forward.
     """
     key = piece_rows, *map(tuple, chunks)
     if key not in routes._laid_out:
@@ -93,8 +94,8 @@ def lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int = P
 
 def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -> list[ChunkRows]:
     counts, device = routes.counts, routes.top_k_index.device
-    cuts: list[list[tuple[int, list[int]]]] = []  # of each chunk: a piece's first row, the experts' ends in it
-    order, total = [len(counts)] * (len(counts) + 1), 0  # an expert's place among all; the last is what -1 means
+    cuts: list[list[tuple[int, list[int]]]] = []  # of each piece of each chunk: its first row, experts' ends
+    order, total = [len(counts)] * (len(counts) + 1), 0  # each expert's place among all; -1 finds the last entry
     places = itertools.count()
     for chunk in chunks:
         for expert in chunk:
@@ -106,7 +107,7 @@ def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -
         total += rows
     widest = max(len(order), 1)
     table = to_device([order, *([*ends, *[0] * (widest - len(ends))] for pieces in cuts for _, ends in pieces)], device)
-    # Few bits make a short radix sort
+    # A radix sort of few bits is short
     keys = table[0].to(torch.int16)[routes.top_k_index.reshape(-1)]
     by_row = torch.sort(keys, stable=True).indices
     numbered = torch.arange(len(by_row), dtype=torch.int32, device=device)
@@ -124,13 +125,22 @@ def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -
     return [[piece(at, ends) for at, ends in pieces] for pieces in cuts]
 
 
+def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tensor:
+    """`[T, k]` in host memory with `ELSEWHERE` for all but these experts."""
+    here = np.zeros(num_experts, dtype=bool)
+    here[list(experts)] = True
+    index = top_k_index.numpy()
+    return torch.from_numpy(np.where(here[index], index, ELSEWHERE))
+
+
 def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
-    """How often each expert is in `[T, k]`. Only a layer that holds a part of its experts takes `ELSEWHERE`.
+    """How many routes each expert has in `[T, k]`, in host memory. Only a layer with a part of its experts takes
+    `ELSEWHERE`.
 
     Raises:
-        ValueError: an expert number out of range.
+        ValueError: an expert number is out of range.
     """
-    # numpy, because torch's threads spin for milliseconds after they shared a large one, beside who launches kernels
+    # numpy, because torch's threads spin for milliseconds after a large tensor, beside the thread that launches kernels
     flat = top_k_index.numpy().reshape(-1)
     if not layer.held.whole:
         flat = flat[flat != ELSEWHERE]

@@ -64,9 +64,9 @@ class KtftExperts(nn.Module):
         """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`; see `routed_experts`."""
         record = self.record if self.training else None
         top_k_index = self.held.local(top_k_index)
-        if self.laned is not None and self.laned.lanes.take(hidden_states.device):
+        if self.laned is not None and (lanes := self.laned.lanes.on(hidden_states.device)) is not None:
             ahead = self.shared.compute if self.shared is not None else None
-            return self.laned(hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
+            return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
     def run_in(self, lanes: Lanes, number: int, shared: Ahead | None = None) -> None:

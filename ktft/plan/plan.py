@@ -116,7 +116,7 @@ def lane_notes(plan: Plan) -> list[str]:
     best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
     if (lanes := best.lanes) is None:
         return []
-    shares = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
+    shares: dict[str, str] = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
     busy = ", ".join(f"{_LANE_NAMES[lane]} {seconds / lanes.total:.0%}" for lane, seconds in lanes.busy.items())
     vram = best.footprint.vram
     own = ", ".join(f"{part} {readable(vram[part])}" for part in LANE_PARTS if vram.get(part))

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ktft.spans import LANES
+from ktft.spans import PARALLEL
 from ktft.system import readable
 from ktft.train.run_times import ROOM, TIMES
 
@@ -199,11 +199,13 @@ def _with_legend(figure: Figure, axes: Axes) -> Figure:
 
 def _layers(spans: Mapping[str, Any], count: float) -> Figure | None:
     """Each layer's seconds a step by lane, one on the other."""
-    layers = sorted({layer for name in LANES for layer in spans.get(name, {}).get("layers", []) if layer is not None})
+    layers = sorted(
+        {layer for name in PARALLEL for layer in spans.get(name, {}).get("layers", []) if layer is not None}
+    )
     if not layers or not count:
         return None
     parts = {}
-    for name in LANES:
+    for name in PARALLEL:
         by_layer = dict(zip(*(spans.get(name, {}).get(key, []) for key in ("layers", "seconds")), strict=True))
         if any(by_layer.values()):
             parts[name] = np.array([by_layer.get(layer, 0.0) for layer in layers]) / count

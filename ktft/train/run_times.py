@@ -8,13 +8,13 @@ from typing import Any
 
 from ktft import system
 from ktft.device import accelerator
-from ktft.spans import LANES, NAMES, Sum, Sums
+from ktft.spans import NAMES, PARALLEL, Sum, Sums
 
 Row = dict[str, float | None]
 
 TIMES = (*NAMES, "other")
 """Parts of a step, in seconds: where the line of training spent it. They add up to `seconds`."""
-BUSY = tuple(f"busy_{name}" for name in LANES)
+BUSY = tuple(f"busy_{name}" for name in PARALLEL)
 """Seconds of a step that each lane was busy, with others or alone."""
 ROOM = ("ram_free_bytes", "gpu_free_bytes")
 """Of memory, at the least."""
@@ -30,7 +30,7 @@ LOGGED = (
 
 def times_of(seconds: float, sums: Sums) -> Row:
     """`TIMES` and `BUSY` of a step."""
-    times, busy = dict.fromkeys(NAMES, 0.0), dict.fromkeys(LANES, 0.0)
+    times, busy = dict.fromkeys(NAMES, 0.0), dict.fromkeys(PARALLEL, 0.0)
     for (name, _), found in sums.items():
         times[name] += found.waited
         if name in busy:
@@ -75,7 +75,7 @@ class Since:
         if not steps or not totals["seconds"]:
             return {}
         seconds = {"step": totals["seconds"], "wait": totals["wait"]}
-        seconds |= {name: totals[f"busy_{name}"] for name in LANES}
+        seconds |= {name: totals[f"busy_{name}"] for name in PARALLEL}
         logs = {f"ktft/{name}_s": value / steps for name, value in seconds.items() if value > totals["seconds"] / 1000}
         logs["ktft/tokens_per_s"] = totals["tokens"] / totals["seconds"]
         for name, key in zip(ROOM, ("ktft/ram_free_gib", "ktft/vram_free_gib"), strict=True):
@@ -129,7 +129,7 @@ def lane_rates(spans: Mapping[str, Any], seconds: float) -> dict[str, dict[str, 
         seconds: of all steps.
     """
     rates: dict[str, dict[str, float | None]] = {}
-    for name in LANES:
+    for name in PARALLEL:
         if name not in spans:
             continue
         total = {key: sum(spans[name][key]) for key in ("seconds", "expected", "bytes", "flops")}

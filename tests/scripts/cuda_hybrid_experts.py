@@ -29,7 +29,7 @@ import test_kernels as kernels
 
 from ktft import native, reference
 from ktft.checkpoint.routing_profile import Routing
-from ktft.lanes import lanes
+from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
@@ -347,13 +347,13 @@ def main() -> None:
         print(f"    {time.perf_counter() - started:.0f} s", flush=True)
 
     if not args.skip_checks:
-        measured, lanes.measured_rates = lanes.measured_rates, _made_up_rates
+        measured, passes.measured_rates = passes.measured_rates, _made_up_rates
         print("worst relative L2 error, %, of 1 to 32 tokens (few) and 256")
         for fmt, rank in itertools.product(args.check_formats, (0, 20)):
             attempt(f"{fmt} r={rank}", functools.partial(check_contract, args.device, fmt, rank))
         for fmt, deferral in (("k4", 0), ("int8", 0), ("k4", 1)):
             attempt(f"capture {fmt} deferral {deferral}", functools.partial(check_capture, args.device, fmt, deferral))
-        lanes.measured_rates = measured
+        passes.measured_rates = measured
     for fmt in [] if args.skip_times or args.device == "cpu" else args.formats:
         layers: dict[int, ExpertLayer] = {}
         attempt(f"layers of {fmt}", lambda f=fmt, to=layers: to.update(big_layers(args, f)))

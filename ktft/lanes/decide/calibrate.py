@@ -1,4 +1,4 @@
-"""Rates of this machine with a model's own layers, measured in some seconds before training begins."""
+"""Measures this machine's rates with a model's own layers, in some seconds before training begins."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 
 from ktft.device import device_of
-from ktft.lanes.decide.costs import WORKS, LayerKind, Rate, Rates
+from ktft.lanes.decide.costs import LayerKind, Rate, Rates
+from ktft.lanes.terms import PASSES, Work
 from ktft.lora import ExpertLora
 
-BUDGET = 4.0  # seconds that all measurements together aim at
+BUDGET = 4.0  # seconds that all measurements together should take
 _REPEATS = 3
-_EXPERTS = 32  # of a layer that take part: enough for all threads, and more than caches hold
-_LONG, _MOST_ROWS = 0.02, 1024  # seconds of a pass that say enough, and rows an expert that always do
+_EXPERTS = 32  # how many of a layer take part: enough for all threads, and more than caches hold
+_LONG, _MOST_ROWS = 0.02, 1024  # a pass shows enough once it takes so many seconds, or has so many rows an expert
 _COPIES = (1 << 20, 256 << 20)  # bytes
 
 
-class Pass(Protocol):
-    """Run so many experts with so many rows each, forward or backward, and return the seconds it took.
+class Probe(Protocol):
+    """Runs `experts` experts with `rows` rows each, forward or backward, and returns the seconds that this took.
 
-    The seconds are those of the lane alone, its work done when they end: a GPU's passes synchronize.
+    The lane runs alone, and its work is done when the time ends: a GPU's probe synchronizes.
     """
 
-    def __call__(self, work: str, experts: int, rows: int) -> float:
-        """Once."""
+    def __call__(self, work: Work, experts: int, rows: int) -> float:
+        """Run once."""
 
 
 @dataclass(frozen=True)
@@ -37,43 +38,43 @@ class Probes:
     """What is measured.
 
     Attributes:
-        cpu: a pass of the native layer.
-        gpu: decoding and products of experts whose packed weights are on the GPU already.
-        copy: seconds that so many bytes of pinned memory take to the GPU (True) or from it.
+        cpu: runs the native layer.
+        gpu: decodes and multiplies experts whose packed weights are on the GPU already.
+        copy: copies so many bytes of pinned memory to the GPU (True) or from it, and returns the seconds.
     """
 
-    cpu: Pass
-    gpu: Pass
+    cpu: Probe
+    gpu: Probe
     copy: Callable[[bool, int], float]
 
 
 def calibrate(kind: LayerKind, probes: Probes, budget: float = BUDGET) -> Rates:
     """Measure a layer's rates.
 
-    Each pass runs with one row an expert, which shows what reading or decoding an expert takes, with few experts, which
-    shows what a call takes, and with more and more rows, until that takes long enough to show what a row takes.
+    Each probe runs with one row an expert, which shows what reading or decoding an expert takes; with few experts,
+    which shows what a call takes; and with more and more rows, until that takes long enough to show what a row takes.
 
     Args:
-        kind: the layer.
-        probes: of that layer on this machine.
-        budget: seconds; once half of them are over, nothing is measured more often than it must be.
+        kind: the layer's kind.
+        probes: run that layer on this machine.
+        budget: seconds. Once half of them are over, nothing is measured more often than necessary.
     """
     clock = _Clock(budget)
-    cpu = {work: _rate(kind, clock, probes.cpu, work, overlapped=True) for work in WORKS}
-    gpu = {work: _rate(kind, clock, probes.gpu, work, overlapped=False) for work in WORKS}
+    cpu = {work: _rate(kind, clock, probes.cpu, work, overlapped=True) for work in PASSES}
+    gpu = {work: _rate(kind, clock, probes.gpu, work, overlapped=False) for work in PASSES}
     copies = [[clock.least(probes.copy, into, size) for size in _COPIES] for into in (True, False)]
     into, back = ((_COPIES[1] - _COPIES[0]) / max(large - small, 1e-6) for small, large in copies)
     return Rates(cpu, gpu, into, back, max(copies[0][0] - _COPIES[0] / into, 0.0))
 
 
 class _Clock:
-    """Measures several times while there is time."""
+    """Repeats measurements while there is time."""
 
     def __init__(self, budget: float) -> None:
         self._until = time.perf_counter() + budget / 2
 
     def least(self, once: Callable[..., float], *args: object) -> float:
-        """The least of some measurements: two at least, for the first also makes buffers and compiles kernels."""
+        """The least of several measurements, at least two: the first one also makes buffers and compiles kernels."""
         best = min(once(*args) for _ in range(2))
         for _ in range(_REPEATS - 2):
             if time.perf_counter() > self._until:
@@ -82,19 +83,19 @@ class _Clock:
         return best
 
 
-def _rate(kind: LayerKind, clock: _Clock, run: Pass, work: str, *, overlapped: bool) -> Rate:
-    """`overlapped`: reading goes on while products do, so that an expert takes the longer of both and not the sum."""
+def _rate(kind: LayerKind, clock: _Clock, run: Probe, work: Work, *, overlapped: bool) -> Rate:
+    """Measure one processor. `overlapped`: it reads while it multiplies, so an expert takes the longer of the two."""
     many = min(kind.num_experts, _EXPERTS)
     few = max(many // 8, 1)
     one_row, one_row_few = clock.least(run, work, many, 1), clock.least(run, work, few, 1)
     expert = (one_row - one_row_few) / (many - few) if many > few else one_row / many
-    expert = max(expert, one_row / many / 4)  # noise must not make it free
+    expert = max(expert, one_row / many / 4)  # noise must not make an expert free
     call = max(one_row - many * expert, 0.0)
     rows, taken = 16, 0.0
     while True:
         taken = clock.least(run, work, many, rows)
         if (taken >= _LONG and taken > 2 * one_row) or rows >= _MOST_ROWS:
-            break  # long enough, and not the reading of weights alone
+            break  # long enough, and not only the reading of weights
         rows *= 4
     row = (taken - call) / (many * rows) if overlapped else (taken - one_row) / (many * (rows - 1))
     row = max(row, taken / (many * rows) / 4)
@@ -104,20 +105,20 @@ def _rate(kind: LayerKind, clock: _Clock, run: Pass, work: str, *, overlapped: b
 # --- probes of a native layer and of copies ---------------------------------------------------------------------------
 
 
-def cpu_pass(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Pass:
-    """A pass of one of the model's own `ExpertLayer`s: its weights and adapters are read, nothing is changed.
+def cpu_probe(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Probe:
+    """Probes one of the model's own layers. Its weights and adapters are read, and nothing is changed.
 
     Args:
-        layer: packed and loaded.
-        recompute: backward computes gate and up again, as it does under gradient checkpointing, where the forward
-            before it keeps nothing.
+        layer: an `ExpertLayer`, packed and loaded.
+        recompute: backward computes gate and up again, as it does under gradient checkpointing, whose forward keeps
+            nothing.
     """
     keep = "recompute" if recompute else "retain"
 
-    def run(work: str, experts: int, rows: int) -> float:
+    def run(work: Work, experts: int, rows: int) -> float:
         x, index, weights = _tokens(layer.hidden_size, layer.num_experts, experts, rows)
         began = time.perf_counter()
-        if work == "forward":
+        if work == Work.FORWARD:
             layer.forward(x, index, weights, lora, "none" if recompute else keep)
             return time.perf_counter() - began
         _, saved = layer.forward(x, index, weights, lora, keep)
@@ -128,15 +129,15 @@ def cpu_pass(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Pass:
     return run
 
 
-def gpu_pass(device: torch.device, once: Callable[[str, int, int], None]) -> Pass:
-    """A pass on a device, timed from idle to idle.
+def gpu_probe(device: torch.device, once: Callable[[Work, int, int], None]) -> Probe:
+    """Times work on a device from idle to idle.
 
     Args:
-        once: decode and multiply (work, experts, rows an expert), of weights that are on the device.
+        once: given (work, experts, rows an expert), decodes and multiplies weights that are on the device.
     """
     wait = device_of(device).synchronize
 
-    def run(work: str, experts: int, rows: int) -> float:
+    def run(work: Work, experts: int, rows: int) -> float:
         wait()
         began = time.perf_counter()
         once(work, experts, rows)
@@ -147,7 +148,7 @@ def gpu_pass(device: torch.device, once: Callable[[str, int, int], None]) -> Pas
 
 
 def _tokens(hidden_size: int, num_experts: int, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens of one expert each, which are spread over the layer: neighbours may share a memory page."""
+    """Tokens with one expert each. The experts are far apart in the layer, for neighbours may share a memory page."""
     chosen = torch.arange(experts) * num_experts // experts
     index = chosen.repeat_interleave(rows)[:, None]
     x = torch.full((experts * rows, hidden_size), 1 / math.sqrt(hidden_size), dtype=torch.bfloat16)
@@ -155,7 +156,7 @@ def _tokens(hidden_size: int, num_experts: int, experts: int, rows: int) -> tupl
 
 
 def copy_seconds(device: torch.device) -> Callable[[bool, int], float]:
-    """Copies of pinned memory to a device and from it, timed by events on a stream of their own."""
+    """Times copies of pinned memory to a device and from it, by events on a stream of their own."""
     size, where = max(_COPIES), device_of(device)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=where.pin_memory)
     there = torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,21 +1,25 @@
-"""What a layer's experts cost in each lane: rates of a machine, and seconds that follow from them."""
+"""What a layer's experts cost in each lane: the rates of a machine, and the seconds that follow from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import add
+from typing import Any, NamedTuple, TypeVar
 
+from numpy.typing import NDArray
+
+from ktft.lanes.terms import PASSES, Lane, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
-FP32, BF16 = 4, 2
-WORKS = ("forward", "backward")
-LANES = ("cpu", "copy", "gpu")
-"""What runs at once: native kernels; packed weights on their way over PCIe; decoding and products on the GPU."""
+Number = TypeVar("Number", float, NDArray[Any])
 
-# Times that [T, H] crosses: hidden states out and the sum back; their gradient and hidden states out, a gradient back.
-_CROSSINGS = {"forward": (1, 1), "backward": (2, 1)}
+FP32, BF16 = 4, 2
+
+# How often [T, H] crosses PCIe from and to the GPU. Forward: hidden states, and their sum back. Backward: the output's
+# gradient and hidden states, and a gradient back.
+_CROSSINGS = {Work.FORWARD: (1, 1), Work.BACKWARD: (2, 1)}
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class LayerKind:
     """What layers of one shape and format have in common.
 
     Attributes:
-        expert_bytes: of one packed expert.
-        lora_parameters: of one expert, all projections; they travel in fp32.
+        expert_bytes: size of one packed expert.
+        lora_parameters: number of LoRA parameters of one expert, over all projections; they are copied in fp32.
     """
 
     num_experts: int
@@ -36,7 +40,7 @@ class LayerKind:
 
     @classmethod
     def of(cls, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> LayerKind:
-        """The kind of a packed layer with these adapters."""
+        """The kind of a packed layer that has these adapters."""
         pairs = lora.pairs.values() if lora is not None else ()
         parameters = sum(pair.a[0].numel() + pair.b[0].numel() for pair in pairs)
         dims = layer.hidden_size, layer.intermediate_size
@@ -44,14 +48,18 @@ class LayerKind:
 
     @property
     def row_flops(self) -> float:
-        """Base products of one row forward: what all FLOP/s here count, whatever else a pass does."""
+        """FLOPs of one row's base products in forward. All FLOP/s here count these, whatever else a pass computes."""
         return 6.0 * self.hidden_size * self.intermediate_size
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One processor in one kind of work: FLOP/s of `LayerKind.row_flops`, bytes/s of packed weights read or decoded,
-    and seconds of a call that does nothing else.
+    """How fast one processor does one kind of work.
+
+    Attributes:
+        flops: FLOP/s, counted as `LayerKind.row_flops`.
+        reading: bytes/s of packed weights that are read (CPU) or decoded (GPU).
+        call: seconds that a call takes besides.
     """
 
     flops: float
@@ -61,17 +69,23 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """One machine with one kind of layer: the CPU and the GPU by kind of work; bytes/s to the GPU and from it."""
+    """How fast one machine computes one kind of layer.
 
-    cpu: Mapping[str, Rate]
-    gpu: Mapping[str, Rate]
+    Attributes:
+        cpu, gpu: by kind of pass.
+        copy_in, copy_out: bytes/s to the GPU and from it.
+        copy_call: seconds that a copy takes besides.
+    """
+
+    cpu: Mapping[Work, Rate]
+    gpu: Mapping[Work, Rate]
     copy_in: float
     copy_out: float
     copy_call: float
 
     def __str__(self) -> str:
         """One line for the log."""
-        cpu, gpu = ([each[work] for work in WORKS] for each in (self.cpu, self.gpu))
+        cpu, gpu = ([each[work] for work in PASSES] for each in (self.cpu, self.gpu))
         return (
             f"CPU {cpu[0].flops / 1e12:.3g} and {cpu[1].flops / 1e12:.3g} TFLOPS forward and backward, "
             f"{cpu[0].reading / 1e9:.3g} GB/s; PCIe {self.copy_in / 1e9:.3g} GB/s; GPU {gpu[0].flops / 1e12:.3g} and "
@@ -79,47 +93,99 @@ class Rates:
         )
 
 
-class Costs(NamedTuple):
-    """Seconds, of a call, an expert in use, a row, and a token whose hidden states cross for the CPU's sake."""
+class CpuCost(NamedTuple):
+    """Seconds of the CPU lane: of a call, of reading an expert, of computing a row, and of a token whose hidden states
+    leave the GPU and whose sum comes back.
+    """
 
-    cpu_call: float
-    cpu_expert: float
-    cpu_row: float
-    copy_call: float
-    copy_expert: float
-    copy_resident: float
-    gpu_call: float
-    gpu_expert: float
-    gpu_row: float
+    call: float
+    expert: float
+    row: float
     cross: float
-    cross_in: float
 
-    def corrected(self, cpu: float, copy: float, gpu: float) -> Costs:
-        """The same with every lane's seconds times a factor."""
-        factors = (cpu, cpu, cpu, copy, copy, copy, gpu, gpu, gpu, cpu, copy)
-        return Costs(*(cost * factor for cost, factor in zip(self, factors, strict=True)))
+    def experts(self, rows: list[int]) -> list[float]:
+        """Seconds of each expert with so many rows: the longer of reading and computing."""
+        _, expert, row, _ = self
+        few = int(expert / row)  # Python compares whole numbers sooner
+        return [each * row if each > few else expert for each in rows]
+
+    def seconds(self, every: float, elsewhere: Number, used: Number | bool, tokens: float) -> Number:
+        """Seconds in all, if the lane is `used`: of `every` expert, less those of the ones that run `elsewhere`."""
+        call, _, _, cross = self
+        return (every + call + cross * tokens - elsewhere) * used
 
 
-def costs(kind: LayerKind, rates: Rates, work: str) -> Costs:
+class CopyCost(NamedTuple):
+    """Seconds of the copies to the GPU: of a call, of a streamed expert, of a resident one, which has only LoRA's
+    parameters to copy, and of a token whose sum comes back from the CPU.
+    """
+
+    call: float
+    expert: float
+    resident: float
+    cross: float
+
+    def seconds(
+        self, streamed: Number, resident: Number, arrived: Number, beside_cpu: Number | bool, tokens: float
+    ) -> Number:
+        """Seconds in all; the packed bytes of `arrived` of the streamed experts have been copied already."""
+        call, expert, other, cross = self
+        travel = streamed * expert + resident * other - arrived * (expert - other)
+        return travel + (travel > 0) * call + beside_cpu * (cross * tokens)
+
+
+class GpuCost(NamedTuple):
+    """Seconds of decoding and products: of a call, of an expert, and of a row."""
+
+    call: float
+    expert: float
+    row: float
+
+    def seconds(self, experts: Number, used: Number | bool) -> Number:
+        """Seconds in all, if the lane is `used`; `experts` are those of its experts."""
+        return (experts + self.call) * used
+
+
+class Costs(NamedTuple):
+    """What each `Lane` costs, in their order."""
+
+    cpu: CpuCost
+    copy: CopyCost
+    gpu: GpuCost
+
+    def corrected(self, factors: Mapping[Lane, float]) -> Costs:
+        """The same with every lane's seconds times its factor."""
+        cpu, copy, gpu = ([cost * factor for cost in lane] for lane, factor in zip(self, factors.values(), strict=True))
+        return Costs(CpuCost(*cpu), CopyCost(*copy), GpuCost(*gpu))
+
+    def plus(self, other: Costs) -> Costs:
+        """Those of both."""
+        cpu, copy, gpu = (map(add, mine, theirs) for mine, theirs in zip(self, other, strict=True))
+        return Costs(CpuCost(*cpu), CopyCost(*copy), GpuCost(*gpu))
+
+
+def costs(kind: LayerKind, rates: Rates, work: Work) -> Costs:
     """What one kind of layer costs.
 
-    LoRA's parameters lie in CPU memory, so they travel for residents too; in backward their gradients come back, which
-    the other direction of PCIe does meanwhile.
+    LoRA's parameters are in CPU memory, so residents need copies too. In backward their gradients come back, which
+    takes the other direction of PCIe at the same time.
     """
     cpu, gpu = rates.cpu[work], rates.gpu[work]
     lora = kind.lora_parameters * FP32
-    back = lora / rates.copy_out if work == "backward" else 0.0
+    back = lora / rates.copy_out if work == Work.BACKWARD else 0.0
     out, into = (times * kind.hidden_size * BF16 for times in _CROSSINGS[work])
     return Costs(
-        cpu_call=cpu.call,
-        cpu_expert=kind.expert_bytes / cpu.reading,
-        cpu_row=kind.row_flops / cpu.flops,
-        copy_call=rates.copy_call,
-        copy_expert=max((kind.expert_bytes + lora) / rates.copy_in, back),
-        copy_resident=max(lora / rates.copy_in, back),
-        gpu_call=gpu.call,
-        gpu_expert=kind.expert_bytes / gpu.reading,
-        gpu_row=kind.row_flops / gpu.flops,
-        cross=out / rates.copy_out + into / rates.copy_in,
-        cross_in=into / rates.copy_in,
+        CpuCost(
+            call=cpu.call,
+            expert=kind.expert_bytes / cpu.reading,
+            row=kind.row_flops / cpu.flops,
+            cross=out / rates.copy_out + into / rates.copy_in,
+        ),
+        CopyCost(
+            call=rates.copy_call,
+            expert=max((kind.expert_bytes + lora) / rates.copy_in, back),
+            resident=max(lora / rates.copy_in, back),
+            cross=into / rates.copy_in,
+        ),
+        GpuCost(call=gpu.call, expert=kind.expert_bytes / gpu.reading, row=kind.row_flops / gpu.flops),
     )

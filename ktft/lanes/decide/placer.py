@@ -1,4 +1,4 @@
-"""Where each expert in use runs, decided for every layer and micro-batch: the slowest lane is to be done soonest."""
+"""Decides where each expert in use runs, for every layer and micro-batch, so that the slowest lane ends soonest."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
-from operator import add, mul
-from typing import Any, TypeVar
+from operator import mul
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktft.config import Settings
-from ktft.lanes.decide.costs import LANES, WORKS, Costs, LayerKind, Rates, costs
+from ktft.lanes.decide.costs import Costs, LayerKind, Number, Rates, costs
+from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
 
-Number = TypeVar("Number", float, NDArray[Any])
-
-# How measured times correct rates: of the logarithm by which a lane is off, this much each time, and no single time
-# counts as more than twice off. A layer's neighbours see the same rates, so one step of a model corrects most of it.
+# How measured times correct rates. Each measurement corrects this share of the logarithm by which a lane is off, and
+# none counts as more than a factor of two. All layers of a kind share their rates, so one step of a model corrects most
+# of the error.
 _GAIN, _MOST, _LIMIT = 0.15, math.log(2.0), math.log(16.0)
-_STEP = math.log(1.5)  # experts whose rows differ by less are alike
-_FIRST = 1000  # more than any `_alike`
-_FADE = 0.002  # of the correction of a lane that was not used or measured: a bad moment does not shut it for ever
+_STEP = math.log(1.5)  # experts whose rows differ by less are of one class
+_FIRST = 1000  # more than any class
+_FADE = 0.002  # of the correction of a lane that is not used or measured, so that one bad moment does not last
 
-_WORTH = 0.02  # what a lane more must gain, for rates are not known better
+_LANES = tuple(Lane)  # Python walks a tuple five times sooner than an enum
+_WORTH = 0.02  # what one more lane must gain: rates are not known more exactly
 
 
 @dataclass(frozen=True)
@@ -34,45 +32,53 @@ class Placement:
     """Experts in use by where they run, most rows first.
 
     Attributes:
-        seconds: that this takes in each of `LANES`.
-        expected: what the rates alone expected, before corrections, of copies that had not set out before.
-        ahead: experts that are worth being copied before the next such decision.
+        seconds: expected in each lane, by corrected rates.
+        expected: seconds by the rates without corrections; copies that began before the decision are left out.
+        ahead: experts that are worth prefetching before the next such decision.
     """
 
     cpu: list[int]
     stream: list[int]
     resident: list[int]
-    seconds: dict[str, float]
-    expected: dict[str, float]
+    seconds: dict[Lane, float]
+    expected: dict[Lane, float]
     ahead: list[int] = field(default_factory=list)
 
     @property
-    def slowest(self) -> str:
+    def slowest(self) -> Lane:
         """The lane that the others wait for."""
         return max(self.seconds, key=lambda lane: self.seconds[lane])
+
+    def experts(self, where: Where) -> list[int]:
+        """The experts whose rows run there."""
+        found: list[int] = getattr(self, where)
+        return found
 
 
 @dataclass(frozen=True)
 class Coming:
-    """Experts whose packed bytes set out for the GPU before it was decided where they run, and how many of them are
-    there by now; one that is half there counts as half a one.
+    """Prefetched experts: their packed bytes are in flight to the GPU before it is decided where they run.
+
+    Attributes:
+        experts: their numbers.
+        arrived: how many are there by now; an expert that is half there counts as 0.5.
     """
 
     experts: Collection[int] = ()
     arrived: float = 0.0
 
     def among(self, placement: Placement) -> int:
-        """How many of them are streamed."""
+        """How many of them the placement streams."""
         if not self.experts:
             return 0
         return len(placement.stream) + len(self.experts) - len({*placement.stream, *self.experts})
 
 
 def usable_placement(settings: Settings, *, cuda: bool) -> str:
-    """The placement that a machine with or without CUDA gives these settings.
+    """The placement to use on a machine with or without CUDA.
 
     Raises:
-        ValueError: they ask for a GPU, and there is none.
+        ValueError: the settings ask for a GPU, and there is none.
     """
     if cuda:
         return settings.placement
@@ -89,52 +95,51 @@ _NOTHING = Coming()
 
 
 class Placer:
-    """Decides for all layers of one kind, and learns from what they took. One a kind of layer.
+    """Decides for all layers of one kind, and learns from what they took. Each kind of layer has one placer.
 
-    Three lanes run at once: the CPU; PCIe; the GPU's decoding and products, which go on while the next experts are
-    copied. An expert costs the CPU max(reading its weights, computing its rows): with few rows memory is the limit, and
-    rows are free until their products take as long; experts follow each other on each thread, so these maxima add up.
-    PCIe takes as long for any expert. So the experts with most rows go to the GPU, and what is left to find is how
-    many: where the lanes' sums meet.
+    Three lanes run at once: the CPU, the copies over PCIe, and the GPU, which decodes and multiplies while the next
+    experts are copied. An expert costs the CPU max(reading its weights, computing its rows). With few rows memory is
+    the limit, and more rows are free until their products take as long. Each thread computes one expert after another,
+    so these maxima add up. PCIe takes the same time for every expert. So the experts with the most rows go to the GPU,
+    and the only question is how many: the answer is where the sums of the lanes meet.
 
     Args:
         kind: the layers' shape and format.
-        rates: as calibrated or described.
-        mode: `auto`, or `cpu`, `stream`, `resident` to force a lane; residents then stay on the GPU except under `cpu`.
+        rates: measured by `calibrate`, or described.
+        mode: one of `Mode`.
     """
 
-    def __init__(self, kind: LayerKind, rates: Rates, mode: str = "auto") -> None:
-        self.kind, self.rates, self.mode = kind, rates, mode
-        self._base = {work: costs(kind, rates, work) for work in WORKS}
-        self._off = {work: dict.fromkeys(LANES, 0.0) for work in WORKS}  # logarithms of measured / predicted
-
-    def _corrected(self, work: str) -> Costs:
-        return self._base[work].corrected(**self.corrections(work))
+    def __init__(self, kind: LayerKind, rates: Rates, mode: str = Mode.AUTO) -> None:
+        self.kind, self.rates, self.mode = kind, rates, Mode(mode)
+        self._base = {work: costs(kind, rates, work) for work in PASSES}
+        self._off = {work: dict.fromkeys(Lane, 0.0) for work in PASSES}  # logarithms of measured / predicted
+        self._factors = {work: dict.fromkeys(Lane, 1.0) for work in PASSES}
+        self._corrected = self._base | {Work.BOTH: self._base[Work.FORWARD].plus(self._base[Work.BACKWARD])}
 
     def decide(
         self,
         counts: Sequence[int],
         resident: Collection[int],
-        work: str,
-        mode: str | None = None,
+        work: Work,
+        mode: Mode | None = None,
         coming: Coming = _NOTHING,
     ) -> Placement:
-        """Where the experts run that `counts` (rows an expert) gives rows.
+        """Decide where each expert with rows runs.
 
         Args:
+            counts: rows by expert.
             resident: experts whose weights are on the GPU. They run there, unless that makes the GPU the slowest lane:
-                then those with fewest rows go to the CPU.
-            work: `forward` or `backward`; or `both`, for a forward whose backward needs what each lane retained: the
-                seconds are then forward's, and `again` gives backward's.
-            mode: instead of the placer's own.
-            coming: experts on their way to the GPU. They run there, except under `cpu`; were it better to have fewer of
-                them, these are `ahead`.
+                then those with the fewest rows run on the CPU.
+            work: what the layer computes. For `BOTH` the seconds are forward's, and `again` gives those of backward.
+            mode: overrides the placer's own.
+            coming: prefetched experts. They run on the GPU, except under `CPU`. If fewer of them would have been
+                better, `Placement.ahead` has only those.
 
-        A lane is left out where it would gain less than 2%. Equal counts give equal decisions: experts with about as
-        many rows go by their number.
+        A lane is left out if it would gain less than 2%. Equal counts give equal decisions: experts with about the same
+        number of rows are ordered by their number.
         """
-        # No arrays: this runs once a layer, when numpy's code has long left the processor's caches
-        alike, stay, set_out = list(map(_alike, counts)), list[int](), 0
+        # Lists, not arrays: this runs once a layer, and by then numpy's code has left the processor's caches
+        alike, stay, set_out = list(map(_CLASSES.__getitem__, counts)), list[int](), 0
         if resident:
             stay = [expert for expert in sorted(resident) if alike[expert]]
             stay.sort(key=counts.__getitem__, reverse=True)
@@ -146,57 +151,57 @@ class Placer:
                 set_out += 1
         streamed = sorted(range(len(alike)), key=alike.__getitem__, reverse=True)[: len(alike) - alike.count(0)]
         mode = mode or self.mode
-        if mode == "auto":
-            best, j = self._cuts([counts[e] for e in streamed], [counts[e] for e in stay], work, coming.arrived)
+        if mode == Mode.AUTO:
+            rows = counts.__getitem__
+            best, j = self._cuts(list(map(rows, streamed)), list(map(rows, stay)), work, coming.arrived)
         else:
-            best, j = len(streamed) if mode == "stream" else 0, 0 if mode == "cpu" else len(stay)
+            best, j = len(streamed) if mode == Mode.STREAM else 0, 0 if mode == Mode.CPU else len(stay)
         n = max(best, set_out) if best else 0
-        cpu, now = streamed[n:] + stay[j:], "forward" if work == "both" else work
+        cpu, now = streamed[n:] + stay[j:], Work.FORWARD if work == Work.BOTH else work
         seconds = self._seconds(cpu, n, j, counts, now, coming.arrived, set_out if n else 0)
         return Placement(cpu, streamed[:n], stay[:j], *seconds, streamed[:best])
 
-    def again(self, placement: Placement, counts: Sequence[int], work: str, coming: Coming = _NOTHING) -> Placement:
-        """The same experts in the same lanes, with the seconds of other work, or of other experts on their way."""
+    def again(self, placement: Placement, counts: Sequence[int], work: Work, coming: Coming = _NOTHING) -> Placement:
+        """Leave every expert where it is, with the seconds of other work, or with other experts in flight."""
         cpu, stream, resident = placement.cpu, placement.stream, placement.resident
         set_out = coming.among(placement)
         seconds = self._seconds(cpu, len(stream), len(resident), counts, work, coming.arrived, set_out)
         return Placement(cpu, stream, resident, *seconds, placement.ahead)
 
     def _seconds(
-        self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: str, arrived: float, set_out: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """What a `Placement` takes and what was expected, of n streamed experts and j residents."""
-        cost, rows, own = self._base[work], sum(counts), [counts[expert] for expert in cpu]
+        self, cpu: list[int], n: int, j: int, counts: Sequence[int], work: Work, arrived: float, set_out: int
+    ) -> tuple[dict[Lane, float], dict[Lane, float]]:
+        """`seconds` and `expected` of a `Placement` with n streamed experts, j residents, and these on the CPU."""
+        cost, rows, own = self._base[work], sum(counts), list(map(counts.__getitem__, cpu))
         used, tokens = n + j + len(cpu), rows / self.kind.top_k
-        left = sum(_on_cpu(own, cost)) + cost.cpu_call + cost.cross * tokens
-        gpu = (rows - sum(own)) * cost.gpu_row + (n + j) * cost.gpu_expert + cost.gpu_call
-        now = _lanes(n, j, used, left, gpu, min(n, arrived), tokens, cost)
-        after = _lanes(n, j, used, left, gpu, set_out, tokens, cost)
+        left = sum(cost.cpu.experts(own))
+        gpu = (rows - sum(own)) * cost.gpu.row + (n + j) * cost.gpu.expert
+        now = _times(n, j, used, left, 0.0, gpu, min(n, arrived), tokens, cost)
+        after = _times(n, j, used, left, 0.0, gpu, set_out, tokens, cost)
         corrected = map(mul, now, self.corrections(work).values())
-        return dict(zip(LANES, corrected, strict=True)), dict(zip(LANES, after, strict=True))
+        return dict(zip(_LANES, corrected, strict=True)), dict(zip(_LANES, after, strict=True))
 
-    def _cuts(self, streamed: list[int], stay: list[int], work: str, arrived: float) -> tuple[int, int]:
-        """How many to stream, and how many residents run on the GPU, of experts with these rows."""
-        if work == "both":
-            cost = Costs(*map(add, *map(self._corrected, WORKS)))
-            arrived /= 2  # what is there now spares one of two copies
-        else:
-            cost = self._corrected(work)
+    def _cuts(self, streamed: list[int], stay: list[int], work: Work, arrived: float) -> tuple[int, int]:
+        """How many experts to stream, and how many residents run on the GPU, of those with these rows."""
+        cost = self._corrected[work]
+        if work == Work.BOTH:
+            arrived /= 2  # an expert that has arrived saves one of its two copies
         tokens = (sum(streamed) + sum(stay)) / self.kind.top_k
-        best, (cpu, copy, gpu) = _soonest(streamed, stay, tokens, cost, arrived)
-        if not stay or gpu <= max(cpu, copy):
+        best, (*others, gpu) = _soonest(streamed, stay, tokens, cost, arrived)
+        if not stay or gpu <= max(others):
             return best, len(stay)
         return _fewer_residents(streamed, stay, tokens, cost, arrived)
 
-    def observe(self, work: str, placement: Placement, seconds: Mapping[str, float]) -> None:
+    def observe(self, work: Work, placement: Placement, seconds: Mapping[Lane, float]) -> None:
         """Correct the rates by what a layer took.
 
-        May come any time after `decide`, for many layers at once: corrections are means, not steps from the last one.
+        This may happen any time after `decide`, and for many layers at once, because a correction is a mean and not a
+        step from the one before.
 
         Args:
-            seconds: by `LANES`, for those that were measured: `cpu` from hidden states' leaving the GPU until the sum
-                is back; `copy` from the first copy's start until the last expert that was copied is multiplied too, so
-                that the pipeline's end counts; `gpu` the time that kernels for experts, residents' too, were running.
+            seconds: of the lanes that were measured. `CPU` is from when hidden states leave the GPU until the sum is
+                back. `COPY` is from the start of the first copy until the last copied expert is multiplied, so that the
+                end of the pipeline counts. `GPU` is the time in which kernels of experts ran, residents included.
         """
         off = self._off[work]
         for lane, expected in placement.expected.items():
@@ -207,98 +212,114 @@ class Placer:
                 off[lane] = min(max(off[lane], -_LIMIT), _LIMIT)
             else:
                 off[lane] *= 1 - _FADE
+        factors = self._factors[work] = {lane: math.exp(each) for lane, each in off.items()}
+        now = self._corrected
+        now[work] = self._base[work].corrected(factors)
+        now[Work.BOTH] = now[Work.FORWARD].plus(now[Work.BACKWARD])
 
-    def corrections(self, work: str) -> dict[str, float]:
-        """By how much each lane's seconds are more than the rates say."""
-        return {lane: math.exp(off) for lane, off in self._off[work].items()}
+    def corrections(self, work: Work) -> dict[Lane, float]:
+        """The factor by which each lane's seconds exceed what the rates say."""
+        return self._factors[work]
 
 
-@cache
-def _alike(rows: int) -> int:
-    """A number that orders experts by rows, and is equal for about as many: those go by expert number then.
+class _Classes(dict[int, int]):
+    """Maps a number of rows to its class, which is higher for more rows and the same for about as many.
 
-    Neighbours lie beside each other in memory, and travel in one copy instead of one each.
+    Experts of one class are ordered by their number: neighbours are adjacent in memory, so one copy takes them all.
     """
-    return 1 + math.ceil(math.log(rows) / _STEP) if rows else 0
+
+    def __missing__(self, rows: int) -> int:
+        self[rows] = found = 1 + math.ceil(math.log(rows) / _STEP) if rows else 0
+        return found
 
 
-def _on_cpu(rows: list[int], cost: Costs) -> list[float]:
-    """The CPU's seconds for each of these."""
-    row, expert = cost.cpu_row, cost.cpu_expert
-    few = int(expert / row)  # Python compares whole numbers sooner
-    return [each * row if each > few else expert for each in rows]
+_CLASSES = _Classes()
 
 
 def _soonest(
     streamed: list[int], stay: list[int], tokens: float, cost: Costs, arrived: float
-) -> tuple[int, tuple[float, float, float]]:
-    """How many to stream while residents stay, so that the slowest lane is done soonest, or all or none if that is
-    nearly as good; and the lanes' seconds.
+) -> tuple[int, tuple[float, ...]]:
+    """How many experts to stream while all residents stay, so that the slowest lane ends soonest; and each lane's
+    seconds. The answer is all or none if that is nearly as good.
 
-    With every expert more the CPU has less to do, the others more: best is where they meet, one before, or all, for
-    then no hidden states cross.
+    Each further expert leaves the CPU less to do and the other lanes more. So the best number is where they meet, or
+    one fewer, or all, because then no hidden states cross PCIe.
     """
     size, j = len(streamed), len(stay)
-    on_cpu = list(accumulate(_on_cpu(streamed, cost), initial=0.0))
+    on_cpu = list(accumulate(cost.cpu.experts(streamed), initial=0.0))
     rows = list(accumulate(streamed, initial=sum(stay)))
-    cpu = on_cpu[-1] + cost.cpu_call + cost.cross * tokens
+    _, expert, row = cost.gpu
 
-    def lanes(n: int) -> tuple[float, float, float]:
-        gpu = rows[n] * cost.gpu_row + (n + j) * cost.gpu_expert + cost.gpu_call
-        return _lanes(n, j, size + j, cpu - on_cpu[n], gpu, min(n, arrived), tokens, cost)
+    def times(n: int) -> tuple[float, ...]:
+        gpu = rows[n] * row + (n + j) * expert
+        return _times(n, j, size + j, on_cpu[-1], on_cpu[n], gpu, min(n, arrived), tokens, cost)
 
     def met(n: int) -> bool:
-        cpu, copy, gpu = lanes(n)
-        return cpu <= copy or cpu <= gpu
+        cpu, *others = times(n)
+        return cpu <= max(others)
 
     meet = bisect_left(range(size), True, key=met)
-    times = {n: lanes(n) for n in (max(meet - 1, 0), meet, 0, size)}
-    best = min(times, key=lambda n: max(times[n]))
-    enough = max(times[best]) * (1 + _WORTH)
-    best = next((n for n in (size, 0) if max(times[n]) <= enough), best)
-    return best, times[best]
+    found = {n: times(n) for n in (max(meet - 1, 0), meet, 0, size)}
+    best = min(found, key=lambda n: max(found[n]))
+    enough = max(found[best]) * (1 + _WORTH)
+    best = next((n for n in (size, 0) if max(found[n]) <= enough), best)
+    return best, found[best]
 
 
 class _Group:
-    """Experts that may go to the GPU in the same way, most rows first: sums over the first n of them, n = 0 ... all."""
+    """Experts that may run on the GPU in the same way, most rows first.
+
+    Attributes:
+        n: 0, 1, ... up to all of them.
+        cpu, gpu: seconds in that lane of the first n of them.
+    """
 
     def __init__(self, rows: list[int], cost: Costs) -> None:
+        _, expert, row = cost.gpu
         self.n = np.arange(len(rows) + 1)
-        self.cpu = np.array([0.0, *accumulate(_on_cpu(rows, cost))])
-        self.gpu = np.array([0.0, *accumulate([each * cost.gpu_row + cost.gpu_expert for each in rows])])
+        self.cpu = np.array([0.0, *accumulate(cost.cpu.experts(rows))])
+        self.gpu = np.array([0.0, *accumulate([each * row + expert for each in rows])])
 
 
 def _fewer_residents(
     streamed: list[int], stay: list[int], tokens: float, cost: Costs, arrived: float
 ) -> tuple[int, int]:
-    """How many to stream and how many residents run on the GPU, so that the slowest lane is done soonest.
+    """How many experts to stream and how many residents run on the GPU, so that the slowest lane ends soonest.
 
-    With every resident more the CPU has less to do, the others more: best is where they meet, one before, or all.
+    Each further resident leaves the CPU less to do and the other lanes more. So for any number of streamed experts the
+    best number of residents is where the lanes meet, or one fewer, or all.
     """
     some, here, every = _Group(streamed, cost), _Group(stay, cost), len(stay)
     n, there, used = some.n, np.minimum(some.n, arrived), len(streamed) + every
     both = some.cpu[-1] + here.cpu[-1]
-    left = both - some.cpu + (cost.cpu_call + cost.cross * tokens)
-    copy = n * cost.copy_expert - there * (cost.copy_expert - cost.copy_resident)
-    copy += cost.copy_call + cost.cross_in * tokens
-    meet_gpu = (here.cpu + here.gpu).searchsorted(left - (some.gpu + cost.gpu_call))
-    meet_copy = (here.cpu + here.n * cost.copy_resident).searchsorted(left - copy)
-    meet = np.minimum(np.minimum(meet_gpu, meet_copy), every)
+    left = both - some.cpu + (cost.cpu.call + cost.cpu.cross * tokens)
+    copies = n * cost.copy.expert - there * (cost.copy.expert - cost.copy.resident)
+    # One row for each other lane: what it takes without residents, and what the first j of them add
+    others = (
+        (copies + (cost.copy.call + cost.copy.cross * tokens), here.n * cost.copy.resident),
+        (some.gpu + cost.gpu.call, here.gpu),
+    )
+    meets = [(here.cpu + more).searchsorted(left - without) for without, more in others]
+    meet = np.minimum(np.minimum.reduce(meets), every)
     j = np.stack([np.full_like(n, every), meet, np.maximum(meet - 1, 0)])
-    cpu = both + cost.cpu_call + cost.cross * tokens - (some.cpu + here.cpu[j])
-    times = _lanes(n, j, used, cpu, some.gpu + here.gpu[j] + cost.gpu_call, there, tokens, cost)
+    times = _times(n, j, used, both, some.cpu + here.cpu[j], some.gpu + here.gpu[j], there, tokens, cost)
     best = int(np.maximum.reduce(times).argmin())
     return best % len(n), int(j.flat[best])
 
 
-def _lanes(
-    n: Number, j: Number, used: int, cpu: Number, gpu: Number, there: Number, tokens: float, cost: Costs
-) -> tuple[Number, Number, Number]:
-    """Seconds of `LANES` for n streamed experts, of whose packed bytes so many are there, and j residents, of those
-    used; the CPU and the GPU take these where they have any.
+def _times(
+    n: Number, j: Number, used: int, every: float, elsewhere: Number, gpu: Number, there: Number, tokens: float,
+    cost: Costs,
+) -> tuple[Number, ...]:  # fmt: skip
+    """Seconds of each `Lane` if n of the `used` experts are streamed and j are residents on the GPU.
+
+    `there` of the streamed ones have been copied already. The CPU would take `every` seconds for all experts, of which
+    `elsewhere` are for those that it does not run. The GPU takes `gpu` seconds for its own.
     """
     on_gpu = n + j
     on_cpu = on_gpu < used
-    travel = n * cost.copy_expert + j * cost.copy_resident - there * (cost.copy_expert - cost.copy_resident)
-    copy = travel + (travel > 0) * cost.copy_call + on_cpu * (cost.cross_in * tokens)
-    return cpu * on_cpu, copy, gpu * (on_gpu > 0)
+    return (
+        cost.cpu.seconds(every, elsewhere, on_cpu, tokens),
+        cost.copy.seconds(n, j, there, on_cpu, tokens),
+        cost.gpu.seconds(gpu, on_gpu > 0),
+    )

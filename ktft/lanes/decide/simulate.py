@@ -1,34 +1,45 @@
-"""What layers' experts would take on a machine that is described, as the code that places them would place them."""
+"""Predicts what layers' experts take on a described machine, with the placement that `Placer` would decide."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ktft.lanes.decide.costs import BF16, LANES, LayerKind, Rate, Rates
-from ktft.lanes.decide.placer import Placement, Placer
+from ktft.lanes.decide.costs import BF16, LayerKind, Rate, Rates
+from ktft.lanes.decide.placer import Placer
+from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
+
+Key = TypeVar("Key", Lane, Where)
 
 ROUTINGS = ("uniform", "zipf")
-# Of the GPU's dense bf16 FLOP/s that grouped products reach beyond reading their weights, and of its memory's rate that
-# decoding does: Qwen3-30B-A3B's gate and up take 0.26, 0.43 and 1.25 ms at 512, 4096 and 16384 tokens on an H200.
+# The share of the GPU's dense bf16 FLOP/s that grouped products reach, beside reading their weights, and the share of
+# its memory's rate that decoding reaches. Qwen3-30B-A3B's gate and up take 0.26, 0.43 and 1.25 ms at 512, 4096 and
+# 16384 tokens on an H200.
 PRODUCT_SHARE, MEMORY_SHARE = 0.75, 0.6
-# Forward, backward: products of a row over forward's (backward computes gate and up again), times that bf16 weights are
-# read after they were written, and bytes a row of gathering, SwiGLU and summing, by hidden and by intermediate size.
-_PRODUCTS, _READS = {"forward": 1.0, "backward": 5 / 3}, {"forward": 1.0, "backward": 5 / 3}
-_ROW_BYTES = {"forward": (14, 12), "backward": (30, 30)}
-_DRAWS = 4  # of counts
-# Seconds of a call that computes nothing: Python, waking threads; some tens of kernel launches and their events.
-_CPU_CALL, _COPY_CALL, _GPU_CALL = 1e-4, 5e-5, {"forward": 3e-4, "backward": 6e-4}
+# Products of a row, relative to forward's (backward computes gate and up again); how often decoded bf16 weights are
+# read; and bytes a row that gathering, SwiGLU and summing move for each element of the hidden and intermediate sizes.
+_PRODUCTS = {Work.FORWARD: 1.0, Work.BACKWARD: 5 / 3}
+_READS = {Work.FORWARD: 1.0, Work.BACKWARD: 5 / 3}
+_ROW_BYTES = {Work.FORWARD: (14, 12), Work.BACKWARD: (30, 30)}
+_DRAWS = 4  # how many layers draw counts of their own
+# Seconds of a call that computes nothing: Python and waking threads; some tens of kernel launches and their events.
+_CPU_CALL, _COPY_CALL, _GPU_CALL = 1e-4, 5e-5, {Work.FORWARD: 3e-4, Work.BACKWARD: 6e-4}
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine's rates for one kind of layer: FLOP/s of base products on the CPU (backward's with all that it computes
-    again) and on the GPU (dense bf16), bytes/s of their memories and of pinned copies each way.
+    """What is known about a machine.
+
+    Attributes:
+        cpu_forward, cpu_backward: FLOP/s of base products on the CPU; backward's include all that it computes again.
+        cpu_bandwidth, gpu_bandwidth: bytes/s of their memories.
+        pcie: bytes/s of pinned copies, in each direction.
+        gpu_flops: dense bf16 FLOP/s.
     """
 
     cpu_forward: float
@@ -39,16 +50,15 @@ class Hardware:
     gpu_bandwidth: float
 
     def rates(self, kind: LayerKind, *, retained: bool = False) -> Rates:
-        """The lanes' rates; `retained`: the CPU's backward finds gate and up, and need not read them once more."""
+        """The lanes' rates. `retained`: forward kept gate and up, so the CPU's backward does not read their weights."""
+        reads = 1 if retained else _READS[Work.BACKWARD]
         cpu = {
-            "forward": Rate(self.cpu_forward, self.cpu_bandwidth, _CPU_CALL),
-            "backward": Rate(
-                self.cpu_backward, self.cpu_bandwidth / (1 if retained else _READS["backward"]), _CPU_CALL
-            ),
+            Work.FORWARD: Rate(self.cpu_forward, self.cpu_bandwidth, _CPU_CALL),
+            Work.BACKWARD: Rate(self.cpu_backward, self.cpu_bandwidth / reads, _CPU_CALL),
         }
-        return Rates(cpu, {work: self._gpu(kind, work) for work in cpu}, self.pcie, self.pcie, _COPY_CALL)
+        return Rates(cpu, {work: self._gpu(kind, work) for work in PASSES}, self.pcie, self.pcie, _COPY_CALL)
 
-    def _gpu(self, kind: LayerKind, work: str) -> Rate:
+    def _gpu(self, kind: LayerKind, work: Work) -> Rate:
         memory = self.gpu_bandwidth * MEMORY_SHARE
         hidden, inner = _ROW_BYTES[work]
         row = _PRODUCTS[work] * kind.row_flops / (self.gpu_flops * PRODUCT_SHARE)
@@ -60,15 +70,20 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of layers' experts: of whole passes, by lane how long each was busy, and by lane how long the others
-    waited for it; rows, forward and backward, by where they ran.
+    """What layers' experts take.
+
+    Attributes:
+        forward, backward: seconds of the whole pass.
+        busy: seconds that each lane worked.
+        limiting: seconds of the passes in which each lane was the slowest.
+        rows: of forward and backward, by where they ran.
     """
 
     forward: float
     backward: float
-    busy: dict[str, float]
-    limiting: dict[str, float]
-    rows: dict[str, float]
+    busy: dict[Lane, float]
+    limiting: dict[Lane, float]
+    rows: dict[Where, float]
 
     @property
     def total(self) -> float:
@@ -76,25 +91,25 @@ class Simulated:
         return self.forward + self.backward
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Of the rows, by where they ran."""
+    def shares(self) -> dict[Where, float]:
+        """The share of all rows that ran in each place."""
         return {where: count / sum(self.rows.values()) for where, count in self.rows.items()}
 
     @property
-    def slowest(self) -> str:
-        """The lane that most time is spent waiting for."""
+    def slowest(self) -> Lane:
+        """The lane that the others wait for most of the time."""
         return max(self.limiting, key=lambda lane: self.limiting[lane])
 
 
 def popularity(kind: LayerKind, routing: str) -> NDArray[np.float64]:
-    """How likely a token is sent to each expert; together `top_k`.
+    """The probability that a token is sent to each expert; together `top_k`.
 
-    `zipf`: expert n is drawn with weight 1/n, `top_k` of them without replacement. As if every expert's clock rang
-    after a random time of that rate, and the first `top_k` counted: the chance is 1 - exp(-t / n) at the time t by
-    which `top_k` are expected.
+    `zipf` draws `top_k` experts without replacement, expert n with weight 1/n. This is as if every expert had a clock
+    that rings after a random time of that rate, and the first `top_k` were chosen. So the probability is
+    1 - exp(-t / n), where t is the time by which `top_k` clocks are expected to ring.
 
     Raises:
-        ValueError: another routing.
+        ValueError: the routing is unknown.
     """
     if routing == "uniform":
         return np.full(kind.num_experts, kind.top_k / kind.num_experts)
@@ -110,11 +125,11 @@ def popularity(kind: LayerKind, routing: str) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=64)
 def draw_counts(kind: LayerKind, tokens: int, routing: str, seed: int = 0) -> tuple[int, ...]:
-    """Rows an expert of one micro-batch, drawn from `popularity`; together `tokens * top_k`."""
+    """Rows by expert of one micro-batch, drawn from `popularity`; together `tokens * top_k`."""
     share = popularity(kind, routing)
     counts = np.random.default_rng(seed).binomial(tokens, share)
     missing = tokens * kind.top_k - int(counts.sum())
-    for expert in np.argsort(-share, kind="stable"):  # what independent draws miss
+    for expert in np.argsort(-share, kind="stable"):  # independent draws miss the sum
         if not missing:
             break
         more = min(max(int(counts[expert]) + missing, 0), tokens) - int(counts[expert])
@@ -123,56 +138,51 @@ def draw_counts(kind: LayerKind, tokens: int, routing: str, seed: int = 0) -> tu
 
 
 def simulate(
-    kind: LayerKind, rates: Rates, tokens: int, *, layers: int = 1, mode: str = "auto", residents: int = 0,
+    kind: LayerKind, rates: Rates, tokens: int, *, layers: int = 1, mode: str = Mode.AUTO, residents: int = 0,
     routing: str = "uniform", retained: bool = False,
 ) -> Simulated:  # fmt: skip
     """One forward and one backward of such layers.
 
     Args:
-        layers: how many; up to `_DRAWS` of them draw their own counts, and stand for the others.
-        mode: as `Placer` takes it.
-        residents: of each layer, the most popular ones.
+        layers: how many there are; up to `_DRAWS` of them draw their own counts, and stand for the others.
+        mode: one of `Mode`.
+        residents: how many experts of each layer stay on the GPU; they are the most popular ones.
         retained: backward uses what forward kept, so its experts stay where they were.
     """
     placer = Placer(kind, rates, mode)
     resident = range(min(residents, kind.num_experts))  # `popularity` falls with the number
-    seconds = dict.fromkeys(("forward", "backward"), 0.0)
-    busy, limiting = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
-    rows = dict.fromkeys(("cpu", "stream", "resident"), 0.0)
+    seconds = dict.fromkeys(PASSES, 0.0)
+    busy, limiting = dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)
+    rows = dict.fromkeys(Where, 0.0)
     draws = min(layers, _DRAWS)
     for draw in range(draws):
         counts = draw_counts(kind, tokens, routing, seed=draw)
-        forward = placer.decide(counts, resident, "both" if retained else "forward")
-        for work in seconds:
+        forward = placer.decide(counts, resident, Work.BOTH if retained else Work.FORWARD)
+        for work in PASSES:
             placed = forward
-            if work == "backward":
+            if work == Work.BACKWARD:
                 placed = placer.again(forward, counts, work) if retained else placer.decide(counts, resident, work)
             slowest = placed.slowest
             seconds[work] += placed.seconds[slowest] * layers / draws
             limiting[slowest] += placed.seconds[slowest] * layers / draws
-            for lane in LANES:
+            for lane in Lane:
                 busy[lane] += placed.seconds[lane] * layers / draws
             for where in rows:
-                rows[where] += _rows(placed, where, counts) * layers / draws
+                rows[where] += sum(counts[expert] for expert in placed.experts(where)) * layers / draws
     return Simulated(**seconds, busy=busy, limiting=limiting, rows=rows)
-
-
-def _rows(placed: Placement, where: str, counts: tuple[int, ...]) -> int:
-    return sum(counts[expert] for expert in getattr(placed, where))
 
 
 def joined(parts: Iterable[Simulated]) -> Simulated:
     """The sum over kinds of layers."""
     several = list(parts)
 
-    def total(name: str) -> dict[str, float]:
-        first: dict[str, float] = getattr(several[0], name)
-        return {key: sum(getattr(each, name)[key] for each in several) for key in first}
+    def total(sums: Callable[[Simulated], dict[Key, float]]) -> dict[Key, float]:
+        return {key: sum(sums(each)[key] for each in several) for key in sums(several[0])}
 
     return Simulated(
         forward=sum(each.forward for each in several),
         backward=sum(each.backward for each in several),
-        busy=total("busy"),
-        limiting=total("limiting"),
-        rows=total("rows"),
+        busy=total(lambda each: each.busy),
+        limiting=total(lambda each: each.limiting),
+        rows=total(lambda each: each.rows),
     )

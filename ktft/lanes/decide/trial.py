@@ -1,12 +1,13 @@
-"""Which lanes `placement: auto` uses for batches of one size: what whole steps show to be fastest.
+"""Chooses the mode of `placement: auto` for batches of one size: the one in which whole steps are fastest.
 
-The placer's rates say what each lane takes alone. They cannot say what lanes take from each other: threads that compute
-experts slow down the one that gives the GPU its work, by half where two of them share a core, and copies ahead of time
-cost nothing where attention lasts as long. So the ways that the rates find promising are tried, some steps each, and
-those that come out near each other some more; the best one is taken until the next trial. Only steps of one trial are
-compared, since what a machine can do changes. A step after one that went another way finds none of the experts which
-that one would have left on the GPU, and one after a pause finds caches and clocks cold: these do not count. Medians
-decide: what one step takes is a fourth off now and then, in both directions.
+The placer's rates say what each lane takes alone. They cannot say what the lanes take from each other: threads that
+compute experts slow down the thread that launches the GPU's kernels, by half where two of them share a core, and
+prefetching costs nothing where attention takes as long as the copies. So this module tries each mode that looks
+promising by the rates for a few steps, and those that come out close for a few more. The best one is used until the
+next trial. Only steps of one trial are compared, because the machine's speed changes. Two kinds of step do not count:
+a step after one in another mode, which finds none of the experts that its own mode would have left on the GPU, and a
+step after a pause, which finds caches and clocks cold. Medians decide, because single steps are off by a quarter now
+and then, in both directions.
 """
 
 from __future__ import annotations
@@ -18,51 +19,59 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-WAYS = ("auto", "stream", "cpu")
-"""Modes of the placer: experts split as the rates say, all streamed that are not resident, all on the CPU."""
+from ktft.lanes.terms import Mode
+
+TRIED = (Mode.AUTO, Mode.STREAM, Mode.CPU)
+"""The modes that `auto` chooses from."""
 PROMISING = 2.0
-"""A way is tried that the rates expect to take no more than so many times the best one's time."""
+"""A mode is tried if the rates expect it to take at most this many times as long as the best one."""
 TRIALS, MORE = 3, 2
-"""Steps that count of each way, and further ones of those that are near the best one then."""
+"""Steps that a trial counts of each mode, and further ones of the modes that are then near the best."""
 AGAIN, AT_MOST = 64, 512
-"""Steps to the next trial, of the best way and of the second if it is near; each that ends alike doubles them."""
+"""Steps until the next trial, which compares the best mode and the second if it is near. A trial with the same result
+as the one before doubles this number, up to `AT_MOST`.
+"""
 NEAR = 1.25
+"""A mode is near the best if its steps take less than this many times as long."""
 WORSE = 1.15
-"""The next trial comes at once if the last steps took so many times what they took in the one before."""
+"""The next trial begins at once if recent steps took more than this many times what they took in the last trial."""
 PAUSE, PAUSES = 3.0, 16
-"""A step counts if what passed since the last one is at most so many times the shortest of so many such pauses of its
-size: what a model does before its first experts takes as long as there are tokens.
+"""A step counts if the pause before it was at most `PAUSE` times the shortest of the last `PAUSES` pauses before steps
+of its size. They are compared by size because what a model does before its first experts grows with the tokens.
 """
 
 
 class _Size:
-    """What is known of batches of about one size.
+    """What is known about batches of about one size.
 
     Args:
-        ways: to be tried.
+        modes: those to try.
     """
 
-    def __init__(self, ways: Sequence[str]) -> None:
+    def __init__(self, modes: Sequence[Mode]) -> None:
         self.pauses: deque[float] = deque(maxlen=PAUSES)
-        self._trial: dict[str, list[float]] = {way: [] for way in ways}  # seconds that count
-        self._near: list[str] = []  # the last trial's best way, and the second if it is near; none while one goes on
-        self._usual, self._last = 0.0, deque[float](maxlen=TRIALS + MORE)  # of the chosen way: then, and now
+        self._trial: dict[Mode, list[float]] = {mode: [] for mode in modes}  # seconds that count
+        self._near: list[Mode] = []  # the last trial's best mode, and the second if it is near; empty during a trial
+        self._usual, self._last = (
+            0.0,
+            deque[float](maxlen=TRIALS + MORE),
+        )  # the chosen mode: in its trial, and since
         self._left = self._again = AGAIN
-        self._before: str | None = None  # the last step's way
-        self._chosen: str | None = None  # the last trial's
+        self._before: Mode | None = None  # the last step's mode
+        self._chosen: Mode | None = None  # the last trial's
 
-    def next(self) -> str:
-        """The way of the next step."""
+    def next(self) -> Mode:
+        """The mode of the next step."""
         if self._near:
             return self._near[0]
         lacking = self._lacking()
         return self._before if self._before in lacking else lacking[0]
 
-    def add(self, way: str, seconds: float, paused: bool) -> None:
-        """A step is over."""
-        if way == self._before and not paused:
-            (self._last if self._near else self._trial[way]).append(seconds)
-        self._before = way
+    def add(self, mode: Mode, seconds: float, paused: bool) -> None:
+        """Count a step that is over."""
+        if mode == self._before and not paused:
+            (self._last if self._near else self._trial[mode]).append(seconds)
+        self._before = mode
         if not self._near and not self._lacking():
             self._choose()
         elif self._near:
@@ -71,19 +80,19 @@ class _Size:
             if len(self._near) > 1 and (worse or self._left <= 0):
                 self._trial, self._near = {near: [] for near in self._near}, []
 
-    def _lacking(self) -> list[str]:
-        """Ways that the trial has not seen often enough."""
-        new = [way for way, seconds in self._trial.items() if len(seconds) < TRIALS]
+    def _lacking(self) -> list[Mode]:
+        """The modes of which the trial needs more steps."""
+        new = [mode for mode, seconds in self._trial.items() if len(seconds) < TRIALS]
         if new:
             return new
         near = self._ranked()
-        return [way for way in near if len(near) > 1 and len(self._trial[way]) < TRIALS + MORE]
+        return [mode for mode in near if len(near) > 1 and len(self._trial[mode]) < TRIALS + MORE]
 
-    def _ranked(self) -> list[str]:
-        """The trial's best way and those near it, by their medians."""
-        usual = {way: statistics.median(seconds) for way, seconds in self._trial.items()}
-        ranked = sorted(usual, key=lambda way: usual[way])
-        return [way for way in ranked if way == ranked[0] or usual[way] < NEAR * usual[ranked[0]]]
+    def _ranked(self) -> list[Mode]:
+        """The trial's best mode and those near it, best first, by their medians."""
+        usual = {mode: statistics.median(seconds) for mode, seconds in self._trial.items()}
+        ranked = sorted(usual, key=lambda mode: usual[mode])
+        return [mode for mode in ranked if mode == ranked[0] or usual[mode] < NEAR * usual[ranked[0]]]
 
     def _choose(self) -> None:
         before = self._chosen
@@ -97,13 +106,13 @@ class _Size:
 @dataclass(frozen=True)
 class _Step:
     size: _Size
-    way: str
+    mode: Mode
     began: float
     paused: bool
 
 
 class Choice:
-    """One model's, for all of its layers: a step goes one way.
+    """Chooses for one model. All layers of a step have the same mode.
 
     Args:
         clock: seconds.
@@ -115,26 +124,26 @@ class Choice:
         self._step: _Step | None = None
         self._ended: float | None = None
 
-    def way(self, tokens: int, expected: Callable[[], Mapping[str, float]]) -> str:
-        """The way of the step at hand, which begins with its first call.
+    def mode(self, tokens: int, expected: Callable[[], Mapping[Mode, float]]) -> Mode:
+        """The mode of the current step, which begins with the first call of this.
 
         Args:
-            tokens: of the micro-batch.
-            expected: seconds of a layer by way, as the rates have it; asked for once a size.
+            tokens: how many the micro-batch has.
+            expected: gives the seconds of a layer in each mode, by the rates; called once for each size.
         """
         if self._step is None:
             bucket = round(2 * math.log2(max(tokens, 1)))
             if bucket not in self._sizes:
                 seconds = expected()
                 worth = PROMISING * min(seconds.values())
-                ways = [way for way in WAYS if seconds[way] <= worth]
-                self._sizes[bucket] = _Size(ways)
+                modes = [mode for mode in TRIED if seconds[mode] <= worth]
+                self._sizes[bucket] = _Size(modes)
             size, now = self._sizes[bucket], self._clock()
             self._step = _Step(size, size.next(), now, self._paused(size, now))
-        return self._step.way
+        return self._step.mode
 
     def begin_step(self) -> None:
-        """A step begins: passes since the last one were none of it."""
+        """A step begins; passes since the last one do not belong to it."""
         self._step = None
 
     def end_step(self) -> None:
@@ -142,7 +151,7 @@ class Choice:
         if self._step is None:
             return
         step, self._step, ended = self._step, None, self._clock()
-        step.size.add(step.way, ended - step.began, step.paused)
+        step.size.add(step.mode, ended - step.began, step.paused)
         self._ended = ended
 
     def _paused(self, size: _Size, now: float) -> bool:

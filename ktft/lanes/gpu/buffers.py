@@ -1,4 +1,4 @@
-"""The lane's memory on the device, sized once for all layers, and where each layer's chunks lie in it."""
+"""The lane's memory on the device, which all layers share, and where each layer's chunks lie in it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ktft.native.packed import PackedSlice
 
 META = torch.device("meta")
 LEAST_CHUNKS = 2
-"""That a layer's experts make: nothing goes on beside the first one's copy and the last one's products."""
+"""The fewest chunks of a layer with all its experts: with one chunk, its products could not overlap its copy."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What does not change from call to call of a layer.
+class ChunkLayout:
+    """Where a layer's chunks lie in the buffers; it is the same in every call of the layer.
 
     Attributes:
-        slices: the layer's.
-        kind: equal where decoding and adapters are the same kernels, but for the buffers that these read.
-        capacity: experts of a chunk.
-        packed, adapters: places of the blocks and of the LoRA tensors, one for each buffer.
-        gathered: the place of resident experts' blocks.
-        weights: the decoded chunk.
+        slices: of the layer's packed experts.
+        kind: equal for layers whose decoding and adapters are the same kernels, apart from the buffers that these read.
+        capacity: the most experts of a chunk.
+        packed, adapters: where packed bytes and LoRA tensors lie in each of the two buffers.
+        gathered: where the packed bytes of resident experts lie.
+        weights: memory of the decoded chunk.
     """
 
     slices: list[PackedSlice]
@@ -45,7 +45,7 @@ class Plan:
     _decoded: dict[int, ChunkWeights] = field(default_factory=dict)
 
     def decoded(self, experts: int) -> ChunkWeights:
-        """Memory for so many experts' weights."""
+        """The part of `weights` for a chunk of so many experts."""
         if experts not in self._decoded:
             first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
             self._decoded[experts] = replace(self.weights, **first)
@@ -53,18 +53,18 @@ class Plan:
 
 
 def tensors(weights: ChunkWeights) -> dict[str, Tensor]:
-    """Those of them that there are, by attribute."""
+    """The tensors that these weights have, by attribute."""
     found = {each.name: getattr(weights, each.name) for each in fields(weights)}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def decoded_bytes(weights: ChunkWeights) -> int:
-    """Bytes of a buffer that `laid_over` takes."""
+    """How many bytes of a buffer `laid_over` needs."""
     return sum(aligned(tensor.nbytes) for tensor in tensors(weights).values())
 
 
 def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
-    """Weights of these shapes in a buffer, uint8 `[decoded_bytes]` or more."""
+    """Weights of the same shapes as views of a buffer, uint8 `[decoded_bytes]` or more."""
     placed: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors(weights).items():
@@ -74,54 +74,54 @@ def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
 
 
 class Buffers:
-    """Two for packed bytes, two for LoRA tensors, one for residents' packed bytes, one for decoded weights.
+    """A lane's buffers: two for packed bytes, two for LoRA tensors, one for residents' packed bytes, one for decoded
+    weights.
 
     Args:
-        transfer: the device.
-        chunk_bytes: packed bytes of a chunk; it holds one expert at least.
-        limit: bytes of all buffers, as far as one expert a chunk allows.
+        transfer: copies to the device.
+        chunk_bytes, limit: see `GpuLane`.
 
     Attributes:
-        packed, adapters, gathered: the rings.
+        packed, adapters, gathered: the rings of the first three.
     """
 
     def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
         self._transfer, self.chunk_bytes, self.limit = transfer, chunk_bytes, limit
         self.packed, self.adapters, self.gathered = Ring(transfer, frozen=True), Ring(transfer), Ring(transfer, 1)
         self._decoded = torch.empty(0, dtype=torch.uint8, device=transfer.device)
-        self._plans: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, Plan]] = weakref.WeakKeyDictionary()
+        self._layouts: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, ChunkLayout]] = weakref.WeakKeyDictionary()
 
     @property
     def bytes(self) -> int:
-        """On the device."""
+        """How much memory of the device the buffers take."""
         return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
 
     def forget(self) -> None:
-        """Make all plans anew: the residents' memory is another."""
-        self._plans.clear()
+        """Lay out all layers anew, because the residents' memory has changed."""
+        self._layouts.clear()
 
-    def plan(
+    def layout(
         self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
-    ) -> Plan:
-        """The layer's, made at its first call, and again when the adapters' tensors are other ones.
+    ) -> ChunkLayout:
+        """The layer's layout, which is made in its first call, and again when the adapters have other tensors.
 
         Args:
             layer: the packed experts.
             lora: adapters, CPU tensors.
-            residents: tells where the residents of a layer lie.
+            residents: gives the sources of a layer's residents.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
-            ValueError: a LoRA tensor that is not a contiguous CPU tensor of the layer's experts.
+            ValueError: a LoRA tensor is not a contiguous CPU tensor of the layer's experts.
         """
         parameters = lora.parameters() if lora is not None else []
         names = sorted(lora.pairs) if lora is not None else []
         signature = names, [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in parameters]
-        found = self._plans.get(layer)
+        found = self._layouts.get(layer)
         if found is None or found[0] != signature:
-            with torch.inference_mode(False):  # a later call that trains writes there, too
+            with torch.inference_mode(False):  # a later call that trains writes there as well
                 found = signature, self._make(layer, lora, parameters, residents)
-            self._plans[layer] = found
+            self._layouts[layer] = found
         return found[1]
 
     def _make(
@@ -130,7 +130,7 @@ class Buffers:
         lora: ExpertLora | None,
         parameters: Sequence[Tensor],
         residents: Callable[[ExpertLayer], list[Source]] | None,
-    ) -> Plan:
+    ) -> ChunkLayout:
         for tensor in parameters:
             if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.shape[0] != layer.num_experts:
                 raise ValueError(
@@ -147,18 +147,18 @@ class Buffers:
             return ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, META)
 
         held = residents(layer) if residents is not None else []
-        places = 3 if held else 2  # of packed bytes
+        places = 3 if held else 2  # buffers of packed bytes
         one = places * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
         most = -(-layer.num_experts // LEAST_CHUNKS)
         capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
-        capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # of chunks alike
+        capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # chunks of about the same size
         weights = shapes(capacity)
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
-            self._plans.clear()
+            self._layouts.clear()
         weights = laid_over(weights, self._decoded)
-        return Plan(
+        return ChunkLayout(
             slices,
             (layer.format, capacity, self._decoded.data_ptr(), *weights.places.items(), *parts, *rows),
             capacity,
@@ -169,7 +169,7 @@ class Buffers:
         )
 
     def _reserve(self, packed: int, adapters: int, gather: bool, weights: ChunkWeights) -> bool:
-        """Make all buffers large enough; returns whether any is another than before."""
+        """Make all buffers large enough; returns whether any of them moved."""
         moved = [
             self.packed.reserve(packed),
             self.adapters.reserve(adapters),

@@ -1,7 +1,7 @@
-"""The GPU lane: packed experts go to the device as they are, in chunks, and are decoded and multiplied there.
+"""The GPU lane copies packed experts to the device in chunks, and decodes and multiplies them there.
 
-While one chunk is multiplied the next one is on its way: buffers of packed bytes take turns, one of decoded weights is
-used by all. Events order the streams; the host waits for none of it.
+While one chunk is multiplied, the next one is in flight: two buffers of packed bytes take turns, and all chunks share
+one buffer of decoded weights. Events order the streams, so the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from torch import Tensor
 from ktft.config import LANE_BYTES, PROJECTIONS
 from ktft.device import device_of
 from ktft.lanes.decide.placer import Coming
-from ktft.lanes.gpu.buffers import Buffers, Plan
+from ktft.lanes.gpu.buffers import Buffers, ChunkLayout
 from ktft.lanes.gpu.graphs import Recorded
-from ktft.lanes.gpu.rings import Place
+from ktft.lanes.gpu.rings import Place, Source
 from ktft.lanes.gpu.transfer import transfer
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
 from ktft.lanes.ops.decode import ChunkWeights, decode, place
@@ -35,16 +35,33 @@ from ktft.native import ExpertLayer
 from ktft.native.cuda import Rows
 from ktft.system import readable
 
-if TYPE_CHECKING:
-    from ktft.lanes.gpu.residents import Residents
-
 CHUNK_BYTES = 320 << 20
-"""Packed bytes of a chunk, at most. The larger, the less a layer costs the host that launches its chunks' kernels."""
+"""The most packed bytes of a chunk. Larger chunks mean fewer kernels for the host to launch in each layer."""
+
+
+class HeldExperts(Protocol):
+    """What a lane must know of the experts that stay on its device; `ktft.lanes.gpu.residents.Residents` has it.
+
+    Attributes:
+        bytes: how much memory of the device they take.
+        arrived: event after which every expert is in its block.
+    """
+
+    @property
+    def bytes(self) -> int: ...
+
+    arrived: Any
+
+    def slots(self, layer: ExpertLayer) -> dict[int, int]:
+        """The layer's experts that stay on the device, each with the number of its block."""
+
+    def sources(self, layer: ExpertLayer) -> list[Source]:
+        """The blocks as matrices to copy from: one for each slice of the layer's packed experts."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Experts of one chunk; `slots` are their places among the residents, None where they are streamed."""
+    """The experts of one chunk. `slots` are their blocks among the residents; None if they are streamed."""
 
     experts: list[int]
     slots: list[int] | None = None
@@ -52,7 +69,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A chunk on its way."""
+    """A chunk whose copies have begun. `packed` is None if its experts are residents."""
 
     part: _Part
     packed: Place | None
@@ -60,7 +77,7 @@ class _Begun:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _Ready:
     """A chunk that can be multiplied."""
 
     experts: list[int]
@@ -70,60 +87,66 @@ class _Chunk:
 
 
 class GpuLane:
-    """Experts streamed to one device, and those that stay there; shared by all layers of a model.
+    """Runs experts on one device, those that are streamed to it and those that stay there, for all layers of a model.
 
-    Products run on torch's current stream. Any thread may call: the buffers, what was begun ahead and the events belong
-    to one call at a time, and a call that comes meanwhile waits until this one's work is queued. Events then order the
-    work of both on the device, also where the threads use different streams.
+    Products run on torch's current stream. Any thread may call the lane. Its buffers, prefetched chunks and events
+    belong to one call at a time: a second call waits until the first one's work is queued. Events then order the work
+    of both on the device, even if the threads use different streams.
 
     Args:
-        device: `cuda`, `cuda:N`, or `cpu`, where the same is done with plain copies.
-        chunk_bytes: packed bytes of a chunk; it holds one expert at least.
-        limit: bytes of the lane's buffers, as far as one expert a chunk allows.
+        device: `cuda`, `cuda:N`, or `cpu`, where plain copies do the same.
+        chunk_bytes: the most packed bytes of a chunk; a chunk holds at least one expert.
+        limit: the most bytes of the lane's buffers, which are larger only if one expert a chunk needs more.
 
     Attributes:
+        device: with its index.
         transfer: the device's copies.
-        residents: which experts stay on the device; None where none do.
-        used: event: the products of the last call are done with the lane's memory.
+        residents: the experts that stay on the device; None if there are none.
+        used: event after which the products of the last call no longer read the lane's memory.
         mutex: held by whoever gives the device work through the lane, or moves its residents.
 
     Raises:
         CudaError: CUDA's driver cannot be opened.
-        ValueError: a device of another kind.
+        ValueError: the device is neither CUDA nor the CPU.
     """
 
     def __init__(self, device: torch.device | str, *, chunk_bytes: int = CHUNK_BYTES, limit: int = LANE_BYTES) -> None:
         device = device_of(torch.device(device)).indexed()
         self.device, self.transfer = device, transfer(device)
-        self.residents: Residents | None = None
+        self.residents: HeldExperts | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._recorded = Recorded(device, on=by_triton(device))
-        self._ahead: deque[tuple[Plan, _Begun]] = deque()
-        self._returning: list[Tensor] = []  # that copies out may be writing: nobody else gets their memory
+        self._ahead: deque[tuple[ChunkLayout, _Begun]] = deque()
+        self._returning: list[Tensor] = []  # copies may be writing them, so nobody else may get their memory
         self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
         self.mutex = threading.RLock()
         _LANES.add(self)
 
     @property
     def bytes(self) -> int:
-        """Of the lane's buffers on the device, without the residents."""
+        """Bytes of the lane's buffers on the device, without the residents."""
         return self._buffers.bytes
 
-    def hold(self, residents: Residents | None) -> None:
-        """Take these experts from the device from now on."""
+    def hold(self, residents: HeldExperts | None) -> None:
+        """From now on, do not stream these experts, which stay on the device."""
         with self.mutex:
             self.residents = residents
             self._buffers.forget()
 
+    def held(self, layer: ExpertLayer) -> dict[int, int]:
+        """The layer's experts that stay on the device, each with the number of its block."""
+        with self.mutex:
+            return dict(self._held(layer))
+
     def lock(self, layers: Iterable[ExpertLayer], progress: Callable[[str, int], None] | None = None) -> bool:
-        """Lock the layers' packed experts where they lie, some GB a second. Else a layer's first call does.
+        """Lock the layers' packed experts in place, at some GB a second. Otherwise each layer's first call does this.
 
         Args:
-            layers: which.
-            progress: called with a layer's name and its bytes, when they are done with.
+            layers: the layers to lock.
+            progress: called with each layer's name and bytes once it is done.
 
         Returns:
-            Whether all are locked. Those that are not go through buffers, which costs speed; the log says why.
+            Whether all are locked. Copies of the others go through a locked buffer, which is slower; the log says why.
         """
         locked = True
         for layer in layers:
@@ -142,19 +165,20 @@ class GpuLane:
         lora: ExpertLora | None,
         out: Tensor,
     ) -> None:
-        """Add these experts' part to the layer's output. Returns when the work is queued.
+        """Add what these experts contribute to the layer's output. Returns when the work is queued.
 
         Args:
             layer: the packed experts.
-            experts: which: residents run first, others in the order of their numbers, so that neighbours travel in one.
-            routes: of the whole call, on the device.
+            experts: which of them to run. Residents run first, the others in the order of their numbers, so that
+                neighbours are copied together.
+            routes: the rows of the whole call, on the device.
             hidden: `[T, H]` fp32, bf16 or fp16; top_k_weights: `[T, k]` fp32; both contiguous, on the device.
-            lora: adapters, CPU tensors `[E, ...]`; they must not change before `settle` or `finish`.
+            lora: adapters, CPU tensors `[E, ...]`; they must not change before `settle` or `finish` returns.
             out: fp32 `[T, H]` on the device, added to.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; the message has the cure.
-            ValueError: a LoRA tensor that cannot be copied.
+            torch.OutOfMemoryError: the device has no room; the message says what to do.
+            ValueError: a LoRA tensor cannot be copied.
         """
         with self._guard(layer, "forward"):
             for chunk in self._chunks(layer, experts, routes, lora):
@@ -173,18 +197,19 @@ class GpuLane:
         grad_weights: Tensor,
         lora_grads: Sequence[Tensor],
     ) -> None:
-        """Add these experts' part to the gradients; `finish` says when those of LoRA are there.
+        """Add what these experts contribute to the gradients. LoRA's gradients are complete when `finish` returns.
 
         Args:
-            layer, experts, routes, hidden, top_k_weights, lora: as `forward` took them.
+            layer, experts, routes, hidden, top_k_weights, lora: as in `forward`.
             grad_output: `[T, H]` fp32, bf16 or fp16, contiguous, on the device.
             grad_hidden, grad_weights: fp32 `[T, H]` and `[T, k]` on the device, added to.
-            lora_grads: of a, b of each adapted projection in the order of `PROJECTIONS`: contiguous fp32 CPU tensors
-                `[E, ...]`, pinned or alive for long enough to be. The rows of `experts` are written, no others.
+            lora_grads: gradients of a and b of each adapted projection, in the order of `PROJECTIONS`: contiguous fp32
+                CPU tensors `[E, ...]`, pinned, or alive long enough to be locked. Only the rows of `experts` are
+                written.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; the message has the cure.
-            ValueError: a LoRA tensor that cannot be copied, or gradients that cannot be copied to.
+            torch.OutOfMemoryError: the device has no room; the message says what to do.
+            ValueError: a LoRA tensor cannot be copied, or a gradient cannot be written.
         """
         self._check(layer, lora, lora_grads)
         with self._guard(layer, "backward"):
@@ -195,121 +220,121 @@ class GpuLane:
                 self._return(chunk.experts, grads, lora_grads)
 
     def finish(self) -> None:
-        """Wait until LoRA's gradients are where they belong, and its tensors may change."""
+        """Wait until all gradients of LoRA are in host memory. LoRA's tensors may change then, too."""
         with self.mutex:
             returning, self._returning = self._returning, []
         self._returned.synchronize()
         self.settle()
-        del returning  # alive until here, whichever thread's they are
+        del returning  # they had to live until here, whichever thread's they are
 
     def settle(self) -> None:
-        """Wait until LoRA's tensors have been copied for all calls so far: they may change then."""
+        """Wait until all calls so far have copied LoRA's tensors, which may change then."""
         self._arrived.synchronize()
 
     def prefetch(self, layer: ExpertLayer, experts: Sequence[int], lora: ExpertLora | None) -> None:
-        """Begin to copy packed experts that the layer's next call is likely to need, as far as the buffers go.
+        """Begin to copy packed experts that the layer's next call probably needs, as many as the buffers hold.
 
-        That call begins with these chunks, up to the first one that has an expert whose rows it does not compute. A
-        call of another layer drops them all. Of `lora`, the adapters of that call, nothing is copied yet.
+        That call begins with these chunks, up to the first chunk with an expert whose rows it does not compute. A call
+        of another layer drops them all. `lora` are the adapters of that call, of which nothing is copied yet.
         """
         with self._guard(layer, "prefetch"):
             if self._ahead:
                 return
-            plan, held = self._plan(layer, lora), self._held(layer)
-            parts = _cut(plan, sorted(e for e in experts if e not in held))
-            for part in itertools.islice(parts, len(plan.packed)):
-                self._ahead.append((plan, _Begun(part, self._buffers.packed.fill(plan.packed, part.experts))))
+            layout, held = self._layout(layer, lora), self._held(layer)
+            parts = _cut(layout, sorted(e for e in experts if e not in held))
+            for part in itertools.islice(parts, len(layout.packed)):
+                self._ahead.append((layout, _Begun(part, self._buffers.packed.fill(layout.packed, part.experts))))
 
     def forget(self) -> None:
-        """Begin the next call with nothing on its way."""
+        """Drop the prefetched chunks, so that the next call begins with nothing in flight."""
         with self.mutex:
             self._buffers.packed.turn_back(len(self._ahead))
             self._ahead.clear()
 
     def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> Coming:
-        """Experts of a layer that `prefetch` began to copy for a call with these adapters."""
+        """The experts that `prefetch` began to copy for a call of this layer with these adapters."""
         with self.mutex:
-            if not self._ahead or self._ahead[0][0] is not self._plan(layer, lora):
+            if not self._ahead or self._ahead[0][0] is not self._layout(layer, lora):
                 return Coming()
             sizes = [len(begun.part.experts) for _, begun in self._ahead]
             there = sum(begun.packed is not None and begun.packed.there() for _, begun in self._ahead)
-            # Of the chunk that is being copied, half is there for all that is known
+            # The chunk that is being copied counts as half arrived, for nothing says how far it is
             arrived = sum(sizes[:there]) + sum(sizes[there : there + 1]) / 2
             return Coming([expert for _, begun in self._ahead for expert in begun.part.experts], arrived)
 
     def _chunks(
         self, layer: ExpertLayer, experts: Sequence[int], routes: Routes, lora: ExpertLora | None
-    ) -> Iterator[_Chunk]:
-        """The experts in chunks. The caller has queued a chunk's products when it asks for the next one."""
-        plan, compute = self._plan(layer, lora), self.transfer.compute()
-        ahead, parts = self._parts(layer, plan, experts, routes.counts)
+    ) -> Iterator[_Ready]:
+        """The experts in chunks. The caller must have queued a chunk's products when it asks for the next one."""
+        layout, compute = self._layout(layer, lora), self.transfer.compute()
+        ahead, parts = self._parts(layer, layout, experts, routes.counts)
         limit = piece_rows(layer.hidden_size, layer.intermediate_size)
         rows = lay_out(routes, [part.experts for part in parts], limit)
-        waiting = self._begin(plan, ahead, parts)
+        waiting = self._begin(layout, ahead, parts)
         self.used.wait(compute)
         coming = next(waiting, None)
         for chunk_rows in rows:
             now, coming = coming, next(waiting, None)
             assert now is not None
-            weights = self._decode(layer, plan, now, compute)
-            yield _Chunk(now.part.experts, chunk_rows, weights, self._place(plan, now, lora, weights, compute))
+            weights = self._decode(layer, layout, now, compute)
+            yield _Ready(now.part.experts, chunk_rows, weights, self._place(layout, now, lora, weights, compute))
         self._arrived.record(self.transfer.into)
         self.used.record(compute)
 
-    def _begin(self, plan: Plan, ahead: Sequence[_Begun], parts: Sequence[_Part]) -> Iterator[_Begun]:
-        """Begin the parts' copies, each when it is asked for; the first of them were begun ahead."""
+    def _begin(self, layout: ChunkLayout, ahead: Sequence[_Begun], parts: Sequence[_Part]) -> Iterator[_Begun]:
+        """Begin each part's copies when the caller asks for it. The first parts may have been prefetched."""
         for i, part in enumerate(parts):
             packed = ahead[i].packed if i < len(ahead) else None
             if packed is None and part.slots is None:
-                packed = self._buffers.packed.fill(plan.packed, part.experts)
-            adapters = self._buffers.adapters.fill(plan.adapters, part.experts) if plan.adapters else None
+                packed = self._buffers.packed.fill(layout.packed, part.experts)
+            adapters = self._buffers.adapters.fill(layout.adapters, part.experts) if layout.adapters else None
             yield _Begun(part, packed, adapters)
 
     def _parts(
-        self, layer: ExpertLayer, plan: Plan, experts: Sequence[int], counts: Sequence[int]
+        self, layer: ExpertLayer, layout: ChunkLayout, experts: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[_Begun], list[_Part]]:
-        """What was begun ahead and is of use; and the chunks: those, then residents, then what is left to stream."""
+        """The prefetched chunks that this call needs; and all its parts: those first, then residents, then the rest."""
         wanted = set(experts).union(e for e, rows in enumerate(counts) if not rows)
         ahead = [
             begun
             for _, begun in itertools.takewhile(
-                lambda entry: entry[0] is plan and wanted.issuperset(entry[1].part.experts), self._ahead
+                lambda entry: entry[0] is layout and wanted.issuperset(entry[1].part.experts), self._ahead
             )
         ]
         self._buffers.packed.turn_back(len(self._ahead) - len(ahead))
         self._ahead.clear()
         left, held = set(experts).difference(*(begun.part.experts for begun in ahead)), self._held(layer)
         stay = sorted((e for e in left if e in held), key=held.__getitem__)
-        residents = (_Part(part.experts, [held[e] for e in part.experts]) for part in _cut(plan, stay))
-        streamed = _cut(plan, sorted(e for e in left if e not in held))
+        residents = (_Part(part.experts, [held[e] for e in part.experts]) for part in _cut(layout, stay))
+        streamed = _cut(layout, sorted(e for e in left if e not in held))
         return ahead, [*(begun.part for begun in ahead), *residents, *streamed]
 
-    def _plan(self, layer: ExpertLayer, lora: ExpertLora | None) -> Plan:
-        return self._buffers.plan(layer, lora, self.residents.sources if self.residents is not None else None)
+    def _layout(self, layer: ExpertLayer, lora: ExpertLora | None) -> ChunkLayout:
+        return self._buffers.layout(layer, lora, self.residents.sources if self.residents is not None else None)
 
     def _held(self, layer: ExpertLayer) -> dict[int, int]:
         return self.residents.slots(layer) if self.residents is not None else {}
 
-    def _decode(self, layer: ExpertLayer, plan: Plan, begun: _Begun, compute: object) -> ChunkWeights:
+    def _decode(self, layer: ExpertLayer, layout: ChunkLayout, begun: _Begun, compute: object) -> ChunkWeights:
         count = len(begun.part.experts)
-        weights = plan.decoded(count)
+        weights = layout.decoded(count)
         if begun.packed is not None:
             packed = begun.packed
             packed.wait(compute)
         else:
             assert self.residents is not None and begun.part.slots is not None
             self.residents.arrived.wait(compute)
-            packed = self._buffers.gathered.gather(plan.gathered, begun.part.slots)
-        work = partial(decode, layer.format, plan.slices, packed.first(count), weights)
-        self._recorded.run(_key(plan, count, packed), work)
+            packed = self._buffers.gathered.gather(layout.gathered, begun.part.slots)
+        work = partial(decode, layer.format, layout.slices, packed.first(count), weights)
+        self._recorded.run(_key(layout, count, packed), work)
         if begun.packed is not None:
             packed.buffer.free.record(compute)
         return weights
 
     def _place(
-        self, plan: Plan, begun: _Begun, lora: ExpertLora | None, weights: ChunkWeights, compute: object
+        self, layout: ChunkLayout, begun: _Begun, lora: ExpertLora | None, weights: ChunkWeights, compute: object
     ) -> ExpertLora | None:
-        """Write a chunk's adapters beside its weights; returns them, on the device."""
+        """Write a chunk's adapters beside its weights; returns the adapters on the device."""
         if lora is None or begun.adapters is None:
             return None
         begun.adapters.wait(compute)
@@ -317,13 +342,13 @@ class GpuLane:
         views = iter(begun.adapters.first(count))
         scalings = {name: lora.pairs[name].scaling for name in PROJECTIONS if name in lora.pairs}
         chunk = replace(lora, pairs={name: LoraPair(next(views), next(views), each) for name, each in scalings.items()})
-        key = _key(plan, count, begun.adapters, lora.dropout, *scalings.values())
+        key = _key(layout, count, begun.adapters, lora.dropout, *scalings.values())
         self._recorded.run(key, partial(place, chunk, weights))
         begun.adapters.buffer.free.record(compute)
         return chunk
 
     def _return(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:
-        """Begin to copy a chunk's LoRA gradients to where they belong."""
+        """Begin to copy a chunk's LoRA gradients to the rows of `lora_grads` that belong to its experts."""
         if not grads:
             return
         self._made.record(self.transfer.compute())
@@ -349,15 +374,15 @@ class GpuLane:
 
     @contextlib.contextmanager
     def _guard(self, layer: ExpertLayer, work: str) -> Iterator[None]:
-        """One call at a time. No copy is under way any more when one fails; memory that is short is an error with its
-        cure.
+        """Allow one call at a time. If it fails, no copy is left in flight, and the error for a lack of memory says
+        what to do.
         """
         with self.mutex:
             try:
                 yield
             except BaseException as error:
                 self._ahead.clear()
-                with contextlib.suppress(RuntimeError):  # of a context that is broken: nothing runs there
+                with contextlib.suppress(RuntimeError):  # the CUDA context may be broken; then nothing runs in it
                     self.transfer.synchronize()
                 if isinstance(error, torch.OutOfMemoryError):
                     raise torch.OutOfMemoryError(self._short_of_memory(layer, work, error)) from error
@@ -380,9 +405,9 @@ _LANES: weakref.WeakSet[GpuLane] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def adapters_at_rest() -> Iterator[None]:
-    """A block in which no lane of the process reads LoRA's tensors: an optimizer may write them.
+    """A block in which no lane of the process reads LoRA's tensors, so that an optimizer may write them.
 
-    Copies on their way are waited for, and a call of another thread waits for the block to end.
+    It begins when copies in flight are done; another thread's call waits until it ends.
     """
     with contextlib.ExitStack() as held:
         for lane in list(_LANES):
@@ -391,13 +416,15 @@ def adapters_at_rest() -> Iterator[None]:
         yield
 
 
-def _cut(plan: Plan, experts: Sequence[int]) -> Iterator[_Part]:
-    """Chunks of about the same size."""
-    count = -(-len(experts) // plan.capacity)
+def _cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[_Part]:
+    """Cut experts into chunks of about the same size."""
+    count = -(-len(experts) // layout.capacity)
     for i in range(count):
         yield _Part(list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
 
 
-def _key(plan: Plan, experts: int, source: Place, *numbers: float) -> Hashable:
-    """What a chunk's kernels depend on; None of one that is not full: how many experts such ones have changes often."""
-    return (plan.kind, source.addresses, *numbers) if experts == plan.capacity else None
+def _key(layout: ChunkLayout, experts: int, source: Place, *numbers: float) -> Hashable:
+    """Everything that a chunk's kernels depend on; None for a chunk that is not full, whose kernels are not worth being
+    recorded because its number of experts changes often.
+    """
+    return (layout.kind, source.addresses, *numbers) if experts == layout.capacity else None

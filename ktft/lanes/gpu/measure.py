@@ -1,4 +1,4 @@
-"""What calibration measures of a GPU lane and one of its layers."""
+"""Measures the rates of a GPU lane with one of its layers."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_pass, gpu_pass
+from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_probe, gpu_probe
 from ktft.lanes.decide.costs import LayerKind, Rates
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
 from ktft.lanes.ops.decode import ChunkWeights, decode, place
 from ktft.lanes.routes import Routes, lay_out
+from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
 
 _CHUNK = 32
-"""Experts that are decoded and multiplied at once, about as many as the lane takes."""
+"""How many experts are decoded and multiplied at once: about as many as a chunk of the lane has."""
 
 
 def measured_rates(lane: GpuLane, layer: ExpertLayer, kind: LayerKind, lora: ExpertLora | None) -> Rates:
-    """Rates of this machine with one of a model's own layers, in some seconds."""
+    """Measure this machine's rates with one of a model's own layers, in some seconds."""
     probes = Probes(
-        cpu=cpu_pass(layer, lora, recompute=True),
-        gpu=gpu_pass(lane.device, _Chunks(lane, layer, lora)),
+        cpu=cpu_probe(layer, lora, recompute=True),
+        gpu=gpu_probe(lane.device, _GpuProbe(lane, layer, lora)),
         copy=copy_seconds(lane.device),
     )
     with torch.no_grad():
         return calibrate(kind, probes)
 
 
-class _Chunks:
-    """Decodes and multiplies the same few experts again and again."""
+class _GpuProbe:
+    """Probes the GPU: decodes and multiplies the same few experts again and again."""
 
     def __init__(self, lane: GpuLane, layer: ExpertLayer, lora: ExpertLora | None) -> None:
         self._layer, self._device = layer, lane.device
@@ -51,7 +52,7 @@ class _Chunks:
         pairs = {name: LoraPair(few(pair.a), few(pair.b), pair.scaling) for name, pair in lora.pairs.items()}
         return ExpertLora(pairs, lora.dropout, lora.seed)
 
-    def __call__(self, work: str, experts: int, rows: int) -> None:
+    def __call__(self, work: Work, experts: int, rows: int) -> None:
         layer, device = self._layer, self._device
         hidden = torch.full((rows * self._experts, layer.hidden_size), 0.01, dtype=torch.bfloat16, device=device)
         index = torch.arange(self._experts, device=device).repeat_interleave(rows)[:, None]
@@ -65,7 +66,7 @@ class _Chunks:
             decode(layer.format, self._slices, self._blocks, decoded)
             place(self._lora, decoded)
             common = decoded, self._lora, pieces, hidden, weights, layer.swiglu
-            if work == "forward":
+            if work == Work.FORWARD:
                 chunk_forward(*common, out)
             else:
                 chunk_backward(*common, hidden, out, grad_weights)

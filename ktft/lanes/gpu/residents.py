@@ -1,8 +1,9 @@
-"""Experts that stay on the device: packed as in host memory, chosen by how many tokens they get."""
+"""Experts that stay on the device, packed as in host memory. They are chosen by how many tokens they get."""
 
 from __future__ import annotations
 
 import heapq
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +15,27 @@ from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.rings import ALIGNMENT, Source, row_bytes
 from ktft.native import ExpertLayer
 from ktft.native.cuda import Rows
+from ktft.system import readable
+
+logger = logging.getLogger("ktft")
 
 DECAY = 0.9
-"""What the mean of shares keeps of the steps before."""
+"""The weight that the running mean of shares gives to the steps before."""
 SHARE = 0.03
-"""Of the bytes that a step copies to the device, what changes of residents may add."""
+"""What exchanging residents may add to the bytes that a step copies to the device, as a share of these."""
 MARGIN = 1.25
-"""How many times a resident's tokens another expert must have to take its place: else two alike would alternate."""
+"""An expert needs this many times a resident's tokens to take its place, so that two similar ones do not alternate."""
 
 
 @dataclass
 class _Layer:
-    """One layer's side of it: where its blocks come from, and which of them are resident, by slot.
+    """What is known of one layer.
 
-    `share` is the mean over steps of each expert's part of the layer's tokens, `counted` the tokens of this step.
+    Attributes:
+        sources: its packed experts in host memory, one for each slice.
+        slots: the block of each resident expert.
+        share: each expert's share of the layer's tokens, a running mean over steps.
+        counted: each expert's tokens in this step.
     """
 
     sources: list[Source]
@@ -37,9 +45,9 @@ class _Layer:
 
 
 def free_for_residents(lane: GpuLane) -> int:
-    """Bytes that residents may take of the lane's device, once a step has shown what training needs.
+    """Bytes that residents may take on the lane's device, after a step has shown what training needs.
 
-    A quarter of what torch holds, and 1 GiB at least, stay free for longer batches. 0 on the CPU.
+    A quarter of what torch has reserved, and at least 1 GiB, stays free for longer batches. It is 0 on the CPU.
     """
     room = device_of(lane.device).free_bytes()
     if room is None:
@@ -52,14 +60,14 @@ class Residents:
     """Experts of all layers that stay on a lane's device, in one arena of equal blocks.
 
     Args:
-        lane: takes them from here instead of copying them, as soon as they are here.
-        budget: bytes of the arena at most.
+        lane: from now on it uses these blocks instead of streaming their experts.
+        budget: the most bytes that the arena may have.
         layers: those whose experts may stay.
 
     Attributes:
         arena: uint8 `[blocks, bytes of one]` on the device.
-        arrived: event: all blocks are in their places.
-        moved: experts that `adapt` brought to the device so far.
+        arrived: event after which every expert is in its block.
+        moved: how many experts were copied to the arena so far.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for the arena.
@@ -86,23 +94,23 @@ class Residents:
         self._transfer.keep([self.arena], self._transfer.into)
         self._free = list(range(count - 1, -1, -1))
         self.arrived = self._transfer.event()
-        self.arrived.record(self._transfer.compute())  # what the arena's memory was before may be in use still
+        self.arrived.record(self._transfer.compute())  # products may still use this memory, which torch has just reused
         self.arrived.wait(self._transfer.into)
         self._before, self.moved = self._transfer.copied_bytes, 0
         lane.hold(self)
 
     @property
     def bytes(self) -> int:
-        """Of the arena."""
+        """Size of the arena."""
         return self.arena.nbytes
 
     def slots(self, layer: ExpertLayer) -> dict[int, int]:
-        """The layer's resident experts and their blocks' numbers."""
+        """The layer's resident experts, each with the number of its block."""
         part = self._layers.get(layer)
         return {} if part is None else part.slots
 
     def sources(self, layer: ExpertLayer) -> list[Source]:
-        """Where the slices of a block of this layer lie in the arena."""
+        """The blocks as matrices to copy from: one for each slice of the layer's packed experts."""
         part = self._layers.get(layer)
         return (
             []
@@ -114,7 +122,7 @@ class Residents:
         )
 
     def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
-        """Fill the arena by what an earlier run counted: tokens of each expert, as in its training report."""
+        """Fill the arena by the tokens of each expert that an earlier run counted, as in its training report."""
         for layer, tokens in expert_tokens.items():
             part = self._layers[layer]
             if len(tokens) != len(part.share):
@@ -125,19 +133,19 @@ class Residents:
         self._replace(0)
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
-        """Tokens that each expert got in a micro-batch."""
+        """Count the tokens that each expert got in a micro-batch."""
         self._layers[layer].counted += torch.tensor(counts, dtype=torch.float32)
 
     def adapt(self, allowed: int | None = None) -> int:
-        """Once a step: fill what is free, and let the experts with the most tokens take the places of those with few.
+        """Call this once a step: fill free blocks, and let experts with many tokens take the places of those with few.
 
-        Changes are copied on the lane's own stream.
+        The copies run on the lane's own stream.
 
         Args:
-            allowed: bytes that experts which take others' places may have; by default a share of what the step copied.
+            allowed: the most bytes of experts that take others' places; by default a share of what the step copied.
 
         Returns:
-            Bytes that are on their way.
+            How many bytes are in flight.
         """
         for part in self._layers.values():
             if total := float(part.counted.sum()):
@@ -151,7 +159,7 @@ class Residents:
         return moved
 
     def _replace(self, swaps: int) -> int:
-        """Fill free blocks, then change at most so many; returns the bytes that are copied."""
+        """Fill free blocks, then exchange at most `swaps` residents; returns the bytes that are copied."""
         with self._lane.mutex:
             return self._replaced(swaps)
 
@@ -171,7 +179,7 @@ class Residents:
         return self._bring(coming)
 
     def _bring(self, coming: Sequence[tuple[ExpertLayer, int, int]]) -> int:
-        """Copy experts to their blocks, once the products are done with what lies there."""
+        """Copy experts to their blocks, as soon as the products no longer read these."""
         moved = 0
         self._lane.used.wait(self._transfer.into)
         for layer, expert, slot in coming:
@@ -185,7 +193,7 @@ class Residents:
         return moved
 
     def _blocks(self, part: _Layer, slot: int) -> list[Rows]:
-        """From where in host memory to where in a block the slices go."""
+        """The copies of an expert's slices from host memory to a block."""
         at, found = self.arena.data_ptr() + slot * self._block_bytes, []
         for source in part.sources:
             found.append(Rows(source.address, at, source.bytes))
@@ -193,8 +201,43 @@ class Residents:
         return found
 
 
+class TrainingResidents:
+    """The residents of a training run. They are made after its first step, which shows what memory training needs.
+
+    Args:
+        lane: whose residents they become.
+        memory: bytes that they may take; 0 for none, `auto` for what training leaves.
+    """
+
+    def __init__(self, lane: GpuLane, memory: int | str) -> None:
+        self._lane, self._memory = lane, memory
+        self._residents: Residents | None = None
+        self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
+
+    def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
+        """Count a trained micro-batch's rows by expert."""
+        if self._memory != 0:
+            self._counted.append((layer, counts))
+
+    def end_step(self, layers: Sequence[ExpertLayer]) -> None:
+        """Between two steps: make the residents, or let them follow what was counted."""
+        if self._memory == 0:
+            return
+        if self._residents is None:
+            budget = free_for_residents(self._lane) if self._memory == "auto" else int(self._memory)
+            if self._memory == "auto" and budget < max(layer.packed_bytes // layer.num_experts for layer in layers):
+                logger.info("gpu_expert_memory: auto found no room for resident experts beside what training needs")
+                self._memory = 0
+                return
+            self._residents = Residents(self._lane, budget, layers)
+            logger.info("%s of GPU memory hold resident experts", readable(self._residents.bytes))
+        while self._counted:
+            self._residents.observe(*self._counted.pop())
+        self._residents.adapt()
+
+
 def _most(
     entries: Sequence[tuple[float, int, ExpertLayer, int]], count: int
 ) -> list[tuple[float, int, ExpertLayer, int]]:
-    """Those with the most tokens, in the order of layers and experts where they have as many."""
+    """The `count` entries with the most tokens; equal ones in the order of layers and experts."""
     return heapq.nsmallest(count, entries, key=lambda entry: (-entry[0], entry[1], entry[3]))

@@ -1,4 +1,4 @@
-"""Buffers on the device that chunks of experts are copied into, in turns, while the products use the one before."""
+"""Buffers on the device that take turns: one chunk of experts is copied while the products use the one before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktft.lanes.gpu.transfer import Transfer
 from ktft.native.cuda import Rows, copy_on_host
 
 ALIGNMENT = 256
-"""Of each matrix in a buffer, in bytes."""
+"""Alignment of each matrix in a buffer, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Source:
     """A matrix with a row for each expert: packed blocks, or a LoRA tensor `[E, ...]`.
 
     Attributes:
-        address: of row 0.
-        shape, dtype: of one row.
-        locked: whether copies may leave from it.
-        stride: bytes from one row to the next; 0 where they follow each other.
+        address: where row 0 begins.
+        shape, dtype: those of one row.
+        locked: whether the memory is locked, so that the device can copy from it.
+        stride: bytes from one row to the next; 0 if the rows are contiguous.
     """
 
     address: int
@@ -36,21 +36,24 @@ class Source:
 
     @property
     def bytes(self) -> int:
-        """Of one row."""
+        """Size of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, tensor: Tensor, locked: bool) -> Source:
-        """A tensor's rows."""
+        """The rows of a tensor."""
         return cls(tensor.data_ptr(), tuple(tensor.shape[1:]), tensor.dtype, locked)
 
 
 class Buffer:
-    """One of the places that are filled in turns.
+    """One of the buffers that take turns.
 
     Attributes:
-        copied, free: events: what was copied last is there; the products are done with it.
-        holds: what was copied last, if that never changes: the places, and the rows.
+        memory: on the device.
+        mirror: locked host memory of the same size, for sources that are not locked; None until it is needed.
+        copied: event after which the last copy is complete.
+        free: event after which the products no longer read the buffer.
+        holds: the places and rows that were copied last; None if they may change.
     """
 
     holds: tuple[Sequence[Place], list[int]] | None = None
@@ -63,7 +66,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of one set of sources lie in one buffer: `views` are `[capacity, *shape]`."""
+    """Where the rows of one set of sources lie in one buffer.
+
+    Attributes:
+        views: one tensor `[capacity, *shape]` for each source.
+        locked, pageable: the copies from locked sources and from others.
+    """
 
     buffer: Buffer
     views: list[Tensor]
@@ -73,37 +81,37 @@ class Place:
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Of the views."""
+        """Addresses of the views."""
         return tuple(view.data_ptr() for view in self.views)
 
     def first(self, count: int) -> list[Tensor]:
-        """So many rows of the views."""
+        """The first `count` rows of each view."""
         if count not in self._first:
             self._first[count] = [view[:count] for view in self.views]
         return self._first[count]
 
     def there(self) -> bool:
-        """Whether the rows are there."""
+        """Whether the last copy is complete."""
         return bool(self.buffer.copied.query())
 
     def wait(self, stream: object) -> list[Tensor]:
-        """Let `stream` wait for the rows; returns the views."""
+        """Make `stream` wait for the last copy; returns the views."""
         self.buffer.copied.wait(stream)
         return self.views
 
 
 def row_bytes(sources: Sequence[Source]) -> int:
-    """Bytes of one expert in a buffer, about: without alignment."""
+    """Bytes of one expert in a buffer, without alignment."""
     return sum(source.bytes for source in sources)
 
 
 class Ring:
-    """Buffers of one size, filled in turns. Copies of unlocked memory go through a locked mirror of the buffer.
+    """Buffers of one size that take turns. Copies of unlocked memory go through a locked mirror of the buffer.
 
     Args:
-        transfer: the device.
+        transfer: copies to the device.
         count: how many buffers.
-        frozen: what is copied never changes: rows that a buffer is to be filled with again are there.
+        frozen: the sources never change, so a buffer that already holds the rows is not filled again.
     """
 
     def __init__(self, transfer: Transfer, count: int = 2, *, frozen: bool = False) -> None:
@@ -113,7 +121,7 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """On the device."""
+        """How much memory of the device the buffers take."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     @staticmethod
@@ -122,7 +130,7 @@ class Ring:
         return sum(aligned(source.bytes * capacity) for source in sources)
 
     def reserve(self, size: int) -> bool:
-        """Make the buffers at least so large; returns whether they are other ones than before.
+        """Make the buffers at least so large; returns whether they moved.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
@@ -136,12 +144,12 @@ class Ring:
         for buffer in self._buffers:
             buffer.memory = torch.empty(size, dtype=torch.uint8, device=self._transfer.device)
             self._transfer.keep([buffer.memory], self._transfer.into)
-            # Its memory may have been another's, whose products run still: copies wait for them
+            # Products that still run may use this memory, which torch has just reused: copies must wait for them
             buffer.free.record(self._transfer.compute())
         return True
 
     def places(self, sources: Sequence[Source], capacity: int) -> list[Place]:
-        """Where the sources' rows lie in each buffer, which `reserve` made large enough."""
+        """Where the sources' rows lie in each buffer. Call `reserve` before, so that the buffers are large enough."""
         return [self._place(buffer, sources, capacity) for buffer in self._buffers]
 
     @staticmethod
@@ -156,7 +164,7 @@ class Ring:
         return Place(buffer, views, rows[True], rows[False])
 
     def fill(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
-        """Begin to copy the sources' rows into the next buffer, once the products are done with it."""
+        """Begin to copy these rows into the next buffer, as soon as the products no longer read it."""
         place = places[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         holds = place.buffer.holds
@@ -173,11 +181,11 @@ class Ring:
         return place
 
     def turn_back(self, count: int) -> None:
-        """What the last `count` fillings brought is of no use: the next ones take their buffers."""
+        """Give back the buffers of the last `count` fillings, which turned out not to be needed."""
         self._turn = (self._turn - count) % len(self._buffers)
 
     def gather(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
-        """Begin to copy rows of sources on the device, on the stream of the products."""
+        """Begin to copy rows of sources that are on the device, on the stream of the products."""
         self._transfer.copy_within(rows, places[0].locked)
         return places[0]
 
@@ -188,7 +196,7 @@ class Ring:
                 buffer.mirror = torch.empty(
                     buffer.memory.nbytes, dtype=torch.uint8, pin_memory=self._transfer.driver is not None
                 )
-        buffer.copied.synchronize()  # the copy before this one has left the mirror
+        buffer.copied.synchronize()  # until then the copy before this one reads the mirror
         shift = buffer.mirror.data_ptr() - buffer.memory.data_ptr()
         copy_on_host(
             rows, [Rows(m.matrix, m.batch + shift, m.bytes, m.matrix_stride) for m in place.pageable], gather=True
@@ -197,5 +205,5 @@ class Ring:
 
 
 def aligned(size: int) -> int:
-    """Rounded up, so that what follows in a buffer is aligned."""
+    """`size` rounded up, so that what follows in a buffer is aligned."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,7 @@
 """A chunk of experts on a device, forward and backward: `ktft.reference.moe` in bf16 products with fp32 sums.
 
-What LoRA and biases add goes through the same products as the weights: see `ChunkWeights`. Backward computes gate and
-up again from the hidden states, so nothing is kept after forward.
+LoRA and biases go through the same products as the weights: see `ChunkWeights`. Backward computes gate and up again
+from the hidden states, so nothing is kept after forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ktft.swiglu import Swiglu
 
 
 class _Side:
-    """One of a chunk's matrices with its adapters: what turns rows of inputs into outputs, and gradients back."""
+    """One of a chunk's two matrices with its adapters: it turns inputs into outputs, and gradients back."""
 
     def __init__(
         self,
@@ -36,24 +36,24 @@ class _Side:
         self.ones, self.adapters, self.ops = ones, adapters, ops
 
     def rows(self, piece: Piece) -> Tensor:
-        """Room for inputs, with the columns that LoRA and the biases need at their end."""
+        """Memory for inputs, with the columns behind them that LoRA and the biases need."""
         rows = torch.empty(piece.rows, self.matrix.shape[2], dtype=torch.bfloat16, device=self.matrix.device)
         if self.ones is not None:
             rows[:, -PLACES:] = self.ones
         return rows
 
     def add_places(self, x: Tensor, piece: Piece) -> None:
-        """Write A x behind x."""
+        """Write A x into the columns behind x."""
         if self.adapters is not None and self.a is not None:
             for begin, end, dropout in self.adapters.masked():
                 self.ops.low_rank(x, self.a, piece, begin, end, dropout)
 
     def outputs(self, x: Tensor, piece: Piece) -> Tensor:
-        """Of x with what lies behind it."""
+        """The outputs for x, whose columns behind the inputs are filled."""
         return grouped(x, self.transposed, piece)
 
     def input_grads(self, dy: Tensor, piece: Piece) -> Tensor:
-        """Wᵀ dy + Aᵀ Bᵀ dy, with Bᵀ dy behind it."""
+        """Wᵀ dy + Aᵀ Bᵀ dy, with Bᵀ dy in the columns behind it."""
         dx = grouped(dy, self.matrix, piece)
         if self.adapters is not None and self.a is not None:
             for begin, end, dropout in self.adapters.masked():
@@ -62,7 +62,7 @@ class _Side:
 
 
 class _Chunk:
-    """What both passes share."""
+    """What forward and backward of a chunk share."""
 
     def __init__(
         self, weights: ChunkWeights, lora: ExpertLora | None, hidden: Tensor, swiglu: Swiglu, ops: Operations | None
@@ -76,7 +76,7 @@ class _Chunk:
         self.down = _Side(weights.down, down_t, weights.down_a, weights.down_scale, ones, second, ops)
 
     def gate_and_up(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Rows of x with what lies behind them, and gate and up before the activation."""
+        """Rows of x with the columns behind them, and gate and up before the activation."""
         x = self.gate_up.rows(piece)
         self.ops.gather(self.hidden, piece, None, x)
         self.gate_up.add_places(x, piece)
@@ -93,17 +93,17 @@ def chunk_forward(
     out: Tensor,
     ops: Operations | None = None,
 ) -> None:
-    """Add these experts' part to the layer's output.
+    """Add what these experts contribute to the layer's output.
 
     Args:
-        weights: decoded experts, beside which `place` has written their adapters.
-        lora: these adapters, `[G, ...]`: their shapes, scaling and dropout.
-        rows: from `lay_out`, of the same experts in the same order.
+        weights: decoded experts, with their adapters written beside them by `place`.
+        lora: the same adapters, `[G, ...]`, for their shapes, scaling and dropout.
+        rows: what `lay_out` gives for the same experts in the same order.
         hidden: `[T, H]` fp32, bf16 or fp16, contiguous.
         top_k_weights: `[T, k]` fp32, contiguous.
         swiglu: the activation.
         out: fp32 `[T, H]`, added to.
-        ops: by default the best for the device.
+        ops: None for the best implementation on the device.
     """
     if not rows:
         return
@@ -129,21 +129,21 @@ def chunk_backward(
     grad_weights: Tensor,
     ops: Operations | None = None,
 ) -> list[Tensor]:
-    """Add these experts' part to the gradients of hidden states and routing weights.
+    """Add what these experts contribute to the gradients of hidden states and routing weights.
 
     Args:
-        weights, lora, rows, hidden, top_k_weights, swiglu, ops: as `chunk_forward` took them.
+        weights, lora, rows, hidden, top_k_weights, swiglu, ops: as in `chunk_forward`.
         grad_output: `[T, H]` fp32, bf16 or fp16, contiguous.
         grad_hidden: fp32 `[T, H]`, added to.
-        grad_weights: fp32 `[T, k]`, added to where a route belongs to these experts.
+        grad_weights: fp32 `[T, k]`, added to for the routes of these experts.
 
     Returns:
-        Gradients of a and b of each adapted projection, in the order of `PROJECTIONS`, fp32 `[G, ...]`; zero for an
-        expert without rows.
+        Gradients of a and b of each adapted projection, in the order of `PROJECTIONS`, fp32 `[G, ...]`. They are zero
+        for an expert without rows.
     """
     parameters = lora.parameters() if lora is not None else []
     sizes = [parameter.numel() for parameter in parameters]
-    # The first piece writes all of it
+    # The first piece writes every element
     grads = (torch.empty if rows else torch.zeros)(sum(sizes), dtype=torch.float32, device=hidden.device)
     if rows:
         chunk = _Chunk(weights, lora, hidden, swiglu, ops)
@@ -169,7 +169,7 @@ def _piece_backward(
     dy = torch.empty(piece.rows, grad_output.shape[1], dtype=torch.bfloat16, device=x.device)
     ops.gather(grad_output, piece, second.scale, dy)
 
-    # Without the routing weight, so that <dh, h> is that one's gradient
+    # dh lacks the routing weight, so that <dh, h> is the gradient of that weight
     dh = second.input_grads(dy, piece)
     h = second.rows(piece)
     bias = dh[:, -PLACES:] if second.ones is not None else None

@@ -1,4 +1,4 @@
-"""LoRA of the experts of a chunk, by the matrices that a device multiplies by: gate's and up's together, and down's."""
+"""LoRA of a chunk's experts for each matrix that a device multiplies by: gate and up together, and down."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ktft.lora import ExpertLora, LoraPair
 
 @dataclass(frozen=True)
 class Adapters:
-    """Those of projections that read the same input, and whose outputs lie side by side.
+    """The adapters of projections that read the same input and whose outputs lie side by side.
 
-    A place is a column of one part of B, and the row of A that belongs to it; each projection has its own ones, as many
-    as `ChunkWeights` says.
+    A place is a column of one part of B, with the row of A that belongs to it. Each projection has places of its own,
+    as many as `ChunkWeights` says.
 
     Attributes:
-        pairs: of each projection, None where it has none.
-        begins: its first place.
-        places: of all.
-        dropouts: what is dropped of its input.
-        kept: the probability of what is not.
+        pairs: each projection's adapter; None if it has none.
+        begins: each projection's first place.
+        places: the number of all places.
+        dropouts: what is dropped of each projection's input.
+        kept: the probability that an element is not dropped.
     """
 
     pairs: tuple[LoraPair | None, ...]
@@ -35,7 +35,7 @@ class Adapters:
 
     @classmethod
     def of(cls, lora: ExpertLora | None, names: Sequence[str], places: Mapping[str, int]) -> Adapters | None:
-        """Of these projections; None where they have none."""
+        """The adapters of these projections; None if there are none."""
         pairs = tuple(lora.pairs.get(name) for name in names) if lora is not None else ()
         if lora is None or not any(pairs):
             return None
@@ -44,7 +44,7 @@ class Adapters:
         return cls(pairs, begins[:-1], begins[-1], dropouts, 1.0 - lora.dropout)
 
     def masked(self) -> Iterator[tuple[int, int, Dropout | None]]:
-        """Places [begin, end) that see the same mask: all where nothing is dropped, else one projection's each."""
+        """Ranges of places [begin, end) with the same mask: all places if nothing is dropped, else one projection's."""
         if self.dropouts[0] is None:
             yield 0, self.places, None
             return
@@ -53,5 +53,5 @@ class Adapters:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """a and b of each projection that has an adapter."""
+        """The tensors a and b of each projection that has an adapter."""
         return [tensor for pair in self.pairs if pair is not None for tensor in (pair.a, pair.b)]

@@ -28,10 +28,10 @@ def signed(value: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class Dropout:
-    """What is dropped of one projection's adapter input.
+    """What is dropped of the input of one projection's adapter.
 
     Attributes:
-        probability: of zeroing an element.
+        probability: with which an element becomes zero.
         stream: 64 bits, the same for all routes.
     """
 
@@ -40,7 +40,7 @@ class Dropout:
 
     @classmethod
     def of(cls, lora: ExpertLora, projection: str) -> Dropout | None:
-        """A projection's, None where nothing is dropped."""
+        """The dropout of a projection; None if nothing is dropped."""
         if lora.dropout <= 0:
             return None
         z = (lora.seed + STEP64 * (PROJECTIONS.index(projection) + 1)) % 2**64
@@ -50,12 +50,12 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """Numbers of 32 bits below it drop their element."""
+        """An element is dropped if its 32-bit number is below this."""
         return int(float(np.float32(self.probability)) * 2.0**32)
 
 
 def stays(dropout: Dropout, routes: Tensor, cols: int) -> Tensor:
-    """`[rows, cols]` bool: what is kept of the rows of `routes` (integers, on any device)."""
+    """`[rows, cols]` bool: which elements are kept in the rows of `routes` (integers, on any device)."""
     key = routes.long() + signed(dropout.stream, 64)
     for shift, factor in MIX64:
         key = (key ^ key >> shift & (1 << 64 - shift) - 1) * signed(factor, 64)
@@ -64,5 +64,5 @@ def stays(dropout: Dropout, routes: Tensor, cols: int) -> Tensor:
     for shift, factor in MIX32:
         z = (z ^ z >> shift & (1 << 32 - shift) - 1) * signed(factor, 32)
     z = z ^ (key >> 32).to(torch.int32)[:, None]
-    # Unsigned numbers compare like signed ones whose first bit is turned
+    # Unsigned numbers compare like signed ones whose first bit is flipped
     return (z ^ -(2**31)) >= signed(dropout.threshold ^ 2**31, 32)

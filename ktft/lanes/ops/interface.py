@@ -1,4 +1,4 @@
-"""What a device does to weights and rows besides multiplying them: in torch operations, and in Triton for CUDA."""
+"""What a device does to weights and rows besides multiplying them: by torch operations, or by Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ktft.swiglu import Swiglu
 
 
 class Operations(Protocol):
-    """One implementation of them, a module.
+    """What an implementation, which is a module, must have.
 
-    n rows of a piece, G experts, M projections whose outputs lie side by side (gate's and up's: 2; down's: 1), with N
-    inputs each; P places of their adapters, see `Adapters`; a scale is fp32 `[G, outputs]`, of formats that have one.
-    Activations are bf16 and contiguous; `[n, N+]` are rows of N and more columns: two parts of P places, which are
-    added, and a bias's columns, if there are biases. Sums are fp32, in an order that does not change from call to call.
+    A piece has n rows of G experts. M projections have outputs side by side (2 for gate and up, 1 for down) and N
+    inputs each; their adapters have P places, see `Adapters`. A scale is fp32 `[G, outputs]`, in formats that have one.
+    Activations are bf16 and contiguous. `[n, N+]` means rows of N columns and more: two parts of P places, which are
+    added up, and columns for biases if there are any. Sums are fp32, in an order that is the same in every call.
     Nothing waits for the device.
     """
 
@@ -46,16 +46,17 @@ class Operations(Protocol):
         """
 
     def place(self, adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
-        """a `[G, 2, P, N]` = A / kept, in a high and a low part; b `[G, outputs, ...]` from column `col` on: scaling ·
-        B / scale likewise, P columns a part. Places beyond a rank, and B beside other projections' rows, become zero.
+        """a `[G, 2, P, N]` = A / kept, in a high and a low part; b `[G, outputs, ...]` from column `col` on = scaling ·
+        B / scale likewise, with P columns a part. Places beyond a rank become zero, and so does B beside the rows of
+        other projections.
         """
 
     def gather(self, source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
         """out `[n, H+]` = each row's token of source `[T, H]`, fp32, fp16 or bf16, times its expert's scale."""
 
     def low_rank(self, rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-        """Both parts of places [begin, end) of rows `[n, N+]` = drop(their N columns) · aᵀ, of a `[G, 2, P, N]` that of
-        the row's expert.
+        """Both parts of the places [begin, end) of rows `[n, N+]` = drop(their N columns) · aᵀ, where a is that of the
+        row's expert in `[G, 2, P, N]`.
         """
 
     def add_low_rank(
@@ -77,9 +78,10 @@ class Operations(Protocol):
     ) -> None:
         """out fp32 = or, if `adds`, += the gradients of a and b of each adapter, one after the other, `[G, ...]` each.
 
-        x `[n, N+]` are inputs with A x behind them, dx `[n, N+]` has Bᵀ dy there; dy `[n, outputs]` are the gradients
-        of outputs times their scale. dy and dx count times the rows' routing weights, of fp32 `[T, k]`, if given. A's
-        are dx's places · drop(x) / kept by expert, zero where it has no rows; B's scaling · dy · (A x) / scale.
+        x `[n, N+]` are inputs with A x in the columns behind them; dx `[n, N+]` has Bᵀ dy there; dy `[n, outputs]` are
+        the gradients of outputs times their scale. If routing weights fp32 `[T, k]` are given, dy and dx are multiplied
+        by those of their rows. A's gradient is dx's places · drop(x) / kept by expert, and zero for an expert without
+        rows; B's is scaling · dy · (A x) / scale.
         """
 
     def swiglu(self, gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
@@ -97,14 +99,14 @@ class Operations(Protocol):
         h: Tensor,
         grad_weights: Tensor,
     ) -> None:
-        """gate_up `[n, 2 I]`, without its scale, becomes scale · its gradient, h `[n, I+]` the activation.
+        """gate_up `[n, 2 I]`, which lacks its scale, becomes scale · its gradient; h `[n, I+]` the activation.
 
-        grad_h `[n, I+]` is h's gradient without the routing weights `[T, k]`, whose own gradient <grad_h, h>, and the
-        first two columns of `more` if given, are added to grad_weights fp32 `[T, k]`.
+        grad_h `[n, I+]` is h's gradient without the routing weights `[T, k]`. Their gradient <grad_h, h> is added to
+        grad_weights fp32 `[T, k]`, as are the first two columns of `more` if given.
         """
 
     def combine(self, y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
-        """out fp32 `[T, N]` += scale · the rows of y `[n, N+]` at their tokens, times weights `[T, k]` if given."""
+        """out fp32 `[T, N]` += scale · rows of y `[n, N+]` at their tokens, times weights `[T, k]` if given."""
 
 
 @functools.cache
@@ -114,11 +116,11 @@ def has_triton() -> bool:
 
 
 def by_triton(device: torch.device) -> bool:
-    """Whether operations there are Triton's kernels and nothing else: on a GPU, unless `KTFT_TRITON` is 0."""
+    """Whether all operations on the device are Triton kernels: on a GPU with Triton, unless `KTFT_TRITON` is 0."""
     return device_of(device).runs_triton and config.use_triton() and has_triton()
 
 
 def operations(device: torch.device) -> Operations:
-    """The best for the device."""
+    """The best implementation for the device."""
     chosen = "triton_ops" if by_triton(device) else "torch_ops"
     return cast(Operations, importlib.import_module(f"ktft.lanes.ops.{chosen}"))

@@ -13,13 +13,14 @@ from ktft.lanes.routes import Piece
 
 @functools.cache
 def _is_grouped(device: torch.device) -> bool:
+    """Whether torch has kernels for groups on the device. Without them its own loop would wait for the device."""
     return device_of(device).has_grouped_mm()
 
 
 def grouped(x: Tensor, matrices: Tensor, piece: Piece) -> Tensor:
-    """`[n, N]` bf16: rows x `[n, K]` times their experts' matrices `[G, K, N]`, bf16, summed in fp32.
+    """`[n, N]` bf16: each row of x `[n, K]` times the matrix of its expert in `[G, K, N]`, bf16, summed in fp32.
 
-    Rows of x, and rows or columns of the matrices, are contiguous and begin at multiples of 16 bytes.
+    Rows of x, and either rows or columns of the matrices, must be contiguous and begin at multiples of 16 bytes.
     """
     if _is_grouped(x.device):
         out: Tensor = torch._grouped_mm(x, matrices, offs=piece.ends)

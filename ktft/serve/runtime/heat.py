@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ktft.device import device_of
-from ktft.lanes.lanes import Pass
+from ktft.lanes.passes import Pass
+from ktft.lanes.terms import Where
 from ktft.native import ExpertLayer
 from ktft.native.hybrid import HostExperts
 from ktft.serve.runtime.resident_experts import HotExperts
-
-LANES = ("cpu", "resident", "stream")
 
 
 class Heat:
@@ -35,8 +34,8 @@ class Heat:
         self._layers, self._host, self._hot, self._top_k = layers, host, hot, top_k
         most = max(layer.num_experts for layer in layers)
         self._many = torch.zeros(len(layers), most, dtype=torch.int64)
-        self._pairs, self._calls = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0)
-        self._seconds = dict.fromkeys(LANES, 0.0)
+        self._pairs, self._calls = dict.fromkeys(Where, 0), dict.fromkeys(Where, 0)
+        self._seconds = dict.fromkeys(Where, 0.0)
         self._unread: deque[Pass] = deque(maxlen=4096)
         self._asked: tuple[Tensor, Any] | None = None
         self._before = torch.zeros_like(self._many)
@@ -46,25 +45,25 @@ class Heat:
         """Forget what was counted, since its tokens were made up. Waits for the device."""
         self._start = self._few()
         self._many.zero_()
-        self._pairs, self._calls = dict.fromkeys(LANES, 0), dict.fromkeys(LANES, 0)
-        self._seconds = dict.fromkeys(LANES, 0.0)
+        self._pairs, self._calls = dict.fromkeys(Where, 0), dict.fromkeys(Where, 0)
+        self._seconds = dict.fromkeys(Where, 0.0)
         self._unread.clear()
         self._before = torch.zeros_like(self._many)
 
     def add(self, place: int, run: Pass, counts: Sequence[int]) -> None:
         """Count a layer's prefill, which its lanes have taken on."""
         self._many[place, : len(counts)] += torch.tensor(counts)
-        for lane in LANES:
-            experts = getattr(run.placement, lane)
+        for lane in Where:
+            experts = run.placement.experts(lane)
             self._pairs[lane] += sum(counts[expert] for expert in experts)
             self._calls[lane] += bool(experts)
-        self._seconds["cpu"] += run.cpu_seconds
+        self._seconds[Where.CPU] += run.cpu_seconds
         if run.events:
             self._unread.append(run)
         while self._unread and all(event.query() for event in self._unread[0].events):
             first = self._unread.popleft()
             _, began, _, ended = first.events
-            lane = "stream" if first.placement.stream else "resident"
+            lane = Where.STREAM if first.placement.stream else Where.RESIDENT
             self._seconds[lane] += began.elapsed_time(ended) / 1e3
 
     def ask(self) -> None:
@@ -99,13 +98,13 @@ class Heat:
         """
         host = self._host_counts()
         pairs = dict(self._pairs)
-        pairs["resident"] += 0 if self._hot is None else int(self._hot.heat.sum())
-        pairs["cpu"] += int(host.sum())
+        pairs[Where.RESIDENT] += 0 if self._hot is None else int(self._hot.heat.sum())
+        pairs[Where.CPU] += int(host.sum())
         if self._start is not None:
-            pairs["resident"] -= int(self._start[0].sum())
-            pairs["cpu"] -= int(self._start[1].sum())
+            pairs[Where.RESIDENT] -= int(self._start[0].sum())
+            pairs[Where.CPU] -= int(self._start[1].sum())
         seconds = dict(self._seconds)
-        seconds["cpu"] += sum(self._host.seconds(layer) for layer in self._layers)
+        seconds[Where.CPU] += sum(self._host.seconds(layer) for layer in self._layers)
         return {
             lane: {
                 "pairs": pairs[lane],
@@ -113,7 +112,7 @@ class Heat:
                 "seconds": seconds[lane],
                 "calls": self._calls[lane],
             }
-            for lane in LANES
+            for lane in Where
         }
 
     def _host_counts(self) -> Tensor:

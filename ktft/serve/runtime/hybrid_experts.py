@@ -22,8 +22,9 @@ from ktft.config import Settings
 from ktft.deferral import lowest
 from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
-from ktft.lanes.lanes import Lanes, Pass
+from ktft.lanes.lanes import Lanes
 from ktft.lanes.layer import LanedExperts
+from ktft.lanes.passes import Pass
 from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.native.hybrid import HostExperts
@@ -116,7 +117,7 @@ class HybridExperts:
         if self.place == 0:
             self.model.between_steps()
         with torch.no_grad():
-            out = self._laned(hidden, index.long(), weights, self.lora)
+            out = self._laned(self.model.running, hidden, index.long(), weights, self.lora)
         if self.place == 0:
             self.model.host.check()  # the lanes have waited for all work queued before them
         if self.place == len(self.model.layers) - 1:
@@ -207,9 +208,11 @@ class HybridModel(ServedModel):
         )
         self.lanes = Lanes(Settings(placement=placement), on_cpu=self.device.type == "cpu")
         self.lanes.layers.extend(ordered)
-        self.lanes.take(self.device)
+        running = self.lanes.on(self.device)
+        assert running is not None
+        self.running = running
         self.ops = operations(self.device)
-        self.hot = self._residents(self.lanes.gpu, gpu_expert_memory, ordered, max_lora_rank)
+        self.hot = self._residents(running.gpu, gpu_expert_memory, ordered, max_lora_rank)
         self.layers: dict[int, HybridExperts] = {  # type: ignore[assignment]
             n: HybridExperts(self, n, i, layers[n]) for i, n in enumerate(sorted(layers))
         }
@@ -267,7 +270,6 @@ class HybridModel(ServedModel):
         if not memory:
             return None
         hot = HotExperts(lane, int(memory), layers, max_rank)
-        self.lanes.residents = hot.residents
         logger.info("%s of GPU memory hold resident experts", readable(hot.bytes))
         return hot
 
