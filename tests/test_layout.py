@@ -29,6 +29,7 @@ PYTHON_RANKS = {
     "lora": 1,
     "swiglu": 0,
     "versions": 0,
+    "hosts": 1,
     "spans": 1,
     "system": 1,
     "native": 2,

@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from ktft import config
+from ktft.hosts.vllm import BASE_MODEL_PATHS
 from ktft.serve.front import requests
 from ktft.serve.front.adapter_record import AdapterRecord, Named, NotRecorded
 from ktft.serve.front.admission import Admission, Busy, Gone
@@ -175,8 +176,9 @@ class Gate:
             raise
         self.adapter, self.mixed = adapter, None
         self.swaps += 1
-        models = state.openai_serving_models.base_model_paths  # vLLM names responses after the first
-        models[:] = [replace(models[0], name=self.served)]
+        models = state.openai_serving_models
+        first = models.base_model_paths[0]  # vLLM names responses after it
+        BASE_MODEL_PATHS.put(models, [replace(first, name=self.served)])
         return result
 
     def _add_parent(self, body: bytes) -> bytes:
