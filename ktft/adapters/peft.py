@@ -211,7 +211,7 @@ def _require_experts(model: Any) -> None:
             "the model has no experts held by ktft; load it with from_pretrained(..., quantization_config=KtftConfig())"
         )
     _require_no_adapters(model)
-    hosts.install_for_models()  # of which some are made without a KtftConfig
+    hosts.install_for_models()  # a model that from_pretrained has not made has had no KtftConfig to do it
 
 
 def _require_no_adapters(model: nn.Module) -> None:
@@ -230,7 +230,7 @@ def _check_given(config: Any, directory: Path) -> None:
             )
 
 
-def make(
+def init_peft_model(
     original: Callable[..., None], peft_model: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """PEFT's `PeftModel.__init__`; one of a model with ktft's experts becomes a `KtftPeftMixin`."""

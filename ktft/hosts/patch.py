@@ -89,12 +89,12 @@ class Patch:
         delattr(instance, self.name)
 
     def _lacks(self) -> str:
-        found = [(name, version) for name in self.tested if (version := version_of(name)) is not None]
-        name, version = found[0] if found else (next(iter(self.tested)), "(not installed)")
+        """The message for a person whose version of the library ktft does not know."""
+        name = next(filter(version_of, self.tested), self.package)
         low, high = self.tested[name]
         return (
-            f"{name} {version} has no {self.owner}.{self.name}, which ktft replaces. {self.why} ktft was tested with "
-            f"{name} {low} to below {high}; run: {pip_install(name)}"
+            f"{name} {version_of(name) or '(not installed)'} has no {self.owner}.{self.name}, which ktft replaces. "
+            f"{self.why} ktft was tested with {name} {low} to below {high}; run: {pip_install(name)}"
         )
 
 
@@ -120,7 +120,8 @@ def undo() -> list[Patch]:
     with _lock:
         undone = list(_installed)
         for patch in reversed(undone):
-            _restore(_installed[patch][0], patch.name, _installed.pop(patch)[1])
+            owner, held = _installed.pop(patch)
+            _restore(owner, patch.name, held)
     return undone
 
 

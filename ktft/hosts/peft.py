@@ -15,7 +15,7 @@ PATCHES = (
     Patch(
         "peft.peft_model.PeftModel",
         "__init__",
-        "ktft.adapters.peft:make",
+        "ktft.adapters.peft:init_peft_model",
         "A PeftModel on ktft's experts gets a class that saves and loads per-expert names. PEFT chooses the class by "
         "the task alone.",
     ),
