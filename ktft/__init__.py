@@ -6,17 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ktft.adapters.peft import get_peft_model, load_adapter
     from ktft.model.quantizer import KtftConfig
-    from ktft.train.trainer import Trainer, get_peft_model, load_adapter
+    from ktft.train.trainer import Trainer
 
-# Imported on first use, so that `import ktft` needs no torch. Whatever is used first, the trainer's module is imported
-# before it: a model that is made afterwards is adapted by any PEFT call, and checked and reported by any Trainer.
-_HOSTS = "ktft.train.trainer"
+# Imported on first use, so that `import ktft` needs no torch.
 _EXPORTS = {
     "KtftConfig": "ktft.model.quantizer",
-    "Trainer": _HOSTS,
-    "get_peft_model": _HOSTS,
-    "load_adapter": _HOSTS,
+    "Trainer": "ktft.train.trainer",
+    "get_peft_model": "ktft.adapters.peft",
+    "load_adapter": "ktft.adapters.peft",
 }
 
 __all__ = ["KtftConfig", "Trainer", "__version__", "get_peft_model", "load_adapter"]
@@ -29,7 +28,6 @@ def __getattr__(name: str) -> Any:
         return metadata.version("ktft")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'ktft' has no attribute {name!r}")
-    importlib.import_module(_HOSTS)
     return getattr(importlib.import_module(_EXPORTS[name]), name)
 
 

@@ -20,10 +20,12 @@ from types import ModuleType
 MODULES = (
     "llamafactory.hparams.parser",
     "llamafactory.model.loader",
+    "llamafactory.model.patcher",
     "llamafactory.model.adapter",
+    "llamafactory.train.trainer_utils",
     "llamafactory.train.tuner",
 )
-"""What `ktft.train.llamafactory.adapt` changes; without `use_kt: true` they behave as before."""
+"""What the rows of `ktft.hosts.llamafactory` change; without `use_kt: true` they behave as before."""
 
 _warned = False
 
@@ -70,7 +72,7 @@ def _adapt(module: ModuleType) -> None:
     try:
         if other := _in_place_of_ktft():
             return _warn(f"{other} is imported in place of ktft, since its folder comes first on sys.path: rename it")
-        importlib.import_module("ktft.train.llamafactory").adapt(module)
+        importlib.import_module("ktft.hosts.llamafactory").adapt(module)
     except Exception as error:
         _warn(f"{type(error).__name__}: {error}")
 
@@ -82,7 +84,7 @@ def _in_place_of_ktft() -> str:
     if spec is None or spec.submodule_search_locations is None:
         return "" if spec is None else str(spec.origin)
     places = list(spec.submodule_search_locations)
-    known = any(os.path.exists(os.path.join(place, "train", "llamafactory.py")) for place in places)
+    known = any(os.path.exists(os.path.join(place, "hosts", "llamafactory.py")) for place in places)
     return "" if known else ", ".join(places)
 
 

@@ -34,7 +34,9 @@ import yaml
 from fake_cuda import Fake, build
 from tiny import write_checkpoint, write_data
 
-from ktft import native
+import ktft_autoload
+from ktft import hosts, native
+from ktft.hosts import llamafactory
 from ktft.system import available_memory
 
 MEMORY_PER_WORKER = 3 << 30
@@ -66,6 +68,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA-Factory's `dataset_dir`: sets `sft`, `pt`, `dpo` (rm too) and `kto`."""
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def stock_hosts() -> Iterator[None]:
+    """No class or module of another library is patched when the test begins. What was patched is again afterwards."""
+    patched = hosts.undo()
+    yield
+    hosts.undo()
+    hosts.install(patched)
+    for name in ktft_autoload.MODULES:  # which are patched as soon as they are imported, by the test perhaps
+        if name in sys.modules:
+            llamafactory.adapt(sys.modules[name])
 
 
 @pytest.fixture(scope="session")

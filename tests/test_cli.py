@@ -130,6 +130,17 @@ def test_hook_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.status, row.cure) == ("fail", "unset TORCH_DEVICE_BACKEND_AUTOLOAD KTFT_DISABLE")
 
 
+def test_doctor_finds_every_name_that_ktft_replaces(stock_hosts: None) -> None:
+    done = runner.invoke(app, ["doctor", "--patches", "--json"])
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert done.exit_code == 0, done.stdout
+    assert rows["transformers.trainer.Trainer.train"]["here"] == "installed when needed"
+    assert rows["transformers.models.*.modeling_*.apply_rotary_pos_emb"]["here"] == "in the code of models"
+    assert rows["peft.tuners.lora.layer.Linear.forward"]["here"] == "on single objects"
+    shown = runner.invoke(app, ["doctor", "--patches"], env={"COLUMNS": "300"}).stdout
+    assert all(row["tested"].partition(",")[0] in shown for row in rows.values())
+
+
 def test_media_build_for_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write(tmp_path, {"torchvision/__init__.py": "raise RuntimeError('operator torchvision::nms does not exist')"})
     monkeypatch.syspath_prepend(tmp_path)

@@ -34,6 +34,7 @@ PYTHON_RANKS = {
     "lora": 1,
     "swiglu": 0,
     "versions": 0,
+    "hosts": 1,
     "system": 1,
     "native": 2,
     "reference": 2,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from ktft import hosts
 from ktft.model import rotary
 
 PLAIN = modeling_qwen3_moe.apply_rotary_pos_emb
@@ -20,12 +21,13 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(autouse=True)
-def own_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_state(stock_hosts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rotary, "DEVICES", set(DEVICES))
     monkeypatch.setattr(rotary, "_agree", {})
     for code in (modeling_qwen3_moe, modeling_deepseek_v3):
         monkeypatch.setattr(code, "apply_rotary_pos_emb", code.apply_rotary_pos_emb)  # put back afterwards
     yield
+    hosts.undo()  # before what the test patched is put back
 
 
 def inputs(device: str, dtype: torch.dtype, unsqueeze_dim: int = 1, size: int = 32) -> tuple[Tensor, ...]:
@@ -68,6 +70,8 @@ def test_it_gives_what_transformers_gives(
         assert (mine - theirs).norm() <= bound * theirs.norm()
     assert "_Rotation" in type(found[0].grad_fn).__name__
     assert list(rotary._agree.values()) == [True]
+    hosts.undo()
+    assert modeling_qwen3_moe.apply_rotary_pos_emb is PLAIN
 
 
 def test_it_is_the_gradient_of_its_forward() -> None:
@@ -100,7 +104,9 @@ def test_what_is_not_usual_goes_the_models_own_way(change: str, monkeypatch: pyt
 
     modeling_qwen3_moe.apply_rotary_pos_emb = plain
     rotary.fuse_rotary(model_of(modeling_qwen3_moe))
-    rotary.fuse_rotary(model_of(modeling_qwen3_moe))  # once is enough
+    fused = modeling_qwen3_moe.apply_rotary_pos_emb
+    rotary.fuse_rotary(model_of(modeling_qwen3_moe))
+    assert modeling_qwen3_moe.apply_rotary_pos_emb is fused
     q, k, cos, sin = inputs("cpu", torch.float32)
     if change == "device":
         monkeypatch.setattr(rotary, "DEVICES", {"cuda"})

@@ -2,20 +2,17 @@
 
 All of PEFT's ways end in `BaseTuner.inject_adapter`. PEFT lets one `LoraConfig` name a class for modules that PEFT does
 not know, but has no place to say so for all configurations, and its `all-linear` and name matching see modules only,
-while experts are stacked. So that one method is wrapped; models without ktft's experts pass through it unchanged.
+while experts are stacked. So that one method is wrapped (`ktft/hosts/peft.py`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.lora.model import LoraModel
-from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
-from transformers.integrations.peft import PeftAdapterMixin
 
 from ktft.adapters.lora import KtftExpertsLora, check_options
 from ktft.adapters.reach import check_method, reach_of, resolve
@@ -41,32 +38,23 @@ def as_saved(config: Any) -> Any:
     return config
 
 
-def install() -> None:
-    """Wrap PEFT's injection, and refuse transformers' own adapter methods, on models with ktft's experts. Once."""
-    if hasattr(BaseTuner.inject_adapter, "_ktft"):
-        return
-    original = BaseTuner.inject_adapter
-
-    @functools.wraps(original)
-    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        if not find_experts(model):
-            return original(self, model, adapter_name, *args, **kwargs)
-        config = self.peft_config[adapter_name]
-        require_tested("peft")
-        check_method(config)
-        if not isinstance(self, LoraModel):
-            raise ValueError(f"ktft's experts take adapters from PEFT's LoraModel, not {type(self).__name__}")
-        if kwargs.get("state_dict") is not None:
-            raise ValueError("ktft's experts take no LoRA from a state_dict's names; give target_modules")
-        if not vars(config).pop(_AS_SAVED, False):
-            resolve(model, config)
-        with _reaching_experts(model, config, adapter_name):
-            return original(self, model, adapter_name, *args, **kwargs)
-
-    inject_adapter._ktft = True  # type: ignore[attr-defined]
-    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
-    for method in INSTEAD:
-        setattr(PeftAdapterMixin, method, _refusing(getattr(PeftAdapterMixin, method)))
+def inject_adapter(
+    original: Callable[..., None], tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    """PEFT's `BaseTuner.inject_adapter`, which reaches ktft's experts too; other models pass through unchanged."""
+    if not find_experts(model):
+        return original(tuner, model, adapter_name, *args, **kwargs)
+    config = tuner.peft_config[adapter_name]
+    require_tested("peft")
+    check_method(config)
+    if not isinstance(tuner, LoraModel):
+        raise ValueError(f"ktft's experts take adapters from PEFT's LoraModel, not {type(tuner).__name__}")
+    if kwargs.get("state_dict") is not None:
+        raise ValueError("ktft's experts take no LoRA from a state_dict's names; give target_modules")
+    if not vars(config).pop(_AS_SAVED, False):
+        resolve(model, config)
+    with _reaching_experts(model, config, adapter_name):
+        return original(tuner, model, adapter_name, *args, **kwargs)
 
 
 @contextmanager
@@ -93,12 +81,9 @@ def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Itera
         config.target_modules, config._custom_modules = reach.standard, own_modules
 
 
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if find_experts(self):
-            name = original.__name__
-            raise ValueError(f"transformers' {name} cannot give ktft's experts LoRA; write {INSTEAD[name]}")
-        return original(self, *args, **kwargs)
-
-    return method
+def refuse_method(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A method of transformers' models that `INSTEAD` names; other models than ktft's have it as it was."""
+    if find_experts(model):
+        name = original.__name__
+        raise ValueError(f"transformers' {name} cannot give ktft's experts LoRA; write {INSTEAD[name]}")
+    return original(model, *args, **kwargs)

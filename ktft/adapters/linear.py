@@ -16,25 +16,28 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ktft.hosts.peft import LINEAR
+
 
 def shorten(model: nn.Module) -> None:
     """Have the model's adapted linear layers take the short way wherever there is one; see `restore`."""
     for module in _layers(model):
-        module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+        LINEAR.put(module, functools.partial(forward, module))
 
 
 def restore(model: nn.Module) -> None:
     """Undo `shorten`."""
     for module in _layers(model):
-        if getattr(module.__dict__.get("forward"), "func", None) is _forward:
-            del module.forward
+        if getattr(module.__dict__.get("forward"), "func", None) is forward:
+            LINEAR.take_off(module)
 
 
 def _layers(model: nn.Module) -> list[Linear]:
     return [module for module in model.modules() if type(module) is Linear]
 
 
-def _forward(module: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def forward(module: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A layer's output, by the short way if nothing but products would be computed, else by PEFT's."""
     names = module.active_adapters
     if args or kwargs or len(names) != 1 or not _is_plain(module, names[0], x.device.type):
         return Linear.forward(module, x, *args, **kwargs)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktft.adapters import injection
+from ktft import hosts
 from ktft.adapters.below import BELOW, holds, stands_on
 from ktft.adapters.card import NEW_CARD, update_card
 from ktft.adapters.files import (
@@ -213,6 +213,7 @@ def _require_experts(model: Any) -> None:
             "the model has no experts held by ktft; load it with from_pretrained(..., quantization_config=KtftConfig())"
         )
     _require_no_adapters(model)
+    hosts.install_for_models()  # a model that from_pretrained has not made has had no KtftConfig to do it
 
 
 def _require_no_adapters(model: nn.Module) -> None:
@@ -231,45 +232,34 @@ def _check_given(config: Any, directory: Path) -> None:
             )
 
 
-def _install() -> None:
-    """Have every `PeftModel` of a model with ktft's experts be a `KtftPeftMixin`, once."""
-    if hasattr(PeftModel.__init__, "_ktft"):
-        return
-    make: Any = PeftModel.__init__
-    load: Any = vars(PeftModel)["from_pretrained"].__func__
-
-    @functools.wraps(make)
-    def __init__(self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-        has_experts = bool(find_experts(model))
-        if has_experts:
-            check_method(peft_config)  # before PEFT has changed any module
-            _require_no_adapters(model)
-        make(self, model, peft_config, *args, **kwargs)
-        if has_experts:
-            cls = type(self)
-            self.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
-            self.base_adapters = {}
-
-    @functools.wraps(load)
-    def from_pretrained(
-        cls: Any,
-        model: nn.Module,
-        model_id: str | os.PathLike[str],
-        adapter_name: str = "default",
-        is_trainable: bool = False,
-        config: Any = None,
-        **kwargs: Any,
-    ) -> PeftModel:
-        if not find_experts(model):
-            return cast(PeftModel, load(cls, model, model_id, adapter_name, is_trainable, config, **kwargs))
-        if config is not None:
-            _check_given(config, local_directory(model_id, **{key: kwargs[key] for key in HUB_KEYS if key in kwargs}))
-        return load_adapter(cast(PreTrainedModel, model), model_id, adapter_name, is_trainable, **kwargs)
-
-    __init__._ktft = True  # type: ignore[attr-defined]
-    PeftModel.__init__ = __init__  # type: ignore[method-assign]
-    PeftModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign, assignment]
+def init_peft_model(
+    original: Callable[..., None], peft_model: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """PEFT's `PeftModel.__init__`; one of a model with ktft's experts becomes a `KtftPeftMixin`."""
+    has_experts = bool(find_experts(model))
+    if has_experts:
+        check_method(peft_config)  # before PEFT has changed any module
+        _require_no_adapters(model)
+    original(peft_model, model, peft_config, *args, **kwargs)
+    if has_experts:
+        cls = type(peft_model)
+        peft_model.__class__ = type(f"Ktft{cls.__name__}", (KtftPeftMixin, cls), {})
+        peft_model.base_adapters = {}
 
 
-injection.install()
-_install()
+def from_pretrained(
+    original: Callable[..., PeftModel],
+    cls: type[PeftModel],
+    model: nn.Module,
+    model_id: str | os.PathLike[str],
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    config: Any = None,
+    **kwargs: Any,
+) -> PeftModel:
+    """PEFT's `PeftModel.from_pretrained`, which is `load_adapter` for models with ktft's experts."""
+    if not find_experts(model):
+        return original(cls, model, model_id, adapter_name, is_trainable, config, **kwargs)
+    if config is not None:
+        _check_given(config, local_directory(model_id, **{key: kwargs[key] for key in HUB_KEYS if key in kwargs}))
+    return load_adapter(cast(PreTrainedModel, model), model_id, adapter_name, is_trainable, **kwargs)

@@ -91,13 +91,21 @@ def version() -> None:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    show_patches: Annotated[
+        bool, typer.Option("--patches", help="Show what ktft replaces in other libraries, and whether it is there.")
+    ] = False,
+) -> None:
     """Check this machine and environment, with a cure for each problem. Exits with 1 if a check fails."""
+    from ktft.cli import patches
     from ktft.cli.doctor import examine
 
-    rows = examine()
+    rows: list[Any] = patches.examine() if show_patches else examine()
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+    elif show_patches:
+        Console().print(patches.table(rows, STYLES))
     else:
         table = Table(box=None, show_header=False)
         for row in rows:

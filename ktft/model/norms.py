@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ktft.device import ACCELERATORS
+from ktft.hosts.transformers import RMS_NORM
 
 logger = logging.getLogger("ktft")
 
@@ -35,14 +36,15 @@ def fuse_norms(model: nn.Module) -> None:
         own = dict(module.named_parameters()) | dict(module.named_buffers())
         named = type(module).__name__.endswith("RMSNorm") and list(own) == ["weight"] and own["weight"].dim() == 1
         if _fused is not None and named and isinstance(_epsilon(module), float):
-            module.forward = functools.partial(_forward, module)
+            RMS_NORM.put(module, functools.partial(forward, module))
 
 
 def _epsilon(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
+def forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
+    """A norm's output, by the fused kernel where that gives the same."""
     if hidden_states.device.type not in DEVICES:
         return _plain(module, hidden_states)
     known, weight = _agree.setdefault(module, {}), cast(Tensor, module.weight)

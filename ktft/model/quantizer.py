@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +17,11 @@ from transformers.core_model_loading import WeightConverter
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.fsdp import is_fsdp_enabled
-from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ktft import native
+from ktft import hosts, native
 from ktft.checkpoint.cache import PackedCache
 from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import ExpertPlan
@@ -86,6 +85,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.reserve_bytes = reserve_bytes
         self.part = None if part is None else (int(part[0]), int(part[1]))
         _ = self.settings  # checks the values
+        hosts.install_for_models()  # now, for transformers merges configurations before it makes a quantizer
 
     @property
     def settings(self) -> Settings:
@@ -133,19 +133,9 @@ def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int |
     config.quantization_config = KtftConfig.from_settings(settings, reserve_bytes).to_dict()
 
 
-def _prefer_ktft(merge: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def prefer_ktft(original: Callable[..., Any], cls: type, own: Any, given: Any) -> Any:
     """transformers refuses a `quantization_config` beside the checkpoint's own method, which ktft is there to read."""
-
-    @functools.wraps(merge)
-    def merge_quantization_configs(own: Any, given: Any) -> Any:
-        return given if isinstance(given, KtftConfig) else merge(own, given)
-
-    return merge_quantization_configs
-
-
-AutoHfQuantizer.merge_quantization_configs = staticmethod(  # type: ignore[method-assign, assignment]
-    _prefer_ktft(AutoHfQuantizer.merge_quantization_configs)
-)
+    return given if isinstance(given, KtftConfig) else original(cls, own, given)
 
 
 @register_quantizer("ktft")

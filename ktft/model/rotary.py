@@ -5,27 +5,27 @@ Su et al., RoFormer (2021), with halves rotated against each other, as most mode
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ktft import hosts
 from ktft.device import ACCELERATORS
+from ktft.hosts.transformers import ROTARY
 
 logger = logging.getLogger("ktft")
 
 DEVICES: Collection[str] = ACCELERATORS.keys()
 """Types of devices where rotation is fused; elsewhere it stays what it is, bit for bit."""
-NAME = "apply_rotary_pos_emb"
-"""Of transformers' function in a model's own code."""
 PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
-"""That it has. Code with others, such as positions, is left alone."""
+"""Of the function in a model's own code. One with others, such as positions, is left alone."""
 _ROUNDING = 2.0**-7  # of bf16, with which sums are taken once in place of twice
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
@@ -37,12 +37,13 @@ def fuse_rotary(model: nn.Module) -> None:
     own function gives. The function is the model code's, so all models of that code in this process have it.
     """
     for code in {type(module).__module__ for module in model.modules()}:
-        plain = getattr(sys.modules.get(code), NAME, None)
+        plain = getattr(sys.modules.get(code), ROTARY.name, None)
         if inspect.isfunction(plain) and tuple(inspect.signature(plain).parameters) == PARAMETERS:
-            setattr(sys.modules[code], NAME, functools.wraps(plain)(functools.partial(_rotate, plain)))
+            hosts.install([replace(ROTARY, owner=code)])
 
 
-def _rotate(plain: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+def rotate(plain: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Queries and keys, rotated in few launches where that gives what `plain` gives."""
     given = q, k, cos, sin, unsqueeze_dim
     if q.device.type not in DEVICES or not _is_usual(q, k, cos, sin):
         return plain(*given)
@@ -75,7 +76,7 @@ def _agrees(plain: Rotation, like: Tensor, unsqueeze_dim: int) -> bool:
     pairs = [(one.double(), other.double()) for one, other in zip(plain(*given), _rotated(*given), strict=True)]
     agrees = all(float((one - other).norm()) <= _ROUNDING * float(one.norm()) for one, other in pairs)
     if not agrees:
-        logger.info("%s.%s rotates in another way, so it is not fused", plain.__module__, NAME)
+        logger.info("%s.%s rotates in another way, so it is not fused", plain.__module__, ROTARY.name)
     return agrees
 
 

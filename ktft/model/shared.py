@@ -6,6 +6,8 @@ import threading
 
 from torch import Tensor, nn
 
+from ktft.hosts.transformers import SHARED_EXPERTS
+
 
 class Ahead:
     """Lets one module's output be computed before the model asks for it.
@@ -20,7 +22,7 @@ class Ahead:
         self._forward = module.forward
         self._held: dict[int, tuple[Tensor, int, Tensor]] = {}  # by thread
         self._asked: set[int] = set()  # threads that asked since their routed experts last began
-        module.forward = self
+        SHARED_EXPERTS.put(module, self)
 
     def compute(self, hidden_states: Tensor) -> None:
         """Compute the output of `[T, H]` now, unless the block did; the next call of the same memory returns it.

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, and resuming that is exact, for every Trainer on a model with ktft's experts.
 
-The methods of `_SEAMS`, which transformers' Trainers share, are wrapped; on all other models they do what they did.
-While a run trains or saves, its `output_dir` is locked. A checkpoint is written, callbacks' `on_save` included, into a
+Functions marked `_of_experts` wrap methods of transformers' Trainers; `ktft/hosts/transformers.py` has the rows. While
+a run trains or saves, its `output_dir` is locked. A checkpoint is written, callbacks' `on_save` included, into a
 staging folder beside, sealed with a manifest and renamed. One that is resumed is read against its manifest first.
 """
 
@@ -21,9 +21,8 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 
@@ -32,6 +31,7 @@ from ktft.adapters.peft import KtftPeftMixin
 from ktft.adapters.several import check_resumed
 from ktft.checkpoint.files import TEMPORARY, exchange, sync_directory
 from ktft.checkpoint.lock import locked
+from ktft.hosts.transformers import ON_SAVE, OUTPUT_DIR, PUSH
 from ktft.model.experts import find_experts
 from ktft.system import readable
 from ktft.train.manifest import (
@@ -49,6 +49,7 @@ from ktft.train.manifest import (
     settings_of,
 )
 from ktft.train.report import logger
+from ktft.train.run import note_saved
 
 STAGING = f"_checkpoints{TEMPORARY}"
 """Folder in `output_dir` where a checkpoint is written. No host takes it for a checkpoint or uploads it to a hub."""
@@ -58,24 +59,19 @@ _LOSSES = "_ktft_losses"
 _ANEW = "or begin anew from its adapter: set another output_dir, and {} as adapter_name_or_path (ktft.load_adapter)"
 
 
-def install() -> None:
-    """Wrap the Trainers' methods, once a process."""
-    for owner, name, around in _SEAMS:
-        original = getattr(owner, name)
-        if getattr(original, "_ktft", None) is None:
-            setattr(owner, name, _wrapped(original, around))
+def _of_experts(around: Callable[..., Any]) -> Callable[..., Any]:
+    """Call `around` for a Trainer whose model has ktft's experts, and its own method for all others.
 
+    `around` gets the method of the object at hand: a Trainer, or what has one as its attribute `trainer`.
+    """
 
-def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trainer = getattr(self, "trainer", self)
-        if find_experts(trainer.model):
-            return around(functools.partial(original, self), self, *args, **kwargs)
-        return original(self, *args, **kwargs)
+    @functools.wraps(around)
+    def wrapper(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if find_experts(getattr(owner, "trainer", owner).model):
+            return around(functools.partial(original, owner), owner, *args, **kwargs)
+        return original(owner, *args, **kwargs)
 
-    method._ktft = True  # type: ignore[attr-defined]
-    return method
+    return wrapper
 
 
 # --- one run a folder -------------------------------------------------------------------------------------------------
@@ -90,17 +86,23 @@ def hold(args: TrainingArguments) -> AbstractContextManager[Any]:
     return locked(Path(str(args.output_dir)), "training") if args.should_save else nullcontext()
 
 
-def _train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+@_of_experts
+def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.train`, with the run's folder held."""
     with hold(trainer.args):
         return original(*args, **kwargs)
 
 
-def _save_model(
+@_of_experts
+def save_model(
     original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
+    """`Trainer.save_model`, with the folder held until the report there knows what was written."""
     place = Path(output_dir or trainer.args.output_dir)
     with locked(place, "saving a model") if trainer.args.should_save else nullcontext():
         original(output_dir, _internal_call)
+        if not _internal_call:
+            note_saved(trainer, place)
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -145,7 +147,9 @@ def _remove_leftover(path: Path) -> None:
     logger().info("removed %s, left unfinished by a run that was killed", path)
 
 
-def _save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, trial: Any) -> None:
+@_of_experts
+def save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, trial: Any) -> None:
+    """`Trainer._save_checkpoint`, of a checkpoint that is whole or absent."""
     run_dir = Path(trainer._get_output_dir(trial))
     place = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     try:
@@ -163,12 +167,13 @@ def _save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, tri
 
 def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path) -> None:
     """Let the Trainer and the callbacks write a checkpoint, which is going to `place`, into `staging`."""
-    trainer._get_output_dir = lambda trial: str(staging)
-    trainer._push_from_checkpoint = lambda folder: None
+    OUTPUT_DIR.put(trainer, lambda trial: str(staging))
+    PUSH.put(trainer, lambda folder: None)
     try:
         original(model, trial)
     finally:
-        del trainer._get_output_dir, trainer._push_from_checkpoint
+        OUTPUT_DIR.take_off(trainer)
+        PUSH.take_off(trainer)
     state = trainer.state
     if _find_best(state, place.parent, place):
         state.save_to_json(str(staging / place.name / TRAINER_STATE_NAME))
@@ -178,10 +183,10 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
 
     def already_done(args: Any, state: Any, control: Any, **_: Any) -> Any:
         """In place of the event that every Trainer sends after `_save_checkpoint`."""
-        del handler.on_save
+        ON_SAVE.take_off(handler)
         return control
 
-    handler.on_save = already_done
+    ON_SAVE.put(handler, already_done)
 
 
 def _find_best(state: TrainerState, run_dir: Path, place: Path | None = None) -> bool:
@@ -249,7 +254,8 @@ def _not_written(trainer: Any, place: Path, error: Exception) -> str:
     )
 
 
-def _execute_jit_checkpoint(original: Callable[..., Any], manager: Any) -> None:
+@_of_experts
+def execute_jit_checkpoint(original: Callable[..., Any], manager: Any) -> None:
     """`enable_jit_checkpoint` after SIGTERM: the step at hand is finished, logged and saved as any other."""
     manager.is_checkpoint_requested = False
     manager.trainer.control.should_save = manager.trainer.control.should_training_stop = True
@@ -258,7 +264,9 @@ def _execute_jit_checkpoint(original: Callable[..., Any], manager: Any) -> None:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint: str, model: Any = None) -> None:
+@_of_experts
+def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint: str, model: Any = None) -> None:
+    """`Trainer._load_from_checkpoint`, of one that its manifest proves, for the same run."""
     check_resumed(trainer.model)
     path = Path(checkpoint)
     if path.is_dir():
@@ -316,7 +324,9 @@ def _require_same_run(path: Path, manifest: dict[str, Any], trainer: Any) -> Non
             )
 
 
-def _load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+@_of_experts
+def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+    """`Trainer._load_optimizer_and_scheduler`, whose result is compared with the manifest."""
     if checkpoint is None:
         return
     path = Path(checkpoint)
@@ -363,7 +373,9 @@ def _refusal(path: Path, problem: str) -> str:
     return f"{path} cannot be resumed: {problem}; {cure}"
 
 
-def _run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+@_of_experts
+def run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """`Trainer._run_epoch`, which goes on with the losses of the run that is resumed, and not beyond its end."""
     _restore_losses(trainer)
     if trainer.state.global_step >= trainer.state.max_steps:
         trainer.control.should_training_stop = True  # resumed where it ended: transformers would train one step more
@@ -371,7 +383,9 @@ def _run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
     original(*args, **kwargs)
 
 
-def _finalize_training(original: Callable[..., Any], trainer: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
+@_of_experts
+def finalize_training(original: Callable[..., Any], trainer: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer._finalize_training`, which loads the best checkpoint from where it is now."""
     _restore_losses(trainer)
     _find_best(trainer.state, Path(trainer._get_output_dir(trial)))  # which is loaded now, and then alone stays
     return original(trial, *args, **kwargs)
@@ -383,15 +397,3 @@ def _restore_losses(trainer: Any) -> None:
         trainer._tr_loss = torch.tensor(losses["since_logged"], device=trainer.args.device)
         trainer._total_loss_scalar = losses["logged"]
         trainer._globalstep_last_logged = losses["last_logged"]
-
-
-_SEAMS: tuple[tuple[type, str, Callable[..., Any]], ...] = (
-    (Trainer, "train", _train),
-    (Trainer, "save_model", _save_model),
-    (Trainer, "_save_checkpoint", _save_checkpoint),
-    (Trainer, "_load_from_checkpoint", _load_from_checkpoint),
-    (Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler),
-    (Trainer, "_run_epoch", _run_epoch),
-    (Trainer, "_finalize_training", _finalize_training),
-    (CheckpointManager, "execute_jit_checkpoint", _execute_jit_checkpoint),
-)

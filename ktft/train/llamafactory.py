@@ -1,15 +1,14 @@
 """LLaMA-Factory's `use_kt: true`, carried out by ktft. The only file that knows LLaMA-Factory.
 
-Functions that three of its modules look up in their own globals are wrapped: the parser takes `kt_config` out of the
-arguments and remembers the settings on the parsed `ModelArguments`; the loader and the adapter module act on models
-whose arguments have such settings. All else passes through unchanged.
+What `ktft/hosts/llamafactory.py` names is wrapped: the parser takes `kt_config` out of the arguments and remembers the
+settings on the parsed `ModelArguments`; what loads models acts on those whose arguments have such settings. All else
+passes through unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import importlib
 import json
 import os
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from ktft import errors, native
+from ktft import errors, hosts, native
 from ktft.adapters.lora import UNMERGED
 from ktft.adapters.peft import expert_layers
 from ktft.adapters.reach import linear_names
@@ -35,6 +33,7 @@ from ktft.adapters.several import stand_on
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, world_size
 from ktft.device import accelerator
+from ktft.hosts.llamafactory import PATCHES
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import check_flash_attention, configure
 from ktft.train.checkpoints import hold
@@ -44,7 +43,6 @@ from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch
 from ktft.versions import require_tested
 
-_ADAPTED = "_ktft_adapted"
 _SETTINGS = "_ktft_settings"
 _RECIPE = "_ktft_recipe"
 _HUB_ARGUMENTS = {
@@ -53,13 +51,6 @@ _HUB_ARGUMENTS = {
     "revision": "model_revision",
     "token": "hf_hub_token",
 }
-
-
-def adapt(module: ModuleType) -> None:
-    """Adapt one of `ktft_autoload.MODULES`, once."""
-    if not hasattr(module, _ADAPTED):
-        _ADAPTERS[module.__name__](module)
-        setattr(module, _ADAPTED, True)
 
 
 def settings_of(model_args: Any) -> Settings | None:
@@ -109,44 +100,41 @@ REFUSALS = (
 )
 
 
-def _adapt_parser(module: Any) -> None:
-    original = module._parse_args
+def parse_args(
+    original: Callable[..., tuple[Any, ...]], parser: Any, args: Any = None, allow_extra_keys: bool = False
+) -> tuple[Any, ...]:
+    """Parse LLaMA-Factory's arguments; with `use_kt: true`, check them all and keep ktft's beside them."""
+    module = importlib.import_module("llamafactory.hparams.parser")
+    if module.ModelArguments not in parser.dataclass_types:
+        return original(parser, args, allow_extra_keys)
+    args = module.read_args(args if args is not None else _json_arguments(module))
+    if any("use_kt" in str(key) for key in args) and _is_command():
+        errors.install()
     known = {field.name for field in fields(module.ModelArguments)}
-
-    @functools.wraps(original)
-    def parse_args(parser: Any, args: Any = None, allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        if module.ModelArguments not in parser.dataclass_types:
-            return original(parser, args, allow_extra_keys)
-        args = module.read_args(args if args is not None else _json_arguments(module))
-        if any("use_kt" in str(key) for key in args) and _is_command():
-            errors.install()
-        use_kt, kt_config, top_level, rest = _split(args, known)
-        if not use_kt:
-            if kt_config is not None:
-                raise ValueError("kt_config is given without use_kt: true; add that, or remove kt_config")
-            return original(parser, args, allow_extra_keys)
-        _check_environment(module, rest)
-        parsed = original(parser, rest, allow_extra_keys)
-        for arguments in parsed:
-            _check_values(arguments)
-            check_names(arguments)
-        model_args = next(arguments for arguments in parsed if isinstance(arguments, module.ModelArguments))
-        top_level |= {key: getattr(model_args, key) for key in TOP_LEVEL_KEYS if key in known}
-        settings, notes = parse_kt_config(_mapping(kt_config), top_level)
-        for note in notes:
-            logger().info(note)
-        setattr(model_args, _SETTINGS, settings)
-        setattr(model_args, _RECIPE, recipe_of_arguments(parsed, settings))
-        training = next((each for each in parsed if isinstance(each, TrainingArguments)), None)
-        if training is not None and training.do_train:  # before LLaMA-Factory looks for checkpoints to resume from
-            _RUNNING.enter_context(hold(training))
-        # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would ask for KTransformers'
-        # packages, and refuse what those cannot do.
-        model_args.use_kt = False
-        return parsed
-
-    module._parse_args = parse_args
-    _carry_settings(module.ModelArguments)
+    use_kt, kt_config, top_level, rest = _split(args, known)
+    if not use_kt:
+        if kt_config is not None:
+            raise ValueError("kt_config is given without use_kt: true; add that, or remove kt_config")
+        return original(parser, args, allow_extra_keys)
+    _check_environment(module, rest)
+    parsed = original(parser, rest, allow_extra_keys)
+    for arguments in parsed:
+        _check_values(arguments)
+        check_names(arguments)
+    model_args = next(arguments for arguments in parsed if isinstance(arguments, module.ModelArguments))
+    top_level |= {key: getattr(model_args, key) for key in TOP_LEVEL_KEYS if key in known}
+    settings, notes = parse_kt_config(_mapping(kt_config), top_level)
+    for note in notes:
+        logger().info(note)
+    setattr(model_args, _SETTINGS, settings)
+    setattr(model_args, _RECIPE, recipe_of_arguments(parsed, settings))
+    training = next((each for each in parsed if isinstance(each, TrainingArguments)), None)
+    if training is not None and training.do_train:  # before LLaMA-Factory looks for checkpoints to resume from
+        _RUNNING.enter_context(hold(training))
+    # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would ask for KTransformers' packages,
+    # and refuse what those cannot do.
+    model_args.use_kt = False
+    return parsed
 
 
 def _split(args: Any, known: set[str]) -> tuple[bool, Any, dict[str, Any], Any]:
@@ -213,10 +201,12 @@ def _check_environment(module: Any, args: Any) -> None:
     except ValueError as error:
         _tell_torchrun(error)
         raise
-    for name in ("llamafactory.model.loader", "llamafactory.model.adapter"):
-        if not hasattr(importlib.import_module(name), _ADAPTED):
+    importlib.import_module("llamafactory.model")
+    for patch in PATCHES:
+        if patch.owner.startswith("llamafactory.model.") and patch not in hosts.installed():
             raise RuntimeError(
-                f"ktft could not adapt {name}, so use_kt: true would load stock experts; run ktft doctor"
+                f"ktft could not replace {patch.owner}.{patch.name}, so use_kt: true would load stock experts; run "
+                "ktft doctor --patches"
             )
 
 
@@ -238,99 +228,89 @@ def _check_values(arguments: Any) -> None:
         check_arguments(arguments)
 
 
-def _carry_settings(model_arguments: Any) -> None:
-    """`ModelArguments.copyfrom` makes the arguments of DPO's reference model: the settings go along."""
-    original = model_arguments.copyfrom.__func__
-
-    @functools.wraps(original)
-    def copyfrom(cls: Any, source: Any, **kwargs: Any) -> Any:
-        copy, settings = original(cls, source, **kwargs), settings_of(source)
-        if settings is not None and "model_name_or_path" in kwargs:
-            settings = replace(settings, expert_checkpoint=None)  # that one belongs to the source's model
-        setattr(copy, _SETTINGS, settings)
-        return copy
-
-    model_arguments.copyfrom = classmethod(copyfrom)
+def copy_arguments(original: Callable[..., Any], cls: type, source: Any, **kwargs: Any) -> Any:
+    """Make the arguments of DPO's reference model: the settings go along."""
+    made, settings = original(cls, source, **kwargs), settings_of(source)
+    if settings is not None and "model_name_or_path" in kwargs:
+        settings = replace(settings, expert_checkpoint=None)  # that one belongs to the source's model
+    setattr(made, _SETTINGS, settings)
+    return made
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _adapt_loader(module: Any) -> None:
-    original_config, original_adapter = module.patch_config, module.init_adapter
-    original_liger = module.apply_liger_kernel
-    patcher: Any = importlib.import_module("llamafactory.model.patcher")
-    original_attention, original_resize = patcher.configure_attn_implementation, patcher.resize_embedding_layer
-
-    @functools.wraps(original_attention)
-    def configure_attn_implementation(config: Any, model_args: Any) -> None:
-        """For gpt-oss LLaMA-Factory 0.9.5 calls a function that transformers 5.6 does not have any more."""
-        try:
-            original_attention(config, model_args)
-        except ImportError as error:
-            if settings_of(model_args) is None:
-                raise
-            logger().warning("attention is transformers' default: LLaMA-Factory's choice cannot be loaded (%s)", error)
-
-    @functools.wraps(original_config)
-    def patch_config(config: Any, tokenizer: Any, model_args: Any, init_kwargs: dict[str, Any], *args: Any) -> None:
-        settings = settings_of(model_args)
-        if settings is not None:
-            # LLaMA-Factory would ask for the packages of the checkpoint's own method, and give that one to the model
-            vars(config).pop("quantization_config", None)
-        original_config(config, tokenizer, model_args, init_kwargs, *args)
-        if settings is not None:
-            configure(config, settings, _reserve(config, model_args, settings))
-            if init_kwargs.get("device_map") == "auto":  # inference: would spread the model over all GPUs
-                misc = importlib.import_module("llamafactory.extras.misc")
-                init_kwargs["device_map"] = {"": misc.get_current_device()}
-
-    @functools.wraps(original_liger)
-    def apply_liger_kernel(config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
-        with _experts_kept(config) if settings_of(model_args) is not None else nullcontext():
-            original_liger(config, model_args, *args, **kwargs)
-
-    @functools.wraps(original_resize)
-    def resize_embedding_layer(model: Any, *args: Any, **kwargs: Any) -> None:
-        """LLaMA-Factory refuses quantized models, of which this one has only its experts quantized."""
-        method = model.quantization_method if find_experts(model) else None
-        if method is not None:
-            model.quantization_method = None
-        try:
-            original_resize(model, *args, **kwargs)
-        finally:
-            if method is not None:
-                model.quantization_method = method
-
-    @functools.wraps(original_adapter)
-    def init_adapter(config: Any, model: Any, model_args: Any, finetuning_args: Any, is_trainable: bool) -> Any:
+def configure_attention(original: Callable[..., None], config: Any, model_args: Any) -> None:
+    """Leave transformers' default where LLaMA-Factory's choice cannot be imported."""
+    try:
+        original(config, model_args)
+    except ImportError as error:
         if settings_of(model_args) is None:
-            return original_adapter(config, model, model_args, finetuning_args, is_trainable)
-        # LLaMA-Factory would merge all adapters but the one that trains, and takes one alone on a quantized model
-        paths = list(model_args.adapter_name_or_path or ())
-        top = [] if is_trainable and finetuning_args.create_new_adapter else paths[-1:]
-        below = paths[: len(paths) - len(top)]
-        own_args = copy.copy(model_args)
-        own_args.adapter_name_or_path = top or None
-        adapted = original_adapter(config, model, own_args, finetuning_args, is_trainable)
-        if is_trainable:
-            _check_precision(adapted, getattr(model_args, _RECIPE, None))
-            _tell_of_balance(adapted, model_args.moe_aux_loss_coef)
-            if finetuning_args.use_muon:
-                _adapt_muon()
-        if below:
-            stand_on(adapted, below, **{key: getattr(model_args, name) for key, name in _HUB_ARGUMENTS.items()})
-            logger().info(
-                "applied frozen, beneath the adapter that %s: %s", "trains" if is_trainable else "is last", below
-            )
-        if not is_trainable:
-            model._hf_peft_config_loaded = True  # lets a Trainer evaluate a quantized model that has no adapter
-        return adapted
+            raise
+        logger().warning("attention is transformers' default: LLaMA-Factory's choice cannot be loaded (%s)", error)
 
-    module.patch_config, module.init_adapter = patch_config, init_adapter
-    module.apply_liger_kernel = apply_liger_kernel
-    patcher.configure_attn_implementation = configure_attn_implementation
-    patcher.resize_embedding_layer = resize_embedding_layer
+
+def patch_config(
+    original: Callable[..., None],
+    config: Any,
+    tokenizer: Any,
+    model_args: Any,
+    init_kwargs: dict[str, Any],
+    *args: Any,
+) -> None:
+    """Have the model of this config load its routed experts with ktft."""
+    settings = settings_of(model_args)
+    if settings is not None:
+        # LLaMA-Factory would ask for the packages of the checkpoint's own method, and give that one to the model
+        vars(config).pop("quantization_config", None)
+    original(config, tokenizer, model_args, init_kwargs, *args)
+    if settings is not None:
+        configure(config, settings, _reserve(config, model_args, settings))
+        if init_kwargs.get("device_map") == "auto":  # inference: would spread the model over all GPUs
+            misc = importlib.import_module("llamafactory.extras.misc")
+            init_kwargs["device_map"] = {"": misc.get_current_device()}
+
+
+def apply_liger_kernel(original: Callable[..., None], config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Take Liger's code for everything but the experts."""
+    with _experts_kept(config) if settings_of(model_args) is not None else nullcontext():
+        original(config, model_args, *args, **kwargs)
+
+
+def resize_embedding_layer(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Resize it as that of a model which is not quantized: only the experts are."""
+    method = model.quantization_method if find_experts(model) else None
+    if method is not None:
+        model.quantization_method = None
+    try:
+        original(model, *args, **kwargs)
+    finally:
+        if method is not None:
+            model.quantization_method = method
+
+
+def init_adapter(
+    original: Callable[..., Any], config: Any, model: Any, model_args: Any, finetuning_args: Any, is_trainable: bool
+) -> Any:
+    """Give the model its adapters: the last one as LLaMA-Factory does, the others frozen beneath it."""
+    if settings_of(model_args) is None:
+        return original(config, model, model_args, finetuning_args, is_trainable)
+    # LLaMA-Factory would merge all adapters but the one that trains, and takes one alone on a quantized model
+    paths = list(model_args.adapter_name_or_path or ())
+    top = [] if is_trainable and finetuning_args.create_new_adapter else paths[-1:]
+    below = paths[: len(paths) - len(top)]
+    own_args = copy.copy(model_args)
+    own_args.adapter_name_or_path = top or None
+    adapted = original(config, model, own_args, finetuning_args, is_trainable)
+    if is_trainable:
+        _check_precision(adapted, getattr(model_args, _RECIPE, None))
+        _tell_of_balance(adapted, model_args.moe_aux_loss_coef)
+    if below:
+        stand_on(adapted, below, **{key: getattr(model_args, name) for key, name in _HUB_ARGUMENTS.items()})
+        logger().info("applied frozen, beneath the adapter that %s: %s", "trains" if is_trainable else "is last", below)
+    if not is_trainable:
+        model._hf_peft_config_loaded = True  # lets a Trainer evaluate a quantized model that has no adapter
+    return adapted
 
 
 @contextmanager
@@ -345,28 +325,16 @@ def _experts_kept(config: Any) -> Iterator[None]:
         setattr(modeling, each, cls)
 
 
-def _adapt_muon() -> None:
-    """Have Muon update the LoRA of routed experts, three-dimensional and so given to AdamW. Once."""
-    trainers: Any = importlib.import_module("llamafactory.train.trainer_utils")
-    original = trainers._create_muon_optimizer
-    if hasattr(original, _ADAPTED):
-        return
-
-    @functools.wraps(original)
-    def create_muon_optimizer(model: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = original(model, *args, **kwargs)
-        layers = expert_layers(model).values()
-        stacked = [t for layer in layers for name in layer.lora_A for _, _, t in layer.tensors(name) if t.requires_grad]
-        if stacked:
-            take_stacked(optimizer, stacked)
-            count = sum(parameter.numel() for parameter in stacked)
-            logger().info(
-                "Muon also updates %s parameters of LoRA on routed experts, each matrix by itself", f"{count:,}"
-            )
-        return optimizer
-
-    setattr(create_muon_optimizer, _ADAPTED, True)
-    trainers._create_muon_optimizer = create_muon_optimizer
+def create_muon_optimizer(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have Muon update the LoRA of routed experts, three-dimensional and so given to AdamW, too."""
+    optimizer = original(model, *args, **kwargs)
+    layers = expert_layers(model).values()
+    stacked = [t for layer in layers for name in layer.lora_A for _, _, t in layer.tensors(name) if t.requires_grad]
+    if stacked:
+        take_stacked(optimizer, stacked)
+        count = sum(parameter.numel() for parameter in stacked)
+        logger().info("Muon also updates %s parameters of LoRA on routed experts, each matrix by itself", f"{count:,}")
+    return optimizer
 
 
 def _tell_of_balance(model: Any, coefficient: float | None) -> None:
@@ -401,44 +369,27 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str
     return training_reserve(config, recipe, threads=runtime.threads, nodes=runtime.nodes, gpu=on_gpu)
 
 
-def _adapt_adapter(module: Any) -> None:
-    find, patch = module.find_all_linear_modules, module.patch_target_modules
+def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *args: Any, **kwargs: Any) -> list[str]:
+    """What `lora_target: all` is: LLaMA-Factory leaves out a frozen vision tower, and does not see experts."""
+    found = original(model, *args, **kwargs)
+    return sorted(linear_names(model) & {*found, *PROJECTIONS}) if find_experts(model) else found
 
-    @functools.wraps(find)
-    def find_all_linear_modules(model: Any, *args: Any, **kwargs: Any) -> list[str]:
-        found = find(model, *args, **kwargs)
-        # It leaves out a frozen vision tower, and does not see experts
-        return sorted(linear_names(model) & {*found, *PROJECTIONS}) if find_experts(model) else found
 
-    @functools.wraps(patch)
-    def patch_target_modules(model: Any, finetuning_args: Any, targets: list[str]) -> list[str]:
-        """Of a model that sees images it makes full names of modules, among which no expert's projection is."""
-        names, experts = patch(model, finetuning_args, targets), find_experts(model)
-        if names is targets or not experts.keys() & set(patch(model, finetuning_args, ["experts"])):
-            return names
-        return [*names, *(target for target in targets if target in PROJECTIONS)]
-
-    module.find_all_linear_modules, module.patch_target_modules = find_all_linear_modules, patch_target_modules
+def patch_target_modules(
+    original: Callable[..., list[str]], model: Any, finetuning_args: Any, targets: list[str]
+) -> list[str]:
+    """Of a model that sees images it makes full names of modules, among which no expert's projection is."""
+    names, experts = original(model, finetuning_args, targets), find_experts(model)
+    if names is targets or not experts.keys() & set(original(model, finetuning_args, ["experts"])):
+        return names
+    return [*names, *(target for target in targets if target in PROJECTIONS)]
 
 
 _RUNNING = ExitStack()
 """What a run holds from parsing its arguments to its end. Where a caller only parses, the process holds it."""
 
 
-def _adapt_tuner(module: Any) -> None:
-    original = module._training_function
-
-    @functools.wraps(original)
-    def _training_function(config: dict[str, Any]) -> None:
-        with _RUNNING:
-            original(config)
-
-    module._training_function = _training_function
-
-
-_ADAPTERS = {
-    "llamafactory.hparams.parser": _adapt_parser,
-    "llamafactory.model.loader": _adapt_loader,
-    "llamafactory.model.adapter": _adapt_adapter,
-    "llamafactory.train.tuner": _adapt_tuner,
-}
+def training_function(original: Callable[..., None], config: dict[str, Any]) -> None:
+    """Run LLaMA-Factory's training, and let go of what it held."""
+    with _RUNNING:
+        original(config)

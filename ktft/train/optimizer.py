@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-import transformers
 from packaging.requirements import Requirement
 from torch import Tensor, nn
 from torch.optim.adam import adam
@@ -201,23 +199,16 @@ def remember_model(args: TrainingArguments, model: nn.Module) -> None:
     _models[id(args)] = weakref.ref(model)
 
 
-def adapt_trainer() -> None:
-    """Make every Trainer's AdamW that of this module where the model has ktft's experts, once."""
-    original = transformers.Trainer.get_optimizer_cls_and_kwargs
-    if hasattr(original, "_ktft_adapted"):
-        return
-
-    @functools.wraps(original)
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        cls, kwargs = original(args, model)
-        trained = model if model is not None else _models.get(id(args), lambda: None)()
-        experts = list(find_experts(trained).values()) if trained is not None else []
-        if cls is torch.optim.AdamW and experts:
-            return AdamW, {**kwargs, "runtime": experts[0].layer.runtime}
-        return cls, kwargs
-
-    get_optimizer_cls_and_kwargs._ktft_adapted = True  # type: ignore[attr-defined]
-    transformers.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)  # type: ignore[method-assign]
+def choose_optimizer(
+    original: Callable[..., tuple[Any, Any]], args: TrainingArguments, model: Any = None
+) -> tuple[Any, Any]:
+    """A Trainer's optimizer: torch's AdamW becomes that of this module where the model has ktft's experts."""
+    cls, kwargs = original(args, model)
+    trained = model if model is not None else _models.get(id(args), lambda: None)()
+    experts = list(find_experts(trained).values()) if trained is not None else []
+    if cls is torch.optim.AdamW and experts:
+        return AdamW, {**kwargs, "runtime": experts[0].layer.runtime}
+    return cls, kwargs
 
 
 def describe(optimizer: Any) -> str:

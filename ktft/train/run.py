@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -328,56 +327,45 @@ def _looked_at(number: int, args: TrainingArguments, state: TrainerState) -> boo
     return logged or first or saved or number == state.max_steps
 
 
-def install() -> None:
-    """Tell `RunCallback` of what Trainers send no event: the checkpoint resumed, losses, exceptions, clipping, saving.
+# --- what Trainers send no event for ----------------------------------------------------------------------------------
 
-    Once.
-    """
-    if hasattr(transformers.Trainer._inner_training_loop, "_ktft_run"):
-        return
-    train, save = transformers.Trainer._inner_training_loop, transformers.Trainer.save_model
-    clip, step = transformers.Trainer._clip_grad_norm, transformers.Trainer.training_step
 
-    @functools.wraps(train)
-    def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        callback = _callback(self)
-        callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
-        callback.told = Told.by(self)
-        try:
-            return train(self, *args, **kwargs)
-        except BaseException as error:
-            callback.failed(self.model, self.args, self.state, error)
-            if isinstance(error, KeyboardInterrupt) and callback.run is not None:
-                error.add_note(_interrupted(self))
-            raise
+def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A Trainer's `_inner_training_loop`: its callback gets the checkpoint that is resumed, and exceptions."""
+    callback = _callback(trainer)
+    callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
+    callback.told = Told.by(trainer)
+    try:
+        return original(trainer, *args, **kwargs)
+    except BaseException as error:
+        callback.failed(trainer.model, trainer.args, trainer.state, error)
+        if isinstance(error, KeyboardInterrupt) and callback.run is not None:
+            error.add_note(_interrupted(trainer))
+        raise
 
-    @functools.wraps(save)
-    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        save(self, output_dir, _internal_call)
-        if not _internal_call and self.args.should_save:
-            _callback(self).saved(Path(output_dir or self.args.output_dir))
 
-    @functools.wraps(clip)
-    def _clip_grad_norm(self: Any, model: nn.Module) -> Any:
-        run = _callback(self).run
-        if run is None:
-            return clip(self, model)
-        run.watch.measure()
-        self.accelerator.unscale_gradients()
-        return clip_grad_norm(model.parameters(), self.args.max_grad_norm, run.runtime)
+def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module) -> Any:
+    """A Trainer's `_clip_grad_norm`, by ktft's threads, and measured."""
+    run = _callback(trainer).run
+    if run is None:
+        return original(trainer, model)
+    run.watch.measure()
+    trainer.accelerator.unscale_gradients()
+    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime)
 
-    @functools.wraps(step)
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = step(self, *args, **kwargs)
-        if (run := _callback(self).run) is not None:
-            run.add_loss(loss)
-        return loss
 
-    transformers.Trainer._clip_grad_norm = _clip_grad_norm  # type: ignore[method-assign]
-    transformers.Trainer.training_step = training_step  # type: ignore[method-assign]
-    _inner_training_loop._ktft_run = True  # type: ignore[attr-defined]
-    transformers.Trainer._inner_training_loop = _inner_training_loop  # type: ignore[method-assign]
-    transformers.Trainer.save_model = save_model  # type: ignore[method-assign]
+def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A Trainer's `training_step`, whose loss is noted."""
+    loss = original(trainer, *args, **kwargs)
+    if (run := _callback(trainer).run) is not None:
+        run.add_loss(loss)
+    return loss
+
+
+def note_saved(trainer: Any, directory: Path) -> None:
+    """A Trainer's model was written there, and not as part of a checkpoint."""
+    if trainer.args.should_save:
+        _callback(trainer).saved(directory)
 
 
 def _interrupted(trainer: Any) -> str:

@@ -12,21 +12,18 @@ import transformers
 from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import DEFAULT_CALLBACKS
 
 from ktft import config
 from ktft.adapters.elsewhere import said_before_training
-from ktft.adapters.peft import get_peft_model, load_adapter
 from ktft.adapters.reach import reach_of
 from ktft.model.experts import find_experts
-from ktft.train import checkpoints, run
+from ktft.train import run
+from ktft.train.checkpoints import clear_leftovers
 from ktft.train.guards import ROUTED
-from ktft.train.optimizer import adapt_trainer, check_optimizer, describe, remember_model
+from ktft.train.optimizer import check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
 from ktft.train.run_times import LOGGED
 from ktft.train.trace import require_writable
-
-__all__ = ["KtftCallback", "Trainer", "check_arguments", "check_launch", "get_peft_model", "load_adapter"]
 
 
 def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int = 1, gpus: int = 1) -> None:
@@ -91,7 +88,7 @@ class KtftCallback(TrainerCallback):
         if report is not None:
             optimizer = kwargs["optimizer"]
             check_trained(model, report, optimizer)
-            checkpoints.clear_leftovers(Path(str(args.output_dir)))
+            clear_leftovers(Path(str(args.output_dir)))
             left = state.global_step < state.max_steps  # of a resumed run it is not the first, and there may be none
             when = f"before step {state.global_step + 1}" if left else f"after step {state.global_step}, the last"
             logger().info("%s\n%s\n%s\n%s", when, format_report(report), describe(optimizer), LOGGED)
@@ -176,11 +173,6 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, **kwargs)
 
 
-# Every Trainer made after this import has the callbacks, the optimizer and the checkpoints: transformers' own, TRL's,
-# LLaMA-Factory's.
-for callback in (KtftCallback, run.RunCallback):
-    if callback not in DEFAULT_CALLBACKS:
-        DEFAULT_CALLBACKS.append(callback)  # type: ignore[arg-type]  # the list is typed by its only member
-adapt_trainer()
-run.install()
-checkpoints.install()  # last, so that a folder is held until all is written
+def add_callbacks(original: list[Any]) -> list[Any]:
+    """What every Trainer begins with, and ktft's callbacks."""
+    return [*original, KtftCallback, run.RunCallback]

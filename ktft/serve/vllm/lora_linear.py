@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
+from ktft.hosts.vllm import QUANT_METHOD
 from ktft.serve.runtime.served_adapter import SliceLora, Slot, Target
 from ktft.serve.runtime.swap import AB
 
@@ -119,7 +120,7 @@ def add_slots(model: nn.Module, config: VllmConfig, max_rank: int) -> None:
             continue
         if flag := SHORTCUTS.get(type(layer).__name__):
             setattr(layer, flag, False)
-        layer.quant_method = KtftLinearMethod(layer, None if eager else max_rank)
+        QUANT_METHOD.put(layer, KtftLinearMethod(layer, None if eager else max_rank))
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from ktft.hosts.vllm import BASE_MODEL_PATHS
 from ktft.serve.engine import EngineError, Paths
 from ktft.serve.front.asgi import Scope
 from ktft.serve.front.gate import Gate
@@ -67,8 +68,8 @@ class VllmClient:
 
     def rename(self, name: str) -> None:
         """vLLM names responses after the first of its models."""
-        models = self._state.openai_serving_models.base_model_paths
-        models[:] = [replace(models[0], name=name)]
+        models = self._state.openai_serving_models
+        BASE_MODEL_PATHS.put(models, [replace(models.base_model_paths[0], name=name)])
 
 
 class VllmGate(Gate):

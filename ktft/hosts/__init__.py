@@ -1,0 +1,27 @@
+"""Every patch of transformers, peft, LLaMA-Factory and vLLM, one row each."""
+
+from __future__ import annotations
+
+from ktft.hosts import llamafactory, peft, transformers, vllm
+from ktft.hosts.patch import Patch, install, installed, undo
+
+__all__ = ["PATCHES", "Patch", "install", "install_for_models", "installed", "undo"]
+
+PATCHES = (
+    *transformers.PATCHES,
+    *transformers.OTHERS,
+    *peft.PATCHES,
+    *peft.OTHERS,
+    *llamafactory.PATCHES,
+    *vllm.OTHERS,
+)
+"""All rows."""
+
+
+def install_for_models() -> None:
+    """Install the rows of transformers and peft for the process. Called before a model with ktft's experts is made.
+
+    Raises:
+        ValueError: an installed version lacks a name; the message has the cure.
+    """
+    install((*transformers.PATCHES, *peft.PATCHES))

@@ -1,0 +1,160 @@
+"""What ktft replaces in transformers. Its quantizer and its configuration are registered, which needs no row."""
+
+from __future__ import annotations
+
+from ktft.hosts.patch import Patch
+
+TRAINER = "transformers.trainer.Trainer"
+MODELING = "transformers.models.*.modeling_*"
+"""The code of a model. A model with code of its own has its own module in this place."""
+
+PATCHES = (
+    Patch(
+        "transformers.quantizers.auto.AutoHfQuantizer",
+        "merge_quantization_configs",
+        "ktft.model.quantizer:prefer_ktft",
+        "A checkpoint that is quantized can be loaded with a KtftConfig. transformers refuses a second method, even "
+        "a registered one.",
+    ),
+    Patch(
+        "transformers.integrations.peft.PeftAdapterMixin",
+        "add_adapter",
+        "ktft.adapters.injection:refuse_method",
+        "The model's own method asks for a newer peft than LLaMA-Factory allows. It is refused, with the call that "
+        "works.",
+    ),
+    Patch(
+        "transformers.integrations.peft.PeftAdapterMixin",
+        "load_adapter",
+        "ktft.adapters.injection:refuse_method",
+        "The model's own method takes per-expert names for fused tensors. It is refused, with the call that works.",
+    ),
+    Patch(
+        "transformers.trainer",
+        "DEFAULT_CALLBACKS",
+        "ktft.train.trainer:add_callbacks",
+        "Every Trainer gets ktft's checks and its report, those of TRL and LLaMA-Factory included. add_callback "
+        "reaches one Trainer only, and other programs make it.",
+    ),
+    Patch(
+        TRAINER,
+        "get_optimizer_cls_and_kwargs",
+        "ktft.train.optimizer:choose_optimizer",
+        "ktft's kernel does the AdamW step of CPU parameters. optimizer_cls_and_kwargs is an argument of the program "
+        "that makes the Trainer.",
+    ),
+    Patch(
+        TRAINER,
+        "train",
+        "ktft.train.checkpoints:train",
+        "output_dir is locked before a checkpoint is read from it, which is before the first callback.",
+    ),
+    Patch(
+        TRAINER,
+        "_inner_training_loop",
+        "ktft.train.run:train_loop",
+        "The report needs the checkpoint that is resumed and the exception that ends a run. Callbacks get neither.",
+    ),
+    Patch(
+        TRAINER,
+        "training_step",
+        "ktft.train.run:training_step",
+        "The guards need the loss of each step. Callbacks get the mean of the steps since the last log.",
+    ),
+    Patch(
+        TRAINER,
+        "_clip_grad_norm",
+        "ktft.train.run:clip_gradients",
+        "ktft's threads measure and clip gradients on the CPU. A callback cannot do it in place of torch.",
+    ),
+    Patch(
+        TRAINER,
+        "_run_epoch",
+        "ktft.train.checkpoints:run_epoch",
+        "A resumed run keeps the losses since its last log, and does not train a step beyond its last one.",
+    ),
+    Patch(
+        TRAINER,
+        "_finalize_training",
+        "ktft.train.checkpoints:finalize_training",
+        "A resumed run keeps its losses when no step is left, and finds its best checkpoint in a moved folder.",
+    ),
+    Patch(
+        TRAINER,
+        "save_model",
+        "ktft.train.checkpoints:save_model",
+        "The folder is locked while a model is written, and the report gets the hash of the adapter. The event on_save "
+        "is sent for checkpoints only.",
+    ),
+    Patch(
+        TRAINER,
+        "_save_checkpoint",
+        "ktft.train.checkpoints:save_checkpoint",
+        "A checkpoint is written in a staging folder, sealed and renamed, so that it is whole or absent.",
+    ),
+    Patch(
+        TRAINER,
+        "_load_from_checkpoint",
+        "ktft.train.checkpoints:load_from_checkpoint",
+        "A checkpoint is compared with its manifest before it is loaded.",
+    ),
+    Patch(
+        TRAINER,
+        "_load_optimizer_and_scheduler",
+        "ktft.train.checkpoints:load_optimizer_and_scheduler",
+        "The state of the optimizer is compared with the manifest, and changed settings are logged.",
+    ),
+    Patch(
+        "transformers.trainer_jit_checkpoint.CheckpointManager",
+        "execute_jit_checkpoint",
+        "ktft.train.checkpoints:execute_jit_checkpoint",
+        "After SIGTERM the run finishes its step and saves as after any other. transformers may "
+        "save in the middle of it.",
+    ),
+)
+"""Installed for the whole process, just before the first model with ktft's experts is made."""
+
+ROTARY = Patch(
+    MODELING,
+    "apply_rotary_pos_emb",
+    "ktft.model.rotary:rotate",
+    "On a GPU the rotation takes three kernels. transformers replaces this function only by one of the package "
+    "kernels. Installed for the code of a model when its experts are made.",
+)
+RMS_NORM = Patch(
+    f"{MODELING}.*RMSNorm",
+    "forward",
+    "ktft.model.norms:forward",
+    "On a GPU the norm takes one kernel. transformers replaces this module only by one of the package kernels.",
+    on_instances=True,
+)
+SHARED_EXPERTS = Patch(
+    f"{MODELING}.*MLP",
+    "forward",
+    "ktft.model.shared:Ahead",
+    "The GPU computes shared experts before the block calls them. A forward hook cannot replace the call.",
+    on_instances=True,
+)
+OUTPUT_DIR = Patch(
+    TRAINER,
+    "_get_output_dir",
+    "ktft.train.checkpoints:save_checkpoint",
+    "It names the staging folder while a checkpoint is written.",
+    on_instances=True,
+)
+PUSH = Patch(
+    TRAINER,
+    "_push_from_checkpoint",
+    "ktft.train.checkpoints:save_checkpoint",
+    "It does nothing while a checkpoint is written, which is pushed to the hub once it is whole.",
+    on_instances=True,
+)
+ON_SAVE = Patch(
+    "transformers.trainer_callback.CallbackHandler",
+    "on_save",
+    "ktft.train.checkpoints:save_checkpoint",
+    "It skips one event, which callbacks got while the checkpoint was in its staging folder, before it was sealed.",
+    on_instances=True,
+)
+OTHERS = (ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE)
+"""Put on the code of a model, or on single objects."""

@@ -1,0 +1,31 @@
+"""What ktft replaces in vLLM. Quantization method, model loader and worker extension go in by vLLM's own ways."""
+
+from __future__ import annotations
+
+from ktft.hosts.patch import Patch
+
+COMPUTE_LOGITS = Patch(
+    "vllm.model_executor.models.*.*ForCausalLM",
+    "compute_logits",
+    "ktft.serve.vllm.loader:KtftModelLoader",
+    "An error that experts met inside a CUDA graph is raised before the logits of its step are computed. A worker "
+    "class of ktft's own (worker_cls) gets control back after the logits.",
+    on_instances=True,
+)
+QUANT_METHOD = Patch(
+    "vllm.model_executor.layers.linear.LinearBase",
+    "quant_method",
+    "ktft.serve.vllm.lora_linear:KtftLinearMethod",
+    "A loaded layer adds LoRA to its product. vLLM calls get_quant_method before it is known which layers can have "
+    "LoRA.",
+    on_instances=True,
+)
+BASE_MODEL_PATHS = Patch(
+    "vllm.entrypoints.openai.models.serving.OpenAIServingModels",
+    "base_model_paths",
+    "ktft.serve.vllm.middleware:VllmClient",
+    "Responses carry the name of the adapter that is served now. vLLM's own names are fixed when the server starts.",
+    on_instances=True,
+)
+OTHERS = (COMPUTE_LOGITS, QUANT_METHOD, BASE_MODEL_PATHS)
+"""Put on single objects."""
