@@ -1,4 +1,4 @@
-"""The tables of docs/reference/hosts.md, made from the rows: `python -m ktft.hosts.page docs/reference/hosts.md` writes them."""
+"""The tables of docs/reference/hosts.md, made from the rows: `python -m ktft.hosts.page FILE` writes them."""
 
 from __future__ import annotations
 
