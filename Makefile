@@ -1,7 +1,8 @@
 # ktft from a bare checkout: every target first makes what it needs, once, in .venv; for tests of serving also in
 # .venv-serve, since vLLM on the CPU needs a transformers that LLaMA-Factory refuses.
 #   make demo    a small MoE, trained with LoRA through llamafactory-cli
-#   make test    all tests         make lint    style, types, C++ format
+#   make test    the tests         make lint    style, types, C++ format
+#   make test-all  also tests that install other environments, and the whole matrix of kernels
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
 #   make sanitize  the kernel tests under AddressSanitizer, UBSan and ThreadSanitizer
 # With a CUDA torch: make STUBS= TORCH='torch==2.13.0 torchvision torchaudio'
@@ -26,16 +27,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test lint bench sanitize native serving format clean
+.PHONY: demo test test-all lint bench sanitize native serving format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
 
 # Both halves, also if the first one fails. A file of the second starts servers: it stays with one worker.
-test: native serving
+test-all: MARKS := -m ''
+test test-all: native serving
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n $(WORKERS) tests --ignore tests/serve || failed=1; \
-	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/serve || failed=1; \
+	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
+	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) --dist loadfile tests/serve || failed=1; \
 	exit $$failed
 
 lint: native

@@ -167,11 +167,11 @@ def test_every_file_beside_the_weights_goes_along(source: Path, packed: Path) ->
 
 
 def test_llamafactory_trains_it(
-    tiny_checkpoint: Checkpoint, train_yaml: Callable[..., dict[str, Any]], run_cli: Callable[..., Any], tmp_path: Path
+    tiny_checkpoint: Checkpoint, train_yaml: Callable[..., dict[str, Any]], fork_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     target = converted(tiny_checkpoint("qwen3moe"), tmp_path / "int4", "--format", "int4")
     config = train_yaml("qwen3moe", model_name_or_path=str(target), kt_config={"threads": 1}, max_steps=1)
-    assert "3 layers x 8, int4" in run_cli(["llamafactory-cli", "train"], config).stdout
+    assert "3 layers x 8, int4" in fork_cli(["llamafactory-cli", "train"], config).stdout
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(bool(tensor.any()) for name, tensor in adapter.items() if ".mlp.experts." in name and "lora_B" in name)
 

@@ -147,14 +147,14 @@ def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
 
 
 def test_llamafactory_resumes_by_itself(
-    train_yaml: TrainYaml, run_cli: Callable[..., Any], run_exp: Callable[..., None], tmp_path: Path
+    train_yaml: TrainYaml, fork_cli: Callable[..., Any], run_exp: Callable[..., None], tmp_path: Path
 ) -> None:
     """The command finds the checkpoint of a run that was never interrupted, in another process."""
     packed = {"packing": True, "lora_dropout": 0.1, "gradient_accumulation_steps": 2, "logging_steps": 2}
     one, two = (train_yaml(output_dir=str(tmp_path / n), max_steps=5, save_steps=3, **packed) for n in ("one", "two"))
     run_exp(one)
     shutil.copytree(tmp_path / "one/checkpoint-3", tmp_path / "two/checkpoint-3")
-    log = run_cli(["llamafactory-cli", "train"], two).stdout
+    log = fork_cli(["llamafactory-cli", "train"], two).stdout
     assert f"Resuming training from {tmp_path}/two/checkpoint-3" in log
     require_same_folders(tmp_path / "one", tmp_path / "two")
 

@@ -16,6 +16,7 @@ from test_kernels import (
     assert_contract,
     compare,
     dequantized,
+    in_every_way,
     inputs_for,
     make_layer,
     make_lora,
@@ -55,10 +56,7 @@ def oracle(layer: native.ExpertLayer):
     return functools.partial(reference.moe, swiglu=layer.swiglu, biases=biases(layer) if layer.biases else None)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "threads", "activation"), [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompute")]
-)
-@pytest.mark.parametrize(("isa", "fmt"), [case for case in CASES if case[1] in ("bf16", "int8", "mxfp4")])
+@in_every_way([case for case in CASES if case[1] in ("bf16", "int8", "mxfp4")])
 def test_contract(isa: str, fmt: str, nodes: int, threads: int, activation: str) -> None:
     for hidden, intermediate, rank, rows in SIZES[nodes]:
         layer = make(hidden, intermediate, fmt, isa, threads, nodes)
