@@ -218,8 +218,11 @@ def test_what_is_stopped_by_hand_tells_how_it_goes_on(train_yaml: TrainYaml, tmp
     config, output = tmp_path / "train.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(train_yaml(max_steps=10000, save_steps=1, save_total_limit=1)))
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(config)]
+    # A background job of a shell ignores SIGINT, and so would a process that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        signal.signal(signal.SIGINT, before)
         while run.poll() is None and not list(output.glob("checkpoint-*")):
             time.sleep(0.1)
         run.send_signal(signal.SIGINT)
