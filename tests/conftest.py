@@ -35,6 +35,8 @@ from tiny import write_checkpoint, write_data
 from ktft import native
 from ktft.system import available_memory
 
+pytest.register_assert_rewrite("contract", "runs")
+
 MEMORY_PER_WORKER = 3 << 30
 """What a worker of pytest-xdist and the training process that its test starts hold at most, with room to spare."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from dying import forked
 from holding import held_by_another
 from quantize import is_expert, quantize
 from safetensors.torch import load_file, save_file
@@ -69,21 +70,6 @@ def load(path: Path, nodes: int = 1, **settings: Any) -> Any:
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(IDS).logits
-
-
-def forked(function: Callable[[], Any], log: Path) -> int:
-    """Run in a child process, which may be killed. Returns its exit status, minus the signal if one ended it."""
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            status = function() or 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.fixture(autouse=True)

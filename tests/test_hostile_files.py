@@ -20,7 +20,7 @@ import transformers
 import yaml
 from dying import deaths
 from holding import held_by_another
-from test_resume import STATE, require_same_end, trainer
+from runs import STATE, require_same_end, trainer
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from contract import make_layer
 from safetensors.torch import load_file, save_file
-from test_kernels import make_layer
 
 from ktft import native
 from ktft.native import ExpertLayer

@@ -19,8 +19,8 @@ import httpx
 import pytest
 import torch
 import yaml
+from adapted import load_as_stored
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import ktft
@@ -33,12 +33,6 @@ Checkpoint = Callable[[str], Path]
 TrainYaml = Callable[..., dict[str, Any]]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = ["llamafactory-cli", "train"]
-
-
-def load(path: Path, **options: Any) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=ktft.KtftConfig(expert_format="bf16", threads=1), **options
-    )
 
 
 def logged_losses(output: Path) -> dict[int, float]:
@@ -62,7 +56,7 @@ def big_adapter(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFa
     """An adapter for qwen3moe, on experts alone, that changes what the model says."""
     from peft import LoraConfig
 
-    model = load(tiny_checkpoint("qwen3moe"))
+    model = load_as_stored(tiny_checkpoint("qwen3moe"))
     torch.manual_seed(2)
     model = ktft.get_peft_model(model, LoraConfig(r=4, target_modules=["experts"], task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():
@@ -158,7 +152,7 @@ def test_stages(
     assert report["ended"] == "finished"
     assert {proof["update_step"] for proof in report["guards"]["groups"].values()} == {1}
     assert trained_experts(output) > 0
-    ktft.load_adapter(load(tiny_checkpoint(family)), output)  # strict: standard names, nothing left over
+    ktft.load_adapter(load_as_stored(tiny_checkpoint(family)), output)  # strict: standard names, nothing left over
     if stage == "rm":
         assert set(load_file(output / "value_head.safetensors")) == {"v_head.summary.weight", "v_head.summary.bias"}
 
@@ -218,7 +212,7 @@ def test_dpo_reference_leaves_out_expert_lora(
         found["reference"] = reference[0]
         return reference
 
-    base = load(tiny_checkpoint("qwen3moe"))
+    base = load_as_stored(tiny_checkpoint("qwen3moe"))
     monkeypatch.setattr(CustomDPOTrainer, "compute_reference_log_probs", spy)
     run_exp(train_yaml("qwen3moe", stage="dpo", adapter_name_or_path=str(big_adapter), max_steps=1))
     assert torch.allclose(found["reference"], found["base"], rtol=1e-5)

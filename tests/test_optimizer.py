@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from test_trainer import DATA, adapted, arguments, losses
+from runs import DATA, adapted, arguments, losses
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.training_args import OptimizerNames
 
