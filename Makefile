@@ -1,7 +1,8 @@
 # ktft from a bare checkout: every target first makes what it needs, once, in .venv; for tests of serving also in
 # .venv-serve, since vLLM on the CPU needs a transformers that LLaMA-Factory refuses.
 #   make demo    a small MoE, trained with LoRA through llamafactory-cli
-#   make test    all tests         make lint    style, types, C++ format
+#   make test    the tests         make lint    style, types, C++ format
+#   make test-all  also tests that install other environments, and the whole matrix of kernels
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
 #   make docs    the pages as a site, in build/site; its tools have an environment of their own, .venv-docs
 #   make sanitize  the kernel tests under AddressSanitizer, UBSan and ThreadSanitizer
@@ -28,16 +29,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test lint bench sanitize native serving docs format clean
+.PHONY: demo test test-all lint bench sanitize native serving docs format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
 
 # Both halves, also if the first one fails. A file of the second starts servers: it stays with one worker.
-test: native serving
+test-all: MARKS := -m ''
+test test-all: native serving
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n $(WORKERS) tests --ignore tests/serve || failed=1; \
-	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/serve || failed=1; \
+	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
+	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) --dist loadfile tests/serve || failed=1; \
 	exit $$failed
 
 lint: native
@@ -64,7 +66,7 @@ sanitize: native
 	    -Cbuild-dir=build/sanitize-$$kind -Ccmake.define.KTFT_SANITIZE=$$kind || exit 1; \
 	  OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=exitcode=66:ignore_noninstrumented_modules=1 \
 	    LD_PRELOAD="$$($(CXX) -print-file-name=$${pair#*:}) $$($(CXX) -print-file-name=libstdc++.so)" \
-	    $(BIN)/python -m pytest -p no:cacheprovider tests/test_kernels.py tests/test_few_tokens.py tests/test_swiglu.py tests/test_dropout.py tests/test_w8a8.py tests/test_adam.py tests/test_norms.py tests/test_hybrid.py || exit 1; \
+	    $(BIN)/python -m pytest -m '' -p no:cacheprovider tests/test_kernels.py tests/test_few_tokens.py tests/test_swiglu.py tests/test_dropout.py tests/test_w8a8.py tests/test_adam.py tests/test_norms.py tests/test_hybrid.py || exit 1; \
 	done
 
 native: $(VENV)/.native

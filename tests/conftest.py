@@ -32,12 +32,16 @@ import pytest
 import torch
 import yaml
 from fake_cuda import Fake, build
+from forked import Forks
+from plots import without_plots
 from tiny import write_checkpoint, write_data
 
 import ktft_autoload
 from ktft import hosts, native
 from ktft.hosts import llamafactory
 from ktft.system import available_memory
+
+pytest.register_assert_rewrite("contract", "runs")
 
 MEMORY_PER_WORKER = 3 << 30
 """What a worker of pytest-xdist and the training process that its test starts hold at most, with room to spare."""
@@ -49,6 +53,13 @@ RunCli = Callable[..., subprocess.CompletedProcess[str]]
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` is: as many workers as there are cores for this process, and room in memory."""
     return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reports_without_plots() -> Iterator[None]:
+    """Runs in the test's process leave them out: `plots.py`."""
+    with without_plots():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -121,6 +132,24 @@ def train_yaml(tiny_checkpoint: Callable[[str], Path], data_dir: Path, tmp_path:
     return make
 
 
+def _prepare(
+    args: list[str], config: dict[str, Any] | None, env: dict[str, str] | None, folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a process."""
+    command = [str(Path(sys.executable).parent / args[0]), *args[1:]]
+    if config is not None:
+        path = folder / "train.yaml"
+        path.write_text(yaml.safe_dump(config))
+        command.append(str(path))
+    return command, os.environ | {"HF_DATASETS_CACHE": str(folder / "cache"), "COLUMNS": "200"} | (env or {})
+
+
+def _checked(done: subprocess.CompletedProcess[str], check: bool) -> subprocess.CompletedProcess[str]:
+    if check and done.returncode:
+        pytest.fail(f"{' '.join(done.args)} exited with {done.returncode}:\n{done.stdout}")
+    return done
+
+
 @pytest.fixture
 def run_cli(tmp_path: Path) -> RunCli:
     """`run_cli(["llamafactory-cli", "train"], config, check=True)` -> finished process; `.stdout` holds both streams.
@@ -132,18 +161,31 @@ def run_cli(tmp_path: Path) -> RunCli:
     def run(
         args: list[str], config: dict[str, Any] | None = None, *, check: bool = True, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).parent / args[0]), *args[1:]]
-        if config is not None:
-            path = tmp_path / "train.yaml"
-            path.write_text(yaml.safe_dump(config))
-            command.append(str(path))
-        environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"} | (env or {})
+        command, environment = _prepare(args, config, env, tmp_path)
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
         )
-        if check and done.returncode:
-            pytest.fail(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}")
-        return done
+        return _checked(done, check)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """For `fork_cli`."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def fork_cli(forks: Forks, tmp_path: Path) -> RunCli:
+    """`run_cli`, without the seconds of the imports: `forked.py` says what is then not tested."""
+
+    def run(
+        args: list[str], config: dict[str, Any] | None = None, *, check: bool = True, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return _checked(forks.run(*_prepare(args, config, env, tmp_path)), check)
 
     return run
 

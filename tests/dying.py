@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -80,3 +81,22 @@ def _die_at(folder: Path, last: int) -> None:
 
     os.pwrite, os.fsync = counted_pwrite, counted_fsync  # type: ignore[assignment]
     sys.addaudithook(hook)
+
+
+def forked(function: Callable[[], Any], log: Path) -> int:
+    """Run in a child process, which may be killed. Returns its exit status, minus the signal if one ended it."""
+    child = os.fork()
+    if child == 0:
+        status = 99
+        try:
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            status = function() or 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def full_disk(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")

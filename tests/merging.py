@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from test_families import matrices
+from stock import matrices
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
+from adapted import adapted
+from dying import full_disk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,18 +27,6 @@ from ktft.checkpoint import files as checkpoint_files
 Checkpoint = Callable[[str], Path]
 Mutation = Callable[[dict[str, Tensor], random.Random], Any]
 DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 35).reshape(2, 16)]
-
-
-def adapted(path: Path, **options: Any) -> torch.nn.Module:
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
-    config = ktft.KtftConfig(expert_format="bf16", threads=1)
-    base = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
-    model = ktft.get_peft_model(base, LoraConfig(**settings))
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter.data, std=0.1)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -300,10 +289,6 @@ def test_a_full_disk_leaves_the_earlier_adapter(
     assert not list(tmp_path.glob(".saving-*"))
     trainer.save_model()
     assert contents(tmp_path)["adapter_model.safetensors"] != before["adapter_model.safetensors"]
-
-
-def full_disk(*_: Any) -> int:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_the_card_says_what_was_trained_and_how_to_load_it(model: torch.nn.Module, saved: Path) -> None:

@@ -9,47 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import distance, load, logits, lora_config, merged_stock_model, randomize
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import ktft
 from ktft.adapters.lora import Rank
 from ktft.adapters.peft import expert_layers, get_peft_model, load_adapter
 from ktft.config import PROJECTIONS
 
 Checkpoint = Callable[[str], Path]
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def load(path: Path) -> torch.nn.Module:
-    config = ktft.KtftConfig(expert_format="bf16", threads=1)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
-
-
-def lora_config(**overrides: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | overrides)
-
-
-def randomize(model: torch.nn.Module) -> torch.nn.Module:
-    """B starts at zero; make every adapter matter."""
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter.data, std=0.1)
-    return model
-
-
-def logits(model: torch.nn.Module) -> Tensor:
-    ids = torch.arange(3, 43).reshape(2, 20)
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.fixture
@@ -61,30 +33,6 @@ def qwen(tiny_checkpoint: Checkpoint) -> torch.nn.Module:
 def saved(qwen: torch.nn.Module, tmp_path: Path) -> Path:
     randomize(get_peft_model(qwen, lora_config())).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
-
-
-def merged_stock_model(checkpoint: Path, adapter: Path, scaling: Callable[[str], float]) -> torch.nn.Module:
-    """transformers' own model with W + s·B·A written into its weights, from standard names alone."""
-    return write_into(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), adapter, scaling)
-
-
-def write_into(model: torch.nn.Module, adapter: Path, scaling: Callable[[str], float]) -> torch.nn.Module:
-    weights, fused = (
-        model.state_dict(),
-        {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"},
-    )
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
-        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        delta = scaling(name) * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
-        if ".experts." not in name:
-            weights[f"{name}.weight"] += delta
-            continue
-        layer, expert, projection = name.rsplit(".", 2)
-        target = weights[f"{layer}.{fused[projection]}"][int(expert)]
-        half = target.shape[0] // 2
-        {"gate_proj": target[:half], "up_proj": target[half:], "down_proj": target}[projection].add_(delta)
-    return model
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_train_hands_over_to_llamafactory(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("env", "code"),
-    [({}, 2), ({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}, 1)],
+    [({}, 2), pytest.param({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}, 1, marks=pytest.mark.full)],
     ids=["one-process", "torchrun"],
 )
 def test_train_ends_as_llamafactory_does(run_cli: Callable[..., Any], env: dict[str, str], code: int) -> None:

@@ -163,8 +163,8 @@ def test_tested_versions_are_those_of_the_package() -> None:
     ],
 )
 def test_llamafactory_reports_bad_keys(
-    run_cli: RunCli, train_yaml: Callable[..., dict[str, Any]], overrides: dict[str, Any], message: str
+    fork_cli: RunCli, train_yaml: Callable[..., dict[str, Any]], overrides: dict[str, Any], message: str
 ) -> None:
-    done = run_cli(["llamafactory-cli", "train"], train_yaml(**overrides), check=False)
+    done = fork_cli(["llamafactory-cli", "train"], train_yaml(**overrides), check=False)
     assert done.returncode != 0
     assert message in done.stdout

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from dying import forked
 from holding import held_by_another
 from quantize import is_expert, quantize
 from safetensors.torch import load_file, save_file
@@ -69,21 +70,6 @@ def load(path: Path, nodes: int = 1, **settings: Any) -> Any:
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(IDS).logits
-
-
-def forked(function: Callable[[], Any], log: Path) -> int:
-    """Run in a child process, which may be killed. Returns its exit status, minus the signal if one ended it."""
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            status = function() or 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.fixture(autouse=True)
@@ -167,11 +153,11 @@ def test_every_file_beside_the_weights_goes_along(source: Path, packed: Path) ->
 
 
 def test_llamafactory_trains_it(
-    tiny_checkpoint: Checkpoint, train_yaml: Callable[..., dict[str, Any]], run_cli: Callable[..., Any], tmp_path: Path
+    tiny_checkpoint: Checkpoint, train_yaml: Callable[..., dict[str, Any]], fork_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     target = converted(tiny_checkpoint("qwen3moe"), tmp_path / "int4", "--format", "int4")
     config = train_yaml("qwen3moe", model_name_or_path=str(target), kt_config={"threads": 1}, max_steps=1)
-    assert "3 layers x 8, int4" in run_cli(["llamafactory-cli", "train"], config).stdout
+    assert "3 layers x 8, int4" in fork_cli(["llamafactory-cli", "train"], config).stdout
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(bool(tensor.any()) for name, tensor in adapter.items() if ".mlp.experts." in name and "lora_B" in name)
 

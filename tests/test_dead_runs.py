@@ -88,9 +88,9 @@ def test_run_that_is_too_short_for_certainty_does_not_finish(tiny_checkpoint: Ch
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_factory_ends(train_yaml: TrainYaml, run_cli: RunCli, tmp_path: Path, stage: str) -> None:
+def test_factory_ends(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path, stage: str) -> None:
     options = {"learning_rate": TOO_LARGE, "max_steps": 20, "lora_dropout": 0.1}
-    done = run_cli(["llamafactory-cli", "train"], train_yaml("dsv3", stage, **options), check=False)
+    done = fork_cli(["llamafactory-cli", "train"], train_yaml("dsv3", stage, **options), check=False)
     assert done.returncode != 0, done.stdout
     check_dead(tmp_path / "out", done.stdout)
     assert "learning_rate, which is 10000" in done.stdout
@@ -232,7 +232,7 @@ def test_what_is_stopped_by_hand_tells_how_it_goes_on(train_yaml: TrainYaml, tmp
     assert re.search(rf"interrupted after step \d+; the same command goes on from {output}/checkpoint-\d+", words)
 
 
-def test_tokens_of_a_pair_that_cancel_out_are_no_alarm(train_yaml: TrainYaml, run_cli: RunCli, tmp_path: Path) -> None:
+def test_tokens_of_a_pair_that_cancel_out_are_no_alarm(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> None:
     """Where chosen and rejected answers agree, their gradients are opposite, bit by bit: an expert may get 0 of two."""
-    run_cli(["llamafactory-cli", "train"], train_yaml("dsv3", "dpo", max_steps=3, lora_dropout=0.1))
+    fork_cli(["llamafactory-cli", "train"], train_yaml("dsv3", "dpo", max_steps=3, lora_dropout=0.1))
     assert json.loads((tmp_path / "out" / JSON_NAME).read_text())["ended"] == "finished"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_adapter_files import adapted
+from adapted import adapted
 
 from ktft.adapters.elsewhere import reasons_against, said_before_training
 from ktft.adapters.export import TARGETS, open_adapter, plan

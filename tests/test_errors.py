@@ -12,10 +12,13 @@ import pytest
 
 TrainYaml = Callable[..., dict[str, Any]]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
-COMMANDS = pytest.mark.parametrize("command", [["llamafactory-cli", "train"], ["ktft", "train"]], ids=lambda c: c[0])
 
 
-@COMMANDS
+@pytest.mark.parametrize(
+    "command",
+    [["llamafactory-cli", "train"], pytest.param(["ktft", "train"], marks=pytest.mark.full)],
+    ids=["llamafactory-cli", "ktft"],
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -27,17 +30,17 @@ COMMANDS = pytest.mark.parametrize("command", [["llamafactory-cli", "train"], ["
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_users_error_is_one_message(
-    train_yaml: TrainYaml, run_cli: RunCli, command: list[str], change: dict[str, Any], message: str
+    train_yaml: TrainYaml, fork_cli: RunCli, command: list[str], change: dict[str, Any], message: str
 ) -> None:
-    done = run_cli(command, train_yaml(**change), check=False)
+    done = fork_cli(command, train_yaml(**change), check=False)
     assert done.returncode == 2, done.stdout
     assert message in done.stdout
     assert "Traceback" not in done.stdout
     assert "KTFT_TRACEBACK=1 shows" in done.stdout
 
 
-def test_the_traceback_can_be_asked_for(train_yaml: TrainYaml, run_cli: RunCli) -> None:
-    done = run_cli(
+def test_the_traceback_can_be_asked_for(train_yaml: TrainYaml, fork_cli: RunCli) -> None:
+    done = fork_cli(
         ["llamafactory-cli", "train"], train_yaml(kt_config={"a": 1}), check=False, env={"KTFT_TRACEBACK": "1"}
     )
     assert done.returncode == 1
@@ -45,17 +48,17 @@ def test_the_traceback_can_be_asked_for(train_yaml: TrainYaml, run_cli: RunCli) 
     assert "unknown key" in done.stdout
 
 
-def test_without_use_kt_llamafactory_ends_as_it_does(train_yaml: TrainYaml, run_cli: RunCli) -> None:
+def test_without_use_kt_llamafactory_ends_as_it_does(train_yaml: TrainYaml, fork_cli: RunCli) -> None:
     settings = train_yaml(model_name_or_path="build/demo/modle")
     del settings["use_kt"], settings["kt_config"]
-    done = run_cli(["llamafactory-cli", "train"], settings, check=False)
+    done = fork_cli(["llamafactory-cli", "train"], settings, check=False)
     assert done.returncode == 1
     assert "Traceback" in done.stdout
 
 
-def test_a_damaged_yaml(tmp_path: Path, run_cli: RunCli) -> None:
+def test_a_damaged_yaml(tmp_path: Path, fork_cli: RunCli) -> None:
     (tmp_path / "a.yaml").write_text("stage: sft\n  cutoff_len: [\n")
-    done = run_cli(["ktft", "train", str(tmp_path / "a.yaml")], check=False)
+    done = fork_cli(["ktft", "train", str(tmp_path / "a.yaml")], check=False)
     assert done.returncode == 2
     assert "line 2" in done.stdout
     assert "Traceback" not in done.stdout

@@ -54,11 +54,11 @@ def test_yaml_trains_another_deepseek_by_its_two_lines(
     tiny_checkpoint: Callable[[str], Path],
     functions: Path,
     tmp_path: Path,
-    run_cli: Callable[..., subprocess.CompletedProcess[str]],
+    fork_cli: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     changed = [f"model_name_or_path={tiny_checkpoint('dsv2')}", "template=default"]
     short = [f"dataset_dir={functions}", f"output_dir={tmp_path / 'out'}", "max_steps=2", "logging_steps=1"]
-    run_cli(["llamafactory-cli", "train", str(YAML), *changed, *short])
+    fork_cli(["llamafactory-cli", "train", str(YAML), *changed, *short])
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "out" / "training_loss.png").is_file()
     assert "eval_loss" in json.loads((tmp_path / "out" / "eval_results.json").read_text())

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import adapted, logits
+from dying import full_disk
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_adapter_files import adapted, full_disk
-from test_adapters import logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import distance, load_as_stored
 from safetensors.torch import load_file
-from test_adapters import distance
-from test_llamafactory import load
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -124,7 +123,7 @@ def test_compute_accuracy_counts_right_tokens(
     monkeypatch.setattr(CustomSeq2SeqTrainer, "evaluate", spy)
     evaluate = {"do_train": False, "do_eval": True, "dataset": None, "eval_dataset": "sft", "compute_accuracy": True}
     run_exp(train_yaml("qwen3moe", output_dir=str(output), adapter_name_or_path=str(adapter), **evaluate))
-    model = ktft.load_adapter(load(tiny_checkpoint("qwen3moe")), adapter)
+    model = ktft.load_adapter(load_as_stored(tiny_checkpoint("qwen3moe")), adapter)
     shares = []
     for row in rows:
         ids, labels = (torch.tensor([row[key]]) for key in ("input_ids", "labels"))
@@ -155,7 +154,7 @@ def test_predict_with_generate_writes_what_the_adapter_says(
     adapters = f"{first},{second}" if chained else str(first)
     greedy = {"eval_dataset": "sft", "max_samples": 4, "max_new_tokens": 8, "do_sample": False}
     run_exp(train_yaml("qwen3moe", output_dir=str(output), adapter_name_or_path=adapters, **predict, **greedy))
-    base = load(tiny_checkpoint("qwen3moe"))
+    base = load_as_stored(tiny_checkpoint("qwen3moe"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3moe"))
     model = ktft.load_adapter(base, second if chained else first)
     if chained:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from test_kernels import (
+from contract import (
     CASES,
     EXPERTS,
     OUTPUT_TOLERANCE,

@@ -20,7 +20,7 @@ import transformers
 import yaml
 from dying import deaths
 from holding import held_by_another
-from test_resume import STATE, require_same_end, trainer
+from runs import STATE, require_same_end, trainer
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -279,7 +279,7 @@ def test_names_with_spaces_quotes_and_japanese(
 # --- two runs in one folder -------------------------------------------------------------------------------------------
 
 
-def test_second_run_is_refused_and_the_first_goes_on(train_yaml: TrainYaml, run_cli: RunCli, tmp_path: Path) -> None:
+def test_second_run_is_refused_and_the_first_goes_on(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> None:
     """Through the command, before anything of the folder is read: it holds no checkpoint that could be resumed."""
     settings, out = train_yaml(), tmp_path / "out"
     path = tmp_path / "first.yaml"
@@ -291,7 +291,7 @@ def test_second_run_is_refused_and_the_first_goes_on(train_yaml: TrainYaml, run_
                 time.sleep(0.01)
             os.kill(first.pid, signal.SIGSTOP)
             before = sorted(out.iterdir())
-            second = run_cli(["ktft", "train"], settings, check=False)
+            second = fork_cli(["llamafactory-cli", "train"], settings, check=False)
             assert second.returncode != 0
             assert f"{out} is in use by process {first.pid} on " in second.stdout
             assert sorted(out.iterdir()) == before

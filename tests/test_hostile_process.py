@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from contract import make_layer
 from safetensors.torch import load_file, save_file
-from test_kernels import make_layer
 
 from ktft import native
 from ktft.native import ExpertLayer
@@ -77,9 +77,9 @@ def test_refused_memory_is_named() -> None:
     assert "ulimit -v, is 8.0 GiB: raise it" in done.stdout
 
 
-def test_threads_and_nodes_that_the_machine_does_not_have(train_yaml: Any, run_cli: Any) -> None:
+def test_threads_and_nodes_that_the_machine_does_not_have(train_yaml: Any, fork_cli: Any) -> None:
     for key, number in (("threads", 100_000), ("numa_nodes", 1_000)):
-        done = run_cli(["llamafactory-cli", "train"], train_yaml(kt_config={key: number}), check=False)
+        done = fork_cli(["llamafactory-cli", "train"], train_yaml(kt_config={key: number}), check=False)
         assert done.returncode != 0
         assert f"{key} is {number}, but this process may use " in done.stdout
         assert f"set {key} to at most " in done.stdout

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from contract import EXPERTS, TOP_K, inputs_for, make_layer, make_lora
 from fake_cuda import Fake
-from test_kernels import EXPERTS, TOP_K, inputs_for, make_layer, make_lora
 
 from ktft import native
 from ktft.config import PROJECTIONS

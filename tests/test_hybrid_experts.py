@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels import EXPERTS, dequantized, make_layer, make_lora, relative
+from contract import EXPERTS, dequantized, make_layer, make_lora, relative
 
 from ktft import native, reference
 from ktft.checkpoint.routing_profile import Routing

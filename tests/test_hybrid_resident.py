@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernels import EXPERTS, dequantized, make_layer, make_lora, relative
-from test_swiglu import GPT_OSS, make, small_lora
-from test_swiglu import oracle as swiglu_oracle
+from contract import (
+    EXPERTS,
+    GPT_OSS,
+    dequantized,
+    gated_oracle,
+    make_gated,
+    make_layer,
+    make_lora,
+    relative,
+    small_lora,
+)
 
 from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
@@ -76,5 +84,5 @@ def test_every_format(fmt: str, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 33])
 def test_biases_and_another_activation(rank: int) -> None:
-    layer = make(160, 288, "mxfp4", ISA, nodes=2, swiglu=GPT_OSS)
-    check_mix(torch_resident, layer, small_lora(160, 288, rank, torch.float32) if rank else None, swiglu_oracle(layer))
+    layer = make_gated(160, 288, "mxfp4", ISA, nodes=2, swiglu=GPT_OSS)
+    check_mix(torch_resident, layer, small_lora(160, 288, rank, torch.float32) if rank else None, gated_oracle(layer))

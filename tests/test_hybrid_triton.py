@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contract import (
+    EXPERTS,
+    GPT_OSS,
+    dequantized,
+    gated_oracle,
+    make_gated,
+    make_layer,
+    make_lora,
+    relative,
+    small_lora,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from test_hybrid_resident import ISA, TOLERANCE, check_mix, hot_experts, routing, start
-from test_kernels import EXPERTS, dequantized, make_layer, make_lora, relative
 from test_lanes_triton import DEVICE, bf16_in_the_interpreter
-from test_swiglu import GPT_OSS, make, small_lora
-from test_swiglu import oracle as swiglu_oracle
 from toy_format import check_products, toy
 
 from ktft import reference
@@ -38,9 +46,9 @@ def test_more_columns_than_a_program_takes_at_once() -> None:
 
 
 def test_biases_and_another_activation() -> None:
-    layer = make(96, 160, "mxfp4", ISA, nodes=2, swiglu=GPT_OSS)
+    layer = make_gated(96, 160, "mxfp4", ISA, nodes=2, swiglu=GPT_OSS)
     lora = small_lora(96, 160, 8, torch.float32)
-    check_mix(triton_resident, layer, lora, swiglu_oracle(layer), device=DEVICE, tokens=2)
+    check_mix(triton_resident, layer, lora, gated_oracle(layer), device=DEVICE, tokens=2)
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)

@@ -12,102 +12,23 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from contract import (
+    CASES,
+    EXPERTS,
+    MORE_THAN_ONE_CALL,
+    SIZES,
+    TAILS,
+    assert_contract,
+    compare,
+    in_every_way,
+    inputs_for,
+    make_layer,
+    make_lora,
+)
 
-from ktft import native, reference
+from ktft import native
 from ktft.config import PROJECTIONS
-from ktft.lora import ExpertLora, LoraPair
 from ktft.model.autograd import routed_experts
-
-OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 0.005, 0.01
-EXPERTS, TOP_K = 5, 2
-# The routing weights' gradient is a sum <direction, y> a route. With fewer routes all of them may nearly cancel by
-# chance, and no relative error is bounded: then the direction leans towards the output.
-FEW_ROUTES = 16
-# Rows per expert: below, at and above the micro-kernels' and chunks' sizes; 0 is an expert that sees no token.
-CASES = sorted({(k["isa"], k["format"]) for k in native.kernels() if k["isa"] in native.isas()})
-TAILS = [(1, 3, 7, 0, 9), (16, 17, 31, 0, 32), (0, 33, 64, 65, 2), (257, 1, 0, 0, 300)]
-# By NUMA nodes: hidden size, intermediate size, LoRA rank, rows. Slices begin at multiples of 128.
-SIZES = {
-    1: [(96, 64, 64, TAILS[0]), (64, 160, 33, TAILS[1]), (160, 96, 8, TAILS[2]), (32, 32, 1, TAILS[3])],
-    2: [(64, 256, 33, TAILS[0]), (32, 160, 64, TAILS[1]), (32, 160, 1, TAILS[2])],
-    3: [(64, 288, 8, TAILS[0]), (32, 288, 33, TAILS[1])],
-}
-MORE_THAN_ONE_CALL = (0, 705, 2, 1409, 0)  # a GEMM call takes 704 rows, a gradient's reduction block 1024
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
-
-
-def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1, **options):
-    torch.manual_seed(hidden + intermediate)
-    layer = native.ExpertLayer(
-        native.runtime(threads, nodes, isa),
-        num_experts=EXPERTS,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        format=fmt,
-        **options,
-    )
-    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
-        shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
-        layer.load(expert, name, torch.randn(shape) / shape[1] ** 0.5)
-    return layer
-
-
-def dequantized(layer: native.ExpertLayer) -> list[Tensor]:
-    return [torch.stack([layer.dequantize(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS]
-
-
-def make_lora(hidden: int, intermediate: int, rank: int, dtype: torch.dtype, names=PROJECTIONS, **kwargs) -> ExpertLora:
-    pairs = {}
-    for name in names:
-        inputs, outputs = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
-        a = torch.randn(EXPERTS, rank, inputs) / inputs**0.5
-        b = torch.randn(EXPERTS, outputs, rank) / rank**0.5
-        pairs[name] = LoraPair(a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), 0.5)
-    return ExpertLora(pairs, **kwargs)
-
-
-def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bfloat16):
-    """Tokens whose two slots give expert e exactly rows[e] routes (one more for the last when the sum is odd)."""
-    routes = [e for e, count in enumerate(rows) for _ in range(count)]
-    routes += [0] * (len(routes) % TOP_K)
-    generator = torch.Generator().manual_seed(7)
-    order = torch.randperm(len(routes), generator=generator)
-    index = torch.tensor(routes, dtype=torch.int64)[order].view(-1, TOP_K)
-    x = torch.randn(index.shape[0], hidden, generator=generator).to(dtype).requires_grad_()
-    weights = torch.rand(index.shape, generator=generator).requires_grad_()
-    return x, index, weights
-
-
-def compare(
-    layer, lora, x, index, weights, activation="retain", oracle=reference.moe, forward=routed_experts
-) -> dict[str, float]:
-    """Relative errors of the output and of each gradient."""
-    leaves = {"hidden_states": x, "top_k_weights": weights}
-    for name, pair in lora.pairs.items() if lora else ():
-        leaves |= {f"{name}.lora_A": pair.a, f"{name}.lora_B": pair.b}
-    out = forward(layer, x, index, weights, lora, activation)
-    expected = oracle(x.float(), index, weights, *dequantized(layer), lora)
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
-    if index.numel() < FEW_ROUTES:
-        direction += expected.detach() / expected.detach().square().mean().sqrt()
-    direction = direction.to(out.dtype)
-    actual_grads = torch.autograd.grad(out, list(leaves.values()), direction)
-    expected_grads = torch.autograd.grad(expected, list(leaves.values()), direction.float())
-    errors = {"output": relative(out, expected)}
-    return errors | {name: relative(a, e) for name, a, e in zip(leaves, actual_grads, expected_grads, strict=True)}
-
-
-def limits(errors: dict[str, float]) -> dict[str, float]:
-    return {name: OUTPUT_TOLERANCE if name == "output" else GRADIENT_TOLERANCE for name in errors}
-
-
-def assert_contract(errors: dict[str, float]) -> None:
-    bad = {name: error for name, error in errors.items() if not error <= limits(errors)[name]}
-    assert not bad, f"relative L2 errors over the contract: {bad}"
 
 
 def test_table_is_complete() -> None:
@@ -118,11 +39,7 @@ def test_table_is_complete() -> None:
     assert sorted(rows) == sorted(itertools.product(isas, native.FORMATS, (False, True)))
 
 
-# One thread does these experts one by one, several threads all of them phase by phase (plan() in csrc/moe/forward.cc)
-@pytest.mark.parametrize(
-    ("nodes", "threads", "activation"), [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompute")]
-)
-@pytest.mark.parametrize(("isa", "fmt"), CASES)
+@in_every_way(CASES)
 def test_contract(isa: str, fmt: str, nodes: int, threads: int, activation: str) -> None:
     for hidden, intermediate, rank, rows in SIZES[nodes]:
         layer = make_layer(hidden, intermediate, fmt, isa, threads, nodes)

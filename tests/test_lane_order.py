@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels import EXPERTS, TAILS, inputs_for, make_layer, make_lora
+from contract import EXPERTS, TAILS, inputs_for, make_layer, make_lora
 from test_lane_stream import _run
 from torch import Tensor
 

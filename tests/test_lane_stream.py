@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels import EXPERTS, SIZES, TAILS, assert_contract, compare, inputs_for, make_layer, make_lora
+from contract import EXPERTS, SIZES, TAILS, assert_contract, compare, inputs_for, make_layer, make_lora
 from torch import Tensor
 
 from ktft import native

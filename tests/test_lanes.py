@@ -9,10 +9,10 @@ import gc
 import time
 import weakref
 
+import contract
 import pytest
-import test_kernels
 import torch
-from test_kernels import EXPERTS, GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, make_layer, make_lora, relative
+from contract import EXPERTS, GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, make_layer, make_lora, relative
 from torch.utils.checkpoint import checkpoint
 
 from ktft import native, reference
@@ -44,7 +44,7 @@ def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs_for(rows, hidden, dtype=torch.bfloat16):
-    x, index, weights = test_kernels.inputs_for(rows, hidden, dtype)
+    x, index, weights = contract.inputs_for(rows, hidden, dtype)
     leaves = (tensor.detach().to(DEVICE).requires_grad_() for tensor in (x, weights))
     return next(leaves), index.to(DEVICE), next(leaves)
 

@@ -7,12 +7,23 @@ from types import ModuleType
 
 import pytest
 import torch
+from contract import (
+    GPT_OSS,
+    SIZES,
+    TAILS,
+    assert_contract,
+    compare,
+    dropout_mask,
+    dropout_oracle,
+    gated_oracle,
+    inputs_for,
+    make_gated,
+    make_layer,
+    make_lora,
+    relative,
+    small_lora,
+)
 from lanes import Lane, decoded, exact
-from test_dropout import mask as native_mask
-from test_dropout import oracle as dropout_oracle
-from test_kernels import SIZES, TAILS, assert_contract, compare, inputs_for, make_layer, make_lora, relative
-from test_swiglu import GPT_OSS, make, small_lora
-from test_swiglu import oracle as swiglu_oracle
 from torch import Tensor
 
 from ktft import native
@@ -98,7 +109,7 @@ def test_masks_drop_what_they_should() -> None:
     lora = make_lora(32, 32, 4, torch.float32, dropout=0.25, seed=2**64 - 1)
     first, second = (stays(Dropout.of(lora, name), torch.arange(4096), 256) for name in PROJECTIONS[:2])
     for row in (0, 4095):
-        assert (first[row].numpy() == native_mask(lora, PROJECTIONS[0], row, 256)).all()
+        assert (first[row].numpy() == dropout_mask(lora, PROJECTIONS[0], row, 256)).all()
     for mask in (first, second):
         assert mask.float().mean().item() == pytest.approx(0.75, abs=0.002)
     assert (first == second).float().mean().item() == pytest.approx(0.75**2 + 0.25**2, abs=0.002)
@@ -107,9 +118,9 @@ def test_masks_drop_what_they_should() -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("fmt", ["bf16", "mxfp4", "int8"])
 def test_biases_and_clamped_activation(fmt: str, nodes: int) -> None:
-    layer = make(64, 160, fmt, ISA, nodes=nodes, swiglu=GPT_OSS)
+    layer = make_gated(64, 160, fmt, ISA, nodes=nodes, swiglu=GPT_OSS)
     for lora in (None, small_lora(64, 160, 8, torch.float32)):
-        assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=swiglu_oracle(layer), forward=Lane()))
+        assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=gated_oracle(layer), forward=Lane()))
 
 
 def test_order_chunks_and_pieces_do_not_matter() -> None:
@@ -161,11 +172,11 @@ def test_rows_are_sorted_by_expert() -> None:
 
 def test_products_are_laid_out_as_torch_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own grouped product, as CUDA takes it, checks strides and alignment here too."""
-    layer = make(64, 160, "k4", ISA, nodes=2, swiglu=GPT_OSS)
+    layer = make_gated(64, 160, "k4", ISA, nodes=2, swiglu=GPT_OSS)
     lora = small_lora(64, 160, 8, torch.float32)
     monkeypatch.setattr(products, "_is_grouped", lambda device: True)
     inputs = inputs_for(TAILS[0], 64)
-    assert_contract(compare(layer, lora, *inputs, oracle=swiglu_oracle(layer), forward=Lane(chunk=5, piece_rows=9)))
+    assert_contract(compare(layer, lora, *inputs, oracle=gated_oracle(layer), forward=Lane(chunk=5, piece_rows=9)))
 
 
 def test_pieces_are_smaller_where_rows_are_wide() -> None:

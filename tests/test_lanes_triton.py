@@ -6,16 +6,24 @@ import os
 
 import pytest
 import torch
+from contract import (
+    GPT_OSS,
+    assert_contract,
+    compare,
+    dropout_oracle,
+    gated_oracle,
+    inputs_for,
+    make_gated,
+    make_layer,
+    make_lora,
+    small_lora,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import numpy as np
 import triton.language as tl
 from lanes import Lane, decoded
-from test_dropout import oracle as dropout_oracle
-from test_kernels import assert_contract, compare, inputs_for, make_layer, make_lora
-from test_swiglu import GPT_OSS, make, small_lora
-from test_swiglu import oracle as swiglu_oracle
 from toy_format import check_decoding, toy
 from triton.runtime import interpreter
 
@@ -86,9 +94,9 @@ def test_dropout() -> None:
 
 
 def test_biases_and_clamped_activation() -> None:
-    layer = make(64, 160, "mxfp4", native.default_isa(), swiglu=GPT_OSS)
+    layer = make_gated(64, 160, "mxfp4", native.default_isa(), swiglu=GPT_OSS)
     lora = small_lora(64, 160, 8, torch.float32)
-    assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=swiglu_oracle(layer), forward=LANE))
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=gated_oracle(layer), forward=LANE))
 
 
 @pytest.mark.parametrize("name", PROJECTIONS[:2])

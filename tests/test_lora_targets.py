@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import load, logits
 from peft import LoraConfig
 from safetensors.torch import load_file
-from test_adapters import load, logits
 from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForImageTextToText

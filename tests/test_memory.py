@@ -180,9 +180,9 @@ def test_available_memory_follows_the_cgroup(tmp_path: Path, monkeypatch: pytest
 # --- the check before loading -----------------------------------------------------------------------------------------
 
 
-def test_training_refuses_what_does_not_fit(train_yaml: TrainYaml, run_cli: RunCli) -> None:
+def test_training_refuses_what_does_not_fit(train_yaml: TrainYaml, fork_cli: RunCli) -> None:
     settings = train_yaml("qwen3moe")
-    done = run_cli(["llamafactory-cli", "train"], settings, check=False, env={"KTFT_MEMORY_LIMIT": "1M"})
+    done = fork_cli(["llamafactory-cli", "train"], settings, check=False, env={"KTFT_MEMORY_LIMIT": "1M"})
     assert done.returncode != 0
     assert "and training needs" in done.stdout
     assert "1.0 MiB are available (KTFT_MEMORY_LIMIT is set)" in done.stdout
@@ -214,9 +214,9 @@ def test_loading_refuses_and_can_be_told_not_to(tiny_checkpoint: Checkpoint, mon
     ],
 )
 def test_training_names_the_key_that_asks_for_most(
-    train_yaml: TrainYaml, run_cli: RunCli, change: dict[str, Any], key: str
+    train_yaml: TrainYaml, fork_cli: RunCli, change: dict[str, Any], key: str
 ) -> None:
-    done = run_cli(["llamafactory-cli", "train"], train_yaml("qwen3moe", **change), check=False)
+    done = fork_cli(["llamafactory-cli", "train"], train_yaml("qwen3moe", **change), check=False)
     assert done.returncode == 2
     assert key in done.stdout
     assert "expert_format (" not in done.stdout

@@ -14,7 +14,7 @@ import torch
 from merging import contents, logits, merge, merged_by_hand, names_of, run, stock, weight_of, write_adapter
 from quantize import is_expert, is_linear, quantize, read_all, write
 from safetensors.torch import load_file
-from test_families import same_choices
+from stock import same_choices
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

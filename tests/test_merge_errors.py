@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from dying import forked as plainly_forked
 from holding import held_by_another
 from merging import contents, merge, run, write_adapter
 from quantize import quantize
 from safetensors.torch import load_file, save_file
-from test_convert import forked as plainly_forked
 from tiny import write_checkpoint
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels import EXPERTS, make_layer, make_lora
+from contract import EXPERTS, make_layer, make_lora
 from torch import Tensor
 
 from ktft import native

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from test_trainer import DATA, adapted, arguments, losses
+from runs import DATA, adapted, arguments, losses
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.training_args import OptimizerNames
 
@@ -265,11 +265,11 @@ def test_the_rest_is_refused_before_training(
 )
 def test_llamafactorys_own_optimizers(
     train_yaml: Callable[..., dict[str, Any]],
-    run_cli: Callable[..., subprocess.CompletedProcess[str]],
+    fork_cli: Callable[..., subprocess.CompletedProcess[str]],
     options: dict[str, Any],
     expected: tuple[str, ...],
 ) -> None:
-    log = run_cli(["llamafactory-cli", "train"], train_yaml("qwen3moe", **options)).stdout
+    log = fork_cli(["llamafactory-cli", "train"], train_yaml("qwen3moe", **options)).stdout
     for text in (*expected, "'loss':"):
         assert text in log, log
 

@@ -12,9 +12,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapted import load, logits, lora_config, randomize
 from datasets import Dataset
 from safetensors.torch import load_file
-from test_adapters import load, logits, lora_config, randomize
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from contract import relative
 from quantize import ALL_SCHEMES, is_expert, is_linear, quantize, read_all, write
 from safetensors.torch import load_file
-from test_families import adapt, load, matrices, same_choices, text_loss
-from test_kernels import relative
+from stock import adapt, load, matrices, same_choices, text_loss
 from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
 from torch import Tensor, nn
 

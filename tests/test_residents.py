@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernels import EXPERTS, make_layer
+from contract import EXPERTS, make_layer
 
 from ktft import native
 from ktft.device import device_of

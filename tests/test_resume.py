@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
+from runs import DATA, STATE, history, require_same_end, trainer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -27,45 +27,6 @@ from ktft.train.manifest import MANIFEST, damage
 
 Checkpoint = Callable[[str], Path]
 TrainYaml = Callable[..., dict[str, Any]]
-DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
-STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-
-
-def trainer(
-    base: Path,
-    output: Path,
-    *,
-    cls: type[transformers.Trainer] = transformers.Trainer,
-    lora: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None,
-    callbacks: list[TrainerCallback] | None = None,
-    **overrides: Any,
-) -> transformers.Trainer:
-    """On a new model, with dropout, two batches a step, four steps an epoch, logs every other step."""
-    config = ktft.KtftConfig(**{"expert_format": "int8", "threads": 1} | (settings or {}))
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
-    torch.manual_seed(0)
-    options = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
-    model = ktft.get_peft_model(model, LoraConfig(**options | (lora or {})))
-    arguments = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "max_steps": 7,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 5e-3,
-        "logging_steps": 2,
-        "save_steps": 3,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    args = TrainingArguments(**arguments | overrides)
-    return cls(model, args, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=callbacks)
-
-
-def history(run: transformers.Trainer) -> list[dict[str, float]]:
-    times = ("runtime", "per_second")
-    return [{k: v for k, v in entry.items() if not k.endswith(times)} for entry in run.state.log_history]
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +48,6 @@ def begun(whole: transformers.Trainer, tmp_path: Path) -> Path:
     output = tmp_path / "begun"
     shutil.copytree(whole.args.output_dir, output, ignore=shutil.ignore_patterns("checkpoint-7"))
     return output
-
-
-def require_same_end(run: transformers.Trainer, whole: transformers.Trainer, step: int = 7) -> None:
-    assert history(run) == history(whole)
-    for name in STATE:
-        one, two = (Path(r.args.output_dir, f"checkpoint-{step}", name) for r in (run, whole))
-        assert one.read_bytes() == two.read_bytes(), name
 
 
 # --- exact ------------------------------------------------------------------------------------------------------------
@@ -147,14 +101,14 @@ def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
 
 
 def test_llamafactory_resumes_by_itself(
-    train_yaml: TrainYaml, run_cli: Callable[..., Any], run_exp: Callable[..., None], tmp_path: Path
+    train_yaml: TrainYaml, fork_cli: Callable[..., Any], run_exp: Callable[..., None], tmp_path: Path
 ) -> None:
     """The command finds the checkpoint of a run that was never interrupted, in another process."""
     packed = {"packing": True, "lora_dropout": 0.1, "gradient_accumulation_steps": 2, "logging_steps": 2}
     one, two = (train_yaml(output_dir=str(tmp_path / n), max_steps=5, save_steps=3, **packed) for n in ("one", "two"))
     run_exp(one)
     shutil.copytree(tmp_path / "one/checkpoint-3", tmp_path / "two/checkpoint-3")
-    log = run_cli(["llamafactory-cli", "train"], two).stdout
+    log = fork_cli(["llamafactory-cli", "train"], two).stdout
     assert f"Resuming training from {tmp_path}/two/checkpoint-3" in log
     require_same_folders(tmp_path / "one", tmp_path / "two")
 

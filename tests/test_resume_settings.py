@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
-from test_resume import trainer
+from runs import trainer
 
 from ktft.train import checkpoints
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
+from plots import with_plots
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
@@ -93,8 +94,9 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[transfo
     """A run of six steps with checkpoints 3 and 6 and evaluations, saved; and the routers' choices, counted by hand."""
     run = trainer(base, tmp_path_factory.mktemp("whole"), eval_strategy="steps", eval_steps=2)
     counts = choices(run.model)
-    run.train()
-    run.save_model()
+    with with_plots():
+        run.train()
+        run.save_model()
     return run, counts
 
 
@@ -432,7 +434,8 @@ def test_page_is_whole_and_self_contained(
     if size == "small":
         page = (Path(str(whole[0].args.output_dir)) / PAGE_NAME).read_text()
     else:
-        assert report.write(tmp_path)
+        with with_plots():
+            assert report.write(tmp_path)
         page = (tmp_path / PAGE_NAME).read_text()
         assert (tmp_path / JSON_NAME).stat().st_size < 2_000_000
         assert "NaN" not in (tmp_path / JSON_NAME).read_text()

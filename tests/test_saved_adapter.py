@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import load
 from merging import logits, write_adapter
 from peft import LoraConfig
 from safetensors import safe_open
-from test_several_adapters import load
 from typer.testing import CliRunner
 
 import ktft

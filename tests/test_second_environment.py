@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from second_environment import FAMILIES, LIMIT, compare, make_environment
 
+pytestmark = pytest.mark.full  # it downloads and installs another transformers
+
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import distance, load, load_as_stored, logits, merged_stock_model, randomize, write_into
 from peft import LoraConfig
+from runs import DATA, arguments, losses
 from safetensors.torch import load_file
-from test_adapters import distance, load, logits, merged_stock_model, randomize, write_into
-from test_llamafactory import load as load_as_stored
-from test_trainer import DATA, arguments, losses
 from torch import Tensor
 from transformers import Trainer
 

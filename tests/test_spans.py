@@ -418,10 +418,10 @@ def test_attention_times_are_those_of_attention(
 # --- as users do ------------------------------------------------------------------------------------------------------
 
 
-def test_command_writes_a_trace(train_yaml: Callable[..., Any], run_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_command_writes_a_trace(train_yaml: Callable[..., Any], fork_cli: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     config = train_yaml("dsv3", gradient_accumulation_steps=2, plot_loss=True)
-    done = run_cli(["llamafactory-cli", "train"], config, env={"KTFT_TRACE": str(path)})
+    done = fork_cli(["llamafactory-cli", "train"], config, env={"KTFT_TRACE": str(path)})
     found = [event for event in events_of(path) if event["ph"] == "X"]
     assert [event["name"] for event in found if event["cat"] == "step"] == ["step 1", "step 2"]
     for layer in range(3):

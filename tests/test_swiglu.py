@@ -2,75 +2,46 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
-from test_kernels import (
+from contract import (
     CASES,
-    EXPERTS,
+    GPT_OSS,
     SIZES,
     TAILS,
+    TIGHT,
     assert_contract,
     compare,
     dequantized,
+    gated_oracle,
+    in_every_way,
     inputs_for,
+    make_gated,
     make_layer,
     make_lora,
     relative,
+    small_lora,
 )
-from torch import Tensor
 
-from ktft import native, reference
+from ktft import native
 from ktft.config import PROJECTIONS
-from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 from ktft.swiglu import SILU, Swiglu
 
-GPT_OSS = Swiglu(alpha=1.702, limit=7.0, shift=1.0)
-# Gates and ups have a variance of 2: this limit clamps a good part of them
-TIGHT = Swiglu(alpha=1.702, limit=1.7, shift=1.0)
 
-
-def make(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1, swiglu: Swiglu = TIGHT):
-    layer = make_layer(hidden, intermediate, fmt, isa, threads, nodes, swiglu=swiglu, biases=True)
-    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
-        layer.load_bias(expert, name, torch.randn(hidden if name == "down_proj" else intermediate))
-    return layer
-
-
-def small_lora(*args, **kwargs) -> ExpertLora:
-    """LoRA's inner sums are rounded to bf16. Scaled down, that tips few values over the limit, where gradients jump."""
-    lora = make_lora(*args, **kwargs)
-    return replace(lora, pairs={name: replace(pair, scaling=0.02) for name, pair in lora.pairs.items()})
-
-
-def biases(layer: native.ExpertLayer) -> dict[str, Tensor]:
-    return {name: torch.stack([layer.bias(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS}
-
-
-def oracle(layer: native.ExpertLayer):
-    return functools.partial(reference.moe, swiglu=layer.swiglu, biases=biases(layer) if layer.biases else None)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "threads", "activation"), [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompute")]
-)
-@pytest.mark.parametrize(("isa", "fmt"), [case for case in CASES if case[1] in ("bf16", "int8", "mxfp4")])
+@in_every_way([case for case in CASES if case[1] in ("bf16", "int8", "mxfp4")])
 def test_contract(isa: str, fmt: str, nodes: int, threads: int, activation: str) -> None:
     for hidden, intermediate, rank, rows in SIZES[nodes]:
-        layer = make(hidden, intermediate, fmt, isa, threads, nodes)
+        layer = make_gated(hidden, intermediate, fmt, isa, threads, nodes)
         lora = small_lora(hidden, intermediate, rank, torch.float32)
-        assert_contract(compare(layer, lora, *inputs_for(rows, hidden), activation, oracle(layer)))
+        assert_contract(compare(layer, lora, *inputs_for(rows, hidden), activation, gated_oracle(layer)))
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in native.FORMATS if fmt not in ("bf16", "int8", "mxfp4")])
 def test_other_formats(fmt: str) -> None:
-    layer = make(64, 160, fmt, native.default_isa(), 2, 2, GPT_OSS)
+    layer = make_gated(64, 160, fmt, native.default_isa(), 2, 2, GPT_OSS)
     lora = make_lora(64, 160, 8, torch.float32)
-    assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=oracle(layer)))
+    assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=gated_oracle(layer)))
 
 
 @pytest.mark.parametrize("isa", native.isas())
@@ -78,9 +49,11 @@ def test_other_formats(fmt: str) -> None:
     ("swiglu", "has_biases"), [(SILU, True), (GPT_OSS, False), (GPT_OSS, True), (Swiglu(limit=0.5), False)]
 )
 def test_biases_and_activation_apart(isa: str, swiglu: Swiglu, has_biases: bool) -> None:
-    layer = make(64, 96, "int8", isa, swiglu=swiglu) if has_biases else make_layer(64, 96, "int8", isa, swiglu=swiglu)
+    layer = (
+        make_gated(64, 96, "int8", isa, swiglu=swiglu) if has_biases else make_layer(64, 96, "int8", isa, swiglu=swiglu)
+    )
     for lora in (None, small_lora(64, 96, 4, torch.float32), small_lora(64, 96, 4, torch.float32, ("up_proj",))):
-        assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=oracle(layer)))
+        assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=gated_oracle(layer)))
 
 
 def test_what_is_clamped_has_no_gradient() -> None:
@@ -116,7 +89,7 @@ def test_down_bias_is_added_once(nodes: int) -> None:
 def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
     results = []
     for threads, activation in ((1, "retain"), (2, "recompute"), (3, "retain")):
-        layer = make(64, 96, "int8", isa, threads)
+        layer = make_gated(64, 96, "int8", isa, threads)
         torch.manual_seed(1)
         lora = small_lora(64, 96, 33, torch.float32, dropout=0.1, seed=11)
         x, index, weights = inputs_for(TAILS[1], 64)
@@ -131,11 +104,11 @@ def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
 def test_8_bit_activations(nodes: int) -> None:
     """W8A8 has the same epilogue: its error is what it is without biases, about 1 to 3%."""
     isas = [isa for isa in native.isas() if isa.startswith("amx")] or ["amx_emu"]
-    layer = make(64, 160, "int8", isas[-1], nodes, nodes)
+    layer = make_gated(64, 160, "int8", isas[-1], nodes, nodes)
     lora = small_lora(64, 160, 4, torch.float32)
     x, index, weights = (tensor.detach() for tensor in inputs_for(TAILS[1], 64))
     out, _ = layer.forward(x, index, weights, lora, "none", activation_bits=8)
-    expected = oracle(layer)(x.float(), index, weights, *dequantized(layer), lora)
+    expected = gated_oracle(layer)(x.float(), index, weights, *dequantized(layer), lora)
     assert relative(out, expected) < 0.03
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_kernels import EXPERTS, TAILS, inputs_for, make_layer, make_lora, relative
+from contract import EXPERTS, TAILS, inputs_for, make_layer, make_lora, relative
 from torch import Tensor
 
 from ktft import native

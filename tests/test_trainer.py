@@ -14,10 +14,12 @@ import peft
 import pytest
 import torch
 import transformers
+from adapted import load
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTuner
+from runs import DATA, adapted, arguments, losses
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import ktft
 from ktft.train.report import examine, format_report
@@ -25,38 +27,6 @@ from ktft.train.run_times import LOGGED
 from ktft.train.trainer import check_launch
 
 Checkpoint = Callable[[str], Path]
-DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
-
-
-def load(path: Path, **settings: Any) -> torch.nn.Module:
-    config = ktft.KtftConfig(**{"expert_format": "bf16", "threads": 1} | settings)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
-
-
-def adapted(path: Path, **options: Any) -> torch.nn.Module:
-    torch.manual_seed(0)
-    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
-    return ktft.get_peft_model(load(path), LoraConfig(**lora))
-
-
-def arguments(output: Path, **overrides: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_steps": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(**settings | overrides)
-
-
-def losses(trainer: transformers.Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_plain_trainer_trains_reports_and_resumes_exactly(

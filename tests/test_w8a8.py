@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import dequantized, inputs_for, make_layer, make_lora, relative
+from contract import dequantized, inputs_for, make_layer, make_lora, relative
 from torch import Tensor
 
 from ktft import native, reference

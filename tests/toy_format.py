@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from contract import EXPERTS, make_layer, relative
 from lanes import blocks, decoded
-from test_kernels import EXPERTS, make_layer, relative
 from torch import Tensor
 
 from ktft import native, reference

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import test_kernels as kernels
+import contract as kernels
 
 from ktft import native, reference
 from ktft.checkpoint.routing_profile import Routing

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import test_dropout
-import test_kernels as kernels
-import test_swiglu
+import contract as kernels
 from lanes import Lane, adapters, blocks
 
 from ktft import native, reference
@@ -61,12 +59,12 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     def dropping(fmt: str) -> Case:
         layer = kernels.make_layer(160, 288, fmt, ISA, nodes=2)
         lora = kernels.make_lora(160, 288, 33, torch.float32, dropout=0.2, seed=2**63 + 5)
-        return layer, lora, kernels.inputs_for(ROWS, 160), test_dropout.oracle
+        return layer, lora, kernels.inputs_for(ROWS, 160), kernels.dropout_oracle
 
     def gpt_oss(fmt: str) -> Case:
-        layer = test_swiglu.make(160, 288, fmt, ISA, nodes=2, swiglu=test_swiglu.GPT_OSS)
-        lora = test_swiglu.small_lora(160, 288, 8, torch.float32)
-        return layer, lora, kernels.inputs_for(ROWS, 160), test_swiglu.oracle(layer)
+        layer = kernels.make_gated(160, 288, fmt, ISA, nodes=2, swiglu=kernels.GPT_OSS)
+        lora = kernels.small_lora(160, 288, 8, torch.float32)
+        return layer, lora, kernels.inputs_for(ROWS, 160), kernels.gated_oracle(layer)
 
     bf16 = torch.bfloat16
     for fmt in EXPERT_FORMATS:

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import test_kernels as kernels
+import contract as kernels
 
 from ktft import native, reference
 from ktft.config import PROJECTIONS

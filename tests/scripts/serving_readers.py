@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_adapter_files import adapted
+from adapted import adapted
 from tiny import write_checkpoint
 
 from ktft.adapters import export

@@ -1,0 +1,34 @@
+"""The plots in the reports of training, which take longer to draw than a tiny model takes to train.
+
+Runs in a test's own process leave the plots out, unless the test asks for them. Commands always draw them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+if importlib.util.find_spec("llamafactory"):  # in the environment of serving, no test trains
+    from ktft.train import run_report_page
+
+    _DRAW = run_report_page._svg
+
+
+@contextmanager
+def without_plots() -> Iterator[None]:
+    """Reports have an empty picture in place of each plot."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("llamafactory"):
+            patch.setattr(run_report_page, "_svg", lambda figure, salt: "<svg></svg>")
+        yield
+
+
+@contextmanager
+def with_plots() -> Iterator[None]:
+    """Reports are as users have them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_report_page, "_svg", _DRAW)
+        yield
