@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from contract import make_layer
 from lanes import decoded, exact
-from test_kernels import make_layer
 from torch import Tensor
 from toy_format import check_decoding, check_products, toy
 

@@ -46,10 +46,7 @@ def trainer(
     torch.manual_seed(0)
     options = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     model = ktft.get_peft_model(model, LoraConfig(**options | (lora or {})))
-    settings = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "max_steps": 6,
+    settings = {"output_dir": str(output), "use_cpu": True, "max_steps": 6} | {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
         "learning_rate": 5e-3,
