@@ -103,7 +103,7 @@ class LifeSigns:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the last looks leave open if the run still learns. If so, the next step is checked and nothing is saved."""
+        """Whether the last looks leave open if the run still learns. Then the next step is checked and none is saved."""
         sure = max(len(self.dead) / DEAD_STEPS, len(self.lost) / LOST_STEPS) * 3 >= self._patience
         return sure or (bool(self.dead) and self._unusual)
 
@@ -118,7 +118,7 @@ class LifeSigns:
 
     @property
     def _knew(self) -> bool:
-        """Whether the model knew something at the beginning. A large learning rate may spoil all looks but the first."""
+        """Whether the model knew something at first. A large learning rate may spoil all looks but the first."""
         enough = self.began[:1] if self._unusual else self.began if len(self.began) == FIRST else []
         return bool(enough) and max(enough) < KNOWING * self.guess
 

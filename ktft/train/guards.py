@@ -170,7 +170,7 @@ class Guards:
                 self.close(number)
 
     def close(self, number: int) -> None:
-        """End the window with the checks that need several steps. A window that has ended, or is too short, is left alone.
+        """End the window, unless it has ended or is too short, with the checks that need several steps.
 
         Raises:
             GuardError: a group had no gradient, or the group or LoRA's A in it was not updated.
