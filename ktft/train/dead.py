@@ -103,7 +103,7 @@ class LifeSigns:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the last looks leave open if the run still learns. Then the next step is checked and none is saved."""
+        """Whether the last looks leave open if the run still learns: look again at once and save nothing."""
         sure = max(len(self.dead) / DEAD_STEPS, len(self.lost) / LOST_STEPS) * 3 >= self._patience
         return sure or (bool(self.dead) and self._unusual)
 

@@ -36,7 +36,7 @@ def require_writable(path: Path) -> None:
 
 
 class Trace:
-    """A trace file in progress. It gets a step's spans when the step ends, so a killed run keeps those of earlier steps.
+    """A trace file in progress. A step's spans are written when it ends, so a killed run keeps those of earlier steps.
 
     The format allows the closing bracket to be missing.
 
