@@ -163,9 +163,7 @@ def hook() -> Iterator[Row]:
 
 
 def media() -> Iterator[Row]:
-    """Check torchaudio and torchvision against the installed torch. LLaMA-Factory imports torchaudio, and torchvision if
-    it is installed.
-    """
+    """torchaudio and torchvision must fit the installed torch: LLaMA-Factory imports the first, and the second if any."""
     from ktft.versions import version_of
 
     absent: dict[str, Status] = {"torchaudio": "warn", "torchvision": "ok"}

@@ -1,7 +1,7 @@
 """Measures the effect of expert deferral on a model: its logits on given tokens with and without deferral.
 
 `ktft serve --deferral N` adds a token's N experts with the smallest weights one MoE layer later, in decode, except in
-the last layer. Here all positions of a sequence are deferred, also those of a prompt, so decode is affected no more.
+the last layer. Here this is done at all positions, also in prompts: a bound for the effect on decode.
 """
 
 from __future__ import annotations
