@@ -30,7 +30,7 @@ def _parameters(lora: ExpertLora | None) -> list[Tensor]:
 
 
 def _token(ktft: Ktft, batch: Batch, token: int) -> tuple[Tensor, list[Tensor], Tensor]:
-    """One token's reference: its output, the gradients of x, routing weights and its experts' adapters, and its experts.
+    """One token's reference: its output, the gradients of x, routing weights and adapters, and the token's experts.
 
     Tokens are computed one at a time, so that only one token's experts in fp32 have to fit in memory.
     """

@@ -163,7 +163,7 @@ def hook() -> Iterator[Row]:
 
 
 def media() -> Iterator[Row]:
-    """torchaudio and torchvision must fit the installed torch: LLaMA-Factory imports the first, and the second if any."""
+    """Check that torchaudio, and torchvision if installed, fit torch, because LLaMA-Factory imports both."""
     from ktft.versions import version_of
 
     absent: dict[str, Status] = {"torchaudio": "warn", "torchvision": "ok"}

@@ -232,7 +232,7 @@ def _run(model: Any, ids: Tensor) -> _Run:
 
 
 class Choices:
-    """Records the experts that one run chose, so that another run uses the same. Otherwise rounding may decide a near tie.
+    """Records the experts that one run chose, so that another run uses the same, because rounding may tip a near tie.
 
     Routing weights are constants in both runs, so that both gradients are of the same function.
 
@@ -268,7 +268,7 @@ class Choices:
 
     @contextmanager
     def replayed(self, model: nn.Module, experts: dict[int, nn.Module]) -> Iterator[None]:
-        """Repeat the choices within the block, for experts by layer number. The first time, compare the experts' outputs."""
+        """Repeat the choices within the block, in experts by layer number. The first time, compare their outputs."""
 
         def before(number: int, args: Any) -> Any:
             index, weights = self._inputs[number]
