@@ -19,8 +19,8 @@ from ktft import native
 
 @dataclass(frozen=True)
 class Plan:
-    """The cases of one command: all combinations, with `runs` runs each. If `threads` is None, there is one per physical
-    core. With `w8a8`, int8's forward is also timed with 8-bit activations.
+    """The cases of one command: all combinations, with `runs` runs each. `threads` None means one per physical core.
+    With `w8a8`, int8's forward is also timed with 8-bit activations.
     """
 
     shapes: list[Shape]
