@@ -28,7 +28,7 @@ REQUIRED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth
 
 
 def seal(directory: Path, facts: Mapping[str, Any]) -> int:
-    """Make a written checkpoint durable, then list its files' sizes and SHA-256 beside `facts`. Returns their sum."""
+    """Make a written checkpoint durable, then list its files' sizes and SHA-256 beside `facts`. Returns their bytes."""
     sync_tree(directory)
     files = _describe(directory, sorted(_files(directory)))
     write_whole(directory / MANIFEST, to_json({"version": VERSION, **facts, "files": files}))
