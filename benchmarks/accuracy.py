@@ -30,9 +30,9 @@ def _parameters(lora: ExpertLora | None) -> list[Tensor]:
 
 
 def _token(ktft: Ktft, batch: Batch, token: int) -> tuple[Tensor, list[Tensor], Tensor]:
-    """One token's reference: output, gradients of x, routing weights and its experts' adapters, those experts.
+    """One token's reference: its output, the gradients of x, routing weights and adapters, and the token's experts.
 
-    One token at a time, because its experts in fp32 are all that has to fit in memory.
+    Tokens are computed one at a time, so that only one token's experts in fp32 have to fit in memory.
     """
     layer, experts = ktft.layers[0], batch.index[token]
     gate, up, down = (
@@ -51,7 +51,7 @@ def _token(ktft: Ktft, batch: Batch, token: int) -> tuple[Tensor, list[Tensor], 
 def errors(ktft: Ktft, batch: Batch) -> dict[str, float]:
     """The largest relative L2 error of the output (`forward`, `forward-w8a8`) and of any gradient (`backward`).
 
-    Only the sampled tokens get a gradient from above, so that the adapters' gradients are theirs alone.
+    Only the sampled tokens get an output gradient, so the adapters' gradients come from these tokens alone.
     """
     tokens = torch.randperm(len(batch.x))[:SAMPLES].tolist()
     mask = torch.zeros(len(batch.x), 1, dtype=batch.x.dtype)

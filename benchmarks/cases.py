@@ -1,4 +1,4 @@
-"""What is timed: shapes, routings and one case's numbers. Nothing here needs torch."""
+"""The timed cases: shapes, routings and one case's figures. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer: experts held here, experts per token, sizes."""
+    """The shape of one layer: experts held here, experts per token, and sizes."""
 
     name: str
     num_experts: int
@@ -31,14 +31,15 @@ SHAPES = {
     )
 }
 ROUTINGS = ("uniform", "zipf")
-# Forward alone keeps nothing for backward; the other two belong to one training step. Passes are of 6·T·k·H·I FLOPs.
+# Step -> number of passes, each of 6·T·k·H·I FLOPs. Forward alone keeps nothing for backward; the other two belong to
+# one training step.
 STEPS = {"forward": 1, "backward": 1, "forward+backward": 2}
-# Forward with 8-bit activations, on request and for format int8. Of one pass, as the first.
+# Forward with 8-bit activations, timed on request for format int8. It is one pass, as forward.
 W8A8_STEP = "forward-w8a8"
 
 
 def parse_shape(text: str) -> Shape:
-    """A name of `SHAPES`, or `E,k,H,I`. Raises ValueError."""
+    """Parse a name of `SHAPES`, or `E,k,H,I`. Raises ValueError."""
     if text in SHAPES:
         return SHAPES[text]
     try:
@@ -55,7 +56,7 @@ def parse_shape(text: str) -> Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's call: its shape, how many tokens, how they are routed, how weights are held, and the LoRA rank."""
+    """One call of a layer: its shape, the number of tokens, their routing, the expert format, and the LoRA rank."""
 
     shape: Shape
     tokens: int
@@ -65,13 +66,13 @@ class Case:
 
     @property
     def pass_flops(self) -> int:
-        """Useful FLOPs of one pass, forward or backward: LoRA and packing add time, not FLOPs."""
+        """Useful FLOPs of one pass, forward or backward. LoRA and packing add time but do not count as FLOPs."""
         return 6 * self.tokens * self.shape.top_k * self.shape.hidden_size * self.shape.intermediate_size
 
 
 @dataclass(frozen=True)
 class PeerFigure:
-    """A peer's median time and the median of peer time / ktft time, pair by pair: above 1, ktft is faster."""
+    """A peer's median time, and the median over pairs of peer time / ktft time. Above 1, ktft is faster."""
 
     ms: float
     ratio: float
@@ -82,9 +83,9 @@ class Record:
     """Medians of one step of one case, as printed; None where a figure does not apply.
 
     `percent_of_registers`, `percent_of_hot` and `percent_of_streamed` are paired with the ceilings measured just before
-    each run; `gbs` is the packed weights of the experts in use, read once a pass, over the time, `weight_reads`
-    how often products read them a pass. `max_error` is the
-    largest relative L2 error, against the fp32 reference, of the output or of any gradient over the sampled tokens.
+    each run. `gbs` is the packed bytes of the experts in use, counted once per pass, over the time. `weight_reads` is
+    how often products read them per pass. `max_error` is the largest relative L2 error, against the fp32 reference, of
+    the output or of any gradient over the sampled tokens.
     """
 
     shape: str

@@ -42,9 +42,9 @@ def _require_matplotlib(plot: Path | None) -> None:
 
 @contextmanager
 def _lines(output: Path | None) -> Iterator[TextIO]:
-    """Where JSON lines go; nowhere if a person would see them between the lines of the table.
+    """The file for JSON lines. They are dropped if they would appear in a terminal between the lines of the table.
 
-    Peers' native code writes to descriptor 1: meanwhile that is stderr, and ours a copy.
+    Peers' native code writes to descriptor 1. Within the block that is stderr, and JSON lines go to a copy of stdout.
     """
     if output is not None or sys.stdout.isatty():
         with (output or Path(os.devnull)).open("w") as file:

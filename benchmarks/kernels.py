@@ -19,8 +19,8 @@ from ktft import native
 
 @dataclass(frozen=True)
 class Plan:
-    """What one command times: all combinations, `runs` runs each. `threads` None: one per physical core. `w8a8`: format
-    int8's forward with 8-bit activations too.
+    """The cases of one command: all combinations, with `runs` runs each. `threads` None means one per physical core.
+    With `w8a8`, int8's forward is also timed with 8-bit activations.
     """
 
     shapes: list[Shape]
@@ -52,10 +52,10 @@ def _make_peers(job: Job, wanted: list[str], say: Callable[[str], None]) -> tupl
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Iterator[Record]:
-    """Records as they are measured; `say` hears what is being done.
+    """Yield records as they are measured. `say` gets the name of each step.
 
     Raises:
-        ValueError: a shape or a number of threads that the kernels cannot take.
+        ValueError: the kernels do not support a shape or the number of threads.
     """
     torch.manual_seed(0)
     runtime = native.runtime(plan.threads)

@@ -1,4 +1,4 @@
-"""What the cases run on: random weights, adapters and batches, and ktft's layers made from them."""
+"""Random weights, adapters and batches for the cases, and ktft's layers made from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Batch:
     grad_output: Tensor
 
     def around(self, num_experts: int) -> Iterator[Batch]:
-        """Endlessly the same tokens, each time at other experts: those of few tokens would stay in the caches."""
+        """The same tokens again and again, at other experts each time, because few experts would stay in the caches."""
         stride = len(self.index.unique())
         shifted = [replace(self, index=(self.index + first) % num_experts) for first in range(0, num_experts, stride)]
         return itertools.cycle(shifted)
@@ -42,10 +42,10 @@ class Runner(Protocol):
     has_backward: bool
 
     def forward(self, batch: Batch) -> Tensor:
-        """`[T, H]`, when no backward follows."""
+        """The output `[T, H]` of a forward without a backward."""
 
     def train(self, batch: Batch) -> Callable[[], object]:
-        """Forward, keeping what backward needs; returns the backward."""
+        """Run forward and keep what backward needs. Returns the backward."""
 
 
 def make_weights(shape: Shape) -> Weights:
@@ -72,9 +72,7 @@ def make_lora(shape: Shape, rank: int) -> ExpertLora | None:
 
 
 def make_index(case: Case) -> Tensor:
-    """Experts of random tokens, `[T, k]`: number i is chosen with weight 1 (uniform) or 1 / its rank in a random order
-    (zipf).
-    """
+    """Random routing `[T, k]`. An expert's weight is 1 (uniform), or 1 / its rank in a random order (zipf)."""
     popularity = torch.zeros(case.shape.num_experts)
     if case.routing == "zipf":
         popularity = -torch.log1p(torch.randperm(case.shape.num_experts).float())
@@ -106,7 +104,7 @@ def _pack(shape: Shape, fmt: str, runtime: native.Runtime, weights: Weights) -> 
 
 
 class Ktft:
-    """ktft's own layer, in as many copies as caches must not hold. `w8a8`: `forward_w8a8` is to be timed too."""
+    """ktft's own layer, in more copies than the caches hold. With `w8a8`, `forward_w8a8` is timed too."""
 
     has_backward = True
 
@@ -134,7 +132,7 @@ class Ktft:
         return self.layers[self._turn % len(self.layers)]
 
     def forward(self, batch: Batch) -> Tensor:
-        """`[T, H]`, when no backward follows."""
+        """The output `[T, H]` of a forward without a backward."""
         with torch.no_grad():
             return routed_experts(self._next(), batch.x, batch.index, batch.weights, self.lora)
 

@@ -1,4 +1,4 @@
-"""What sizes the benchmark: caches and memory of this machine."""
+"""The machine's caches and memory, which determine the sizes of the benchmark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from ktft.sizes import parse_count
 
 ROOT = Path("/")
-# Of what is free, for ktft's copies, and as much again for each peer's.
+# The share of free memory for ktft's copies; each peer's copies take as much again.
 MEMORY_SHARE = 0.15
 MAX_COPIES = 64
 CACHE_MULTIPLE = 4
@@ -16,7 +16,7 @@ NO_CACHE_FILES = 32 << 20
 
 
 def cache_bytes(root: Path = ROOT) -> int:
-    """Last-level caches that this process's CPUs reach, together; 32 MiB where Linux does not tell."""
+    """Bytes of all last-level caches that this process's CPUs reach; 32 MiB if Linux does not report them."""
     caches: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0):
         levels = sorted((root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"))
@@ -28,17 +28,17 @@ def cache_bytes(root: Path = ROOT) -> int:
 
 
 def free_bytes(root: Path = ROOT) -> int:
-    """Memory that Linux would give without swapping; cgroup limits are not looked at."""
+    """Bytes of memory that Linux can give without swapping. Limits of cgroups are ignored."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def read_bytes() -> int:
-    """Size of the buffer that measures read bandwidth: far larger than the caches."""
+    """Bytes of the buffer that measures read bandwidth, which is far larger than the caches."""
     return int(min(max(2 * CACHE_MULTIPLE * cache_bytes(), 256 << 20), MEMORY_SHARE * free_bytes()))
 
 
 def copies(layer_bytes: int) -> int:
-    """Layers to rotate over, so that together they are several times the caches."""
+    """The number of layers to rotate over, which together are several times as large as the caches."""
     wanted = -(-CACHE_MULTIPLE * cache_bytes() // layer_bytes)
     return int(max(1, min(wanted, MAX_COPIES, MEMORY_SHARE * free_bytes() // layer_bytes)))

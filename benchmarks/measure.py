@@ -1,4 +1,4 @@
-"""Times one case: in every run the ceilings, ktft and each peer, one after the other, so that all see one machine."""
+"""Times one case. Each run times the ceilings, ktft and each peer in turn, so that all see the same machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from benchmarks.cases import STEPS, W8A8_STEP, Case, PeerFigure, Record
 from benchmarks.layers import Batch, Ktft, Runner
 from ktft import native, system
 
-# Short cases are repeated within a run until they have taken about this long together.
+# Short cases are repeated within a run until they take about this long together.
 RUN_SECONDS, MOST_REPEATS = 0.05, 20
 WARM_REPEATS = 3
 # Threads of the library that ran before may still spin: torch's did for 7 ms, kt-kernel's for 50.
 SETTLE_SECONDS = 0.15
-MOST_ROWS = 704  # that one GEMM call takes
+MOST_ROWS = 704  # the most rows of one GEMM call
 
 Times = dict[str, float]  # step -> seconds
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: FLOP/s of the ceilings, ktft's times, the peers' times by name."""
+    """The figures of one run: FLOP/s of the ceilings, ktft's times, and the peers' times by name."""
 
     registers: float
     hot: float
@@ -58,7 +58,7 @@ def _once_ours(ktft: Ktft, batch: Batch) -> Times:
 
 
 def _weight_bytes(ktft: Ktft, batch: Batch) -> dict[str, int]:
-    """Step -> bytes of packed weights that its products read."""
+    """Step -> bytes of packed weights that the step's products read."""
     take = ktft.layers[0].runtime.take_weight_bytes
     take()
     ktft.forward(batch)
@@ -170,7 +170,7 @@ def measure(
     memory: native.StreamedMemory,
     runs: int,
 ) -> list[Record]:
-    """One record a step. The first run warms up and is not counted; bandwidth is measured before and after."""
+    """Measure one record per step. The first run is a warm-up; bandwidth is measured before and after all runs."""
     errors = accuracy.errors(ktft, batch)
     weight_bytes = _weight_bytes(ktft, batch)
     reads = [memory.read() for _ in range(2)]

@@ -19,7 +19,7 @@ from ktft import native, system
 from ktft.config import PROJECTIONS
 from ktft.train.optimizer import AdamW
 
-# Reads parameter, gradient and both moments, writes all but the gradient; all in fp32.
+# A step reads parameter, gradient and both moments and writes all but the gradient, all in fp32.
 BYTES = 7 * 4
 HELD_BYTES = 4 * 4
 WARM_STEPS = 2
@@ -29,9 +29,9 @@ WARM_STEPS = 2
 class Record:
     """Medians of one optimizer's step, as printed.
 
-    `gbs` is the 28 bytes that a parameter takes at least, over the time. `read_gbs` and `mix_gbs` are measured before
-    each step, reading only and in AdamW's mix (of four lines read, three are written back); the percentages are paired
-    with them. `ratio` is the optimizer's time over ktft's, of medians.
+    `gbs` is the least traffic, 28 bytes per parameter, over the time. `read_gbs` and `mix_gbs` are measured before each
+    step, with reads only and with AdamW's mix (of four lines read, three are written back). The percentages are paired
+    with them. `ratio` is the optimizer's median time over ktft's.
     """
 
     optimizer: str
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Make] = {
     "torch": lambda params, _: torch.optim.AdamW(params, lr=1e-4, foreach=False),
     "deepspeed": lambda params, _: _deepspeed(params),
 }
-"""Name -> how it is made. The first is what all others are compared with."""
+"""Name -> function that makes the optimizer. All others are compared with the first."""
 
 
 def layer_parameters(shape: Shape, rank: int) -> int:
@@ -98,10 +98,10 @@ def run(
     wanted: list[str],
     say: Callable[[str], None],
 ) -> Iterator[Record | str]:
-    """Records as they are measured, or why an optimizer is left out; `say` hears what is being done.
+    """Yield records as they are measured, or why an optimizer is left out. `say` gets the name of each step.
 
     Raises:
-        ValueError: the tensors would not fit in free memory.
+        ValueError: the tensors do not fit in free memory.
     """
     torch.manual_seed(0)
     runtime = native.runtime(threads)
@@ -152,7 +152,7 @@ def run(
 
 
 def _once(optimizer: torch.optim.Optimizer, memory: native.StreamedMemory) -> tuple[float, float, float]:
-    """Seconds of a step; bytes per second of reading and of the mix, just before."""
+    """Seconds of a step, and bytes per second of reading and of the mix, measured just before it."""
     time.sleep(SETTLE_SECONDS)
     read, mix = memory.read(), memory.update()
     start = time.perf_counter()
@@ -161,7 +161,7 @@ def _once(optimizer: torch.optim.Optimizer, memory: native.StreamedMemory) -> tu
 
 
 def make_table(records: list[Record]) -> Table:
-    """A row an optimizer."""
+    """A table with one row per optimizer."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
     table.add_column("optimizer", no_wrap=True)
     for heading in ("ms", "GB/s", "read GB/s", "%read", "mix GB/s", "%mix", "x ktft"):

@@ -1,4 +1,4 @@
-"""What a peer is: another implementation of the routed experts, timed beside ktft's."""
+"""The interface of a peer: another implementation of the routed experts, timed beside ktft's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ktft.lora import ExpertLora
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer needs to make the same layer: its largest case and that one's batch, weights and adapters, and the
-    layers that it is timed beside.
+    """The input from which a peer makes the same layer: the largest case with its batch, the weights and adapters, and
+    the ktft layers that the peer is timed beside.
     """
 
     case: Case
@@ -24,12 +24,12 @@ class Job:
 
     @property
     def copies(self) -> int:
-        """How many copies of the weights to rotate over."""
+        """The number of copies of the weights to rotate over."""
         return len(self.ktft.layers)
 
     @property
     def threads(self) -> int:
-        """Threads that compute."""
+        """The number of threads that compute."""
         return self.ktft.layers[0].runtime.threads
 
 
@@ -38,10 +38,10 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--peer` takes."""
+        """The peer's name for `--peer`."""
 
     def absent(self) -> str:
         """Why it cannot run here; empty if it can."""
 
     def make(self, job: Job) -> Runner:
-        """The layer, ready to run. Raises ValueError with the reason when it cannot run this case."""
+        """Make the layer, ready to run. Raises ValueError with the reason if the peer cannot run this case."""

@@ -1,7 +1,7 @@
 """kt-kernel's AMX experts (KTransformers), if it is installed: inference without LoRA, fine-tuning with it.
 
-Its threads spin, so one per CPU preempt each other wherever other processes run: several counts are tried on the
-largest batch, and the fastest is timed.
+Its threads spin. With one per CPU they preempt each other if other processes run, so several counts are tried on the
+largest batch and the fastest is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LORA_NAMES = tuple(f"{name.removesuffix('_proj')}_lora_{part}" for name in PROJE
 
 
 def thread_counts(threads: int) -> list[int]:
-    """All of the threads, and some fewer, most first."""
+    """The thread counts to try: all threads and some smaller counts, the largest first."""
     return sorted({threads, max(1, threads - 1), max(1, threads * 3 // 4), max(1, threads // 2)}, reverse=True)
 
 
@@ -37,7 +37,7 @@ class KtRunner:
         self.has_backward = job.lora is not None
         self._case, self._int8 = job.case, job.case.format == "int8"
         self._pool = self._make_pool(ext, threads)
-        # The peer holds addresses only, so what it was given must live as long as it does.
+        # The peer holds addresses only, so these tensors must live as long as it does.
         self._map = torch.arange(job.case.shape.num_experts)
         self._count = torch.zeros(1, dtype=torch.int32)
         self._lora: list[Tensor] = []
@@ -115,7 +115,7 @@ class KtRunner:
 
 
 def _trial(ext: Any, job: Job, threads: int) -> float:
-    """Seconds a step with that many threads, which end with it."""
+    """Seconds per step with this number of threads, which end with the trial."""
     runner, batch = KtRunner(ext, job, threads), job.batch
     times = []
     for _ in range(TRIALS + 1):

@@ -1,4 +1,4 @@
-"""ktft itself under another condition, as a peer: what LoRA, skewed routing or the last thread cost, pair by pair."""
+"""ktft under another condition as a peer, which shows pair by pair the cost of LoRA, skewed routing or a thread."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Itself:
     make: Callable[[Job], Runner]
 
     def absent(self) -> str:
-        """Runs everywhere."""
+        """Always empty, because it runs everywhere."""
         return ""
 
 
@@ -67,4 +67,4 @@ SELF_PEERS = (
     Itself("uniform", _EvenlyRouted),
     Itself("thread-less", _with_a_thread_less),
 )
-"""Timed only when asked for; the ratio is the condition's time over ktft's, so below 1 says what it costs."""
+"""These are timed only on request. The ratio is the condition's time over ktft's; below 1, it shows the cost."""

@@ -1,4 +1,4 @@
-"""What is timed: one load on one server, and what came of it. Nothing here needs torch."""
+"""The timed cases: one load on one server, and its figures. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one round: so many clients send one each, at the same moment.
+    """The requests of one round: each client sends one, all at the same moment.
 
     Attributes:
-        clients: that wait at the same time.
-        prompt_tokens: of each prompt, drawn at random, so that no prompt cache helps.
-        output_tokens: of each answer.
-        vocabulary: ids of prompts are below it.
+        clients: the number of clients that wait at the same time.
+        prompt_tokens: the length of each prompt, drawn at random so that no prompt cache helps.
+        output_tokens: the length of each answer.
+        vocabulary: the ids of prompts are below this number.
     """
 
     clients: int
@@ -25,15 +25,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Job:
-    """What servers are started with.
+    """The settings that servers are started with.
 
     Attributes:
-        model: directory of the checkpoint; None where no server is started.
+        model: directory of the checkpoint; None if no server is started.
         gguf: the same model for llama.cpp, if there is one.
-        clients: the most at once.
-        length: tokens of prompt and answer at most.
+        clients: the most clients at once.
+        length: the most tokens of prompt and answer together.
         options: more arguments of `ktft serve`.
-        threads: None leaves it to the server.
+        threads: the number of threads; None leaves it to the server.
     """
 
     model: Path | None
@@ -46,11 +46,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """One request: when its tokens came, in seconds since its round began.
+    """The times of one request's tokens, in seconds since its round began.
 
     Attributes:
-        prompt_tokens: what the server counted, or what was sent.
-        arrivals: of every token of the answer, the first included.
+        prompt_tokens: the number that the server counted, or else that was sent.
+        arrivals: the arrival of every token of the answer, including the first.
     """
 
     prompt_tokens: int

@@ -15,20 +15,20 @@ from benchmarks.serve.cases import Load, Timing
 
 SECONDS = 1800.0
 FIRST_ID = 16
-"""Of prompts: behind most tokenizers' first special tokens."""
+"""The first id of prompts, which is after the first special tokens of most tokenizers."""
 
 
 class ServerFailed(RuntimeError):
-    """A server did not answer as it should; the message has its words."""
+    """A server failed or gave a wrong answer; the message quotes it."""
 
 
 class Client:
     """Talks to one server.
 
     Args:
-        url: without `/v1`.
-        extras: fields of requests that this server takes beyond what all do.
-        text: makes a text of token ids, for a server that only chats; None sends the ids.
+        url: the server's address without `/v1`.
+        extras: fields of requests that this server accepts beyond those of all servers.
+        text: decodes token ids, for a server that accepts only chats; None sends the ids.
     """
 
     def __init__(self, url: str, extras: dict[str, Any], text: Callable[[list[int]], str] | None = None) -> None:
@@ -49,7 +49,7 @@ class Client:
         return self.model
 
     def round(self, load: Load, seed: int) -> list[Timing]:
-        """One round. Raises ServerFailed."""
+        """Run one round of requests. Raises ServerFailed."""
         return asyncio.run(self._round(load, seed))
 
     async def _round(self, load: Load, seed: int) -> list[Timing]:

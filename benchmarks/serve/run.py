@@ -19,15 +19,15 @@ WARM_ROUNDS = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """What one command times.
+    """The cases of one command.
 
     Attributes:
-        job: what servers are started with.
-        url, model_name: a server that runs already, and the model to ask it for; None starts `ktft serve`.
-        peers: to be timed beside it.
-        loads: what each gets, `rounds` times.
-        together: all servers run at once and take turns; else one after the other.
-        title, layers: of the model, for the records.
+        job: the settings that servers are started with.
+        url, model_name: a running server and the model to ask it for; None starts `ktft serve`.
+        peers: names of the servers to time beside it.
+        loads: the loads of each server, `rounds` times each.
+        together: whether all servers run at once and take turns, instead of one after the other.
+        title, layers: the model's name and number of layers, for the records.
     """
 
     job: Job
@@ -67,7 +67,7 @@ def _time_group(
     absent: dict[str, str],
     say: Callable[[str], None],
 ) -> None:
-    """Servers that run at the same time: they take turns, round by round."""
+    """Time servers that run at the same time and take turns, round by round."""
     with ExitStack() as stack:
         servers: dict[str, Process | Running] = {}
         for name in names:
@@ -118,7 +118,7 @@ def _decoder(model: Path | None) -> Callable[[list[int]], str]:
 
 
 def take_turns(asked: bool | None) -> bool:
-    """Whether all servers run at once: as asked, else if there is no GPU, most of whose memory each would take."""
+    """Whether all servers run at once. Unless asked, they do without a GPU, most of whose memory each would take."""
     return asked if asked is not None else device_name() == "cpu"
 
 
@@ -130,7 +130,7 @@ def device_name() -> str:
 
 
 def decode_rate(timings: Sequence[Timing]) -> float | None:
-    """Tokens a second of all clients, while every one of them is being answered; None if there is no such time."""
+    """Tokens per second of all clients while all of them get answers; None if there is no such time."""
     begin, end = max(each.arrivals[0] for each in timings), min(each.arrivals[-1] for each in timings)
     tokens = sum(begin < at <= end for each in timings for at in each.arrivals)
     return tokens / (end - begin) if end > begin and tokens else None
@@ -145,7 +145,7 @@ def record(
     cpu: str,
     absent: dict[str, str],
 ) -> ServeRecord:
-    """Medians of what was timed of one server under one load."""
+    """The medians of one server under one load."""
     first = [each.arrivals[0] for one in rounds for each in one]
     gaps = [gap for one in rounds for each in one for gap in each.gaps] or [0.0]
     prefill = [sum(t.prompt_tokens for t in one) / max(t.arrivals[0] for t in one) for one in rounds]
@@ -174,6 +174,6 @@ def record(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so many are not above."""
+    """The smallest value that at least the given share of values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

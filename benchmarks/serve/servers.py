@@ -33,12 +33,12 @@ class Row:
     """One server.
 
     Attributes:
-        name: what `--peer` takes.
-        absent: why it cannot run here; empty if it can.
-        command: its arguments, for a job and a port.
-        extras: fields of its requests beyond what all servers take.
-        chats: it takes texts alone, by `/v1/chat/completions`.
-        note: what its figures hold that others' do not, or lack.
+        name: the server's name for `--peer`.
+        absent: gives the reason why it cannot run here; empty if it can.
+        command: gives its command line for a job and a port.
+        extras: fields of its requests beyond those of all servers.
+        chats: whether it accepts only texts, by `/v1/chat/completions`.
+        note: what its figures contain or lack compared with others'.
     """
 
     name: str
@@ -64,13 +64,13 @@ def _vllm(job: Job, port: int) -> list[str]:
     import torch
 
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.model)]
-    # Of a CPU's memory it takes most by default, and does not start beside other servers
+    # By default it takes most of a CPU's memory and does not start beside other servers.
     cache = [] if torch.cuda.is_available() else ["--kv-cache-memory-bytes", str(KV_CACHE)]
     return [*command, "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(job.length), *cache]
 
 
 def _llama(job: Job, port: int) -> list[str]:
-    # Its context is shared by its slots. All experts of all layers on the CPU, all else on the GPU if there is one.
+    # The slots share the context. All experts run on the CPU, everything else on the GPU if there is one.
     threads = ["--threads", str(job.threads)] if job.threads else []
     command = ["llama-server", "--model", str(job.gguf), "--port", str(port), "--n-cpu-moe", "999", "-ngl", "999"]
     return [*command, "--parallel", str(job.clients), "--ctx-size", str(job.clients * job.length), *threads]
@@ -111,14 +111,14 @@ def free_port() -> int:
 
 
 class Process:
-    """A server of `row` and all that it starts. As a context manager it ends them.
+    """A server of `row` and all processes that it starts. As a context manager it ends them.
 
     Args:
-        row, job: what to start.
-        text: of `Client`, for servers that only chat.
+        row, job: the server to start and its settings.
+        text: see `Client`, for servers that accept only chats.
 
     Raises:
-        ServerFailed: it ended, or did not answer in time; with its last lines.
+        ServerFailed: the server ended or did not answer in time; the message has its last lines.
     """
 
     def __init__(self, row: Row, job: Job, text: Callable[[list[int]], str]) -> None:
@@ -159,12 +159,12 @@ class Process:
         raise ServerFailed(f"{self.row.name} does not answer after {START_SECONDS:.0f} s: {self.last_lines()}")
 
     def last_lines(self) -> str:
-        """What it said last."""
+        """The last lines of its output."""
         self._log.seek(0)
         return " / ".join(self._log.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:])
 
     def close(self) -> None:
-        """End it, politely first."""
+        """End the server with SIGTERM first and SIGKILL after some seconds."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What is timed: whole training steps of small models of a large model's layers. Nothing here needs torch."""
+"""The timed cases: whole training steps of small models with a large model's layers. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from benchmarks.cases import Shape, parse_shape
 from ktft.config import Settings
 
 VOCABULARY = 1024
-"""Small, so that logits take no part: 16,384 tokens of a real one fill 10 GB."""
+"""A small vocabulary keeps logits out of the figures; with a real one, those of 16,384 tokens fill 10 GB."""
 SHAPES = ("qwen3-30b-a3b", "deepseek-v2-lite")
 LORA_ATTENTION = {
     "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "deepseek_v2": ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 }
-"""model_type -> attention's projections."""
+"""model_type -> names of attention's projections."""
 
 
 def parse_step_shape(text: str) -> Shape:
-    """One of `SHAPES`, or `E,k,H,I`: then with Qwen3-MoE's layers. Raises ValueError."""
+    """Parse one of `SHAPES`, or `E,k,H,I`, which uses Qwen3-MoE's layers. Raises ValueError."""
     if text not in SHAPES and "," not in text:
         raise ValueError(f"unknown shape {text!r}: one of {', '.join(SHAPES)}, or E,k,H,I")
     return parse_shape(text)
@@ -27,15 +27,15 @@ def parse_step_shape(text: str) -> Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One model and who trains it; what a worker process gets.
+    """One model and its runner, as sent to a worker process.
 
     Attributes:
         runner: a row of `benchmarks.step.runners.RUNNERS`.
         shape, layers: the model; every layer has experts.
-        tokens: the batches it will be asked for, one sequence each.
+        tokens: the sizes of the batches to time, of one sequence each.
         routing: `uniform` or `zipf`.
-        rank, checkpointing: LoRA's rank; whether activations are computed again in backward.
-        format, placement, gpu_expert_memory, threads: ktft's settings, of runners that have any.
+        rank, checkpointing: LoRA's rank, and whether backward recomputes activations.
+        format, placement, gpu_expert_memory, threads: ktft's settings, for runners that use them.
     """
 
     runner: str
@@ -52,11 +52,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """The job's name for a person."""
         return " ".join(part for part in (self.runner, self.format, self.placement) if part)
 
     def settings(self) -> Settings:
-        """ktft's settings. Experts stay on the GPU only where that is asked for: all that fit, if `resident`.
+        """ktft's settings. Experts stay on the GPU only if asked for; `resident` keeps all that fit.
 
         Raises:
             ValueError: a value is not accepted.
@@ -69,12 +69,12 @@ class Job:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The job as values of JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Job:
-        """What `to_dict` gave."""
+        """The job from the result of `to_dict`."""
         return cls(**values | {"shape": Shape(**values["shape"]), "tokens": tuple(values["tokens"])})
 
 
@@ -95,14 +95,14 @@ class Times:
 
     @property
     def step(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return self.passes + self.optimizer
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine can do: FLOP/s of the CPU's registers (P) and of the GPU's bf16 products, bytes/s read from
-    memory by all threads and copied to the GPU from pinned memory.
+    """The machine's rates: FLOP/s of the CPU's registers (P) and of the GPU's bf16 products, bytes/s that all threads
+    read from memory, and bytes/s of copies from pinned memory to the GPU.
     """
 
     registers: float

@@ -14,7 +14,7 @@ from ktft import native
 
 COPY_BYTES = 256 << 20
 PRODUCT = 4096  # rows and columns of the GPU's product
-ON_CPU = (1 << 24, 512)  # the same where there is no GPU, and the arithmetic alone matters
+ON_CPU = (1 << 24, 512)  # both sizes without a GPU, where only the floor's arithmetic matters
 REPEATS = 3
 PASSES = 2
 
@@ -35,7 +35,7 @@ def _memory(threads: int | None, nbytes: int) -> native.StreamedMemory:
 
 
 def measure_rates(threads: int | None, read_bytes: int) -> Rates:
-    """What the machine can do now. Takes some tenths of a second, and `read_bytes` of memory to read from then on."""
+    """Measure the machine's rates. It takes some tenths of a second, and keeps `read_bytes` of memory to read."""
     device = device_here()
     nbytes, size = (COPY_BYTES, PRODUCT) if device.type == "cuda" else ON_CPU
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
@@ -61,17 +61,17 @@ def pass_floor(
     """Seconds of one pass through one layer's experts, at the best split between lanes that run beside each other.
 
     Args:
-        counts: tokens an expert.
-        expert: its packed bytes.
-        token_flops: of one token in one expert.
-        rates: the machine's.
-        placement: `cpu`, `stream`, `resident` or `auto`: which lanes there are.
-        resident: experts that lie on the GPU, those with most tokens.
+        counts: the tokens of each expert.
+        expert: the packed bytes of one expert.
+        token_flops: FLOPs of one token in one expert.
+        rates: the machine's rates.
+        placement: `cpu`, `stream`, `resident` or `auto`, which decides the lanes in use.
+        resident: the number of experts on the GPU, those with most tokens.
     """
     used = sorted((count for count in counts if count), reverse=True)
     held = len(used) if placement == "resident" else min(resident, len(used))
     best = float("inf")
-    # A lane's bytes depend on how many experts it has, not on which: the GPU takes those with most tokens.
+    # A lane's bytes depend only on its number of experts, so the GPU takes those with most tokens.
     for split in range(held, len(used) + 1):
         here = used[split:]
         cpu = max(len(here) * expert / rates.read, sum(here) * token_flops / rates.registers)

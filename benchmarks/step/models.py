@@ -1,4 +1,4 @@
-"""The models that steps are timed on: transformers' own, random weights in place at once, routing from a table."""
+"""The models whose steps are timed: transformers' own, with quickly filled random weights and routing from a table."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ktft.model.generic import family_of
 from ktft.model.quantizer import swap_experts
 
 SCALE = 0.02  # standard deviation of weights
-DISTINCT = 4  # packed matrices of each projection in a layer; each stands at its own address for several experts
-BLOCK = 1 << 22  # random numbers that a parameter repeats
+DISTINCT = 4  # different packed matrices of each projection in a layer; each is copied to several experts' addresses
+BLOCK = 1 << 22  # the number of random values that a parameter repeats
 LONGEST = 32768
 
 
@@ -74,7 +74,7 @@ def make_config(shape: Shape, layers: int, vocabulary: int = VOCABULARY) -> Any:
 
 
 def empty_model(shape: Shape, layers: int, vocabulary: int = VOCABULARY) -> Any:
-    """The model in bf16 on the default device; its parameters hold nothing yet, and no memory has been touched."""
+    """The model in bf16 on the default device. Its parameters are uninitialized, and their memory is untouched."""
     config = make_config(shape, layers, vocabulary)
     config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
     classes = {"qwen3_moe": Qwen3MoeForCausalLM, "deepseek_v2": DeepseekV2ForCausalLM}
@@ -84,7 +84,7 @@ def empty_model(shape: Shape, layers: int, vocabulary: int = VOCABULARY) -> Any:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's default, for a while."""
+    """Set torch's default dtype within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -95,7 +95,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Random matrices, and vectors (of norms) of ones. Every parameter repeats one block, from its own beginning."""
+    """Fill matrices with random values and vectors (of norms) with ones. Each matrix repeats a rotated block."""
     for number, parameter in enumerate(model.parameters()):
         if parameter.dim() < 2:
             parameter.fill_(1)
@@ -109,7 +109,7 @@ def fill(model: nn.Module) -> None:
 
 
 def pack_some(layer: native.ExpertLayer) -> dict[tuple[int, str], Tensor]:
-    """`DISTINCT` random experts, (number, projection) -> packed for `layer`."""
+    """`DISTINCT` random experts: (number, projection) -> packed weight for `layer`."""
     few = native.ExpertLayer(
         layer.runtime,
         num_experts=DISTINCT,
@@ -130,7 +130,7 @@ def pack_some(layer: native.ExpertLayer) -> dict[tuple[int, str], Tensor]:
 
 
 def fill_experts(layer: native.ExpertLayer) -> None:
-    """Random experts of a layer: a few are packed, and copied to all addresses."""
+    """Fill a layer with random experts. A few are packed and copied to the addresses of all."""
     packed = pack_some(layer)
 
     def place(expert: int) -> None:
@@ -142,7 +142,7 @@ def fill_experts(layer: native.ExpertLayer) -> None:
 
 
 class SkippedExperts(nn.Module):
-    """Stands for routed experts that cost nothing: hidden states as they came."""
+    """Replaces routed experts at no cost by returning the hidden states."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, H]`."""
@@ -158,7 +158,7 @@ def stock_model(job: Job, device: torch.device) -> Any:
 
 
 def skipped_model(job: Job, device: torch.device) -> Any:
-    """The same without experts."""
+    """The same model without experts."""
     model = empty_model(job.shape, job.layers)
     for _, name, _ in expert_modules(model, family_of(model)):
         model.set_submodule(name, SkippedExperts())
@@ -195,19 +195,19 @@ def set_checkpointing(model: Any, job: Job, use_reentrant: bool = True) -> None:
 
 
 def index_table(job: Job, layer: int, tokens: int) -> Tensor:
-    """Which experts each token goes to in a layer, `[T, k]` int64: the same for everyone who trains this model."""
+    """The experts of each token in a layer, `[T, k]` int64, the same for all runners of this model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1000 + layer)
         return make_index(Case(job.shape, tokens, job.routing, job.format, job.rank))
 
 
 def counts(job: Job, layer: int, tokens: int) -> list[int]:
-    """Tokens an expert."""
+    """The number of tokens of each expert."""
     return index_table(job, layer, tokens).flatten().bincount(minlength=job.shape.num_experts).tolist()
 
 
 def fix_routing(model: nn.Module, job: Job, device: torch.device) -> None:
-    """Have every experts module take its indices from `index_table` in place of the router's, whose weights stay."""
+    """Make each experts module take its indices from `index_table`. The router's weights are kept."""
     modules = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
     if len(modules) != job.layers:
         raise RuntimeError(f"{len(modules)} experts modules in {job.layers} layers")

@@ -19,13 +19,13 @@ from ktft import system
 
 # Threads of the process that ran before may still spin: kt-kernel's do for 50 ms.
 SETTLE_SECONDS = 0.15
-WARM_STEPS = 20  # that do not count: buffers grow, lanes learn their rates, `auto` tries its ways
-AROUND = 2  # runs of ktft before and after a peer's, which its ratio is taken from
+WARM_STEPS = 20  # uncounted steps in which buffers grow, lanes learn their rates and `auto` tries placements
+AROUND = 2  # runs of ktft before and after a peer's runs, from which the peer's ratio is taken
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one command times: all combinations, `runs` steps each. `threads` None: one per physical core."""
+    """The cases of one command: all combinations, `runs` steps each. `threads` None means one per physical core."""
 
     shapes: list[Shape]
     layers: list[int]
@@ -43,14 +43,14 @@ class Plan:
 
 @dataclass
 class Peer:
-    """What was timed of a peer: by tokens, its steps and those of ktft's models around them, by name."""
+    """The timed steps of a peer, by tokens, and those of ktft's models around them, by tokens and name."""
 
     times: dict[int, list[Times]]
     around: dict[tuple[int, str], list[Times]]
 
 
 def _turn(worker: Worker, tokens: int) -> Times:
-    """A step, right after another one: in training nothing is idle or out of the caches when a step begins."""
+    """Time a step right after another, because in training no step begins idle or with cold caches."""
     worker.step(tokens)
     return worker.step(tokens)
 
@@ -81,7 +81,7 @@ class Group:
         self.peers: dict[str, Peer] = {}
 
     def run(self) -> None:
-        """Time everything; what cannot run is in `failed` or `absent` then, with the reason."""
+        """Time everything. `failed` and `absent` then hold whatever could not run, with the reason."""
         with ExitStack() as stack:
             workers = [stack.enter_context(Worker(job)) for job in self.jobs]
             self._without = stack.enter_context(Worker(replace(self.base, runner=Skipped.name)))
@@ -106,7 +106,7 @@ class Group:
         return f"{self.base.shape.name}, {self.base.layers} layers, {self.base.routing}"
 
     def _try(self, worker: Worker, act: Callable[[], object]) -> object:
-        """What it returns; None of one that has failed, now or before."""
+        """The result of `act`; None if the worker has failed, now or before."""
         if worker.job.name in self.failed:
             return None
         try:
@@ -119,7 +119,7 @@ class Group:
             return None
 
     def _round(self, tokens: int, runs: int, title: str) -> None:
-        """Everybody's turn, `runs` times."""
+        """Give each model a turn, `runs` times."""
         for run in range(runs):
             self.say(f"{title} {run + 1}/{runs}")
             time.sleep(SETTLE_SECONDS)
@@ -133,7 +133,7 @@ class Group:
                     self.times.setdefault((tokens, worker.job.name), []).append(times)
 
     def _time_peer(self, name: str) -> None:
-        """Its steps, between steps of ktft's models; then its process ends."""
+        """Time a peer's steps between steps of ktft's models, then end its process."""
         if reason := RUNNERS[name].absent():
             self.absent[name] = reason
             return
@@ -159,12 +159,12 @@ class Group:
 
 
 def median(values: list[Times], part: str) -> float:
-    """Of one part's seconds or bytes."""
+    """The median of one part's seconds or bytes."""
     return statistics.median(getattr(each, part) for each in values)
 
 
 def figures(group: Group, name: str, tokens: int, smaller: Group | None) -> Iterator[tuple[str, PeerFigure]]:
-    """What the peers took, beside one of ktft's models."""
+    """The figures of the peers, compared with one of ktft's models."""
     for peer, timed in group.peers.items():
         if tokens not in timed.times or (tokens, name) not in timed.around:
             continue
@@ -248,7 +248,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Iterator[StepRecord | str]:
-    """Records as they are measured, and a line for each of ktft's models that could not run.
+    """Yield records as they are measured, and a line for each of ktft's models that could not run.
 
     Raises:
         WorkerError: not even the model without experts could run.

@@ -1,4 +1,4 @@
-"""Who trains a model: each makes it from a `Job`, in a worker process of its own, and times steps of it."""
+"""The runners that train a model. Each makes it from a `Job` in its own worker process and times steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEARNING_RATE = 1e-4
 
 
 class Runner(Protocol):
-    """One row of `RUNNERS`. `note` says what its figure holds that the others' do not, or lacks."""
+    """One row of `RUNNERS`. `note` says what its figures contain or lack compared with others'."""
 
     name: ClassVar[str]
     note: ClassVar[str]
@@ -33,17 +33,17 @@ class Runner(Protocol):
         """Why it cannot run here; empty if it can."""
 
     def __init__(self, job: Job) -> None:
-        """Ready to step. Raises ValueError with the reason when it cannot run this job."""
+        """Make the model, ready to step. Raises ValueError with the reason if this job cannot run."""
 
     def step(self, tokens: int) -> Times:
         """One training step of one sequence."""
 
     def facts(self) -> dict[str, Any]:
-        """`device`, and of ktft `isa`, `threads` and `lanes`."""
+        """`device`, and for ktft also `isa`, `threads` and `lanes`."""
 
 
 def device_here() -> torch.device:
-    """A GPU if there is one."""
+    """The GPU if there is one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -53,7 +53,7 @@ def device_name(device: torch.device) -> str:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once all that was asked of the GPU is done."""
+    """The time in seconds after the GPU has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -83,7 +83,7 @@ def timed(
 
 
 def rss() -> int:
-    """Bytes of memory that this process holds now."""
+    """Bytes of resident memory of this process now."""
     lines = (system.read(system.ROOT / "proc/self/status") or "").splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), 0)
 
@@ -121,7 +121,7 @@ class ModelRunner(ABC):
         self.optimizer = self.make_optimizer(trained)
 
     def make_optimizer(self, trained: list[Tensor]) -> AdamW:
-        """Of the parameters that are trained."""
+        """The optimizer of the trained parameters."""
         return AdamW(trained, lr=LEARNING_RATE)
 
     def update(self) -> None:
@@ -156,7 +156,7 @@ class Ktft(ModelRunner):
         super().__init__(job)
 
     def make_optimizer(self, trained: list[Tensor]) -> AdamW:
-        """As ktft's Trainer does."""
+        """The optimizer as ktft's Trainer makes it."""
         experts = list(find_experts(self.model).values())
         self.runtime = experts[0].layer.runtime
         self.lanes = next((module.laned.lanes for module in experts if module.laned is not None), None)
@@ -174,7 +174,7 @@ class Ktft(ModelRunner):
 
 
 class Skipped(ModelRunner):
-    """The model without experts: what a step costs around them."""
+    """The model without experts, which shows the cost of a step around them."""
 
     name: ClassVar[str] = "without-experts"
     make = staticmethod(skipped_model)

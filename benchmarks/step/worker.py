@@ -1,6 +1,6 @@
 """A process of its own for each runner: `python -m benchmarks.step.worker`, a JSON line in, a JSON line out.
 
-So every runner has clean memory, may change what it likes, and may crash. Requests: `{"job": ...}` makes the runner,
+So each runner has clean memory, may change global state, and may crash. Requests: `{"job": ...}` makes the runner,
 `{"tokens": T}` times one step, `{"rates": ...}` measures the machine; the end of the input ends the process.
 """
 

@@ -12,7 +12,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the command `bench`: that of the checkout, or else one that says where the benchmarks are."""
+    """Add the command `bench` of the checkout. Without a checkout, the command says where the benchmarks are."""
     if (CHECKOUT / "benchmarks" / "cli.py").is_file():
         sys.path.append(str(CHECKOUT))
         app.add_typer(importlib.import_module("benchmarks.cli").app, name="bench")

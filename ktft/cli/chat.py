@@ -1,7 +1,7 @@
-"""`ktft chat`: a conversation with a running server, or with one that it starts.
+"""`ktft chat`: a conversation with a running server, or with a server that the command starts.
 
-`vllm chat` talks to a running server, too, but it starts none, changes no adapter, has no sampling options and no way
-to begin anew, and ends at the first error. openai is imported when the command runs.
+`vllm chat` talks to a running server, too. But it cannot start a server, change the adapter, set sampling options or
+clear the conversation, and it ends at the first error. openai is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class Conversation:
         client: openai's client of the server.
         errors: where errors and notes go; answers go to standard output.
         name: the model's name; None takes the model that is served.
-        sampling: OpenAI's parameters; a value of None leaves that to the server.
-        system: what the model is told first.
-        messages: what was said so far.
+        sampling: OpenAI's parameters; the server chooses where the value is None.
+        system: the system prompt.
+        messages: the conversation so far.
     """
 
     client: Any

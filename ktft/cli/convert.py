@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def convert(
     source: Path, target: Path, settings: Settings, *, report: bool, check: bool, console: Console
 ) -> list[str]:
-    """Convert, or with `check` compare what is there. Returns the problems that the comparison found.
+    """Convert, or with `check` compare an existing conversion. Returns the problems that the comparison found.
 
     Raises:
-        FileNotFoundError, ValueError: with a message for the user.
+        FileNotFoundError, ValueError: the request cannot be done; the message is for the user.
     """
     _check_directories(source, target, must_exist=check)
     from ktft.checkpoint.check import check as compare

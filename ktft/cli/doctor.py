@@ -1,4 +1,4 @@
-"""What `ktft doctor` looks at: one function per subject, each giving rows of (check, status, value, cure)."""
+"""The checks of `ktft doctor`: one function per subject, which yields rows of (check, status, value, cure)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Status = Literal["ok", "warn", "fail"]
 
 # Packages that only `ktft train` needs; the Trainer API works without them.
 OPTIONAL_PACKAGES = ("llamafactory", "trl", "datasets")
-# Launchers announce the number of ranks by these names.
+# Launchers set these variables to the number of ranks.
 RANK_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. `cure` says what to do about it, and is empty when there is nothing to do."""
+    """One finding. `cure` says what to do about it and is empty if nothing is to be done."""
 
     check: str
     status: Status
@@ -61,7 +61,7 @@ def numa() -> Iterator[Row]:
     nodes, mbind = topology["nodes"], topology["mbind"]
     cores = ", ".join(f"node {node['id']}: {node['cores']} cores" for node in nodes)
     yield Row("numa", "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)} ({cores})")
-    # With one node there is nothing to bind, so a refusal costs nothing.
+    # One node needs no binding, so a refusal has no effect.
     if mbind == "ok" or len(nodes) == 1:
         yield Row("memory binding", "ok", mbind if mbind == "ok" else f"not needed on one node ({mbind})")
     else:
@@ -163,7 +163,7 @@ def hook() -> Iterator[Row]:
 
 
 def media() -> Iterator[Row]:
-    """LLaMA-Factory imports torchaudio, and torchvision if it is there: both must fit the installed torch."""
+    """Check that torchaudio, and torchvision if installed, fit torch, because LLaMA-Factory imports both."""
     from ktft.versions import version_of
 
     absent: dict[str, Status] = {"torchaudio": "warn", "torchvision": "ok"}
@@ -193,7 +193,7 @@ def ranks() -> Iterator[Row]:
 
 
 def known_limits() -> Iterator[Row]:
-    """What the tested versions cannot do together, with what does the same."""
+    """List what the tested versions cannot do together, and the alternative to each."""
     from ktft.model.quantizer import check_flash_attention
     from ktft.versions import version_of
 
@@ -211,7 +211,7 @@ CHECKS: tuple[Callable[[], Iterator[Row]], ...] = (cpu, numa, memory, gpu, packa
 
 
 def examine() -> list[Row]:
-    """All rows. A check that itself fails becomes a row, so that the others are still seen."""
+    """All rows. A check that fails with an error becomes a row, so that the other checks are still shown."""
     rows: list[Row] = []
     for check in CHECKS:
         try:

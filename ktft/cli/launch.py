@@ -1,4 +1,4 @@
-"""What `ktft train` becomes: LLaMA-Factory's own command, whose refusals end in one message."""
+"""The process of `ktft train`: LLaMA-Factory's own command, with each refusal shown as one message."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ktft.verify.merged import MergeCheck
 
 FORMATS = ("same", *EXPERT_FORMATS)
-SHOWN = 12  # rows of the table
+SHOWN = 12  # the most rows of the table
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for."""
+    """The user's options."""
 
     base: Path
     adapter: Path
@@ -39,7 +39,7 @@ def merge(request: Request, console: Console) -> list[str]:
     """Merge, with progress on `console`. Returns warnings.
 
     Raises:
-        FileNotFoundError, ValueError: with a message for the user. OUT is not there then.
+        FileNotFoundError, ValueError: the merge failed and OUT was not created; the message is for the user.
     """
     _check_directories(request)
     from dataclasses import replace
@@ -83,10 +83,10 @@ def _check_directories(request: Request) -> None:
 
 
 def _judge(groups: list[GroupOutcome], merge: Merge, allow_drowned: bool) -> list[str]:
-    """Warnings.
+    """The warnings about projections that rounding changed too much.
 
     Raises:
-        ValueError: something drowned, and that is not allowed.
+        ValueError: a projection drowned, and that is not allowed.
     """
     from ktft.adapters.merge_survival import DROWNED, WEAK
 
@@ -116,7 +116,7 @@ def _check(merge: Merge, request: Request, console: Console) -> MergeCheck:
     """Compare the result with base and adapter.
 
     Raises:
-        ValueError: it is off by more than its format explains.
+        ValueError: the error is larger than the result's format explains.
     """
     from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`ktft plan`: what a training needs and how long it takes, before anything is loaded."""
+"""`ktft plan`: the memory and time that a training needs, estimated before anything is loaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan(
 
     Nothing is loaded: config.json is enough, shards' headers are read where they are. Exits with 1 if nothing fits.
     """
-    # All that can be refused without torch is refused before it is imported, which takes seconds.
+    # Refuse all that can be refused without torch before importing torch, which takes seconds.
     from ktft.checkpoint.hub import model_path
     from ktft.plan.description import Description
 
@@ -72,7 +72,7 @@ def plan(
 def _make(
     path: Path, name: str | None, recipe_file: Path | None, machine: Machine | None, rate: int | None, routing: str
 ) -> Plan:
-    """The plan for a model at `path`, which is called `name`, on a machine; None is this one."""
+    """The plan for the model called `name` at `path` on a machine; None for `machine` means this one."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -91,7 +91,7 @@ def _make(
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Table, verdict, what to change, and what the numbers rest on."""
+    """Print the table, the verdict, what to change, and the sources of the numbers."""
     from ktft.plan.plan import advice, to_json, verdict
     from ktft.system import readable
 

@@ -1,4 +1,4 @@
-"""A bar for work that is measured in bytes, with rate and time to go."""
+"""A progress bar for work measured in bytes, with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TAIL = 32
 
 
 def show(steps: Iterator[tuple[str, int]], total: int, console: Console) -> None:
-    """Do the steps, each (what is worked on, bytes that are done with), `total` bytes in all."""
+    """Run the steps with a bar. Each step is (what is worked on, bytes finished); `total` is the sum of bytes."""
     if not total:
         deque(steps, maxlen=0)
         return
@@ -34,21 +34,21 @@ def show(steps: Iterator[tuple[str, int]], total: int, console: Console) -> None
 
 @contextmanager
 def progress_bar(total: int, console: Console) -> Iterator[Callable[[str, int], None]]:
-    """For work that reports by itself: what to call with (what is worked on, bytes that are done with)."""
+    """A bar for work that reports by itself. Yields a function to call with (what is worked on, bytes finished)."""
     with _bar(console) as progress:
         task = progress.add_task("starting", total=total)
         yield lambda step, nbytes: progress.update(task, description=step, advance=nbytes)
 
 
 class Phases:
-    """A bar for work of another process, which has phases; a line each where the output is no terminal."""
+    """A bar for another process's work in phases. If the output is not a terminal, each phase is one line instead."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._phase = console, ""
         self._bar: Progress | None = None
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Show how far it is: bytes, 0 of 0 where there are none to count."""
+        """Show the progress of a phase in bytes; 0 of 0 means that there are none to count."""
         new, self._phase = phase != self._phase, phase
         if not self._console.is_terminal:
             if new:
@@ -62,14 +62,14 @@ class Phases:
         self._bar.update(self._bar.task_ids[0], completed=done, total=total or None)
 
     def end(self) -> None:
-        """Leave the bar as it is."""
+        """Stop the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def _bar(console: Console) -> Progress:
-    """A bar for 80 columns and more: names that are too long lose their beginning, figures keep one line."""
+    """A bar for 80 columns and more. Long names lose their beginning, and figures stay on one line."""
     columns = (
         _Tail(table_column=Column(no_wrap=True)),
         BarColumn(None, table_column=Column(ratio=1)),
@@ -81,9 +81,9 @@ def _bar(console: Console) -> Progress:
 
 
 class _Tail(ProgressColumn):
-    """What is worked on: of a long name the end, which tells it from others."""
+    """The name of the current work. A long name is cut to its end, which tells it from others."""
 
     def render(self, task: Task) -> Text:
-        """At most `TAIL` characters."""
+        """The name in at most `TAIL` characters."""
         name = task.description
         return Text(name if len(name) <= TAIL else f"…{name[1 - TAIL :]}")

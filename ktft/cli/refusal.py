@@ -1,4 +1,4 @@
-"""How a command ends that was asked for something it cannot do: one message, exit status 2."""
+"""Ends a command that cannot do what it was asked: with one message and exit status 2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.text import Text
 
 
 def refuse(error: Exception | str) -> Exception:
-    """Tell the user what is wrong, and give back what to raise: an exit, or the error itself if it is a bug's."""
+    """Tell the user what is wrong. Returns the exception to raise: an exit, or the error itself if it shows a bug."""
     from ktft.config import show_tracebacks
     from ktft.errors import exit_code, for_user
 

@@ -160,7 +160,7 @@ def run(
 
 @contextmanager
 def started(settings: ServeSettings, options: Options, console: Console) -> Iterator[str]:
-    """A server that runs for as long as the block lasts. Yields its address.
+    """Run a server for the duration of the block. Yields its address.
 
     Raises:
         ValueError, OSError, typer.Exit: see `run`.

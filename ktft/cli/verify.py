@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. `whole`: None compares the whole model if it fits."""
+    """The user's options. If `whole` is None, the whole model is compared if it fits in memory."""
 
     directory: Path
     settings: Settings
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass
 class Report:
-    """What was found. `notes` say what was not compared, and why."""
+    """The findings. `notes` say what was not compared, and why."""
 
     format: str
     isa: str
@@ -52,18 +52,18 @@ class Report:
 
     @property
     def problems(self) -> list[Problem]:
-        """All that is off."""
+        """All problems found."""
         whole = self.whole.problems if self.whole is not None else []
         return [*(problem for layer in self.layers for problem in layer.problems), *whole]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """The values that `--json` prints."""
         problems = [asdict(problem) | {"text": problem.text} for problem in self.problems]
         return _finite({"passed": not problems, "problems": problems} | asdict(self))
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: such errors become strings."""
+    """The value with NaN and infinity as strings, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -72,10 +72,10 @@ def _finite(value: Any) -> Any:
 
 
 def parse_layers(text: str | None) -> list[int] | None:
-    """`3,7` as numbers.
+    """Parse layer numbers, such as `3,7`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is not a list of numbers.
     """
     if text is None:
         return None
@@ -89,7 +89,7 @@ def verify(request: Request, console: Console) -> Report:
     """Run the comparisons, with progress on `console`.
 
     Raises:
-        FileNotFoundError, ValueError: with a message for the user.
+        FileNotFoundError, ValueError: the request cannot be done; the message is for the user.
     """
     if not (request.directory / "config.json").is_file():
         raise ValueError(f"{request.directory} is not a directory with a config.json; download the checkpoint first")
@@ -158,10 +158,10 @@ def show_deferral(
     adapter: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure what deferral changes, and print it.
+    """Measure the effect of deferral and print it.
 
     Raises:
-        OSError, ValueError: with a message for the user.
+        OSError, ValueError: the request cannot be done; the message is for the user.
     """
     from ktft.verify.deferral import verify_deferral
     from ktft.verify.problem import percent
@@ -183,7 +183,7 @@ def show_deferral(
 
 
 def tables(report: Report) -> list[Table | Text]:
-    """What a person is shown."""
+    """The tables and notes for a person to read."""
     shown: list[Table | Text] = [_layer_table(report)]
     if report.whole is not None:
         shown.append(_whole_table(report.whole))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. `model` None: the server's only one; `prompts` None: built-in texts."""
+    """The user's options. Without `model`, the server's only one is used; without `prompts`, built-in texts."""
 
     url: str
     model: str | None
@@ -33,15 +33,15 @@ class Request:
 
 
 def require_fitting(url: str | None, own: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Refuse options of the other kind.
+    """Refuse options that do not fit the presence or absence of `--serve`.
 
     Args:
-        url: of `--serve`, if it is given.
-        own: options that need it, and their values.
-        others: options that cannot be combined with it.
+        url: the value of `--serve`, if it is given.
+        own: options that need `--serve`, and their values.
+        others: options that cannot be combined with `--serve`, and their values.
 
     Raises:
-        ValueError: there are such.
+        ValueError: an option does not fit.
     """
     wrong = [name for name, value in (own if url is None else others).items() if value is not None]
     if wrong:
@@ -49,10 +49,10 @@ def require_fitting(url: str | None, own: Mapping[str, Any], others: Mapping[str
 
 
 def verify(request: Request, as_json: bool) -> int:
-    """Compare, and print what was found. Returns the exit code.
+    """Compare, and print the findings. Returns the exit code.
 
     Raises:
-        OSError, ValueError: with a message for the user.
+        OSError, ValueError: the request cannot be done; the message is for the user.
     """
     if not (request.directory / "config.json").is_file():
         raise ValueError(f"{request.directory} is not a directory with a config.json; it must be the model as trained")

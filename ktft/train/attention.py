@@ -14,9 +14,9 @@ from ktft.model.experts import experts_family, find_experts
 
 
 def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
-    """Layer number and attention of every decoder layer, those without experts included, however the model is wrapped.
+    """(layer number, attention module) of every decoder layer, also of layers without experts and in wrapped models.
 
-    Decoder layers are those that stand in a list with one that has experts.
+    A module is a decoder layer if its list of modules contains a layer with experts.
     """
     found = (re.match(r"(.*?\blayers\.)\d+\.", name) for name in find_experts(model))
     lists = {re.escape(match[1]) for match in found if match is not None}
@@ -33,7 +33,7 @@ def _span(layer: int, device: torch.device) -> spans.Span:
 
 
 class AttentionSpans:
-    """Records attention in each decoder layer of a model from now on, until `close`."""
+    """Records a span for attention in each decoder layer of a model until `close` is called."""
 
     def __init__(self, model: nn.Module) -> None:
         self._handles: list[Any] = []
@@ -45,14 +45,14 @@ class AttentionSpans:
             ]
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 class _Watch:
-    """Hooks of one module. Forward may be entered again before its backward, and be left by an exception."""
+    """The hooks of one module. Forward may run again before its backward, and may end with an exception."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -77,9 +77,9 @@ class _Watch:
 
 
 class _Backward:
-    """One backward pass: from when the output's gradient is there until the input's is.
+    """One backward pass: it begins when the output's gradient is ready and ends when the input's gradient is ready.
 
-    Full backward hooks of modules do not see inputs given by keyword, as transformers gives them.
+    Full backward hooks of modules do not see inputs passed by keyword, and transformers passes them by keyword.
     """
 
     def __init__(self, layer: int, hidden: Tensor) -> None:
@@ -88,7 +88,7 @@ class _Backward:
 
     def begin(self, grad: Tensor) -> None:
         self.span = _span(self.layer, self.device).begin()
-        if not self.has_end:  # nothing beneath it gets a gradient: it is the last of backward
+        if not self.has_end:  # no earlier layer gets a gradient, so backward ends here
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def end(self, *_: Tensor) -> None:

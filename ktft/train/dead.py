@@ -1,14 +1,14 @@
-"""Whether a run still learns: a run that cannot learn any more ends with an error, and never as finished.
+"""Decides whether a run still learns. A run that can no longer learn ends with an error and never counts as finished.
 
-Two signs are looked for at steps whose gradients are looked at. Neither can be seen in a run that learns:
+Steps whose gradients are checked are also checked for two signs. A run that learns shows neither:
 
-- Dead: the gradient of every trained tensor is exactly 0, while the loss is not near 0. Where nothing is left to learn
-  the loss is near 0 too, and a batch without labels has a loss of 0, or none.
-- Lost: the loss, which began well below the level of a guess among all tokens, ln(vocabulary), is at that level or
+- Dead: the gradient of every trained tensor is exactly 0, while the loss is not near 0. If nothing is left to learn,
+  the loss is near 0 too; a batch without labels has a loss of 0, or none.
+- Lost: the loss began well below that of a random guess among all tokens, ln(vocabulary), and is now at that level or
   above it.
 
-Both must hold at every one of several looks, of ten times as many where the learning rate is usual for LoRA: pairs of
-DPO whose answers are cut off alike have a loss of ln(2) and no gradient, and there may be some in a row.
+A sign must hold at several looks in a row, and at ten times as many if the learning rate is usual for LoRA: DPO pairs
+whose answers are truncated to the same text have a loss of ln(2) and no gradient, and several may come in a row.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from transformers import PreTrainedModel
 from ktft.train.report import logger
 
 DEAD_STEPS, LOST_STEPS = 5, 10
-"""Looks in a row at a dead run, or a lost model, that end a run whose learning rate is above `USUAL_RATE`."""
+"""After this many looks in a row at a dead run or a lost model, a run with a rate above `USUAL_RATE` ends."""
 USUAL_RATE = 1e-2
-"""At a learning rate up to it ten times as many are needed."""
+"""Up to this learning rate, ten times as many looks are needed."""
 FIRST = 3
-"""Looks that show how a run began, and the fewest that show that nothing has a gradient."""
+"""The number of looks that show how a run began, and the smallest number that shows that nothing has a gradient."""
 WITHOUT_GRADIENT = 10
-"""Looks from the first on without any gradient and without a loss, after which there is a warning."""
+"""A run whose first looks, this many, show neither a gradient nor a loss gets a warning."""
 LEAST_LOSS = 0.01
-"""A loss below it may be that of a model with nothing left to learn, or of a batch without labels."""
+"""A loss below this value may come from a model with nothing left to learn, or from a batch without labels."""
 KNOWING, GUESSING = 0.75, 0.9
-"""A loss below the first share of ln(vocabulary) is that of a model that knows something, above the second that of a
-guess: transformers divides by the number of labels, among which is each sample's first, which has no loss."""
+"""Shares of ln(vocabulary). A loss below the first comes from a model that knows something, a loss above the second
+from a guess. The second is below 1 because transformers divides by the number of labels, and the first label of each
+sample counts although it has no loss."""
 
 NOT_SAVED = (
     "No adapter of this run is saved; its checkpoints, if there are any, are from before. Begin anew, from the adapter "
@@ -43,7 +44,7 @@ NOT_SAVED = (
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens the model chooses among; None if no configuration says it."""
+    """The size of the model's vocabulary; None if no configuration states it."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             size = getattr(module.config.get_text_config(), "vocab_size", None)
@@ -53,12 +54,12 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 @dataclass(frozen=True)
 class Look:
-    """What one look at a step shows.
+    """The result of one look at a step.
 
     Attributes:
-        number: of the step, from 1.
-        loss: mean over the step; None if it is not known.
-        norm: of all gradients.
+        number: the step's number, from 1.
+        loss: the step's mean loss; None if it is not known.
+        norm: the norm of all gradients together.
         rate: the largest learning rate.
     """
 
@@ -75,15 +76,15 @@ class Look:
 
 @dataclass
 class LifeSigns:
-    """What a run's looks have shown so far.
+    """The results of a run's looks so far.
 
     Attributes:
-        vocabulary: number of tokens; None if unknown.
+        vocabulary: the number of tokens; None if it is unknown.
         alive: the last look with a gradient.
-        dead: looks in a row, up to the last, at a dead run.
-        lost: the same at a loss at the level of a guess.
-        began: losses of the first `FIRST` looks with labels.
-        looks: how many there were.
+        dead: the latest looks, without a gap, that showed a dead run.
+        lost: the latest looks, without a gap, whose loss was at the level of a guess.
+        began: the losses of the first `FIRST` looks with labels.
+        looks: the number of looks.
         peak_rate: the largest learning rate so far.
     """
 
@@ -102,7 +103,7 @@ class LifeSigns:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the last looks leave it open if the run still learns: look again at once, and save nothing."""
+        """Whether the last looks leave open if the run still learns: look again at once and save nothing."""
         sure = max(len(self.dead) / DEAD_STEPS, len(self.lost) / LOST_STEPS) * 3 >= self._patience
         return sure or (bool(self.dead) and self._unusual)
 
@@ -112,20 +113,20 @@ class LifeSigns:
 
     @property
     def _patience(self) -> int:
-        """Times `DEAD_STEPS`, or `LOST_STEPS`, that end the run."""
+        """The factor on `DEAD_STEPS` and `LOST_STEPS` after which the run ends."""
         return 1 if self._unusual else 10
 
     @property
     def _knew(self) -> bool:
-        """Whether the model knew something. A large learning rate may have ruined all but the first look."""
+        """Whether the model knew something at first. A large learning rate may spoil all looks but the first."""
         enough = self.began[:1] if self._unusual else self.began if len(self.began) == FIRST else []
         return bool(enough) and max(enough) < KNOWING * self.guess
 
     def look(self, look: Look) -> str | None:
-        """Take what a step shows.
+        """Record a look at a step.
 
         Returns:
-            Why the run must end; None if it goes on.
+            The reason why the run must end; None if it goes on.
         """
         self.looks += 1
         self.peak_rate = max(self.peak_rate, look.rate)
@@ -142,17 +143,17 @@ class LifeSigns:
         return None
 
     def end(self) -> str | None:
-        """The run is over.
+        """Judge the run at its end.
 
         Returns:
-            Why it must not count as finished; None if it may.
+            The reason why the run must not count as finished; None if it may.
         """
         if self.doubtful:
             return self._reason()
         return self._never() if self.alive is None and self.looks >= FIRST else None
 
     def _compare(self, look: Look) -> None:
-        """Hold a loss against those of the beginning and against a guess."""
+        """Compare a loss with the first losses and with the loss of a guess."""
         if not look.labelled:
             return
         if len(self.began) < FIRST:
@@ -214,7 +215,7 @@ class LifeSigns:
         return last + self.blame()
 
     def blame(self) -> str:
-        """What most likely ruined the model since the run began, as a sentence without its full stop."""
+        """The most likely cause of the damage since the run began, as a sentence without its full stop."""
         if not self.looks:
             return "No update came before, so look for the cause in the model and the data"
         if self._unusual:

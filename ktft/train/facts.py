@@ -1,4 +1,4 @@
-"""What a run is: machine, versions, model, adapter, data and settings, each read from what runs."""
+"""The facts of a run: machine, versions, model, adapter, data and settings, each read from the running objects."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ TOLD = (
     *("stage", "dataset", "eval_dataset", "val_size", "max_samples", "template", "cutoff_len", "max_length"),
     *("packing", "neat_packing", "train_on_prompt", "mask_history", "streaming", "pref_loss", "pref_beta"),
 )
-"""Settings of data and method that are facts wherever they are found: with TRL in the Trainer's arguments."""
+"""Settings of data and method that the report states, wherever they are found; TRL has them in the Trainer's
+arguments."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a Trainer knows and tells no callback.
+    """Facts that a Trainer knows but does not pass to callbacks.
 
     Attributes:
-        precision: in which it computes.
-        settings: those of `TOLD` that are set, and how many samples there are.
+        precision: the precision in which it computes.
+        settings: the settings of `TOLD` that are set, and the numbers of samples.
     """
 
     precision: str = "not known"
@@ -40,7 +41,7 @@ class Told:
 
     @classmethod
     def by(cls, trainer: Any) -> Told:
-        """Of any Trainer. LLaMA-Factory hands its arguments to a callback of its own."""
+        """Read the facts of any Trainer. LLaMA-Factory's arguments are found in a callback of its own."""
         callbacks = trainer.callback_handler.callbacks
         sources = [
             trainer.args,
@@ -77,7 +78,7 @@ def facts_of(
     optimizer: Any,
     **_: Any,
 ) -> dict[str, Any]:
-    """What is known of a run before its first step; the optimizer is one argument of `on_train_begin`'s."""
+    """The facts of a run before its first step. The arguments are those of `on_train_begin`, and more are ignored."""
     config: Any = getattr(model, "config", None)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     rates = list(dict.fromkeys(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups))
@@ -118,7 +119,7 @@ def facts_of(
 
 
 def _samples(dataset: Any) -> int | None:
-    """How many there are, in all of several data sets; None of a stream."""
+    """The number of samples, summed over several data sets; None for a stream."""
     if isinstance(dataset, Mapping):
         counts = [_samples(each) for each in dataset.values()]
         return sum(count for count in counts if count is not None) or None
@@ -126,7 +127,7 @@ def _samples(dataset: Any) -> int | None:
 
 
 def _lora(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """By name the adapters that train: what they are, and the last parts of the names of modules that they are on."""
+    """Adapter name -> its settings and the last name parts of its modules, for each adapter that is trained."""
     configs: dict[str, Any] = next((each.peft_config for each in model.modules() if isinstance(each, PeftModel)), {})
     trained = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" in name]
     found = {}

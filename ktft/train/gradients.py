@@ -1,4 +1,4 @@
-"""What a run trains, and the norms of its gradients as backward leaves them."""
+"""The parameters that a run trains, and the norms of their gradients right after backward."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Trained:
     """A parameter that the run trains.
 
     Attributes:
-        late: has no gradient before its partner has moved away from zero.
-        layer: the routed experts that it is a stack of, an entry of the first dimension each; None elsewhere.
+        late: whether it has no gradient until its partner has moved away from zero.
+        layer: the name of the routed experts that it stacks along its first dimension; None for other parameters.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Trained:
 
     @property
     def gradient(self) -> Tensor:
-        """As `rows` has it."""
+        """The gradient in the shape that `rows` gives."""
         assert self.parameter.grad is not None
         return self.rows(self.parameter.grad)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its gradient, as `[experts, elements]`; one row where it is no stack."""
+        """The tensor, or its gradient, as `[experts, elements]`, with one row if the parameter is not stacked."""
         return tensor.detach().flatten(1) if self.layer is not None else tensor.detach().reshape(1, -1)
 
 
@@ -60,7 +60,7 @@ def trained_parameters(model: nn.Module) -> dict[str, Trained]:
 
 
 class GradientWatch:
-    """Norms of gradients as the last backward of an optimizer step leaves them: before clipping, in backward's order.
+    """Takes norms of gradients after the last backward of an optimizer step, before clipping, in the order of backward.
 
     Attributes:
         on: whether norms are taken.
@@ -69,7 +69,7 @@ class GradientWatch:
     def __init__(self, parameters: Mapping[str, Trained], runtime: Runtime) -> None:
         self.on = False
         self._runtime = runtime
-        self._complete: dict[str, Trained] = {}  # that have a gradient, in backward's order
+        self._complete: dict[str, Trained] = {}  # the parameters with a gradient, in the order of backward
         self._norms: dict[str, Tensor] | None = None
         self._hooks = [
             each.parameter.register_post_accumulate_grad_hook(functools.partial(self._look, each))
@@ -83,7 +83,7 @@ class GradientWatch:
             self._norms = None
 
     def measure(self) -> None:
-        """Take the norms now: something is about to change the gradients."""
+        """Take the norms now, because the gradients are about to change."""
         if self._norms is not None:
             return
         complete = [each for each in self._complete.values() if each.parameter.grad is not None]
@@ -91,14 +91,14 @@ class GradientWatch:
         self._norms = {each.name: norm for each, norm in zip(complete, found, strict=True)}
 
     def take(self) -> dict[str, Tensor]:
-        """Name -> norms on the CPU, `[experts]` or `[1]`, since this was last called."""
+        """Name -> norms on the CPU, `[experts]` or `[1]`, of the gradients since the last call."""
         self.measure()
         taken, self._norms = self._norms, None
         self._complete.clear()
         return taken or {}
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop taking norms."""
         for hook in self._hooks:
             hook.remove()
 

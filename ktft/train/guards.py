@@ -1,12 +1,12 @@
-"""Proof, in a run's first optimizer steps, that all that was asked for is trained; and a watch ever after, for NaN and
-for runs that learn no more (`ktft.train.dead`).
+"""Guards prove in a run's first optimizer steps that everything requested is trained. Afterwards they watch for NaN and
+for runs that no longer learn (`ktft.train.dead`).
 
-LoRA's A has no gradient while B is zero. So each group of parameters must have a gradient, and each B a value other
-than zero, after the first step that has a learning rate; A must have moved `WINDOW` such steps later. Of the routed
-experts every one whose tokens the loss depends on must have a gradient in each of its B.
+LoRA's A has no gradient while B is zero. So after the first step with a learning rate, each group of parameters must
+have a gradient and each B must differ from zero; A must have moved `WINDOW` such steps later. Each routed expert whose
+tokens affect the loss must have a gradient in each of its B.
 
-What it costs: norms of all gradients, in the window and at steps that are logged; a sum over the bits of all trained
-parameters, in the window. It keeps numbers by expert and tensor, never a copy.
+The cost is norms of all gradients, in the window and at logged steps, and a sum over the bits of all trained
+parameters, in the window. The guards keep numbers for each expert and tensor, and never a copy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ktft.train.gradients import Trained, group_norms
 from ktft.train.report import logger
 
 WINDOW = 10
-"""Steps with a learning rate in which all is checked."""
+"""The number of steps with a learning rate in which everything is checked."""
 MAX_SKIPPED = 40
-"""Steps in a row that a gradient scaler may skip: from its first scale to the smallest float there are fewer."""
+"""The most steps in a row that a gradient scaler may skip. It reaches the smallest float in fewer steps."""
 ROUTED = "routed experts"
-_TINY = 1e-20  # the norm of a gradient below which an optimizer's update may vanish
+_TINY = 1e-20  # an optimizer's update may vanish if the gradient's norm is below this
 _PIECE = 1 << 22  # elements
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,12 +38,12 @@ _CUT = (
 
 
 class GuardError(RuntimeError):
-    """A run that would end with an adapter that was not trained, or is broken."""
+    """The run would end with an adapter that was not trained or is broken."""
 
 
 @dataclass
 class GroupProof:
-    """When a group was first seen to have a gradient, and to have been updated; `late` parameters on their own."""
+    """The first steps at which a group had a gradient and was updated; `late` parameters are counted apart."""
 
     gradient_step: int | None = None
     gradient_norm: float | None = None
@@ -56,12 +56,12 @@ class Step:
     """One optimizer step as the guards see it.
 
     Attributes:
-        number: from 1.
-        norms: of gradients, see `GradientWatch`; scaled by a gradient scaler, if there is one.
-        reached: name of routed experts -> (token, expert) pairs by expert that the loss depends on.
+        number: the step's number, from 1.
+        norms: norms of gradients, see `GradientWatch`; a gradient scaler's factor is still in them.
+        reached: name of routed experts -> for each expert, the (token, expert) pairs that the loss depends on.
         rates: id of a parameter -> its learning rate.
         scaled: whether a gradient scaler may skip this step.
-        loss: mean over the step's batches; None if it is not known.
+        loss: the mean over the step's batches; None if it is not known.
     """
 
     number: int
@@ -74,13 +74,13 @@ class Step:
 
 @dataclass
 class Guards:
-    """Checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order.
+    """The checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order.
 
     Attributes:
-        parameters: what the run trains.
-        life: whether it still learns.
-        proofs: by group, what has been seen.
-        steps: steps of the window that are over.
+        parameters: the parameters that the run trains.
+        life: decides whether the run still learns.
+        proofs: group -> what has been seen of it.
+        steps: the number of finished steps in the window.
         closed_step: the step at which the window closed; None while it is open.
         failure: the message of the error that was raised.
     """
@@ -104,7 +104,7 @@ class Guards:
 
     @property
     def experts_updated(self) -> int:
-        """(layer, expert) pairs of which some B moved within the window."""
+        """The number of (layer, expert) pairs with a B that moved within the window."""
         layers: dict[str, Tensor] = {}
         for name, moved in self._moved.items():
             layer = str(self.parameters[name].layer)
@@ -120,7 +120,7 @@ class Guards:
         """Check gradients.
 
         Raises:
-            GuardError: NaN or Inf, a group or an expert without a gradient, or a run that learns no more.
+            GuardError: a gradient holds NaN or Inf, a group or an expert has none, or the run no longer learns.
         """
         self._step, self._overflow = None, None
         every = torch.cat([torch.zeros(1), *step.norms.values()])
@@ -146,10 +146,10 @@ class Guards:
                 self._bits = {name: _bits(each) for name, each in self.parameters.items()}
 
     def after_step(self, number: int, skipped: bool) -> None:
-        """Check that parameters moved, in the window.
+        """Check within the window that parameters moved.
 
         Raises:
-            GuardError: one did not, or a gradient scaler skips all steps.
+            GuardError: a parameter did not move, or a gradient scaler skips all steps.
         """
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped > MAX_SKIPPED:
@@ -170,10 +170,10 @@ class Guards:
                 self.close(number)
 
     def close(self, number: int) -> None:
-        """End the window, unless it has or is too short, with the check of what may take some steps.
+        """End the window, unless it has ended or is too short, with the checks that need several steps.
 
         Raises:
-            GuardError: a group has no gradient, or it, or LoRA's A in it, was not updated.
+            GuardError: a group had no gradient, or the group or LoRA's A in it was not updated.
         """
         if self.closed_step is not None or self.steps < 3:
             return
@@ -197,10 +197,10 @@ class Guards:
         )
 
     def end(self, number: int) -> None:
-        """The run is over.
+        """Make the last checks of a run.
 
         Raises:
-            GuardError: as `close`; or it did not learn at its end, or never.
+            GuardError: for the reasons of `close`, or the run did not learn at its end, or never did.
         """
         dead = self.life.end()
         if dead is not None:
@@ -209,10 +209,10 @@ class Guards:
         self.check_finite(number)
 
     def check_finite(self, number: int) -> None:
-        """Look at all trained parameters, before they are saved.
+        """Check all trained parameters before they are saved.
 
         Raises:
-            GuardError: one holds NaN or Inf.
+            GuardError: a parameter holds NaN or Inf.
         """
         for name, each in self.parameters.items():
             rows = each.rows(each.parameter)
@@ -227,7 +227,7 @@ class Guards:
             proof = self.proofs[group]
             if norm > 0 and proof.gradient_step is None:
                 proof.gradient_step, proof.gradient_norm = step.number, norm
-            # Modules of other kinds may rest in a step, such as a vision tower where no sample has an image
+            # Other modules may be unused in a step: a vision tower is if no sample has an image.
             if norm == 0 and group != "other":
                 first = next(each.name for each in self.parameters.values() if each.group == group)
                 self._fail(
@@ -249,7 +249,7 @@ class Guards:
                     f"step {step.number}: {each.layer}: none of its tokens has a gradient, while other layers' have; "
                     f"{cut}"
                 )
-            # Two tokens may cancel out, bit by bit: in DPO's chosen and rejected answers, as far as they agree
+            # Two tokens may cancel exactly, as in the common beginning of DPO's chosen and rejected answers.
             untrained = reached % 2 == 1
             if norm is not None:
                 untrained &= norm == 0
@@ -261,7 +261,7 @@ class Guards:
                 )
 
     def _cut(self, proof: GroupProof, step: Step) -> str:
-        """Why a gradient may be absent: once it was there, nothing cuts the graph."""
+        """The likely reason for a missing gradient. If there was one before, the graph is not cut."""
         if proof.gradient_step is None or proof.gradient_step == step.number:
             return _CUT
         return f"there was one at step {proof.gradient_step}. {self.life.blame()}. {NOT_SAVED}"
@@ -279,7 +279,7 @@ class Guards:
                     proof.late_update_step = proof.late_update_step or step.number
                 else:
                     proof.update_step = proof.update_step or step.number
-            # From zero any update shows. Elsewhere, and in fp16, it may be lost in rounding: see `close`
+            # Any update of a zero shows. Other values, and fp16, may lose it in rounding: `close` checks these.
             stuck = (norm > _TINY) & ~moved & (before == 0)
             if stuck.any() and each.parameter.dtype != torch.float16:
                 row = int(stuck.nonzero()[0])
@@ -323,22 +323,22 @@ def _row_norms(rows: Tensor) -> Tensor:
 
 
 def _bits(each: Trained) -> Tensor:
-    """A sum over the bits of each row: int64, on the CPU. It is 0 for zeros, and another one after any update."""
+    """A sum over the bits of each row, int64 on the CPU. It is 0 for zeros and changes with any update."""
     rows = each.rows(each.parameter)
     words = rows.view(_BITS[rows.element_size()])
-    parts = words.split(max(_PIECE // len(words), 1), dim=1)  # torch widens what it sums, all at once
+    parts = words.split(max(_PIECE // len(words), 1), dim=1)  # torch widens all it sums to int64 at once
     return torch.stack([part.sum(1, dtype=torch.int64) for part in parts]).sum(0).to("cpu")
 
 
 def _some(rows: Tensor) -> str:
-    """The experts that are set, told briefly."""
+    """The experts whose entry is set, in few words."""
     found = [int(row) for row in rows.nonzero().flatten()]
     shown = ", ".join(map(str, found[:4]))
     return f"expert{'s' if len(found) > 1 else ''} {shown}{f' and {len(found) - 4} more' if len(found) > 4 else ''}"
 
 
 def _rate(each: Trained, rates: Mapping[int, float]) -> str:
-    """What its learning rate says of the cause, and the cure."""
+    """The cause and the cure, as the parameter's learning rate suggests them."""
     rate = rates.get(id(each.parameter))
     if rate is None:
         return (

@@ -1,4 +1,4 @@
-"""What proves that a training checkpoint is whole and belongs to a run: `ktft_checkpoint.json`, written last."""
+"""`ktft_checkpoint.json` proves that a training checkpoint is whole and belongs to a run. It is written last."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ktft.model.experts import find_experts
 MANIFEST = "ktft_checkpoint.json"
 VERSION = 1
 LOADED = frozenset({".safetensors", ".bin", ".pt", ".pth"})
-"""Suffixes of files that a Trainer may load from a checkpoint. One that the manifest does not list is refused."""
+"""Suffixes of files that a Trainer may load from a checkpoint. Such a file is refused if the manifest lacks it."""
 REQUIRED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-"""Files without which a Trainer would resume with something reset, without an error."""
+"""Files that a checkpoint must have: without one, a Trainer resumes with some state reset and reports no error."""
 
 
 def seal(directory: Path, facts: Mapping[str, Any]) -> int:
-    """Make a written checkpoint durable, then list its files' sizes and SHA-256 beside `facts`. Returns its bytes."""
+    """Make a written checkpoint durable, then list its files' sizes and SHA-256 beside `facts`. Returns their bytes."""
     sync_tree(directory)
     files = _describe(directory, sorted(_files(directory)))
     write_whole(directory / MANIFEST, to_json({"version": VERSION, **facts, "files": files}))
@@ -36,10 +36,10 @@ def seal(directory: Path, facts: Mapping[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """A checkpoint's manifest; None if it has none, as those of plain transformers.
+    """A checkpoint's manifest; None if it has none, as checkpoints of plain transformers.
 
     Raises:
-        ValueError: it is no JSON, of another version, or a field cannot have the value that it has.
+        ValueError: the manifest is not JSON, is of another version, or a field has an impossible value.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -85,11 +85,11 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "losses": lambda found: _is_map(_is_number)(found) and found.keys() >= {"since_logged", "logged", "last_logged"},
     "files": _is_map(_is_file),
 }
-"""Key of a manifest -> whether it can have a value."""
+"""Key of a manifest -> function that checks its value."""
 
 
 def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint's files, as far as it can be told; None if nothing is. Reads all of them."""
+    """The first fault found in a checkpoint's files; None if there is none. Reads all files."""
     missing = [name for name in REQUIRED if not (directory / name).is_file()]
     if missing:
         return f"it has no {missing[0]}, so that training could not go on exactly"
@@ -120,7 +120,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def newest_whole(run_dir: Path, besides: Path | None = None) -> Path | None:
-    """The newest checkpoint that its manifest proves; None if there is none. Reads all files of those it looks at."""
+    """The newest checkpoint that its manifest proves; None if there is none. Reads all files of each one tried."""
     others = (path for path in checkpoints(run_dir) if besides is None or path.resolve() != besides.resolve())
     return next((path for path in others if (path / MANIFEST).is_file() and damage(path) is None), None)
 
@@ -144,9 +144,9 @@ def _describe(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 
 def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
-    """What must be the same in the run that resumes: description -> value.
+    """Facts that must be the same in the run that resumes: description -> value.
 
-    Base models of one architecture are told apart by their frozen vectors (norms, biases), whatever their precision.
+    A hash of the frozen vectors (norms, biases) tells base models of one architecture apart, in any precision.
     """
     config, vectors = _lora_config(model), hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -156,7 +156,7 @@ def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
         "expert_format": next(iter(find_experts(model).values())).layer.format,
         "optim": optim.removesuffix("_fused"),
         "base model (SHA-256 of its norms)": vectors.hexdigest(),
-        # The tensors of an adapter do not show its strength
+        # An adapter's tensors do not show its scaling.
         **{name: json.dumps(getattr(config, name), sort_keys=True) for name in _STRENGTH if config is not None},
     }
 
@@ -167,29 +167,29 @@ _SETTINGS = (
     *("max_grad_norm", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("seed", "data_seed", "bf16", "fp16", "label_smoothing_factor", "neftune_noise_alpha"),
 )
-"""Fields of `TrainingArguments` that decide what a run comes to."""
+"""Fields of `TrainingArguments` that affect a run's result."""
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
-    """Settings that may be others in the run that resumes: name -> value."""
+    """Settings that may differ in the run that resumes: name -> value."""
     found = {name: getattr(trainer.args, name, None) for name in _SETTINGS}
     found = {name: getattr(value, "value", value) for name, value in found.items()}
     return found | {"lora_dropout": getattr(_lora_config(trainer.model), "lora_dropout", None)}
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What tells two results of `settings_of` apart, each with both values."""
+    """The differences between two results of `settings_of`, each with both values."""
     return [f"{name} was {then[name]}, it is {now[name]}" for name in now if name in then and then[name] != now[name]]
 
 
 def _lora_config(model: nn.Module) -> Any:
-    """Of the adapter that trains; None if there is none."""
+    """The configuration of the trained adapter; None if there is none."""
     adapted: Any = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
     return None if adapted is None else adapted.peft_config[adapted.active_adapters[0]]
 
 
 def data_facts(trainer: Any) -> dict[str, int | None]:
-    """What the order of the data depends on: description -> value."""
+    """Facts that the order of the data depends on: description -> value."""
     dataset, args = trainer.train_dataset, trainer.args
     return {
         "examples": len(dataset) if hasattr(dataset, "__len__") else None,
@@ -198,13 +198,13 @@ def data_facts(trainer: Any) -> dict[str, int | None]:
 
 
 def parameter_facts(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
-    """Of each parameter, in the optimizer's order: name, shape, and of each tensor of its state how much is not zero.
+    """Name, shape and counts of nonzero values in each state tensor, for each parameter in the optimizer's order.
 
-    Counts are exact whatever the threads, and take one pass over the state at memory speed.
+    The counts do not depend on the number of threads. They take one pass over the state at memory speed.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = optimizer.state_dict()["state"]  # by place in the groups
+    states = optimizer.state_dict()["state"]  # indexed by position in the groups
     return [
         {
             "name": names.get(id(parameter), "not in the model"),
@@ -224,7 +224,7 @@ def _fact(value: Any) -> Any:
 
 
 def other_parameters(then: list[dict[str, Any]], model: nn.Module) -> str | None:
-    """How the parameters that a model trains differ from those of `parameter_facts`; None if they do not."""
+    """The first difference between a model's trained parameters and those in `then`; None if there is none."""
     old = {fact["name"]: fact["shape"] for fact in then}
     new = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if gone := [name for name in old if name not in new]:
@@ -238,7 +238,7 @@ def other_parameters(then: list[dict[str, Any]], model: nn.Module) -> str | None
 
 
 def other_state(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:
-    """What tells two results of `parameter_facts` with the same parameters apart, with both values; None if nothing."""
+    """The first difference, with both values, between two `parameter_facts` of the same parameters; None if none."""
     for index, (old, new) in enumerate(zip(then, now, strict=True)):
         if old["name"] != new["name"]:
             return f"parameter {index} of the optimizer was {old['name']} and is {new['name']} now"

@@ -1,7 +1,7 @@
-"""Muon for the stacked LoRA of routed experts: each expert's matrix is orthogonalized by itself, all in one call.
+"""Muon for the stacked LoRA of routed experts. One call orthogonalizes each expert's matrix by itself.
 
-LLaMA-Factory's Muon takes two-dimensional parameters and gives all others to AdamW, which would be nearly all that a
-model with expert LoRA trains.
+LLaMA-Factory's Muon takes two-dimensional parameters and leaves all others to AdamW. With expert LoRA, nearly all
+trained parameters would go to AdamW.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration, as in LLaMA-Factory's Muon."""
+"""Coefficients of the quintic Newton-Schulz iteration, as in LLaMA-Factory's Muon."""
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
@@ -32,7 +32,7 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 def take_stacked(optimizer: Any, parameters: Iterable[Tensor]) -> None:
-    """Have LLaMA-Factory's Muon update `parameters [E, rows, cols]`, which it gave to its AdamW, as E matrices each."""
+    """Make LLaMA-Factory's Muon update `parameters [E, rows, cols]` as E matrices each instead of by its AdamW."""
     optimizer.stacked = list(parameters)
     optimizer.__class__ = _stacked(type(optimizer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
     for parameter in optimizer.stacked:
@@ -41,7 +41,7 @@ def take_stacked(optimizer: Any, parameters: Iterable[Tensor]) -> None:
 
 @functools.cache
 def _stacked(base: Any) -> Any:
-    """LLaMA-Factory's Muon, `base`, which updates its attribute `stacked` too; all else is `base`'s own work."""
+    """A subclass of `base`, LLaMA-Factory's Muon, that also updates the parameters in its attribute `stacked`."""
 
     def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
@@ -57,7 +57,7 @@ def _stacked(base: Any) -> Any:
                         _update(group, self.state[parameter], parameter, ours[id(parameter)])
         try:
             for parameter, _ in gradients:
-                parameter.grad = None  # `base` passes over what has no gradient
+                parameter.grad = None  # `base` skips parameters without a gradient
             base.step(self)
         finally:
             for parameter, gradient in gradients:

@@ -1,4 +1,4 @@
-"""Norms of gradients, and clipping by them: those in CPU memory by ktft's own threads."""
+"""Norms of gradients and clipping by norm. ktft's own threads handle gradients in CPU memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ktft.native.optim import row_norms, scale, takes
 
 
 def norms(runtime: Runtime, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Norms, fp32 `[n]` on the CPU, of the rows of each `[n, elements]`, wherever it is; GPUs are waited for once."""
+    """Norms, fp32 `[n]` on the CPU, of the rows of each `[n, elements]` on any device. It waits for a GPU once."""
     native = [takes(each) for each in rows]
     by_kernel = iter(row_norms(runtime, [each for each, own in zip(rows, native, strict=True) if own]))
     others = [each for each, own in zip(rows, native, strict=True) if not own]
@@ -27,7 +27,7 @@ def norms(runtime: Runtime, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All of them, those of one device in one copy."""
+    """The tensors on the CPU, copied once for each device."""
     found: list[Tensor] = list(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for at, tensor in enumerate(tensors):
@@ -41,14 +41,15 @@ def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], most: float, runtime: Runtime) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, but gradients that need no clipping are not written.
+    """`torch.nn.utils.clip_grad_norm_` that does not write gradients which need no clipping.
 
     Args:
-        parameters: whose gradients have together a norm of `most` at most, afterwards.
+        parameters: the parameters whose gradients are clipped.
+        most: the largest norm of all gradients together.
         runtime: threads for gradients in CPU memory.
 
     Returns:
-        The norm before that, on the first gradient's device.
+        The norm before clipping, on the first gradient's device.
     """
     clipped = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in clipped if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""What LLaMA-Factory's training keys ask of memory and time: a YAML file, or its parsed arguments, as a workload."""
+"""Turns LLaMA-Factory's training keys, from a YAML file or its parsed arguments, into a workload for the planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ktft.model.shortage import PACKED, WEIGHTS, by_cause
 
 # Sequences that a stage runs together for each row of the batch: chosen and rejected, or a row and its KL pair.
 SEQUENCES = {"pt": 1, "sft": 1, "rm": 2, "dpo": 2, "kto": 2}
-# Moments a parameter, in the parameter's precision; the first row whose name begins an optimizer's name counts.
+# Moments per parameter, in the parameter's precision. The first row whose key begins the optimizer's name counts.
 OPTIMIZER_STATES = {
     "adamw_8bit": 0.5,
     "adamw_bnb_8bit": 0.5,
@@ -39,7 +39,7 @@ OPTIMIZER_STATES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """LLaMA-Factory's keys, with its defaults, and `kt_config` as settings.
+    """LLaMA-Factory's keys with their defaults, and `kt_config` as settings.
 
     Raises:
         ValueError: a value that training would refuse too.
@@ -75,7 +75,7 @@ class Recipe:
             raise ValueError(f"use_cpu is true, but {self.settings.needs_gpu}, which needs a GPU; remove one of them")
 
     def workload(self, adapters: tuple[Adapter, ...], weight_bytes: int) -> Workload:
-        """What a step of this recipe does with these adapters on weights of so many bytes outside of the experts."""
+        """The work of one step with these adapters. Each weight outside the experts takes `weight_bytes` bytes."""
         return Workload(
             adapters=adapters,
             batch=self.per_device_train_batch_size * SEQUENCES[self.stage],
@@ -91,7 +91,7 @@ class Recipe:
         )
 
     def adapters(self, shape: ModelShape, model: nn.Module) -> tuple[Adapter, ...]:
-        """All LoRA that training would put on a model whose experts are empty `KtftExperts`.
+        """All LoRA that training would add to a model whose experts are empty `KtftExperts`.
 
         Raises:
             ValueError: lora_target matches nothing, or the router, or only some experts.
@@ -113,10 +113,10 @@ class Recipe:
 
 
 def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:
-    """The recipe of a training YAML, or LLaMA-Factory's defaults; and notes on kt_config.
+    """The recipe of a training YAML, or LLaMA-Factory's defaults, and notes on kt_config.
 
     Raises:
-        ValueError: not a YAML mapping, a key of kt_config that nobody knows, or a value that training would refuse.
+        ValueError: the file is no YAML mapping, a key of kt_config is unknown, or training would refuse a value.
     """
     if path is None:
         return Recipe(), []
@@ -133,7 +133,7 @@ def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:
 
 
 def recipe_of(values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
-    """The recipe of LLaMA-Factory's keys, others ignored; and notes on kt_config."""
+    """The recipe of LLaMA-Factory's keys, and notes on kt_config. Other keys are ignored."""
     kt_config = values.get("kt_config") or {}
     if isinstance(kt_config, str) and Path(kt_config).is_file():
         kt_config = yaml.safe_load(Path(kt_config).read_bytes())
@@ -174,12 +174,12 @@ NAMES = {
 
 
 def check_names(arguments: Any) -> None:
-    """Refuse names of models and adapters where nothing is, before anything is loaded.
+    """Refuse names of models and adapters that do not exist, before anything is loaded.
 
     Raises:
         ValueError: see `ktft.checkpoint.hub.require_found`.
     """
-    if other_hub():  # LLaMA-Factory fetches from there itself
+    if other_hub():  # LLaMA-Factory downloads from another hub itself
         return
     for argument, file in NAMES.items():
         names = getattr(arguments, argument, None) or ()
@@ -188,16 +188,16 @@ def check_names(arguments: Any) -> None:
 
 
 def weight_bytes_of(config: PreTrainedConfig) -> int:
-    """Bytes of a weight outside of the experts: as the checkpoint has it, dequantized to bf16."""
+    """Bytes of one weight outside the experts, in the checkpoint's precision; quantized weights become bf16."""
     return FP32 if getattr(config, "dtype", None) in (torch.float32, "float32") else BF16
 
 
 def training_reserve(
     config: PreTrainedConfig, recipe: Recipe, *, threads: int, nodes: int, gpu: bool
 ) -> dict[str, int]:
-    """RAM that training takes beside the model itself, by cause: LoRA, gradients, moments and activations."""
+    """RAM that training needs in addition to the model, by cause: LoRA, gradients, moments and activations."""
     shape, model = shape_of(config)
     work = recipe.workload(recipe.adapters(shape, model), weight_bytes_of(config))
-    # what the weights take is left out, so the experts' format does not matter
+    # The memory of the weights is left out below, so the experts' format does not matter.
     need = footprint(shape, work, DEFAULT_EXPERT_FORMAT, threads=threads, nodes=nodes, gpu=gpu)
     return {cause: size for cause, size in by_cause(need.ram).items() if cause not in (PACKED, WEIGHTS)}

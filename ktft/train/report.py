@@ -1,4 +1,4 @@
-"""What a run says before its first step: how the experts are held, and what exactly will be trained."""
+"""The report before a run's first step: how the experts are held, and exactly which parameters will be trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktft.model.experts import experts_family, find_experts
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of one of `GROUPS`: trainable ones, those of them held on the CPU, and those with LoRA's names."""
+    """Parameter counts of one of `GROUPS`: all trainable, trainable on the CPU, and those with LoRA's names."""
 
     name: str
     trainable: int
@@ -38,7 +38,7 @@ class Report:
 
 
 def examine(model: nn.Module) -> Report | None:
-    """The report on a model, which may be wrapped by PEFT, TRL or accelerate; None if it has no experts of ktft's."""
+    """The report on a model, which PEFT, TRL or accelerate may wrap; None if the model has no ktft experts."""
     experts = list(find_experts(model).values())
     if not experts:
         return None
@@ -83,7 +83,7 @@ def format_report(report: Report) -> str:
 
 
 def logger() -> logging.Logger:
-    """ktft's logger, which reaches the console even where nobody set up logging."""
+    """ktft's logger, which prints to the console even if logging is not configured."""
     log = logging.getLogger("ktft")
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""The training report: what a run had, did and reached, as `ktft_report.json` and a page, `ktft_report.html`."""
+"""The training report: a run's setting, course and results, as `ktft_report.json` and a page, `ktft_report.html`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ktft.train.run_times import BUSY, ROOM, TIMES, Row, RunSums, lane_rates
 JSON_NAME, PAGE_NAME = "ktft_report.json", "ktft_report.html"
 LAYOUT = 2
 MAX_ROWS = 4096
-"""Rows of a series before two neighbours are merged into one, again and again: a file of at most about 2 MB."""
+"""The most rows of a series. Beyond it, neighbours are merged in pairs, so the file stays at about 2 MB at most."""
 
 
 @dataclass
 class Series:
-    """Rows over steps, of bounded number: from `MAX_ROWS` on, a row stands for 2, 4, 8, ... of those that were added.
+    """A bounded number of rows over steps. Beyond `MAX_ROWS`, each row stands for 2, 4, 8, ... added rows.
 
     Attributes:
-        sums, peaks, lows: names of values that a merged row adds up, or takes the largest or smallest of; of others it
-            has the mean.
-        rows: each with the number of its last `step`, and how many rows it stands for, `merged`.
-        stride: how many rows the next one is going to stand for.
+        sums, peaks, lows: names of values of which a merged row has the sum, the largest or the smallest. It has the
+            mean of all others.
+        rows: the rows; `step` is the number of a row's last step, `merged` the number of added rows it stands for.
+        stride: the number of added rows that the next row will stand for.
     """
 
     sums: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class Series:
     stride: int = 1
 
     def add(self, row: Row) -> None:
-        """Add what was measured at, or since the last row up to, `row["step"]`."""
+        """Add the values measured at `row["step"]`, or from the last row's step up to it."""
         row = {**row, "merged": 1}
         if self.rows and (self.rows[-1]["merged"] or 1) < self.stride:
             self.rows[-1] = self._merge(self.rows[-1], row)
@@ -74,12 +74,12 @@ class Series:
         return (a * weights[0] + b * weights[1]) / sum(weights)
 
     def columns(self) -> dict[str, list[float | None]]:
-        """Name -> a value a row."""
+        """Name -> one value per row."""
         names = dict.fromkeys(name for row in self.rows for name in row)
         return {name: [_finite(row.get(name)) for row in self.rows] for name in names}
 
     def load(self, columns: Mapping[str, list[float | None]]) -> None:
-        """Take over what `columns` gave."""
+        """Replace the rows by those that `columns` gave."""
         self.rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         self.stride = int(self.rows[0]["merged"] or 1) if self.rows else 1
 
@@ -90,7 +90,7 @@ def _is_measure(name: str, value: Any) -> bool:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN."""
+    """The value, or None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -102,18 +102,18 @@ def _steps() -> Series:
 
 @dataclass
 class RunReport:
-    """What is known of a run so far.
+    """The report of a run so far.
 
     Attributes:
-        facts: that do not change: machine, versions, model, experts, adapter, training.
-        steps: a row an optimizer step: seconds, by `TIMES` and `BUSY`, tokens, memory.
-        spans: of all steps, by layer.
-        evaluated: a row each time the Trainer evaluates: what it measures, speed left out.
-        logged: a row each time the Trainer logs: its loss, learning rate and gradient norm, and this one by group.
-        layers: numbers of the layers with experts, one for each row of `expert_tokens`.
-        expert_tokens: `[layers, experts]` int64, (token, expert) pairs.
-        resumed: where this run went on from, and what of the steps before it knows.
-        ended: how it did.
+        facts: facts that do not change: machine, versions, model, experts, adapter, training.
+        steps: one row per optimizer step: seconds in all and by `TIMES` and `BUSY`, tokens, memory.
+        spans: sums of spans over all steps, by layer.
+        evaluated: one row per evaluation of the Trainer: its measures without those of speed.
+        logged: one row each time the Trainer logs: loss, learning rate, and gradient norm in all and by group.
+        layers: the numbers of the layers with experts, one for each row of `expert_tokens`.
+        expert_tokens: `[layers, experts]` int64, counts of (token, expert) pairs.
+        resumed: the checkpoints from which this run resumed, and the source of the values of earlier steps.
+        ended: how the run ended, or `running`.
     """
 
     facts: dict[str, Any]
@@ -128,7 +128,7 @@ class RunReport:
     ended: str = "running"
 
     def content(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """The whole report as values of JSON."""
         spans, steps = self.spans.content(), self.steps.columns()
         return {
             "layout": LAYOUT,
@@ -145,7 +145,7 @@ class RunReport:
         }
 
     def resume(self, checkpoint: Path, step: int, log_history: list[dict[str, Any]]) -> None:
-        """Begin with the steps before a checkpoint: from its report, or else from what the Trainer logged."""
+        """Take over the steps before a checkpoint from its report, or else from the Trainer's log."""
         origin: dict[str, Any] = {"step": step, "checkpoint": str(checkpoint)}
         earlier = _earlier(checkpoint / JSON_NAME, self)
         if earlier is not None:
@@ -170,20 +170,20 @@ class RunReport:
         )
 
     def log(self, step: int, logs: Mapping[str, Any], norms: Mapping[str, float]) -> None:
-        """Add what the Trainer logs at a step."""
+        """Add the Trainer's log entry of a step."""
         row: Row = {"step": step}
         for ours, theirs in (("loss", "loss"), ("learning_rate", "learning_rate"), ("grad_norm", "grad_norm")):
             row[ours] = None if logs.get(theirs) is None else float(logs[theirs])
         self.logged.add(row | {f"grad_norm of {group}": norm for group, norm in norms.items()})
 
     def evaluate(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add what the Trainer measures in an evaluation after a step."""
+        """Add the measures of the Trainer's evaluation after a step."""
         found = {name: float(value) for name, value in metrics.items() if _is_measure(name, value)}
         if found:
             self.evaluated.add({"step": step, **found})
 
     def note_guards(self, guards: Guards) -> None:
-        """Take over what the guards saw."""
+        """Record the guards' findings."""
         self.guards = {
             "groups": {group: asdict(proof) for group, proof in guards.proofs.items()},
             "experts_updated": guards.experts_updated,
@@ -194,7 +194,7 @@ class RunReport:
         }
 
     def note_adapter(self, directory: Path) -> None:
-        """Take over size and SHA-256 of the adapter that was written to a directory."""
+        """Record size and SHA-256 of the adapter in a directory."""
         path = directory / ADAPTER_SAFE_WEIGHTS_NAME
         if path.is_file():
             with path.open("rb") as stream:
@@ -202,10 +202,10 @@ class RunReport:
             self.facts["adapter"]["file"] = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
     def write(self, directory: Path, page: bool = True) -> bool:
-        """Write the report, each file whole or not at all. What goes wrong is logged, for training shall not end by it.
+        """Write the report, each file whole or not at all. An error is logged, because it must not end the training.
 
         Returns:
-            Whether it was written.
+            Whether the report was written.
         """
         return _attempt(lambda: self._write(directory, page), directory / JSON_NAME)
 
@@ -238,7 +238,7 @@ def _attempt(write: Callable[[], None], path: Path) -> bool:
 
 
 def _earlier(path: Path, now: RunReport) -> dict[str, Any] | None:
-    """A report that this run can go on with."""
+    """An earlier report that this run can continue; None if there is none."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
         tokens = found["expert_tokens"]
@@ -249,7 +249,7 @@ def _earlier(path: Path, now: RunReport) -> dict[str, Any] | None:
 
 
 def _lines(content: Mapping[str, Any]) -> bytes:
-    """JSON with a line for each entry of the outer mappings: to be read by people, and small."""
+    """JSON with one line for each entry of the outer mappings, so that it is small and people can read it."""
 
     def entry(key: str, value: Any) -> str:
         if key in ("steps", "spans", "rates", "logged", "evaluated") and value:

@@ -46,8 +46,8 @@ _STYLE: Any = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
-_MANY = 60  # rows from which on markers and bars give way to lines and areas
-_MOST = 300  # rows drawn; more are averaged
+_MANY = 60  # with more rows than this, lines and areas replace markers and bars
+_MOST = 300  # the most rows drawn; more are averaged
 _TIME_STYLES = {
     "attention": ("attention", _COLOURS[3]),
     "cpu": ("experts: CPU", _COLOURS[0]),
@@ -60,7 +60,7 @@ _TIME_STYLES = {
     "data": ("data loading", "#d583b0"),
     "other": ("other modules", _COLOURS[4]),
 }
-"""Name of spans -> what the page calls them, and their colour."""
+"""Name of spans -> their label and colour on the page."""
 _MISSING = "-"
 
 Columns = Mapping[str, list[float | None]]
@@ -68,7 +68,7 @@ Drawn = Mapping[str, np.ndarray]
 
 
 def page_of(content: Mapping[str, Any]) -> str:
-    """The page for what `RunReport.content` gives."""
+    """The page for the result of `RunReport.content`."""
     steps, logged = _thinned(content["steps"]), _thinned(content["logged"])
     with matplotlib.rc_context(_STYLE):
         plots = [
@@ -104,7 +104,7 @@ def page_of(content: Mapping[str, Any]) -> str:
 
 
 def _thinned(columns: Columns) -> Drawn:
-    """At most `_MOST` rows: the last `step` of several, and the mean of all else."""
+    """At most `_MOST` rows. A row that stands for several has their last `step` and the means of all other values."""
     values = {name: np.array([math.nan if v is None else v for v in column]) for name, column in columns.items()}
     size = max(-(-len(column) // _MOST) for column in values.values()) if values else 1
     return {name: _means(column, size, last=name == "step") for name, column in values.items()}
@@ -113,7 +113,7 @@ def _thinned(columns: Columns) -> Drawn:
 def _means(values: np.ndarray, size: int, last: bool) -> np.ndarray:
     rows = np.append(values, np.full(-len(values) % size, math.nan)).reshape(-1, size)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of rows without a value
+        warnings.simplefilter("ignore", RuntimeWarning)  # nanmean warns of rows without a value
         return np.nanmax(rows, axis=1) if last else np.nanmean(rows, axis=1)
 
 
@@ -198,7 +198,7 @@ def _with_legend(figure: Figure, axes: Axes) -> Figure:
 
 
 def _layers(spans: Mapping[str, Any], count: float) -> Figure | None:
-    """Each layer's seconds a step by lane, one on the other."""
+    """Stacked bars of each layer's seconds per step, by lane."""
     layers = sorted(
         {layer for name in PARALLEL for layer in spans.get(name, {}).get("layers", []) if layer is not None}
     )
@@ -326,7 +326,7 @@ def _lora(adapters: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _evaluation(evaluated: Columns) -> str:
-    """First and last value of what was measured."""
+    """The first and the last value of each measure."""
     parts = []
     for name, column in evaluated.items():
         values = [value for value in column if value is not None]
@@ -378,7 +378,7 @@ def _groups(content: Mapping[str, Any]) -> str:
 
 
 def _rates(rates: Mapping[str, Mapping[str, float | None]]) -> str:
-    """A row for each lane that ran; nothing if none did."""
+    """The table with a row for each lane that ran; empty if none did."""
     if not rates:
         return ""
     names = ("Lane", "Busy", "Expected", "Of all steps", "GB/s", "TFLOPS")

@@ -1,4 +1,4 @@
-"""Times of a run as the training report and the log have them: of each step, and of each layer by lane."""
+"""Times of a run for the training report and the log: for each step, and for each layer by lane."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ktft.spans import NAMES, PARALLEL, Sum, Sums
 Row = dict[str, float | None]
 
 TIMES = (*NAMES, "other")
-"""Parts of a step, in seconds: where the line of training spent it. They add up to `seconds`."""
+"""Parts of a step in seconds, as the training thread spent them. They add up to `seconds`."""
 BUSY = tuple(f"busy_{name}" for name in PARALLEL)
-"""Seconds of a step that each lane was busy, with others or alone."""
+"""Seconds of a step in which each lane was busy, alone or beside others."""
 ROOM = ("ram_free_bytes", "gpu_free_bytes")
-"""Of memory, at the least."""
+"""Free memory, at its lowest."""
 
 LOGGED = (
     "logged as ktft/..., means of the steps since the line before: step_s, seconds of a step; wait_s, of these spent "
@@ -25,11 +25,11 @@ LOGGED = (
     "that attention, experts on the CPU, on the GPU with copied and with resident weights, and copies were at work; "
     "tokens_per_s; ram_free_gib and vram_free_gib, memory left"
 )
-"""What the names mean that `Since` logs."""
+"""The meaning of the names that `Since` logs."""
 
 
 def times_of(seconds: float, sums: Sums) -> Row:
-    """`TIMES` and `BUSY` of a step."""
+    """The values of `TIMES` and `BUSY` for one step."""
     times, busy = dict.fromkeys(NAMES, 0.0), dict.fromkeys(PARALLEL, 0.0)
     for (name, _), found in sums.items():
         times[name] += found.waited
@@ -40,9 +40,9 @@ def times_of(seconds: float, sums: Sums) -> Row:
 
 
 def memory_now() -> Row:
-    """Peaks so far (resident bytes of this process, bytes of its GPU) and what is left; None without a GPU.
+    """The peaks so far (resident bytes of this process, bytes on its GPU) and the free memory; None without a GPU.
 
-    On the GPU it is what was left at the peak, of what others leave to this process and its cap allows.
+    Free GPU memory is what remained at the peak of the memory that other processes and this process's cap leave to it.
     """
     device = accelerator()
     gpu, free = device.peak_bytes() if device is not None and device.is_initialized() else (None, None)
@@ -56,20 +56,20 @@ def memory_now() -> Row:
 
 @dataclass
 class Since:
-    """Steps since the Trainer logged last."""
+    """Sums over the steps since the Trainer last logged."""
 
     steps: int = 0
     totals: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
-        """A step's row."""
+        """Add a step's row."""
         self.steps += 1
         for name in ("seconds", "tokens", "wait", *BUSY):
             self.totals[name] = self.totals.get(name, 0.0) + (row[name] or 0.0)
         self.totals |= {name: row[name] or 0.0 for name in ROOM if row[name] is not None}
 
     def take(self) -> dict[str, float]:
-        """Few numbers for the log, seconds being means of a step; empty if there was no step. Begins anew."""
+        """The numbers for the log, with mean seconds per step; empty if there was no step. Resets the sums."""
         steps, totals = self.steps, self.totals
         self.steps, self.totals = 0, {}
         if not steps or not totals["seconds"]:
@@ -91,12 +91,12 @@ class RunSums:
     sums: Sums = field(default_factory=dict)
 
     def add(self, sums: Sums) -> None:
-        """A step's."""
+        """Add the sums of a step."""
         for key, more in sums.items():
             self.sums.setdefault(key, Sum()).add(more)
 
     def content(self) -> dict[str, Any]:
-        """Name -> columns with a value a layer (null: of none)."""
+        """Name -> columns with one value per layer; the layer is null for spans that belong to no layer."""
         content: dict[str, Any] = {}
         for name in NAMES:
             rows = sorted(((layer, s) for (n, layer), s in self.sums.items() if n == name), key=_by_layer)
@@ -110,7 +110,7 @@ class RunSums:
         return content
 
     def load(self, content: Mapping[str, Any]) -> None:
-        """Begin with what `content` gave."""
+        """Add the sums that `content` gave."""
         for name, columns in content.items():
             keys = [key for key in columns if key != "layers"]
             for layer, *values in zip(columns["layers"], *(columns[key] for key in keys), strict=True):
@@ -122,11 +122,11 @@ def _by_layer(row: tuple[int | None, Sum]) -> int:
 
 
 def lane_rates(spans: Mapping[str, Any], seconds: float) -> dict[str, dict[str, float | None]]:
-    """By lane that ran: seconds busy, their share of the run's steps, GB/s and TFLOPS while busy, and seconds expected.
+    """For each lane that ran: busy and expected seconds, share of the run's time, and GB/s and TFLOPS while busy.
 
     Args:
-        spans: what `RunSums.content` gives.
-        seconds: of all steps.
+        spans: the result of `RunSums.content`.
+        seconds: the time of all steps.
     """
     rates: dict[str, dict[str, float | None]] = {}
     for name in PARALLEL:

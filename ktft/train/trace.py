@@ -14,14 +14,14 @@ from ktft.train.report import logger
 
 ROWS = ("steps", *dict.fromkeys(NAMES.values()), ON_HOST)
 MAX_EVENTS = 500_000
-"""Spans of a trace, about 90 MB: with very many layers or micro-batches it ends before its last step."""
+"""The most spans of a trace, about 90 MB. With very many layers or micro-batches it ends before its last step."""
 
 
 def require_writable(path: Path) -> None:
-    """Refuse a file that no trace can be written to.
+    """Refuse a file to which no trace can be written.
 
     Raises:
-        ValueError: why not.
+        ValueError: the file cannot be written; the message says why.
     """
     try:
         existed = path.exists()
@@ -36,23 +36,23 @@ def require_writable(path: Path) -> None:
 
 
 class Trace:
-    """A trace being written: a step's spans at its end, so that a run that is killed leaves those of its steps.
+    """A trace file in progress. A step's spans are written when it ends, so a killed run keeps those of earlier steps.
 
-    The format lets the closing bracket be missing.
+    The format allows the closing bracket to be missing.
 
     Args:
-        path: of the file; one that exists is replaced.
-        steps: after which it is closed.
+        path: the file, which is replaced if it exists.
+        steps: the number of steps after which the trace ends.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
 
     def __init__(self, path: Path, steps: int = TRACE_STEPS) -> None:
         require_writable(path)
         self.path, self.left = path, steps
         self._zero = time.perf_counter()
-        self._until: float | None = None  # the last step's end; device spans from before it may still come
+        self._until: float | None = None  # the last step's end; earlier spans of a device may still arrive
         self._events = 0
         self._lines: list[str] = []
         self._between = "[\n"
@@ -64,7 +64,7 @@ class Trace:
         self._write()
 
     def __call__(self, over: Interval) -> None:
-        """Take a span that is over."""
+        """Add a finished span."""
         if self._file is None or (self._until is not None and over.begin >= self._until):
             return
         if self._events == MAX_EVENTS:
@@ -82,7 +82,7 @@ class Trace:
         self._events += 1
 
     def step(self, number: int, begin: float, end: float) -> None:
-        """A step is over, and its spans were taken."""
+        """Add a finished step whose spans have been added, and write them."""
         if self._file is None:
             return
         if self._until is not None:
@@ -95,7 +95,7 @@ class Trace:
             self._until = end
 
     def close(self) -> None:
-        """End the file."""
+        """Finish and close the file."""
         self._write("\n]\n")
         if self._file is None:
             return
@@ -114,7 +114,7 @@ class Trace:
         self._between = ",\n"
 
     def _write(self, tail: str = "") -> None:
-        """Hand all lines so far to the system."""
+        """Write all lines so far to the file."""
         if self._file is None:
             return
         try:

@@ -16,7 +16,7 @@ TOGETHER = 8
 
 
 class ServerError(OSError):
-    """The server is not there, or refused a request, or gave an answer of another form."""
+    """The server did not answer, refused a request, or gave an answer in an unexpected form."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The kernels' numeric contract on one layer: output and every gradient against `ktft.reference` on the packed weights.
 
-Two calls of the layer. In one each token has one expert, so that an error belongs to an expert; in the other tokens
-have the model's `top_k` experts, which covers sorting and summing, under the other activation policy.
+The layer is called twice. In the first call each token has one expert, so an error belongs to one expert. In the second
+call tokens have the model's `top_k` experts, under the other activation policy, which covers sorting and summing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ktft.native import ExpertLayer
 from ktft.verify.problem import Problem
 
 OUTPUT_LIMIT, GRADIENT_LIMIT = 0.005, 0.01
-"""Of the layer, and of every expert alone: measured are up to 0.3% and 0.5% of single experts with few tokens."""
+"""Limits for the layer and for each expert alone. Single experts with few tokens reach 0.3% and 0.5%, measured."""
 
-RANK, SCALING = 4, 0.5  # of the random LoRA where no adapter is given
-LEAST_TOKENS = 4  # of an expert in the call with one expert a token
+RANK, SCALING = 4, 0.5  # of the random LoRA that is used without an adapter
+LEAST_TOKENS = 4  # per expert, in the call with one expert per token
 OUTPUT, HIDDEN, ROUTING = "output", "hidden_states gradient", "top_k_weights gradient"
 
 
 @dataclass(frozen=True)
 class ContractError:
-    """One quantity's relative L2 error: of the layer (the worse call), and of the worst expert."""
+    """One quantity's relative L2 errors: of the layer in the worse of both calls, and of the worst expert."""
 
     quantity: str
     relative: float
@@ -44,7 +44,7 @@ class ContractError:
         return self.relative <= self.limit and self.worst_relative <= self.limit
 
     def problem(self, layer: int) -> Problem:
-        """It, as what is off: of the worst expert, or of the layer if experts alone are not."""
+        """The error as a problem: of the worst expert, or of the layer if every expert is within its limit."""
         first = self.quantity.partition(" ")[0]
         projection = first if first in PROJECTIONS else None
         if self.worst_relative <= self.limit:
@@ -53,7 +53,7 @@ class ContractError:
 
 
 def random_lora(layer: ExpertLayer, generator: torch.Generator) -> ExpertLora:
-    """Adapters on all projections whose products are of the size of the experts' own inputs."""
+    """Random adapters on all projections, scaled so that their products are about as large as the experts' inputs."""
     pairs = {}
     for name in PROJECTIONS:
         fan_in, fan_out = layer.hidden_size, layer.intermediate_size
@@ -70,17 +70,17 @@ def check_contract(
 ) -> list[ContractError]:
     """Compare a filled layer with the reference.
 
-    One expert's weights are dequantized at a time: beside the layer, memory is for activations and LoRA alone.
+    Only one expert's weights are dequantized at a time, so beyond the layer only activations and LoRA take memory.
 
     Args:
         layer: the packed experts.
         lora: adapters to compare gradients of; see `random_lora`.
-        top_k: experts of a token.
-        tokens: about as many in each call, and more where an expert would see too few.
-        seed: of hidden states and routing.
+        top_k: experts per token.
+        tokens: the approximate number of tokens per call; there are more if an expert would get too few.
+        seed: the seed of hidden states and routing.
 
     Returns:
-        One a quantity: output, gradients of hidden states and routing weights, of A and B of each projection.
+        One error per quantity: output, and gradients of hidden states, routing weights, and each projection's A and B.
     """
     generator = torch.Generator().manual_seed(seed)
     alone = _Call(layer, lora, _each_expert(layer.num_experts, tokens, generator), ACTIVATIONS[0], generator)
@@ -104,36 +104,36 @@ def check_contract(
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
-    """Relative L2; of a zero exactly hit 0, else infinite."""
+    """The relative L2 error. If `exact` is zero, the error is 0 for an exact match and infinite otherwise."""
     difference, norm = float((value.float() - exact.float()).norm()), float(exact.float().norm())
     return difference / norm if norm else (0.0 if difference == 0 else math.inf)
 
 
 def comparable(error: float) -> float:
-    """For `max` and `sort`: NaN, which is worse than anything."""
+    """The error as a key for `max` and `sort`, where NaN counts as infinite."""
     return math.inf if math.isnan(error) else error
 
 
 def _each_expert(experts: int, tokens: int, generator: torch.Generator) -> Tensor:
-    """`[T, 1]`: every expert, some more often than others."""
+    """Random routing `[T, 1]` that uses every expert, some more often than others."""
     least = max(LEAST_TOKENS, tokens // experts)
     index = torch.arange(experts).repeat_interleave(torch.arange(experts) % 3 + least)
     return index[torch.randperm(len(index), generator=generator), None]
 
 
 def _some_experts(experts: int, top_k: int, tokens: int, generator: torch.Generator) -> Tensor:
-    """`[tokens, top_k]`, a token's experts all different."""
+    """Random routing `[tokens, top_k]`, with different experts for each token."""
     return torch.rand(tokens, experts, generator=generator).topk(min(top_k, experts)).indices
 
 
 class _Call:
-    """One call of the layer with its gradients, and what the reference says of it, summed up expert by expert."""
+    """One call of the layer with its gradients, and the reference's results, summed expert by expert."""
 
     def __init__(
         self, layer: ExpertLayer, lora: ExpertLora | None, index: Tensor, activation: str, generator: torch.Generator
     ) -> None:
         self.layer, self.index = layer, index
-        # bf16 numbers: rounding the inputs, which every bf16 model does, is no error of the kernels
+        # The inputs are bf16 numbers: every bf16 model rounds its inputs, so that is not the kernels' error.
         self.x = torch.randn(len(index), layer.hidden_size, generator=generator).bfloat16().float().requires_grad_()
         weights = torch.rand(index.shape, generator=generator) + 0.5
         self.weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
@@ -148,7 +148,8 @@ class _Call:
         out = routed_experts(
             layer, self.x, index, self.weights, ExpertLora(self.lora) if self.lora else None, activation
         )
-        # partly along the output: else gradients of routing weights would be small differences of large numbers
+        # grad_output points partly along the output. Otherwise gradients of routing weights would be small
+        # differences of large numbers.
         size = out.detach().norm(dim=1, keepdim=True) / math.sqrt(layer.hidden_size)
         along = torch.nan_to_num(out.detach() / size.clamp_min(1e-30), posinf=0.0, neginf=0.0)
         self.grad_output = (along + torch.randn(out.shape, generator=generator)).bfloat16().float()
@@ -182,7 +183,7 @@ class _Call:
             self.exact[name][expert] = grad[0]
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Quantity, what the kernels gave, what the reference gave."""
+        """Yield (quantity, the kernels' result, the reference's result)."""
         for name, actual in self.actual.items():
             yield name, actual, self.exact[name]
 
@@ -190,5 +191,5 @@ class _Call:
         return relative_error(self.actual[quantity], self.exact[quantity])
 
     def rows(self, quantity: str, expert: int) -> Tensor | int:
-        """Where one expert's part of a quantity is, of a call with one expert a token."""
+        """The rows of one expert in a quantity, for the call with one expert per token."""
         return torch.where(self.index[:, 0] == expert)[0] if quantity in (OUTPUT, HIDDEN, ROUTING) else expert

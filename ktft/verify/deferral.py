@@ -1,7 +1,7 @@
-"""What expert deferral does to a model: its logits with and without, on given tokens.
+"""Measures the effect of expert deferral on a model: its logits on given tokens with and without deferral.
 
-`ktft serve --deferral N` adds the N experts of a token that weigh least one MoE layer later, in decode, and never those
-of the last layer. Here all positions of a sequence are computed so, those of a prompt too: a bound of what decode sees.
+`ktft serve --deferral N` adds a token's N experts with the smallest weights one MoE layer later, in decode, except in
+the last layer. Here this is done at all positions, also in prompts: a bound for the effect on decode.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ktft.verify.whole import load_model, outermost_experts, random_tokens
 
 @dataclass(frozen=True)
 class DeferralEffect:
-    """Of deferring `deferred` of `top_k` experts, over `tokens` positions.
+    """The effect of deferring `deferred` of `top_k` experts, over `tokens` positions.
 
     Attributes:
-        logits: relative L2 change.
+        logits: relative L2 change of the logits.
         kl: mean Kullback-Leibler divergence of the next token's distribution from that without deferral, in nats.
         top1: share of positions with the same likeliest token.
-        perplexity, deferred_perplexity: of the tokens, without and with deferral.
+        perplexity, deferred_perplexity: the perplexity of the tokens without and with deferral.
     """
 
     deferred: int
@@ -50,10 +50,10 @@ def verify_deferral(
     """Load a model, and measure.
 
     Args:
-        directory, settings, adapter: as of `ktft.verify.whole.verify_whole`.
-        deferral: experts of a token.
-        tokens: length of the random sequence that is taken without prompts; of a prompt, as many count at most.
-        prompts: text file, a prompt a line.
+        directory, settings, adapter: see `ktft.verify.whole.verify_whole`.
+        deferral: the number of a token's experts to defer.
+        tokens: the length of the random sequence that is used without prompts, and the most tokens of a prompt.
+        prompts: a text file with one prompt per line.
 
     Raises:
         OSError, ValueError: the checkpoint, the adapter, the prompts or `deferral` cannot be used.
@@ -74,7 +74,7 @@ def _tokenized(directory: Path, prompts: Path, most: int) -> list[Tensor]:
 
 
 def deferral_effect(model: Any, sequences: Sequence[Tensor], deferral: int) -> DeferralEffect:
-    """A model with ktft's experts on `[1, n]` token sequences, with and without.
+    """The effect of deferral on a model with ktft's experts, measured on `[1, n]` token sequences.
 
     Raises:
         ValueError: fewer than one expert deferred, or fewer than one on time.
@@ -98,10 +98,10 @@ def deferral_effect(model: Any, sequences: Sequence[Tensor], deferral: int) -> D
 
 @contextmanager
 def deferred(model: Any, count: int) -> Iterator[list[int]]:
-    """Within it the model's experts are deferred; the list gets the model's own number of experts a token.
+    """Defer the model's experts within the block. A forward puts the model's number of experts per token in the list.
 
     Raises:
-        ValueError: in a forward, where `count` is not 1 to one less than a token's experts.
+        ValueError: a forward raises it if `count` is not from 1 to one less than the experts of a token.
     """
     modules = [module for _, module in sorted(outermost_experts(model).items())]
     top_k: list[int] = []

@@ -1,4 +1,4 @@
-"""Verifies a model layer by layer, so that one layer's experts are all that has to fit in memory."""
+"""Verifies a model layer by layer, so that only one layer's experts have to fit in memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k")
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One layer.
+    """The results for one layer.
 
     Attributes:
-        contract: kernels against the reference, on the packed weights.
+        contract: errors of the kernels against the reference, on the packed weights.
         quantization: projection -> error of the packed weights against the source's; None without a source.
-        problems: what is off.
+        problems: the comparisons over their limits.
     """
 
     layer: int
@@ -45,15 +45,15 @@ class LayerVerifier:
     """The layers of one checkpoint in one format, ISA and NUMA split.
 
     Args:
-        directory: a checkpoint as released, or converted.
+        directory: a checkpoint, as released or converted.
         settings: format, threads, NUMA nodes, ISA.
-        layers: numbers of those to verify; None for all.
-        tokens: in each call of a layer.
+        layers: the numbers of the layers to verify; None for all.
+        tokens: the number of tokens in each call of a layer.
         adapter: directory of an adapter whose LoRA is used; None for random LoRA.
-        source: of a converted checkpoint, to compare weights with; None takes what the conversion wrote down.
+        source: the original of a converted checkpoint, to compare weights with; None takes the recorded directory.
 
     Raises:
-        FileNotFoundError, ValueError: what `outline` refuses; no such layer; a source that is not the one converted.
+        FileNotFoundError, ValueError: `outline` refuses, a layer does not exist, or the source is not the original.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LayerVerifier:
         return plan.experts
 
     def _recorded_source(self, settings: Settings) -> ExpertPlan | None:
-        """What the conversion says it was made from, if that is still there and still the same."""
+        """The source that the conversion recorded; None if it is gone or has changed."""
         assert isinstance(self.packed, PackedCache)
         recorded = self.packed.manifest.source_directory
         try:
@@ -140,7 +140,7 @@ class LayerVerifier:
             yield f"layer {number}: done", left
 
     def _meter(self, layer: ExpertLayer) -> ErrorMeter | None:
-        """What compares a layer with its source, if there is one, and packs it if it is not packed."""
+        """The meter that compares a layer with its source and packs it if needed; None without a source."""
         if self.source is None:
             return None
         return PackingMeter(layer) if self.source is self.packed else ErrorMeter(layer)

@@ -27,23 +27,23 @@ from ktft.verify.layers import SEED
 from ktft.verify.whole import AMPLIFIED, Choices, load_model, outermost_experts, random_tokens
 
 EXACT_LIMIT = 0.01
-"""Relative error of logits where weights are stored in 16 bits or more."""
+"""The limit of the logits' relative error for weights stored in 16 bits or more."""
 KINDS = {"fp8": "fp8", "compressed-tensors float-quantized": "fp8", "mxfp4": "mxfp4"}
 KINDS |= {"compressed-tensors pack-quantized": "int4"}
-"""Source schemes -> the expert format whose typical error they have."""
+"""Source scheme -> the expert format with the same typical error."""
 TOKENS = 64
 
 
 @dataclass(frozen=True)
 class MergeCheck:
-    """What was found.
+    """The result of the comparison.
 
     Attributes:
         method: `logits`, or `layers` where the model does not fit in memory.
-        error: relative; of logits, or of the worst layer's experts' output or other weight.
-        limit: of it.
-        effect: how far the adapter itself moves the same, relative; None layer by layer.
-        where: the worst layer or weight, layer by layer.
+        error: relative error of the logits, or of the worst of all experts' outputs and other merged weights.
+        limit: the largest error allowed.
+        effect: the relative change of the logits by the adapter itself; None for `layers`.
+        where: the worst layer or weight; None for `logits`.
     """
 
     method: str
@@ -59,22 +59,22 @@ class MergeCheck:
 
     @property
     def drowned(self) -> bool:
-        """Whether rounding does more than the adapter."""
+        """Whether rounding changes more than the adapter does."""
         return self.effect is not None and self.error > self.effect
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report; three digits."""
+        """The result for the report, rounded to three digits."""
         values = asdict(self) | {"passed": self.passed}
         return {k: float(f"{v:.3g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in values.items()}
 
 
 def limit_of(storage: str, scheme: Scheme, noise: float = 0.0) -> float:
-    """What rounding the merged weights may do to an output: by the formats they are stored in.
+    """The largest relative error that rounding the merged weights may cause in an output, by their storage formats.
 
     Args:
-        storage: `--format`.
-        scheme: the base model's, in which weights around packed experts stay.
-        noise: what computing in bf16 does to the same output: some models amplify every rounding.
+        storage: the value of `--format`.
+        scheme: the base model's scheme, which weights around packed experts keep.
+        noise: the relative error of the same output computed in bf16, because some models amplify every rounding.
     """
     kinds = {storage} - {"same", "bf16"}
     if storage != "bf16":
@@ -92,11 +92,11 @@ def logits_bytes(base: Path) -> int:
 def check_logits(
     base: Path, adapter: Path, merged: Path, settings: Settings, packed: bool, storage: str, scheme: Scheme
 ) -> MergeCheck:
-    """Both models, one after the other, on one sequence of random tokens; the second chooses the experts of the first.
+    """Compare both models on one sequence of random tokens. The second model uses the experts that the first chose.
 
     Args:
         packed: whether the merged experts are packed, and so have their format already.
-        storage, scheme: of `limit_of`.
+        storage, scheme: see `limit_of`.
     """
     before = load_model(base, settings, adapter)
     assert isinstance(before, PeftModel)
@@ -131,7 +131,7 @@ def _for(settings: Settings, packed: bool) -> Settings:
 def check_layers(
     base: Path, adapter: Path, merged: Path, settings: Settings, packed: bool, limit: float, found: list[MergeCheck]
 ) -> Iterator[tuple[str, int]]:
-    """The same where the model does not fit: one layer's experts at a time, and every other weight that was merged.
+    """Compare models that do not fit in memory: one layer's experts at a time, then every other merged weight.
 
     Yields (what was done, bytes read) and adds the result to `found`.
     """
@@ -159,12 +159,12 @@ def check_layers(
 
 
 def layers_bytes(base: Path, merged: Path, settings: Settings, packed: bool) -> int:
-    """What `check_layers` reads."""
+    """Bytes that `check_layers` reads."""
     return outline(base, settings).experts.nbytes() + outline(merged, _for(settings, packed)).experts.nbytes()
 
 
 def _random_inputs(layer: ExpertLayer, top_k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, experts and routing weights, of as many tokens as give each expert some."""
+    """Random hidden states, experts and routing weights of enough tokens for each expert."""
     tokens = max(TOKENS, 2 * layer.num_experts // top_k)
     hidden = torch.randn(tokens, layer.hidden_size, generator=generator)
     index = torch.rand(tokens, layer.num_experts, generator=generator).topk(top_k).indices

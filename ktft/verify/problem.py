@@ -1,4 +1,4 @@
-"""What is off, and where."""
+"""A comparison over its limit, and its place in the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Problem:
 
     Attributes:
         check: `contract`, `quantization` or `whole model`.
-        layer, expert, projection: as far as it is known where.
-        quantity: what was compared.
-        error, limit: relative.
+        layer, expert, projection: the place, as far as it is known.
+        quantity: the name of what was compared.
+        error, limit: relative errors.
     """
 
     check: str
@@ -27,12 +27,12 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """One line for a person."""
+        """The problem as one line for a person."""
         names = {"layer": self.layer, "expert": self.expert}
         where = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None) or "whole model"
         return f"{where}: {self.quantity} is {percent(self.error)} off, the limit is {percent(self.limit)}"
 
 
 def percent(error: float) -> str:
-    """Three digits."""
+    """The error in percent with three digits."""
     return f"{100 * error:.3g}%" if math.isfinite(error) else str(error)

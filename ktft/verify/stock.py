@@ -23,8 +23,8 @@ class StockExperts:
 
     Args:
         module: transformers' experts module, on meta.
-        layer: where `load_packed` takes weights from.
-        lora: merged into the weights by `merge`.
+        layer: the packed layer whose weights `load_packed` takes.
+        lora: the adapter that `merge` merges into the weights.
     """
 
     format = "fp32"
@@ -34,7 +34,7 @@ class StockExperts:
         self.layer, self.lora = layer, lora
 
     def _pick(self, stem: str, projection: str) -> Tensor:
-        """The stacked tensor's part that is one projection's, out_features before any in_features."""
+        """One projection's part of a stacked tensor, with out_features before any in_features."""
         stacked: Tensor = self.module.get_parameter(
             ("down_proj" if projection == "down_proj" else "gate_up_proj") + stem
         )
@@ -56,20 +56,20 @@ class StockExperts:
         block: tuple[int, int] | None = None,
         zeros: Tensor | None = None,
     ) -> bool:
-        """Take over one weight; arguments are those of `ExpertLayer.load`."""
+        """Copy one weight. The arguments are those of `ExpertLayer.load`."""
         self._pick("", projection)[expert].copy_(Encoded(weight, scales, block, zeros).dequantize())
         return True
 
     def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
-        """Take over one bias."""
+        """Copy one bias."""
         self._pick("_bias", projection)[expert].copy_(bias)
 
     def missing(self) -> list[tuple[int, str]]:
-        """Nothing: the plan that fills it has counted."""
+        """Always empty, because the plan that fills the layer has counted its weights."""
         return []
 
     def load_packed(self) -> None:
-        """Take over what the packed layer stands for."""
+        """Copy the dequantized weights and the biases of the packed layer."""
         for expert in range(self.layer.num_experts):
             for projection in PROJECTIONS:
                 self.load(expert, projection, self.layer.dequantize(expert, projection))

@@ -1,4 +1,4 @@
-"""What quantizing did to one layer's weights, and which expert is further from its source than its format explains."""
+"""The quantization errors of one layer's weights, and the experts whose error their format does not explain."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ktft.verify.contract import comparable
 from ktft.verify.problem import Problem
 
 FAR_FROM_OTHERS = 3.0
-"""Times the median of the layer's experts, of an expert that is off although within its format's limit."""
+"""An expert is off, even within its format's limit, if its error is this many times the median of its layer."""
 
 
 class PackingMeter(ErrorMeter):
     """Packs each weight into `layer` and compares it at once, so that a source is read once."""
 
     def load(self, expert: int, projection: str, weight: Any, scales: Any = None, **more: Any) -> bool:
-        """As `ExpertLayer.load`."""
+        """Pack and compare one weight; see `ExpertLayer.load`."""
         kept = self.layer.load(expert, projection, weight, scales, **more)
         super().load(expert, projection, weight, scales, **more)
         return kept
 
     def load_bias(self, expert: int, projection: str, bias: Any) -> None:
-        """As `ExpertLayer.load_bias`."""
+        """Load one bias; see `ExpertLayer.load_bias`."""
         self.layer.load_bias(expert, projection, bias)
 
 
 def outliers(meter: ErrorMeter, layer: ExpertLayer, number: int) -> list[Problem]:
-    """Experts of layer `number` that are further off than their format explains, the worst first."""
+    """The experts of layer `number` whose error their format does not explain, the worst first."""
     found, traits = [], FORMAT_TRAITS[layer.format]
     for projection, errors in meter.by_expert().items():
         far = max(FAR_FROM_OTHERS * statistics.median(errors.values()), traits.error)

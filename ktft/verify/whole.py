@@ -1,6 +1,6 @@
-"""Verifies a model as a whole: logits and a gradient, with ktft's experts and with transformers' own.
+"""Verifies a whole model: logits and a gradient, with ktft's experts and with transformers' own.
 
-Both runs share the weights around the experts, in fp32, so that the experts are all that differs.
+Both runs share the weights around the experts, in fp32, so only the experts differ.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ktft.verify.problem import Problem
 from ktft.verify.stock import StockExperts, stock_modules
 
 ARITHMETIC_LIMIT = 0.02
-"""Relative error of logits and gradient against transformers' experts with the same weights and choices, where bf16
-alone does not give more."""
+"""The limit of the relative error of logits and gradient against transformers' experts with the same weights and
+choices, unless bf16 alone gives a larger error."""
 
 AMPLIFIED, NOISE = 5.0, 3.0
-"""Logits may be off from those with the source's weights by so many times the format's typical error of the weights,
-plus so many times the bf16 noise. Experts without relation to their weights are at 100% and more."""
+"""Factors of a limit: compared with the source's weights, logits may be off by the first times the format's typical
+error of weights plus the second times the bf16 noise. Experts with unrelated weights are off by 100% and more."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far logits and a gradient are from the reference's.
+    """The distance of logits and a gradient from the reference's.
 
     Attributes:
         logits: relative L2 error.
@@ -58,17 +58,17 @@ class Distance:
 
 @dataclass(frozen=True)
 class WholeResult:
-    """A whole model. In all but `free` tokens go to the same experts: one near tie that rounding tips moves logits more
-    than everything else.
+    """The result for a whole model. In all comparisons but `free`, both models use the same experts, because a near tie
+    that rounding decides differently moves logits more than everything else.
 
     Attributes:
-        arithmetic: against transformers' experts with the packed weights.
-        layers: layer number -> relative error of its experts' output in that run.
-        quantization: against transformers' experts with the source's weights; None without a source.
-        free: the same, every model choosing experts itself: what a user sees. It has no limit.
-        noise: transformers' model in bf16 against the same in fp32.
-        arithmetic_limit, gradient_limit, quantization_limit: of relative errors.
-        problems: what is off.
+        arithmetic: the distance from transformers' experts with the packed weights.
+        layers: layer number -> relative error of its experts' output in that comparison.
+        quantization: the distance from transformers' experts with the source's weights; None without a source.
+        free: the same with each model choosing experts itself, as a user sees it. It has no limit.
+        noise: the distance of transformers' model in bf16 from the same in fp32.
+        arithmetic_limit, gradient_limit, quantization_limit: the limits of relative errors.
+        problems: the comparisons over their limits.
     """
 
     arithmetic: Distance
@@ -98,15 +98,15 @@ class _Run:
 def verify_whole(
     directory: Path, settings: Settings, tokens: int, adapter: Path | None, source: ExpertPlan | None
 ) -> Iterator[str | WholeResult]:
-    """Yields what is done next, and the result at the end.
+    """Verify a whole model. Yields the name of each next step, and the result at the end.
 
     Args:
-        directory, settings, adapter: as of `ktft.verify.layers.LayerVerifier`.
-        tokens: length of the one random sequence that goes through the model.
+        directory, settings, adapter: see `ktft.verify.layers.LayerVerifier`.
+        tokens: the length of the one random sequence that goes through the model.
         source: the experts' weights before packing, if they are known.
 
     Raises:
-        ValueError: the checkpoint is damaged; the adapter does not fit.
+        ValueError: the checkpoint is damaged, or the adapter does not fit.
     """
     yield "loading the model"
     model = load_model(directory, settings, adapter)
@@ -206,7 +206,7 @@ def _put_stock(model: Any, directory: Path) -> dict[int, StockExperts]:
 
 
 def random_tokens(model: Any, tokens: int) -> Tensor:
-    """`[1, tokens]`, none of which stands for an image."""
+    """Random token ids `[1, tokens]` without special tokens, such as those for images."""
     config = model.config
     special = {value for name, value in vars(config).items() if name.endswith("_token_id") and isinstance(value, int)}
     usable = torch.tensor([i for i in range(config.get_text_config().vocab_size) if i not in special])
@@ -232,9 +232,9 @@ def _run(model: Any, ids: Tensor) -> _Run:
 
 
 class Choices:
-    """Which experts one run chose, for another run to choose the same: rounding may tip a near tie.
+    """Records the experts that one run chose, so that another run uses the same, because rounding may tip a near tie.
 
-    Routing weights count as constants in both, so that gradients are of one function.
+    Routing weights are constants in both runs, so that both gradients are of the same function.
 
     Args:
         others: names of further modules that choose, whose outputs are repeated.
@@ -249,7 +249,7 @@ class Choices:
 
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[None]:
-        """Record while ktft's experts run."""
+        """Record the choices within the block, while ktft's experts run."""
 
         def before(number: int, args: Any) -> Any:
             self._inputs[number] = (args[1], args[2].detach())
@@ -268,7 +268,7 @@ class Choices:
 
     @contextmanager
     def replayed(self, model: nn.Module, experts: dict[int, nn.Module]) -> Iterator[None]:
-        """Repeat the choices in experts by layer number; the first time, compare the experts' outputs."""
+        """Repeat the choices within the block, in experts by layer number. The first time, compare their outputs."""
 
         def before(number: int, args: Any) -> Any:
             index, weights = self._inputs[number]
