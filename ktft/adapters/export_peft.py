@@ -81,7 +81,7 @@ class Stacked:
 
     def _make(self, kind: str, dtype: torch.dtype) -> Tensor:
         experts, d1, d2 = self.shape
-        # d2 is the input size unless the parameter is transposed, so lora_A then holds the B that is on disk
+        # unless the parameter is transposed, d2 is the input size and lora_A holds the B that is on disk
         holds_b = (kind == "lora_A") != self.transposed
         made = torch.zeros(experts, self.r, d1 if kind == "lora_A" else d2)
         for expert in range(experts):
