@@ -1,4 +1,7 @@
-"""Adapters that another one was trained on top of: what its file says of them, and whether a base model holds them."""
+"""Adapters beneath another adapter, which was trained on top of them.
+
+The upper adapter's file describes the ones below it, and a base model may already hold them merged.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,19 @@ from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from ktft.checkpoint.identity import identify_shard
 
 BELOW = "base_adapters"
-"""Key of what ktft writes into an adapter file's metadata: `describe` of each adapter below, in order of training."""
+"""Metadata key in an adapter file. Its value is a list of `describe` results, one per adapter below, in the order in
+which they were trained.
+"""
 REPORT = "merge_report.json"
-"""Beside a merged model. `adapters` are those that went in, in order; of each file what tells it from others."""
+"""File that stands beside a merged model. Its `adapters` lists the merged adapters in order, with the identity of each
+of their files.
+"""
 
 Below = Sequence[Mapping[str, Any]]
 
 
 def describe(path: str, directory: Path) -> dict[str, Any]:
-    """What an adapter's file says of one below it: its path, absolute, and what tells its tensors from others."""
+    """The record of an adapter below: its absolute path, and the identity of its tensors."""
     return {
         "path": os.path.abspath(path) if os.path.isdir(path) else path,
         **identify_shard(directory / SAFETENSORS_WEIGHTS_NAME),
@@ -29,12 +36,12 @@ def describe(path: str, directory: Path) -> dict[str, Any]:
 
 
 def paths_of(below: Below) -> str:
-    """Of a list of `describe`, as a person writes them."""
+    """The paths in a list of `describe` results, separated by commas, for messages."""
     return ", ".join(str(each["path"]) for each in below)
 
 
 def stands_on(below: Below) -> str:
-    """What to tell of an adapter that was trained on top of others."""
+    """The sentence that tells a user how to load an adapter that was trained on top of others."""
     chain = ",".join(str(each["path"]) for each in below)
     return (
         f"trained on top of {paths_of(below)}: it belongs there, and alone its effect is another; in LLaMA-Factory "
@@ -43,7 +50,7 @@ def stands_on(below: Below) -> str:
 
 
 def merged_into(base: Path) -> list[dict[str, Any]]:
-    """The adapters that `ktft merge` put into a checkpoint, in order. None went into one that it did not write.
+    """The adapters that `ktft merge` put into a checkpoint, in order; empty if `ktft merge` did not write it.
 
     Raises:
         ValueError: the report is damaged.
@@ -59,20 +66,20 @@ def merged_into(base: Path) -> list[dict[str, Any]]:
 
 
 def holds(base: Path, below: Below) -> bool:
-    """Whether the last adapters that were merged into a checkpoint are these."""
+    """Whether the adapters in `below` are the last ones that were merged into the checkpoint."""
     wanted = [{key: value for key, value in each.items() if key != "path"} for each in below]
     merged = [adapter.get(SAFETENSORS_WEIGHTS_NAME) for adapter in merged_into(base)]
     return merged[max(0, len(merged) - len(wanted)) :] == wanted
 
 
 def require_merged(adapter: Path, below: Below, base: Path, command: str) -> None:
-    """Refuse an adapter whose base model lacks what the adapter was trained on top of.
+    """Refuse an adapter if its base model lacks the adapters that it was trained on top of.
 
     Args:
-        command: what to run when the others are merged, with {base} in braces for the result.
+        command: the command to run once the others are merged; its {base} is replaced by the merged model's directory.
 
     Raises:
-        ValueError: `base` does not hold `below`; the message has the commands.
+        ValueError: `base` does not hold `below`; the message lists the commands to run.
     """
     if holds(base, below):
         return

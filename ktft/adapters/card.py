@@ -14,7 +14,7 @@ from ktft.checkpoint.families import GROUPS, SEPARATE, group_of
 from ktft.model.experts import experts_family
 
 NEW_CARD = "---\nlibrary_name: peft\n---\n# LoRA adapter\n\n"
-"""What a card begins with where there is none."""
+"""The beginning of a new card, for a directory that has none yet."""
 
 _BEGIN, _END = "<!-- written by ktft, and again at each save -->", "<!-- end of what ktft writes -->"
 
@@ -49,7 +49,7 @@ In PEFT: `PeftModel.from_pretrained(model, "THIS_DIRECTORY")`. For vLLM, SGLang 
 
 
 def update_card(file: Path, model: Any) -> None:
-    """Put what ktft knows of the adapters of a PEFT model into its model card, or replace what is there."""
+    """Write ktft's section about a PEFT model's adapters into its model card, or replace the section that is there."""
     text = file.read_text(encoding="utf-8")
     head, _, rest = text.partition(_BEGIN)
     tail = rest.partition(_END)[2] if rest else ""
@@ -68,14 +68,14 @@ def _section(model: Any) -> str:
     if below := list(base_adapters_of(model).values()):
         lines += [f"The adapter was {stands_on(below)}.", ""]
     lines.append(_LOADING.format(base=base))
-    if layers and experts_family(model).layouts[0] == SEPARATE:  # others had other names, or no modules, there
+    if layers and experts_family(model).layouts[0] == SEPARATE:  # other families have other names there, or no modules
         lines.append(_MODULES)
     lines.append(_STACKED.format(tensors=tensors) if layers else _ELSEWHERE)
     return "\n".join(lines)
 
 
 def _counts(model: Any) -> list[str]:
-    """A table of parameters by adapter and group, those of modules that are saved whole included."""
+    """A table of parameter counts by adapter and group, including modules that are saved whole."""
     family, lines = experts_family(model), []
     for adapter, config in model.peft_config.items():
         if adapter in base_adapters_of(model):

@@ -1,4 +1,4 @@
-"""What an adapter makes of a weight."""
+"""How an adapter changes one weight: LoRA adds a product to it, a replacement takes its place."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """scaling x B A, of one matrix `[out_features, in_features]`."""
+    """The delta scaling x B A of one matrix `[out_features, in_features]`."""
 
     a: Tensor
     b: Tensor
     scaling: float
 
     def matrix(self, base: Tensor) -> Tensor:
-        """fp32; `base`, the weight that it is added to, does not matter."""
+        """The delta in fp32. It does not depend on `base`, the weight that it is added to."""
         return self.scaling * (self.b @ self.a)
 
     def inputs(self) -> Tensor | None:
-        """`[in_features, r]`: an orthonormal basis of the inputs that the adapter reacts to."""
+        """An orthonormal basis `[in_features, r]` of the inputs that the adapter reacts to."""
         return torch.linalg.qr(self.a.T).Q
 
 
@@ -32,11 +32,11 @@ class Replacement:
     tensor: Tensor
 
     def matrix(self, base: Tensor) -> Tensor:
-        """What turns `base` into it."""
+        """The difference between the replacement and `base`."""
         return self.tensor - base
 
     def inputs(self) -> Tensor | None:
-        """All of them."""
+        """None: a replacement reacts to all inputs."""
         return None
 
 

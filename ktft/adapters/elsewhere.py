@@ -1,4 +1,4 @@
-"""Which programs could not apply an adapter as it is, said before it is trained: what `ktft export` would refuse."""
+"""A warning before training starts: which targets of `ktft export` would refuse the adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVERS = {"vllm": VLLM, "sglang": SGLANG}
 
 
 def said_before_training(model: nn.Module) -> str:
-    """A line on the targets of `ktft export` that could not hold a model's adapter; empty if all of them can."""
+    """One line that names the `ktft export` targets that could not hold the model's adapter; empty if all can."""
     reasons = dict(reasons_against(model))
     if not reasons:
         return ""
@@ -31,7 +31,7 @@ def said_before_training(model: nn.Module) -> str:
 
 
 def reasons_against(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Targets of `ktft export` that could not hold the LoRA that a model has now, each with what is in the way."""
+    """Yield each `ktft export` target that could not hold the model's present LoRA, with the reason."""
     family, leaves = experts_family(model), _leaves(model)
     whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
     for target, server in SERVERS.items():
@@ -46,7 +46,7 @@ def reasons_against(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _leaves(model: nn.Module) -> dict[str, set[str]]:
-    """Last name of a module that has LoRA -> the modules around it."""
+    """Map the last name of each module with LoRA to the names of its parent modules; experts' projections have none."""
     found: dict[str, set[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, KtftExpertsLora):

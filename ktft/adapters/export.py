@@ -1,7 +1,8 @@
-"""Adapters for other programs. A target is a row of `TARGETS`; what it cannot hold is refused, with the tensor's name.
+"""Adapters for other programs. Each target is a row of `TARGETS`. If a target cannot hold a tensor, the export is
+refused with that tensor's name.
 
-Sources of what each target loads: PEFT 0.18.1, `tuners/lora/layer.py`; vLLM 0.32, `vllm/lora`; SGLang 0.5.23,
-`sglang/srt/lora`; llama.cpp, `convert_lora_to_gguf.py`, `src/llama-adapter.cpp` and `src/models`.
+What each target loads was read from these sources: PEFT 0.18.1, `tuners/lora/layer.py`; vLLM 0.32, `vllm/lora`; SGLang
+0.5.23, `sglang/srt/lora`; llama.cpp, `convert_lora_to_gguf.py`, `src/llama-adapter.cpp` and `src/models`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Export:
-    """What will be written: how large, of which rank at most, and by what."""
+    """A planned export: its size in bytes, its largest rank, and the function that writes it."""
 
     nbytes: int
     rank: int
@@ -47,23 +48,23 @@ class Export:
 
 @dataclass(frozen=True)
 class Target:
-    """A program that loads adapters: its name, what it loads, and how a person loads that there.
+    """A program that loads adapters: its name, how an export to it is planned, and the command that loads the result.
 
-    `usage` has {base}, {out} and {rank} in braces.
+    `usage` contains the placeholders {base}, {out} and {rank}.
     """
 
     name: str
     plan: Callable[[SavedAdapter], Export]
     usage: str
     ranks: tuple[int, ...] = ()
-    """The values {rank} may have; any if there are none."""
+    """The values that {rank} may have; empty if it may have any."""
 
 
 Arrange = Callable[[SavedAdapter], tuple[dict[str, Any], dict[str, LazyTensor]]]
 
 
 def _directory(arrange: Arrange) -> Callable[[SavedAdapter], Export]:
-    """A plan of an adapter directory as PEFT has it, from its configuration and tensors."""
+    """A planner for adapter directories in PEFT's form, from a function that arranges configuration and tensors."""
 
     def plan(adapter: SavedAdapter) -> Export:
         config, tensors = arrange(adapter)
@@ -107,14 +108,15 @@ TARGETS = {
 
 
 def open_adapter(directory: Path, base: Path | None = None) -> SavedAdapter:
-    """An adapter beside its base model.
+    """Open an adapter beside its base model.
 
     Args:
-        directory: of the adapter.
-        base: the base model's directory, or its config.json. None: what the adapter's configuration names.
+        directory: the adapter's directory.
+        base: the base model's directory, or its config.json. None takes what the adapter's configuration names.
 
     Raises:
-        ValueError: no base model, or not the one that the adapter was trained on; see `SavedAdapter` too.
+        ValueError: there is no base model, or it is not the one that the adapter was trained on; or `SavedAdapter`
+            refuses the adapter.
     """
     config = local_directory(directory) / CONFIG
     named = base or base_of(config.parent)
@@ -140,10 +142,10 @@ def open_adapter(directory: Path, base: Path | None = None) -> SavedAdapter:
 
 
 def plan(adapter: SavedAdapter, target: str) -> Export:
-    """What an export to a target of `TARGETS` will write.
+    """Plan an export to one of `TARGETS`.
 
     Raises:
-        ValueError: the target cannot hold what the adapter has, or would not apply it; the message has the cure.
+        ValueError: the target cannot hold the adapter, or would not apply all of it; the message says what to do.
     """
     row = TARGETS[target]
     planned = row.plan(adapter)
@@ -155,11 +157,11 @@ def plan(adapter: SavedAdapter, target: str) -> Export:
 
 
 def export(adapter: SavedAdapter, target: str, planned: Export, out: Path, progress: Progress) -> str:
-    """Write what was planned into the directory `out`, new or empty. Returns how it is used there.
+    """Write a planned export into the directory `out`, which must be new or empty. Returns the command that loads it.
 
     Raises:
-        ValueError: `out` holds something; a tensor is damaged.
-        OSError: the disk is full, among others. `out` holds nothing new then.
+        ValueError: `out` is not empty, or a tensor is damaged.
+        OSError: the write failed, for instance because the disk is full. `out` then holds nothing new.
     """
     row = TARGETS[target]
     rank = next((each for each in row.ranks if each >= planned.rank), planned.rank)
@@ -178,7 +180,7 @@ def _bytes(tensors: dict[str, LazyTensor]) -> int:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the sets and enumerations that JSON does not have."""
+    """The configuration with sets and enumerations replaced by types that JSON has."""
     listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     plain: dict[str, Any] = json.loads(json.dumps(listed, default=lambda value: getattr(value, "value", str(value))))
     return plain

@@ -1,8 +1,8 @@
 """Adapters for llama.cpp: one GGUF file, with a layer's experts stacked as llama.cpp stacks them.
 
-llama.cpp takes `<tensor>.lora_a` `[E, r, in]` or `[r, in]` and `<tensor>.lora_b` `[E, out, r]` or `[out, r]` for a
-tensor by its own name, and scales by `adapter.lora.alpha / r` with the r of each pair. A model's graph applies LoRA
-where it calls `build_lora_mm`; a pair for another matrix of the model is loaded and has no effect.
+For each tensor, by its GGUF name, llama.cpp takes `<tensor>.lora_a` `[E, r, in]` or `[r, in]` and `<tensor>.lora_b`
+`[E, out, r]` or `[out, r]`. It scales by `adapter.lora.alpha / r` with the r of each pair. A model's graph applies LoRA
+where it calls `build_lora_mm`; llama.cpp also loads a pair for any other matrix, but the pair has no effect.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ARCHITECTURES = {
     "DeepSeek-V3": _DEEPSEEK2,
     "Kimi-K2": _DEEPSEEK2,
 }
-"""By family, those whose graphs were read. All have rows and columns in the checkpoint's order."""
+"""The architectures whose graphs were read, by family. All keep rows and columns in the checkpoint's order."""
 
 
 def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
-    """llama.cpp's architecture, alpha, and tensors by their names in GGUF.
+    """The name of llama.cpp's architecture, alpha, and the tensors by their GGUF names.
 
     Raises:
-        ValueError: gguf is not installed; llama.cpp does not have the model, or would not apply a tensor.
+        ValueError: gguf is not installed, or llama.cpp does not have the model or would not apply a tensor.
     """
     try:
         import gguf

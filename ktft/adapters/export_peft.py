@@ -1,9 +1,9 @@
-"""Adapters in the layout that PEFT 0.18 has for stacked experts, as transformers 5 holds them.
+"""Adapters in PEFT 0.18's layout for stacked experts, which is how transformers 5 holds experts.
 
-PEFT takes a stacked parameter `[E, d1, d2]` and adds to expert e of it `sum_r A[e, r, :d1] x B[:d2, r, e]`, times the
-scaling, whichever of d1 and d2 are inputs: `lora_A` is `[E r, d1]`, expert by expert, and `lora_B` is `[d2, r E]`, rank
-by rank. Gate and up share a parameter, so their ranks add up and the factor on their side is zero outside of their own
-rows.
+For a stacked parameter `[E, d1, d2]`, PEFT adds `sum_r A[e, r, :d1] x B[:d2, r, e]`, times the scaling, to expert e,
+whichever of d1 and d2 are inputs. `lora_A` is `[E r, d1]`, expert by expert, and `lora_B` is `[d2, r E]`, rank by rank.
+Gate and up share a parameter, so their ranks add up, and the factor on the output side is zero outside of each
+projection's own rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ktft.adapters.saved import PREFIX, Place, SavedAdapter
 from ktft.model.meta import meta_model
 
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""transformers' stacked parameters, and the projections that each holds."""
+"""The names of transformers' stacked parameters, and the projections that each one holds."""
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """One stacked parameter `[num_experts, d1, d2]` of one layer, and the projections of it that have LoRA."""
+    """One stacked parameter `[num_experts, d1, d2]` of one layer, and those of its projections that have LoRA."""
 
     adapter: SavedAdapter
     experts: str
@@ -40,30 +40,30 @@ class Stacked:
 
     @property
     def name(self) -> str:
-        """Of the parameter, in the model."""
+        """The parameter's name in the model."""
         return f"{self.experts}.{self.parameter}"
 
     @property
     def projections(self) -> list[str]:
-        """Those of the parameter that have LoRA."""
+        """The parameter's projections that have LoRA."""
         return [each for each in self.adapter.expert_projections(self.experts) if each in PARAMETERS[self.parameter]]
 
     def place(self, expert: int, projection: str) -> Place:
-        """Of one projection of one expert."""
+        """The place of one projection of one expert."""
         return self.adapter.expert_place(self.experts, expert, projection)
 
     @property
     def r(self) -> int:
-        """The ranks together."""
+        """The sum of the projections' ranks."""
         return sum(self.place(0, each).r for each in self.projections)
 
     @property
     def scaling(self) -> float:
-        """One for all: that of the first projection. The others' B is multiplied to make up for it."""
+        """The first projection's scaling, which serves all. The B of each other projection is multiplied to match."""
         return self.place(0, self.projections[0]).scaling
 
     def rows(self, projection: str) -> slice:
-        """The outputs of the parameter that are this projection's."""
+        """The parameter's outputs that belong to this projection."""
         if self.parameter == "down_proj":
             return slice(None)
         number = PARAMETERS[self.parameter].index(projection)
@@ -73,7 +73,7 @@ class Stacked:
         return slice(number * half, (number + 1) * half)
 
     def lazy(self, kind: str) -> LazyTensor:
-        """PEFT's `lora_A` or `lora_B`, made when it is written."""
+        """PEFT's `lora_A` or `lora_B`, computed only when it is written."""
         experts, d1, d2 = self.shape
         shape = (experts * self.r, d1) if kind == "lora_A" else (d2, self.r * experts)
         dtype = self.adapter.dtype(self.place(0, self.projections[0]))
@@ -81,7 +81,7 @@ class Stacked:
 
     def _make(self, kind: str, dtype: torch.dtype) -> Tensor:
         experts, d1, d2 = self.shape
-        # inputs are d2 unless transposed, so lora_A holds B, as it is on disk, unless transposed
+        # unless the parameter is transposed, d2 is the input size and lora_A holds the B that is on disk
         holds_b = (kind == "lora_A") != self.transposed
         made = torch.zeros(experts, self.r, d1 if kind == "lora_A" else d2)
         for expert in range(experts):
@@ -110,7 +110,7 @@ def arrange(adapter: SavedAdapter) -> tuple[dict[str, Any], dict[str, LazyTensor
     copied = [PREFIX + name for name in adapter.whole]
     copied += [place.tensor(kind) for place in adapter.linears for kind in KINDS]
     tensors = {name: adapter.lazy(name) for name in copied}
-    # which of two parameters of a module wraps the other, and so their tensors' names, is PEFT's own decision
+    # PEFT decides which of a module's two parameters wraps the other, and that decides the names of their tensors
     wrapped = peft_get_peft_model(model, LoraConfig(**config), low_cpu_mem_usage=True)
     for name, module in wrapped.named_modules():
         if isinstance(module, ParamWrapper):
@@ -121,7 +121,7 @@ def arrange(adapter: SavedAdapter) -> tuple[dict[str, Any], dict[str, LazyTensor
 
 
 def _owner(name: str) -> str:
-    """The experts' name in the model, of PEFT's name for a wrapper around them."""
+    """The experts' name in the model, given PEFT's name for a wrapper around them."""
     return name.removeprefix(PREFIX).replace(".base_layer", "")
 
 
@@ -150,13 +150,13 @@ def _configure(adapter: SavedAdapter, stacked: dict[str, Stacked]) -> dict[str, 
     return config | {
         "target_modules": [place.name for place in linears],
         "target_parameters": list(stacked) or None,
-        # PEFT sorts patterns when it saves and takes the first that matches: full names alone match one module each
+        # PEFT sorts patterns when it saves and takes the first that matches; only full names match one module each
         "rank_pattern": {name: each for name, each in ranks.items() if each != r},
         "alpha_pattern": {name: _plain(each) for name, each in alphas.items() if not math.isclose(each, alpha)},
         "layers_to_transform": None,
         "layers_pattern": None,
         "exclude_modules": None,
-        "lora_dropout": 0.0,  # which PEFT does not have on parameters
+        "lora_dropout": 0.0,  # PEFT has no dropout on parameters
         "inference_mode": True,
     }
 

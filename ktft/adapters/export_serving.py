@@ -1,4 +1,4 @@
-"""Adapters for servers that read PEFT's files with one rank and one scaling for all modules."""
+"""Adapters for servers that read PEFT's files but accept only one rank and one scaling for all modules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 
 @dataclass(frozen=True)
 class Server:
-    """What a server makes of a standard adapter.
+    """What a server does with a standard adapter.
 
     Attributes:
-        name: of the server.
-        together: modules that it fuses and whose LoRA it wants whole: all have it or none. Pairs of zeros fill up.
-        known: last names of modules that it loads LoRA for; None if it says itself which it does not know.
-        ignored: last names of modules whose LoRA it takes and does not apply, or not always; with the reason.
+        name: the server's name.
+        together: groups of modules that the server fuses. Either all modules of a group have LoRA or none has; missing
+            ones get pairs of zeros.
+        known: last names of the modules that the server loads LoRA for; None if it reports unknown ones itself.
+        ignored: last names of modules whose LoRA the server loads but does not always apply, with the reason.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Server:
 
 VLLM = Server(
     "vLLM",
-    together=(),  # but experts, of which it asserts that every projection is there
+    together=(),  # except experts: vLLM asserts that every projection is there
     known=None,
     ignored={MLA_UP: "which decoding multiplies into other weights before any adapter is loaded"},
 )
@@ -50,15 +51,17 @@ SGLANG = Server(
     known=frozenset({*ATTENTION, *LATENT, *PROJECTIONS, "o_proj", "q_b_proj", MLA_UP}),
     ignored={},
 )
-"""Its scaling is lora_alpha / r, whatever use_rslora, rank_pattern and alpha_pattern say."""
+"""SGLang scales by lora_alpha / r, whatever use_rslora, rank_pattern and alpha_pattern say."""
 
 
 def even_out(adapter: SavedAdapter, server: Server) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Configuration and tensors with one rank and one scaling: lower ranks are padded with zeros, other scalings are
-    multiplied into B, and what the server wants together is filled up with zeros.
+    """The configuration and tensors of an adapter with one rank and one scaling.
+
+    Lower ranks are padded with zeros, and other scalings are multiplied into B. Modules that the server wants together
+    with others get pairs of zeros.
 
     Raises:
-        ValueError: the adapter has what the server cannot hold or would not apply.
+        ValueError: the server cannot hold the adapter, or would not apply all of it.
     """
     _check(adapter, server)
     places = {place.name: (place, True) for place in adapter.places.values()}
@@ -136,7 +139,7 @@ def _check(adapter: SavedAdapter, server: Server) -> None:
 
 
 def _missing(adapter: SavedAdapter, server: Server) -> Iterator[Place]:
-    """Modules without LoRA that the server wants it on, beside those that have it."""
+    """Yield the modules without LoRA that need it because the server fuses them with modules that have it."""
     for name, module in adapter.experts.items():
         for expert in range(module.num_experts):
             for projection in PROJECTIONS:

@@ -1,7 +1,8 @@
 """Adapters on disk: directories as PEFT writes them, with a standard name for every expert's tensors.
 
-ktft's own adapter file remembers, in its safetensors metadata, a CRC-32 of every tensor and the settings that decide
-what the tensors mean, so that a damaged file or an edited configuration is noticed. Other software skips metadata.
+An adapter file written by ktft keeps, in its safetensors metadata, a CRC-32 of every tensor and the settings that
+decide what the tensors mean, so that ktft notices a damaged file or an edited configuration. Other software ignores
+this metadata.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ CONFIG = "adapter_config.json"
 CARD = "README.md"
 HUB_KEYS = ("subfolder", "revision", "cache_dir", "token")
 RECORD = "ktft"
-"""Metadata key of an adapter file: JSON of `MEANING`'s fields as they were when it was saved, and `model_type`."""
+"""Metadata key in an adapter file. Its JSON holds the fields of `MEANING` as they were when it was saved, and
+`model_type`.
+"""
 MEANING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
-"""Fields of adapter_config.json that decide what an adapter computes, beside what its tensors' names and shapes say."""
+"""Fields of adapter_config.json that, with the tensors' names and shapes, decide what an adapter computes."""
 
 BASE = "base_directory"
-"""Metadata key within `RECORD`: the base model's name -> its directory, absolute, where it was one."""
+"""Metadata key within `RECORD`. It maps the base model's name to its absolute path, if the name was a directory."""
 
 SCRATCH = ".saving-"
-"""What the name of a folder begins with in which an adapter is being saved."""
+"""Prefix of the name of the folder in which an adapter is being saved."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Tensors = dict[str, Tensor]
@@ -59,7 +62,10 @@ Tensors = dict[str, Tensor]
 
 
 def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
-    """An adapter's directory; one of the Hugging Face Hub is downloaded. Raises ValueError if it is no adapter."""
+    """An adapter's local directory; an adapter on the Hugging Face Hub is downloaded.
+
+    Raises ValueError if the directory holds no adapter.
+    """
     root = local_path("adapter", path)
     if root is None:
         try:
@@ -74,10 +80,10 @@ def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, 
 
 
 def read_config(directory: Path) -> LoraConfig:
-    """An adapter's configuration.
+    """Read an adapter's configuration.
 
     Raises:
-        ValueError: it is not LoRA, damaged, or has been changed since the tensors beside it were saved.
+        ValueError: it is not LoRA, is damaged, or has been changed since the tensors beside it were saved.
     """
     try:
         config = PeftConfig.from_pretrained(str(directory))
@@ -98,9 +104,9 @@ def read_config(directory: Path) -> LoraConfig:
 
 
 def base_of(directory: Path) -> str | None:
-    """The base model that an adapter names: where it is from here, or else as the configuration has it.
+    """The base model that an adapter names, as a path that is valid here if there is one, else as the config has it.
 
-    A path in the configuration may be relative to the folder that training was started in.
+    A path in the configuration may be relative to the folder in which training was started.
     """
     named = read_config(directory).base_model_name_or_path
     recorded = dict(read_own_metadata(directory).get(RECORD, {}).get(BASE, {}))
@@ -110,13 +116,13 @@ def base_of(directory: Path) -> str | None:
 
 
 def absolute(name: str) -> str:
-    """The same place from any folder, of a name of something that is here; other names are the hub's."""
+    """The absolute path of a file or directory that exists; other names belong to the hub and are returned as given."""
     return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def read_own_metadata(directory: Path) -> dict[str, Any]:
-    """What ktft wrote into an adapter file's metadata; nothing of a file that others wrote."""
-    with open_tensors(directory) as file:  # which checks the header
+    """The metadata that ktft wrote into an adapter file; empty for a file that other software wrote."""
+    with open_tensors(directory) as file:  # this checks the header
         found = read_metadata(file.files[0])
     try:
         own = {key: dict(json.loads(found[key])) for key in (CRC32, RECORD) if key in found}
@@ -128,7 +134,7 @@ def read_own_metadata(directory: Path) -> dict[str, Any]:
 
 
 def open_tensors(directory: Path) -> CheckpointReader:
-    """An adapter's tensors. Raises ValueError if the file is truncated or damaged."""
+    """Open an adapter's tensors. Raises ValueError if the file is truncated or damaged."""
     return CheckpointReader([directory / SAFETENSORS_WEIGHTS_NAME])
 
 
@@ -142,20 +148,22 @@ def adapter_tensors(
     state_dict: Mapping[str, Tensor],
     save_embedding_layers: str | bool = "auto",
 ) -> Tensors:
-    """An adapter's tensors by their names on disk: PEFT's choice of all but experts, which are views, one by one.
+    """An adapter's tensors by their names on disk.
+
+    PEFT chooses the tensors outside of the experts; the experts' tensors are views, one for each expert.
 
     Args:
         model: the PEFT model.
-        layers: its `KtftExpertsLora` by module name.
-        adapter_name: of the adapter.
-        state_dict: of the model.
-        save_embedding_layers: as PEFT's `save_pretrained` has it.
+        layers: the model's `KtftExpertsLora` by module name.
+        adapter_name: the adapter's name.
+        state_dict: the model's state dict.
+        save_embedding_layers: the argument of PEFT's `save_pretrained`.
     """
     others = without_experts(state_dict, layers)
     tensors: Tensors = get_peft_model_state_dict(
         model, state_dict=others, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
     )
-    # With a resized vocabulary PEFT adds all that an embedding has, copies around one that is held whole among it
+    # With a resized vocabulary PEFT adds all tensors of an embedding, including the copies around one held whole
     copies = {"original_module", "modules_to_save"}
     tensors = {name: tensor for name, tensor in tensors.items() if not copies & set(name.split("."))}
     for name, layer in layers.items():
@@ -174,7 +182,7 @@ def without_experts(state_dict: Mapping[str, Tensor], layers: Iterable[str]) -> 
 
 
 def names_elsewhere(layers: Mapping[str, KtftExpertsLora], adapter_name: str) -> set[str]:
-    """Names on disk of an adapter's tensors on experts that other processes hold; see `adapter_tensors`."""
+    """Names on disk of an adapter's tensors for experts that other processes hold; see `adapter_tensors`."""
     return {
         f"{name}.{expert}.{projection}.{kind}.weight"
         for name, layer in layers.items()
@@ -187,13 +195,13 @@ def names_elsewhere(layers: Mapping[str, KtftExpertsLora], adapter_name: str) ->
 def check_loadable(
     directory: Path, expected: Mapping[str, Tensor], model_type: str, elsewhere: Collection[str] = ()
 ) -> None:
-    """Compare an adapter with a model that has places for it, `expected`, and read every value of these once.
+    """Compare an adapter with the tensors that a model expects, and read every value of these once.
 
-    Tensors that are `elsewhere`, in other processes, may be there or not.
+    The tensors named in `elsewhere` are held by other processes; the file may have them or not.
 
     Raises:
-        ValueError: a tensor is missing, left over, of another shape or dtype, NaN or Inf, or not what was saved; the
-            adapter is of another model.
+        ValueError: a tensor is missing or left over, has another shape or dtype, holds NaN or Inf, or is not what was
+            saved; or the adapter belongs to another model.
     """
     metadata = read_own_metadata(directory)
     check_model_type(directory, metadata, model_type)
@@ -216,14 +224,14 @@ def read_checked(file: CheckpointReader, name: str, checksums: Mapping[str, str]
 
 
 def check_model_type(directory: Path, metadata: Mapping[str, Any], model_type: str) -> None:
-    """Raises ValueError if an adapter with this metadata was trained on another type of model."""
+    """Raise ValueError if an adapter with this metadata was trained on another type of model."""
     trained_on = metadata.get(RECORD, {}).get("model_type", model_type)
     if trained_on != model_type:
         raise ValueError(f"{directory} was trained on a model of type {trained_on}, this one is {model_type}")
 
 
 def check_fit(file: CheckpointReader, expected: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-    """Compare names, shapes and dtypes of a file with what must be in it. Raises ValueError, see `check_loadable`."""
+    """Compare a file's names, shapes and dtypes with the expected ones. Raises ValueError; see `check_loadable`."""
     problems = [
         f"{len(names)} tensors {what}, the first is {names[0]}"
         for what, names in (
@@ -254,7 +262,7 @@ def _refuse_unless_finite(name: str, tensor: Tensor, where: str) -> None:
 
 
 def warn_of_another_base(config: LoraConfig, model_name: str) -> None:
-    """Say so where names tell that an adapter is of another model than this one, which may have the same shapes."""
+    """Warn if the base model's name shows that the adapter belongs to another model; its shapes may be the same."""
     base = config.base_model_name_or_path or ""
     if base and model_name and Path(base).name != Path(model_name).name:
         logging.getLogger("ktft").warning(
@@ -269,18 +277,18 @@ def warn_of_another_base(config: LoraConfig, model_name: str) -> None:
 
 @contextmanager
 def saving(target: Path, nbytes: int, new: bool = False) -> Iterator[Path]:
-    """A directory to write `nbytes` into. Its files move into `target` when the block ends without an exception.
+    """A scratch directory to write `nbytes` into. Its files move into `target` if the block ends without an exception.
 
     Args:
-        new: refuse a target that holds something, apart from what a killed process left.
+        new: refuse a target that is not empty, apart from what a killed process left.
 
     Raises:
-        OSError: the disk is full, among others. Nothing in `target` has changed then.
-        ValueError: another process writes into it, or it holds something.
+        OSError: the write failed, for instance because the disk is full. Nothing in `target` has changed then.
+        ValueError: another process writes into `target`, or `new` is set and it is not empty.
     """
     untouched = f"what {target} held before is untouched"
     with locked(target, "saving an adapter") as first:
-        for left in target.glob(f"{SCRATCH}*") if first else ():  # of a process that was killed
+        for left in target.glob(f"{SCRATCH}*") if first else ():  # left by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         if new and any(path.name != LOCK for path in target.iterdir()):
             raise ValueError(f"{target} is not empty; name a new directory")
@@ -303,16 +311,16 @@ def saving(target: Path, nbytes: int, new: bool = False) -> Iterator[Path]:
 
 
 def stored_bytes(tensors: Tensors) -> int:
-    """Bytes that tensors take in a file, without its header."""
+    """Bytes that the tensors take in a file, without its header."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def write_adapter(directory: Path, tensors: Tensors, config: PeftConfig, model_type: str, below: Below = ()) -> None:
-    """Write adapter_model.safetensors, one tensor in memory at a time, and read it back.
+    """Write adapter_model.safetensors with one tensor in memory at a time, and read it back.
 
     Raises:
-        ValueError: a tensor holds NaN or Inf, or was read back otherwise than it is in memory.
-        OSError: the disk is full, among others.
+        ValueError: a tensor holds NaN or Inf, or differs from memory when it is read back.
+        OSError: the write failed, for instance because the disk is full.
     """
     record = {field: getattr(config, field) for field in MEANING} | {"model_type": model_type}
     record |= {BELOW: list(below)} if below else {}
@@ -333,7 +341,7 @@ def write_adapter(directory: Path, tensors: Tensors, config: PeftConfig, model_t
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made, on the CPU, when it is written."""
+    """A tensor that is computed, on the CPU, only when it is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -341,7 +349,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in a file."""
+        """Bytes that the tensor takes in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -351,8 +359,11 @@ def write_tensors(
     record: Mapping[str, Any],
     progress: Callable[[str, int], None] = lambda name, nbytes: None,
 ) -> None:
-    """Write adapter_model.safetensors, one tensor in memory at a time; `progress` is told of each, and its bytes."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # aligned, as safetensors does it
+    """Write adapter_model.safetensors with one tensor in memory at a time.
+
+    `progress` is called with the name and the bytes of each tensor.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # safetensors' order, which aligns
     entries = [
         NewTensor(name, _dtype_name(name, tensors[name].dtype), tensors[name].shape, tensors[name].nbytes)
         for name in order
@@ -375,7 +386,7 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def _compare(directory: Path, tensors: Tensors) -> None:
-    """Names, shapes, dtypes and every bit of a file against what is in memory, one tensor at a time."""
+    """Compare names, shapes, dtypes and every bit of a file with the tensors in memory, one tensor at a time."""
     with open_tensors(directory) as file:
         check_fit(file, tensors)
         for name, tensor in tensors.items():

@@ -28,7 +28,7 @@ UNSUPPORTED = {
     "arrow_config": "Arrow routing",
     "layer_replication": "replication of layers",
 }
-"""PEFT's LoRA options that expert LoRA does not have, and what people call them."""
+"""PEFT's LoRA options that expert LoRA does not have, with their common names."""
 
 UNMERGED = (
     "ktft keeps adapters unmerged in memory, because its experts are quantized there: write a merged checkpoint with "
@@ -52,7 +52,7 @@ class Rank:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse those of PEFT's LoRA options that routed experts do not have."""
+    """Refuse the PEFT LoRA options that routed experts do not have."""
     for option, what in UNSUPPORTED.items():
         if options.get(option):
             raise ValueError(f"{what} on routed experts is not supported by ktft; leave {option} out")
@@ -81,15 +81,14 @@ class CpuParameters(nn.ParameterDict):
 class KtftExpertsLora(nn.Module, LoraLayer):
     """PEFT's layer around `KtftExperts`: LoRA on every routed expert of one MoE layer.
 
-    Per adapter and targeted projection it holds `lora_A.<adapter>.<projection>` `[E, r, in]` and `lora_B...`
-    `[E, out, r]` of the E experts that the process holds, fp32 unless cast, always on the CPU. On disk they have the
-    standard name of each expert,
-    `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
+    For each adapter and targeted projection it holds `lora_A.<adapter>.<projection>` `[E, r, in]` and `lora_B...`
+    `[E, out, r]`, where E counts the experts that the process holds. They are fp32 unless cast, and always on the CPU.
+    On disk each expert has its standard name, `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
 
     Args:
         base_layer: the experts.
         adapter_name: the first adapter's name.
-        ranks: projection -> rank, for the projections the adapter has.
+        ranks: projection -> rank, for the projections that the adapter has.
         kwargs: PEFT's LoRA options; see `update_layer`.
 
     Raises:
@@ -161,9 +160,9 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         return self.experts(hidden_states, top_k_index, top_k_weights, lora=self.active_lora())
 
     def active_lora(self) -> ExpertLora | None:
-        """What the experts apply now. Draws a dropout seed from torch's CPU generator when dropout is on.
+        """The LoRA that the experts apply now. Draws a dropout seed from torch's CPU generator if dropout is on.
 
-        Checkpoint recomputation restores that generator, so that it applies the same dropout again.
+        Recomputation under checkpointing restores that generator, so that it applies the same dropout again.
 
         Raises:
             ValueError: active adapters cannot be applied together, or something moved the parameters off the CPU.
@@ -213,7 +212,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
                 f"expert LoRA {adapter_name}.{projection} is on {a.device}, but it is computed on the CPU; load the "
                 'model with a device_map of one device, such as {"": 0}'
             )
-        # PEFT's scaling helpers work on self.scaling, which is that of the adapter's common rank and alpha
+        # PEFT's scaling helpers change self.scaling, which belongs to the adapter's common rank and alpha
         rslora = self.use_rslora[adapter_name]
         common = Rank(self.r[adapter_name], self.lora_alpha[adapter_name]).scaling(rslora)
         own = self.ranks[adapter_name][projection].scaling(rslora)
@@ -224,7 +223,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         return cast(CpuParameters, getattr(self, kind)[adapter_name])
 
     def tensors(self, adapter_name: str) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind (`lora_A`, `lora_B`), projection and stacked tensor of everything an adapter has here."""
+        """Yield kind (`lora_A` or `lora_B`), projection and stacked tensor for all that an adapter has here."""
         for kind in KINDS:
             for projection, tensor in self.stacked(kind, adapter_name).items():
                 yield kind, projection, tensor
@@ -247,14 +246,14 @@ class KtftExpertsLora(nn.Module, LoraLayer):
 
 
 def _join(pairs: list[LoraPair]) -> LoraPair:
-    """Adapters side by side as one: sum of s·B·A = [s1·B1, s2·B2, ...]·[A1; A2; ...], differentiable in each."""
+    """Join adapters into one: the sum of s·B·A is [s1·B1, s2·B2, ...]·[A1; A2; ...], differentiable in each."""
     a = torch.cat([pair.a for pair in pairs], dim=1)
     b = torch.cat([pair.b.float() * pair.scaling for pair in pairs], dim=2)
     return LoraPair(a, b, 1.0)
 
 
 def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: take each expert's tensors, under their standard names, into the stacked parameters."""
+    """Move each expert's tensors, under their standard names, into the stacked parameters before a state dict loads."""
     held = layer.experts.held
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for key in list(state_dict):
@@ -270,7 +269,7 @@ def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: s
                 f"of {prefix.rstrip('.')}; load adapters with ktft.load_adapter"
             )
         for expert in keys.keys() & set(range(held.num_experts)) - set(held.numbers):
-            state_dict.pop(keys.pop(expert))  # of another process
+            state_dict.pop(keys.pop(expert))  # another process holds this expert
         if sorted(keys) != list(held.numbers):
             stray = sorted(set(keys) ^ set(held.numbers))[0]
             raise ValueError(
@@ -282,7 +281,7 @@ def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: s
         _check_shapes(state_dict, keys, stacked)
         if stacked.is_meta:
             whole = torch.stack([state_dict.pop(keys[expert]) for expert in held.numbers])
-        else:  # straight into place: a stack of a large model's expert LoRA would be a second copy of it
+        else:  # copied straight into place, because torch.stack would make a second copy of a large model's LoRA
             whole = stacked.data
             for place, expert in enumerate(held.numbers):
                 whole[place].copy_(state_dict.pop(keys[expert]))

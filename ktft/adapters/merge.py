@@ -1,7 +1,7 @@
-"""`ktft merge`: writes a base model with an adapter added, beside its place, and moves it there when it is whole.
+"""`ktft merge`: writes a base model with an adapter added to it.
 
-All is written into `OUT.merging`. What is there says which merge it belongs to, so that the same command goes on where
-it stopped and another one starts over. OUT appears by renaming, complete.
+Everything is written into `OUT.merging`, which records the merge that it belongs to, so that the same command goes on
+where it stopped and a different one starts over. When the merge is complete, the directory is renamed to OUT.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FORMATS = (SAME, BF16, *PACKED)
 
 
 class Merge:
-    """One base model, one adapter, one directory to write.
+    """The merge of one base model and one adapter into one directory.
 
     Args:
         base: a checkpoint as released, not a converted one.
         adapter: a directory, or a repository of the Hugging Face Hub.
-        out: must not exist, or be empty.
+        out: the directory to write; it must be empty or not exist.
         storage: one of `FORMATS`.
-        settings: threads and NUMA nodes to pack with.
+        settings: the threads and NUMA nodes to pack with.
 
     Raises:
         FileNotFoundError, ValueError: the checkpoint or the adapter is damaged or not supported; they do not belong
@@ -81,12 +81,12 @@ class Merge:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Make the directory beside OUT this merge's alone, and start over if it is another one's.
+        """Lock the directory beside OUT for this merge, and clear it if it belongs to a different merge.
 
         Raises:
-            ValueError: another process is at it or has finished OUT, or it holds what no merge wrote.
+            ValueError: another process is working in it or has finished OUT, or it holds a file that no merge wrote.
         """
-        # The lock lies beside: the directory itself becomes OUT
+        # The lock lies beside the directory, because the directory itself becomes OUT
         with locked(self.staging, "merging", self.staging.with_name(f"{self.staging.name}.ktft-lock")):
             if self.out.is_dir() and any(self.out.iterdir()):
                 raise ValueError(f"{self.out} exists; give a new or empty directory, or remove it")
@@ -102,28 +102,28 @@ class Merge:
             yield
 
     def total_bytes(self) -> int:
-        """What `run` yields in all. Within `opened`."""
+        """The sum of the bytes that `run` will yield. Call it inside `opened`."""
         return self.adapter.nbytes + self.work.total_bytes
 
     def run(self) -> Iterator[tuple[str, int]]:
-        """Write what is missing. Yields (what was worked on, bytes that are done with).
+        """Write what is missing. Yields (what was worked on, bytes that are finished).
 
         Raises:
-            ValueError: NaN in the adapter or the base; a damaged file; a full disk. What is finished is kept.
+            ValueError: the adapter or the base holds NaN, a file is damaged, or the disk is full. Finished files stay.
         """
         for nbytes in self.adapter.check_values():
             yield "checking the adapter", nbytes
         yield from self.work.run()
 
     def outcomes(self) -> list[GroupOutcome]:
-        """What came of the deltas, the worst first."""
+        """How much of the deltas survived, the worst group first."""
         return by_group(self.records.all())
 
     def publish(self, check: dict[str, Any] | None) -> None:
         """Write the report and move everything into place.
 
         Args:
-            check: what comparing the result with base and adapter gave, for the report.
+            check: the result of comparing the merged model with base and adapter, for the report.
         """
         groups = self.outcomes()
         report = {
@@ -142,15 +142,15 @@ class Merge:
         (self.staging / STATE).unlink()
         for directory in {path.parent for path in self.staging.rglob("*")}:
             sync_directory(directory)
-        os.rename(self.staging, self.out)  # of an empty directory too
+        os.rename(self.staging, self.out)  # this replaces an empty directory too
         sync_directory(self.out.parent)
 
 
 def _check_mergeable(adapter: SavedAdapter) -> None:
-    """Refuse an adapter whose sum with the base model's weights is not what was trained.
+    """Refuse an adapter if its sum with the base model's weights is not what was trained.
 
     Raises:
-        ValueError: with the cure.
+        ValueError: it is not; the message says what to do.
     """
     require_untouched_base(adapter)
     tied: Any = adapter.model.all_tied_weights_keys
@@ -163,7 +163,7 @@ def _check_mergeable(adapter: SavedAdapter) -> None:
 
 
 def _clear(directory: Path) -> None:
-    """Remove all but the state, and last what says that it is a merge's."""
+    """Remove everything except the state. The report, which marks the directory as a merge's, goes last."""
     for path in sorted(directory.iterdir(), key=lambda path: path.name == REPORT):
         if path.is_dir():
             shutil.rmtree(path)
@@ -172,7 +172,7 @@ def _clear(directory: Path) -> None:
 
 
 def _ours(directory: Path) -> bool:
-    """Whether a merge was killed between removing its state and moving the directory, or before writing it."""
+    """Whether a merge left this directory, killed before it wrote its state or between removing that and the rename."""
     report = directory / REPORT
     if not report.is_file():
         return all(path.name.endswith(TEMPORARY) for path in directory.iterdir())

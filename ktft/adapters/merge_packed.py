@@ -1,4 +1,4 @@
-"""Merges into a converted checkpoint: packed experts with their deltas, everything else as stored with its own."""
+"""Merges into a converted checkpoint. Experts are packed with their deltas; all else keeps its format, deltas added."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class MergedConversion(Conversion):
     """The conversion of a base model with an adapter.
 
     Args:
-        plan: the base model's checkpoint, its layers empty and of the format to pack.
-        added: see `Conversion`: the adapter, so that merged experts are never taken for the base model's.
-        records: where outcomes go.
+        plan: the base model's checkpoint. Its layers are empty and have the format to pack.
+        added: as in `Conversion`; it names the adapter, so that merged experts are never taken for the base model's.
+        records: the store for outcomes.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class MergedConversion(Conversion):
 
     @property
     def total_bytes(self) -> int:
-        """What `run` yields in all."""
+        """The sum of the bytes that `run` will yield."""
         return self.source_bytes(report=False)
 
     def is_written(self, output: Output) -> bool:
-        """Whether the file is there, and what was recorded of it."""
+        """Whether both the file and its record are there."""
         return super().is_written(output) and self._records.has(output.name)
 
     def _copy(self, output: Output) -> Iterator[tuple[str, int]]:
@@ -72,7 +72,7 @@ class _MergedExperts:
         return getattr(self._experts, name)
 
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
-        """As `ExpertPlan.load`; at the end of each call, outcomes are recorded."""
+        """Load as `ExpertPlan.load` does, and record the outcomes at the end of each call."""
         merging = {number: _MergingLayer(layer, self._adapter) for number, layer in layers.items()}
         yield from self._experts.load({number: cast(ExpertLayer, each) for number, each in merging.items()})
         for number, each in merging.items():
@@ -80,12 +80,12 @@ class _MergedExperts:
             self._records.write(layer_file(number), each.outcomes)
 
     def pieces(self, layer: int) -> Collection[tuple[str, int | None]]:
-        """As `ExpertPlan.pieces`."""
+        """The same as `ExpertPlan.pieces`."""
         return self._experts.pieces(layer)
 
 
 class _MergingLayer:
-    """Takes the base model's weights as an `ExpertLayer` does, adds each its delta and packs the sum."""
+    """Takes the base model's weights as an `ExpertLayer` does, adds each weight's delta and packs the sum."""
 
     def __init__(self, layer: ExpertLayer, adapter: SavedAdapter) -> None:
         self.layer, self.adapter = layer, adapter
@@ -104,7 +104,7 @@ class _MergingLayer:
         block: tuple[int, int] | None = None,
         zeros: Tensor | None = None,
     ) -> bool:
-        """Arguments and result are those of `ExpertLayer.load`."""
+        """Add the delta and pack the sum. Arguments and result are those of `ExpertLayer.load`."""
         encoded = Encoded(weight, scales, block, zeros)
         name = f"{self.layer.name}.{expert}.{projection}"
         lora = self.adapter.delta(name) if name in self.adapter.places else None
@@ -119,7 +119,7 @@ class _MergingLayer:
         return True
 
     def _packed_alone(self, projection: str, base: Encoded) -> Tensor:
-        """What the base weight alone would be in this format."""
+        """The base weight without its delta, packed in this format and dequantized."""
         layer = self.layer
         one = ExpertLayer(
             layer.runtime,

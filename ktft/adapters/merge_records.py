@@ -1,4 +1,4 @@
-"""Outcomes of finished files, kept beside them until the merge is complete: a restart does not measure again."""
+"""Outcomes of finished files, kept beside them until the merge is complete, so a restart does not measure again."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Records:
         return True
 
     def all(self) -> list[Outcome]:
-        """Of all files, in the order of their names."""
+        """The outcomes of all files, in the order of the files' names."""
         return [outcome for path in self._paths() for outcome in self._read(path)]
 
     def remove(self) -> None:
-        """Delete the records: the merge is complete."""
+        """Delete the records once the merge is complete."""
         for path in self._paths():
             path.unlink()
 

@@ -1,4 +1,4 @@
-"""Merges shard by shard: the base model's own layout and formats, or with everything dequantized to bf16."""
+"""Merges shard by shard, in the base model's own layout and formats or with everything dequantized to bf16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ktft.model.quantizer import LoadPlan
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to write, called as the source's that it is made of."""
+    """A file to write. It has the name of the source file that it is made from."""
 
     name: str
     tensors: list[NewTensor]
@@ -36,10 +36,10 @@ class ShardMerge:
         plan: the base model's checkpoint.
         target: the directory to write.
         storage: `same` or `bf16`.
-        records: where outcomes go.
+        records: the store for outcomes.
 
     Raises:
-        ValueError: the checkpoint is in a scheme that cannot be written.
+        ValueError: the checkpoint's scheme cannot be written.
     """
 
     def __init__(self, plan: LoadPlan, adapter: SavedAdapter, target: Path, storage: str, records: Records) -> None:
@@ -65,7 +65,7 @@ class ShardMerge:
 
     @property
     def total_bytes(self) -> int:
-        """What `run` yields in all."""
+        """The sum of the bytes that `run` will yield."""
         return sum(entry.nbytes for shard in self._todo() for entry in shard.entries)
 
     def _todo(self) -> list[Shard]:
@@ -79,10 +79,10 @@ class ShardMerge:
         return sum(safetensors_bytes(shard.tensors, shard.metadata) for shard in self._todo())
 
     def run(self) -> Iterator[tuple[str, int]]:
-        """Write what is missing. Yields (what was worked on, bytes of the source that are done with).
+        """Write what is missing. Yields (what was worked on, bytes of the source that are finished).
 
         Raises:
-            ValueError: the source is damaged, or the disk is full; files finished before are kept.
+            ValueError: the source is damaged, or the disk is full. Files that were finished before are kept.
         """
         check_space(self.target, self._left())
         with explained(self.target, self._left):
@@ -116,7 +116,7 @@ class ShardMerge:
 
 
 def dequantized_config(config: dict[str, object]) -> dict[str, object]:
-    """config.json of the same model in bf16."""
+    """The config.json of the same model in bf16."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     for key in ("dtype", "torch_dtype"):
         if key in plain:

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 WEAK, DROWNED = 0.3, 0.7
-"""Of `Survival.lost`. docs/guide/merge.md has what was measured."""
+"""Limits of `Survival.lost`. docs/guide/merge.md has the measurements behind them."""
 
 
 @dataclass(frozen=True)
 class Survival:
-    """Sums over a weight's elements, or over several weights'.
+    """Sums over the elements of one weight or of several weights.
 
-    `moved` is the stored merged weight minus the stored base weight, the delta is what it should be, the error what is
-    between them.
+    `moved` is the stored merged weight minus the stored base weight. It should equal the delta; the error is the
+    difference between the two.
 
     Attributes:
-        delta, moved, error: squares.
-        product: of delta and moved.
-        read: squares of what the error does to the inputs that the adapter reads: of its product with an orthonormal
-            basis of the rows of lora_A.
+        delta, moved, error: sums of squares.
+        product: the sum of the products of delta and moved.
+        read: the sum of squares of the error's effect on the inputs that the adapter reads, which is its product with
+            an orthonormal basis of the rows of lora_A.
     """
 
     delta: float = 0.0
@@ -36,7 +36,7 @@ class Survival:
 
     @classmethod
     def measure(cls, delta: Tensor, moved: Tensor, inputs: Tensor | None) -> Survival:
-        """Of one weight: tensors of one shape, and `LoraDelta.inputs`."""
+        """Measure one weight. `delta` and `moved` have one shape; `inputs` is what `LoraDelta.inputs` returns."""
         error = moved - delta
         read = error if inputs is None else error @ inputs
         sums = (_dot(delta, delta), _dot(moved, moved), _dot(error, error), _dot(moved, delta), _dot(read, read))
@@ -44,18 +44,18 @@ class Survival:
 
     @classmethod
     def total(cls, parts: Iterable[Survival]) -> Survival:
-        """Of several weights together."""
+        """The sums over several weights together."""
         found = [asdict(part) for part in parts]
         return cls(**{name: math.fsum(part[name] for part in found) for name in asdict(cls())})
 
     @property
     def cosine(self) -> float:
-        """Of what moved and the delta."""
+        """The cosine between moved and the delta."""
         return _ratio(self.product, math.sqrt(self.delta * self.moved))
 
     @property
     def projected(self) -> float:
-        """<moved, delta> / <delta, delta>: 1 if the delta is there, whatever noise came with it; 0 if it is not."""
+        """<moved, delta> / <delta, delta>: 1 if the delta is there, whatever noise came with it, and 0 if it is not."""
         return _ratio(self.product, self.delta)
 
     @property
@@ -65,14 +65,15 @@ class Survival:
 
     @property
     def lost(self) -> float:
-        """The same, seen by the inputs that the adapter reads: 0 if it acts as trained, 1 if all of that is wrong.
+        """The relative error on the inputs that the adapter reads: 0 if it acts as trained, 1 if all of it is wrong.
 
-        Rounding noise does not know these directions: of rank r in n inputs, it is sqrt(r / n) of `relative_error`.
+        Rounding noise does not depend on these directions, so with rank r and n inputs this is sqrt(r / n) times
+        `relative_error`.
         """
         return math.sqrt(_ratio(self.read, self.delta))
 
     def to_dict(self) -> dict[str, float]:
-        """The four measures."""
+        """The four measures, for the report."""
         names = ("lost", "projected", "cosine", "relative_error")
         return {name: _digits(getattr(self, name)) for name in names}
 
@@ -82,8 +83,8 @@ class Outcome:
     """One merged weight.
 
     Attributes:
-        name: of the module, or of the tensor where that was replaced.
-        group: layer and projection, with which it is judged.
+        name: the module's name, or the tensor's if the adapter replaces it.
+        group: the layer and projection; weights are judged by group.
         rounding: `nearest` or `dithered`.
     """
 
@@ -93,19 +94,19 @@ class Outcome:
     survival: Survival
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` is the way back."""
+        """The outcome as JSON's types; `from_dict` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Outcome:
-        """Raises KeyError or TypeError of anything but `to_dict`'s."""
+        """Read what `to_dict` returned. Raises KeyError or TypeError for anything else."""
         group = (values["group"][0], values["group"][1])
         return cls(values["name"], group, values["rounding"], Survival(**values["survival"]))
 
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """The weights of one projection in one layer: one, or all experts'."""
+    """The weights of one projection in one layer: a single weight, or the weights of all experts."""
 
     layer: str
     projection: str
@@ -117,12 +118,12 @@ class GroupOutcome:
 
     @property
     def verdict(self) -> str:
-        """`ok`, `weak` or `drowned`. NaN, which cannot be, is drowned."""
+        """`ok`, `weak` or `drowned`. NaN, which should never occur, counts as drowned."""
         lost = self.survival.lost
         return "ok" if lost < WEAK else "weak" if lost < DROWNED else "drowned"
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """The group as JSON's types, for the report."""
         return {
             "layer": self.layer,
             "projection": self.projection,
@@ -136,7 +137,7 @@ class GroupOutcome:
 
 
 def by_group(outcomes: Iterable[Outcome]) -> list[GroupOutcome]:
-    """Layer and projection together, what has lost most first. Weights whose delta is zero do not count."""
+    """Group outcomes by layer and projection, with the largest loss first. Weights whose delta is zero do not count."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.survival.delta > 0:
@@ -160,5 +161,5 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def _digits(value: float) -> float:
-    """Four digits: more would depend on the order of a sum, and so on threads."""
+    """Round to four digits, because more would depend on the order of a sum and so on the number of threads."""
     return float(f"{value:.4g}")

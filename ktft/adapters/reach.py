@@ -54,7 +54,7 @@ def resolve(model: Any, config: Any) -> None:
     """Spell out `target_modules` as a user gives them.
 
     Raises:
-        ValueError: one matches nothing, or what LoRA would not train.
+        ValueError: a target matches nothing, or matches a module that LoRA would not train.
     """
     if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
         config.target_modules = list(linear_names(model))
@@ -119,7 +119,7 @@ def planned_reach(model: Any, config: LoraConfig) -> Reach:
 
 
 def check_method(config: Any) -> None:
-    """Refuse what is not LoRA on modules.
+    """Refuse any method other than LoRA on modules.
 
     Raises:
         ValueError: another of PEFT's methods, or LoRA on parameters.
@@ -139,7 +139,7 @@ def reach_of(model: Any, config: Any) -> Reach:
     """What an adapter with this configuration has LoRA on. Raises ValueError if experts cannot have it."""
     check_method(config)
     if config.layers_to_transform is not None and not config.layers_pattern:
-        config.layers_pattern = ["layers"]  # else PEFT takes the expert's number for the layer's
+        config.layers_pattern = ["layers"]  # without it, PEFT takes the expert's number for the layer's
     modules: set[str] = set()
     ranks: dict[str, dict[str, Rank]] = {}
     direct: dict[str, int] = {}

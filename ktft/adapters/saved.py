@@ -43,7 +43,7 @@ REFUSED = UNSUPPORTED | {
     "trainable_token_indices": "trainable tokens",
     "alora_invocation_tokens": "activated LoRA",
 }
-"""PEFT's options that add what has no place here, and what people call them."""
+"""PEFT's options that ktft cannot merge, export or verify, with their common names."""
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are."""
 
@@ -72,7 +72,7 @@ class Place:
         return f"{PREFIX}{self.name}.{kind}.weight"
 
     def shape(self, kind: str) -> tuple[int, int]:
-        """Of its `lora_A` or `lora_B`."""
+        """The shape of its `lora_A` or `lora_B`."""
         return (self.r, self.fan_in) if kind == "lora_A" else (self.fan_out, self.r)
 
 
@@ -171,7 +171,7 @@ class SavedAdapter:
         return sum(entry.nbytes for entry in self.file.tensors.values())
 
     def dtype(self, place: Place) -> torch.dtype:
-        """Of a pair on disk."""
+        """The dtype of a place's pair on disk."""
         return DTYPES[self.file.tensors[place.tensor(KINDS[0])].dtype]
 
     def read(self, name: str) -> Tensor:

@@ -117,7 +117,7 @@ def check_name(model: nn.Module, adapter_name: str) -> None:
 
 
 def check_whole_modules(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse adapters of which two hold one module whole: there is no sum of the two."""
+    """Refuse adapters if two of them hold the same module whole, because the two have no sum."""
     for module_name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             owners = [name for name in names if name in module.modules_to_save]
@@ -130,7 +130,7 @@ def check_whole_modules(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def freeze_originals(model: nn.Module) -> None:
-    """PEFT unfreezes the base model's own copy of a module that only adapters now inactive hold whole."""
+    """Freeze the base model's own copies again: PEFT unfreezes one if only inactive adapters hold its module whole."""
     for module in model.modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             module.original_module.requires_grad_(False)
@@ -138,7 +138,7 @@ def freeze_originals(model: nn.Module) -> None:
 
 @contextmanager
 def trainability_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards, the parameters there were require a gradient exactly if they did; PEFT unfreezes active adapters."""
+    """Restore every parameter's `requires_grad` at the end of the block, because PEFT unfreezes active adapters."""
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         yield

@@ -17,10 +17,10 @@ def check_modules_to_save(model: Any, config: Any, modules: Mapping[str, nn.Modu
     """Each name in `config.modules_to_save` must match, by PEFT's rule, and match only what can be trained whole.
 
     Args:
-        model: with ktft's experts.
-        config: the adapter's.
+        model: a model with ktft's experts.
+        config: the adapter's configuration.
         modules: all modules by name, without LoRA around them.
-        lora: names of those that get LoRA.
+        lora: names of the modules that get LoRA.
 
     Raises:
         ValueError: it matches nothing, routed experts or a module around them, a module to which no gradient comes,
@@ -55,9 +55,9 @@ def take_precision(model: nn.Module, adapter_name: str, file: Path) -> None:
     """Give modules held whole the dtype that a file has, with its values: those of a bf16 model may be trained in fp32.
 
     Args:
-        model: PEFT's, with the adapter.
-        adapter_name: of the adapter.
-        file: that the adapter was loaded from.
+        model: the PEFT model with the adapter.
+        adapter_name: the adapter's name.
+        file: the file that the adapter was loaded from.
     """
     with safe_open(file, framework="pt", device="cpu") as tensors:
         for name, module in model.named_modules():

@@ -70,7 +70,7 @@ class _Moe(torch.autograd.Function):
 
 
 def note_work(span: spans.Span, layer: ExpertLayer, top_k_index: Tensor, products: int) -> None:
-    """What so many products with the chosen experts' matrices read and compute, LoRA not counted."""
+    """Record the bytes and FLOPs of `products` products with the chosen experts' matrices, without LoRA."""
     if spans.RECORDER.on:
         share = products / len(PROJECTIONS)
         counts = torch.bincount(top_k_index[top_k_index >= 0], minlength=layer.num_experts)

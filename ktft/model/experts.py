@@ -28,15 +28,15 @@ class KtftExperts(nn.Module):
 
     Args:
         layer: the packed experts, all or a part of them, or only their sizes where nothing will be computed.
-        family: of the model.
-        activation: what backward finds saved, `retain` or `recompute`.
+        family: the model's family.
+        activation: what forward keeps for backward, `retain` or `recompute`.
 
     Attributes:
         laned: runs the experts of hidden states that are on a GPU; None where the model has no lanes.
         shared: the block's shared experts; None if it has none.
-        record: takes counts in training mode; None, as it is made, to count nothing.
-        num_experts: that this process holds, `held` says which of the model's. Where it holds a part, the output is the
-            sum over these alone.
+        record: takes counts in training mode; None, the initial value, counts nothing.
+        num_experts: the number of experts that this process holds; `held` says which of the model's experts they are.
+            If it holds only a part, the output is the sum over that part alone.
     """
 
     layer: ExpertLayer
@@ -73,8 +73,8 @@ class KtftExperts(nn.Module):
         """Run hidden states that are on a GPU in these lanes.
 
         Args:
-            lanes: of the model; layers are added to them in order.
-            number: of this layer.
+            lanes: the model's lanes; layers are added to them in order.
+            number: this layer's number.
             shared: the block's shared experts.
         """
         lanes.layers.append(self.layer)

@@ -49,7 +49,7 @@ class Adapter:
 
     @property
     def parameters(self) -> int:
-        """Of A and B together."""
+        """The number of parameters of A and B together."""
         return self.count * self.rank * (self.in_features + self.out_features)
 
 
@@ -84,11 +84,11 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one forward pass."""
+        """Tokens of one forward pass."""
         return self.batch * self.sequence
 
     def expert_activation(self, *, gpu: bool) -> str:
-        """What backward finds: beside a GPU checkpointing keeps experts' outputs instead, so gate and up come anew."""
+        """What backward finds. Beside a GPU, checkpointing keeps outputs; gate and up are computed again."""
         return "recompute" if gpu and self.checkpointing else self.activation
 
     def on_experts(self, layer: int | None = None) -> list[Adapter]:
@@ -123,7 +123,7 @@ class Footprint:
         return sum(self.vram.values())
 
     def with_residents(self, resident: int) -> Footprint:
-        """The same with so many bytes of experts that stay on the GPU."""
+        """The same footprint with `resident` bytes of experts that stay on the GPU."""
         return replace(self, vram=self.vram | {"resident experts": resident})
 
     @property
@@ -137,7 +137,7 @@ class Footprint:
 
 
 def packed_per_node(moes: Iterable[MoeShape], expert_format: str, nodes: int) -> tuple[int, ...]:
-    """Packed experts of all layers on each of so many nodes, exactly as native allocates them."""
+    """Bytes of all layers' packed experts on each of `nodes` nodes, exactly as native allocates them."""
     total = [0] * nodes
     for moe in moes:
         dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
@@ -155,7 +155,7 @@ def active_experts(moe: MoeShape, tokens: int) -> float:
 def expert_buffers(
     moe: MoeShape, tokens: int, adapters: Iterable[Adapter], *, threads: int, nodes: int, activation: str
 ) -> native.LayerMemory:
-    """What native buffers take in a forward and a backward of so many tokens, if all experts are equally likely."""
+    """Memory of the native buffers in a forward and a backward of `tokens` tokens, if experts are equally likely."""
     return native.layer_memory(
         moe.hidden_size,
         moe.intermediate_size,

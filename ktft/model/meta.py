@@ -1,4 +1,4 @@
-"""Models without weights, for all that is settled before any is read."""
+"""Models without weights, for everything that is decided before a weight is read."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class MoeShape:
 
     @property
     def parameters(self) -> int:
-        """Of all experts' weights, biases apart."""
+        """The number of parameters in all experts' weights, without biases."""
         return 3 * self.num_experts * self.hidden_size * self.intermediate_size
 
     def projection(self, name: str) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All that is planned with.
+    """The sizes of a model that planning needs.
 
     Attributes:
         moe: layer number -> its routed experts.
@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of all routed experts."""
+        """The number of parameters of all routed experts."""
         return sum(moe.parameters for moe in self.moe.values())
 
 

@@ -87,13 +87,13 @@ class Machine:
         return len(self.node_bytes)
 
     def with_ram(self, ram_bytes: int) -> Machine:
-        """The same with so much memory installed."""
+        """The same machine with `ram_bytes` of memory installed."""
         usable = int(ram_bytes * (1 - OPERATING_SYSTEM))
         return replace(self, ram_bytes=usable, node_bytes=(usable // self.nodes,) * self.nodes)
 
 
 def gpu_of_size(memory_bytes: int, tflops: float | None = None, pcie_rate: float | None = None) -> Gpu:
-    """A GPU of so much memory: the fastest published one that has no more."""
+    """A GPU with this much memory, with the rates of the largest published one that has no more."""
     gib = round(memory_bytes / system.GIB)
     name, own_tflops, gbs, generation = GPUS[max((size for size in GPUS if size <= gib), default=min(GPUS))]
     return Gpu(

@@ -129,7 +129,7 @@ def lane_notes(plan: Plan) -> list[str]:
 
 
 def advice(plan: Plan) -> list[str]:
-    """What to change, a line each."""
+    """The changes that would make the recipe fit, one line each."""
     return [
         f"{change.words}: then {change.plan.format} fits ({readable(change.plan.footprint.ram_bytes)} of memory"
         + (f", {readable(change.plan.footprint.vram_bytes)} of GPU memory" if change.plan.footprint.vram else "")

@@ -131,7 +131,7 @@ class Planner:
         )
 
     def _faster(self, best: FormatPlan | None) -> Iterator[str]:
-        """Without gradient checkpointing, which runs attention's forward twice, if the GPU has the memory."""
+        """Suggest turning off gradient checkpointing, which runs attention's forward twice, if the GPU has room."""
         if best is None or best.lanes is None or not self.work.checkpointing:
             return
         work = self._workload(replace(self.recipe, disable_gradient_checkpointing=True))

@@ -69,7 +69,7 @@ class OtherRates:
 
 
 def expert_flops(moe: MoeShape, tokens: int) -> float:
-    """Base products of one pass."""
+    """FLOPs of the base products of one pass."""
     return 6.0 * tokens * moe.top_k * moe.held.share * moe.hidden_size * moe.intermediate_size
 
 

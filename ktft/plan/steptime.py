@@ -36,7 +36,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return self.experts + self.other + self.optimizer
 
 
@@ -60,7 +60,7 @@ def simulated_lanes(
     shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, expert_format: str, resident: int,
     routing: str,
 ) -> Simulated:  # fmt: skip
-    """The experts of one pass of a batch, on a machine with a GPU that has so many bytes of them resident."""
+    """The experts of one pass of a batch, on a machine whose GPU holds `resident` bytes of them."""
     gpu, kinds = machine.gpu, Counter[LayerKind]()
     assert gpu is not None
     for number, moe in shape.moe.items():
