@@ -62,8 +62,8 @@ class Output:
     Attributes:
         name: within the directory.
         tensors, metadata: what its header says.
-        source_bytes: to be read for it.
-        copied: the source's tensors that it consists of; none of packed experts.
+        source_bytes: the bytes of the source that are read to write it.
+        copied: the source's tensors that are copied into it; empty for packed experts.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """The file's size in bytes."""
         return safetensors_bytes(self.tensors, self.metadata)
 
 
@@ -331,10 +331,10 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def check_space(target: Path, needed: int) -> None:
-    """Refuse to begin what does not fit.
+    """Refuse to begin writing what does not fit on the disk.
 
     Raises:
-        ValueError: with both numbers.
+        ValueError: the disk has too little room; the message has both numbers.
     """
     free = shutil.disk_usage(target).free
     if needed > free:

@@ -32,7 +32,7 @@ SHARDS_AT_ONCE = 4
 
 
 class LayerShape(Protocol):
-    """What of a layer decides which tensors it needs."""
+    """The properties of a layer that decide which tensors it needs."""
 
     @property
     def held(self) -> HeldExperts: ...
@@ -147,7 +147,7 @@ def check_shapes(scheme: Scheme, parts: Mapping[str, TensorEntry], shape: Shape,
     """Compare each tensor's shape with what a weight of `shape` (`experts` of them, stacked) needs.
 
     Raises:
-        ValueError: naming file, tensor and both shapes.
+        ValueError: a shape is wrong; the message names file, tensor and both shapes.
     """
     if scheme is not PLAIN_SCHEME and len(shape) != 2:
         raise ValueError(f"{parts['codes'].file}: {parts['codes'].name} is {scheme.name}, but not a matrix")
@@ -171,7 +171,7 @@ class ExpertPlan:
         ignored: patterns of tensor names that nobody needs (layers for multi-token prediction, for instance).
 
     Attributes:
-        tensor_names: of all that the experts consist of.
+        tensor_names: the names of all tensors that the experts consist of.
 
     Raises:
         ValueError: an expert tensor is missing or left over, or has a wrong shape or dtype.
@@ -271,7 +271,7 @@ class ExpertPlan:
         return Matrix(scheme, parts, source.expert, source.transposed), missing
 
     def nbytes(self, layers: Collection[int] | None = None) -> int:
-        """Bytes that `load` reads, of all layers or of some."""
+        """Bytes that `load` reads for all layers, or for some of them."""
         biases = (b.entry.nbytes for b in self.biases.values() if layers is None or b.targets[0][0].layer in layers)
         return sum(matrix.nbytes for matrix in self._of(layers)) + sum(biases)
 
