@@ -1,4 +1,4 @@
-"""How many tokens each expert of each layer had: what a training run or a server counted, as a file."""
+"""A file with the number of tokens of each expert in each layer, as a training run or a server counted them."""
 
 from __future__ import annotations
 
