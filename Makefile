@@ -24,7 +24,7 @@ DOCS_VENV ?= .venv-docs
 # Tests that run beside each other: `auto` is one for each core, if memory has room (tests/conftest.py).
 WORKERS ?= auto
 
-# Twice quiet: errors, a failed compilation among them, are still shown.
+# -qq still shows errors, including those of a failed compilation.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
@@ -34,7 +34,7 @@ CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 demo: native
 	$(BIN)/python examples/demo/run.py
 
-# Both halves, also if the first one fails. A file of the second starts servers: it stays with one worker.
+# Both halves run, even if the first one fails. Files of the second start servers, so each file stays with one worker.
 test-all: MARKS := -m ''
 test test-all: native serving
 	@failed=0; set -x; \
@@ -97,7 +97,7 @@ $(SERVE_VENV)/.environment: $(VENV)/.environment
 	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
 	@touch $@
 
-# The core of .venv, compiled once: an editable wheel from the same build folder.
+# This installs an editable wheel from the build folder of .venv, so that the core is compiled only once.
 $(SERVE_VENV)/.native: $(SERVE_VENV)/.environment $(VENV)/.native
 	@rm -rf build/editable
 	@$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/editable")' > build/editable.log 2>&1 || { cat build/editable.log; exit 1; }

@@ -1,6 +1,6 @@
 """Print what building and running ktft needs, from pyproject.toml: `python ci/requirements.py [extra ...]`.
 
-`--only` before the extras leaves out ktft's own needs.
+`--only` before the extras leaves out ktft's own requirements.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The hook, for metadata of an install before it was `ktft_autoload`, which stays until ktft is installed again."""
+"""The hook under its old name. An installation from before `ktft_autoload` refers to it until ktft is reinstalled."""
 
 from ktft_autoload import install
 

@@ -1,4 +1,4 @@
-"""The only defaults, environment reads and validation. Standard library only: `ktft --help` reads it."""
+"""All defaults, environment variables and checks of settings. Standard library only, because `ktft --help` loads it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEFAULT_EXPERT_FORMAT = "int8"
 ACTIVATIONS = ("retain", "recompute")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")
 LANE_BYTES = 3 << 29
-"""Of GPU memory: staging and decoded weights of streamed experts, whatever the model."""
+"""Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
 
 
 def world_size() -> int:
-    """Number of processes that the launcher (torchrun, accelerate, deepspeed) started."""
+    """The number of processes that the launcher (torchrun, accelerate, deepspeed) started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -33,26 +33,26 @@ LAUNCHES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or data parallelism of accelerate",
 }
-"""Environment variables by which accelerate has a model divided -> what they ask for."""
+"""Environment variables that make accelerate divide a model over processes -> what each one asks for."""
 
 
 def launched_as() -> tuple[str, str] | None:
-    """A variable of `LAUNCHES` that is on in this process, with its value as in a shell; None where none is."""
+    """The first variable of `LAUNCHES` that is on in this process, and its `NAME=value`; None if all are off."""
     off = ("", "0", "n", "no", "f", "false", "off")
     on = (name for name in LAUNCHES if os.environ.get(name, "").lower() not in off)
     return next(((name, f"{name}={os.environ[name]}") for name in on), None)
 
 
 def cuda_library() -> str:
-    """CUDA's driver library, as the dynamic linker finds it; `KTFT_LIBCUDA` names another."""
+    """The name by which the dynamic linker finds CUDA's driver library; `KTFT_LIBCUDA` names another library."""
     return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"
 
 
 def memory_limit() -> int | None:
-    """What `KTFT_MEMORY_LIMIT` (for instance 400G) leaves of this machine's memory to ktft; None where it is unset.
+    """The bytes of memory that `KTFT_MEMORY_LIMIT` (for instance 400G) lets ktft use; None if it is unset.
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: its value is not a size.
     """
     text = os.environ.get("KTFT_MEMORY_LIMIT", "")
     try:
@@ -62,26 +62,26 @@ def memory_limit() -> int | None:
 
 
 TRACE_STEPS = 20
-"""Steps that a trace has."""
+"""The number of steps in a trace."""
 
 
 def trace_file() -> Path | None:
-    """Where `KTFT_TRACE` has a trace of the first `TRACE_STEPS` steps written; None where it is unset."""
+    """The file of `KTFT_TRACE`, to which a trace of the first `TRACE_STEPS` steps is written; None if it is unset."""
     text = os.environ.get("KTFT_TRACE", "")
     return Path(text) if text else None
 
 
 def skip_memory_check() -> bool:
-    """Whether `KTFT_SKIP_MEMORY_CHECK` lets a model be loaded that does not seem to fit."""
+    """Whether `KTFT_SKIP_MEMORY_CHECK` allows loading a model that does not seem to fit in memory."""
     return os.environ.get("KTFT_SKIP_MEMORY_CHECK", "0") not in ("", "0")
 
 
 SERVE_ENV = "KTFT_SERVE"
-"""Carries `ktft.serve.runtime.settings.ServeSettings` from `ktft serve` to the processes of the server."""
+"""This variable carries `ktft.serve.runtime.settings.ServeSettings` from `ktft serve` to the server's processes."""
 
 
 def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The text of `KTFT_SERVE`; None in a process that does not serve."""
+    """The value of `KTFT_SERVE`; None in a process that does not serve."""
     return environment.get(SERVE_ENV) or None
 
 
@@ -89,35 +89,35 @@ API_KEY_ENV, ADMIN_KEY_ENV = "VLLM_API_KEY", "KTFT_ADMIN_KEY"
 
 
 def server_keys() -> tuple[str | None, str | None]:
-    """The key that a server's users must give, and the key for changes that affect all of them; None without one.
+    """The key that a server's users must send, and the key for changes that affect all users; None for a key not set.
 
-    They come from the environment, which no list of processes shows. `VLLM_API_KEY` is vLLM's own name.
+    The keys come from the environment, which a list of processes does not show. `VLLM_API_KEY` is vLLM's own name.
     """
     return os.environ.get(API_KEY_ENV) or None, os.environ.get(ADMIN_KEY_ENV) or None
 
 
 def emulate_gpu() -> bool:
-    """Whether `KTFT_EMULATE_GPU` has the CPU's torch do what a GPU would do for routed experts: to test that."""
+    """Whether torch on the CPU does a GPU's share of the routed experts' work. Tests set `KTFT_EMULATE_GPU`."""
     return os.environ.get("KTFT_EMULATE_GPU", "0") not in ("", "0")
 
 
 def other_hub() -> bool:
-    """Whether LLaMA-Factory was told to fetch models from another hub than Hugging Face's."""
+    """Whether LLaMA-Factory is set to fetch models from a hub other than Hugging Face's."""
     return any(os.environ.get(hub, "0") not in ("", "0") for hub in ("USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB"))
 
 
 def show_tracebacks() -> bool:
-    """Whether `KTFT_TRACEBACK` has errors of the user's, too, shown with their traceback."""
+    """Whether `KTFT_TRACEBACK` shows the traceback of every error, including those that are meant for the user."""
     return os.environ.get("KTFT_TRACEBACK", "0") not in ("", "0")
 
 
 def emulate_cpus() -> bool:
-    """Whether `KTFT_EMULATE_CPUS` lets settings ask for more threads and NUMA nodes than there are: to test that."""
+    """Whether settings may ask for more threads and NUMA nodes than there are. Tests set `KTFT_EMULATE_CPUS`."""
     return os.environ.get("KTFT_EMULATE_CPUS", "0") not in ("", "0")
 
 
 def use_triton() -> bool:
-    """Whether a GPU's work may be done by Triton kernels; `KTFT_TRITON=0` takes torch operations instead."""
+    """Whether Triton kernels may do a GPU's work; `KTFT_TRITON=0` selects torch operations instead."""
     return os.environ.get("KTFT_TRITON", "1") != "0"
 
 
@@ -126,22 +126,23 @@ class Settings:
     """How the routed experts are held and run.
 
     Attributes:
-        expert_format: weights' format in memory, one of `EXPERT_FORMATS`; None takes a converted checkpoint's own, and
-            `DEFAULT_EXPERT_FORMAT` for any other.
+        expert_format: the format of the weights in memory, one of `EXPERT_FORMATS`. None takes a converted checkpoint's
+            own format, and `DEFAULT_EXPERT_FORMAT` for any other checkpoint.
         threads: CPU threads of the kernels; None takes one per physical core that this process may use.
         numa_nodes: NUMA nodes to spread the experts over; None takes all nodes this process may use.
         activation: `retain` keeps gate and up outputs for backward, `recompute` computes them again to save memory.
-        expert_checkpoint: directory of a safetensors checkpoint, as released or converted, to read the experts from;
-            None takes the model's own.
-        verify_checksums: compare the checksums of a converted checkpoint's experts while they load.
-        isa: instruction set of the kernels; None takes KTFT_ISA's, or else the best this CPU has.
-        placement: where experts run: `auto` decides for each layer and batch; `cpu`; `stream`, all on the GPU; or
-            `resident`, those that stay on the GPU there and all others on the CPU. Without a GPU `auto` is `cpu`.
-        gpu_expert_memory: bytes of GPU memory for experts that stay there, also given as `8G`; or `auto`, what training
-            leaves.
+        expert_checkpoint: the directory of a safetensors checkpoint, as released or converted, from which the experts
+            are read; None takes the model's own.
+        verify_checksums: whether the checksums of a converted checkpoint's experts are compared while they load.
+        isa: the instruction set of the kernels; None takes the one in KTFT_ISA, or else the best that this CPU has.
+        placement: where experts run. `auto` decides for each layer and batch; `cpu` and `stream` run all of them on the
+            CPU or the GPU; `resident` runs those that stay on the GPU there and all others on the CPU. Without a GPU
+            `auto` is `cpu`.
+        gpu_expert_memory: bytes of GPU memory for experts that stay there, also given as `8G`; `auto` takes what
+            training leaves.
 
     Raises:
-        ValueError: a value is not among those accepted, or two of them contradict each other.
+        ValueError: a value is not accepted, or two values contradict each other.
     """
 
     expert_format: str | None = None
@@ -156,7 +157,7 @@ class Settings:
 
     @property
     def needs_gpu(self) -> str:
-        """Words for the setting that no machine without a GPU can follow, empty if there is none."""
+        """Describes the setting that requires a GPU; empty if there is none."""
         if self.placement in ("stream", "resident"):
             return f"placement is {self.placement!r}"
         if isinstance(self.gpu_expert_memory, int) and self.gpu_expert_memory:
@@ -194,7 +195,7 @@ def _count(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is None:
             return None
-        # By value, not by Python's type: numpy's integers count, what is true or false does not
+        # The value decides, not Python's type: numpy's integers are accepted, booleans are not
         number = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else 0
         if number < 1:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least 1, or leave it out")
@@ -226,7 +227,7 @@ def _check_expert_checkpoint(value: Any) -> Any:
 
 
 def _check_gpu_expert_memory(value: Any) -> int | str:
-    """Text is a size as a person writes it, a whole number is bytes."""
+    """A text is a size as a person writes it; a whole number is a number of bytes."""
     if value == "auto":
         return "auto"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -258,19 +259,19 @@ def checked(setting: str, value: Any) -> Any:
     """One setting's value as `Settings` keeps it.
 
     Raises:
-        ValueError: it is not among those accepted.
+        ValueError: the value is not accepted.
     """
     return _CHECKS[setting](value) if setting in _CHECKS else value
 
 
 def unknown_key(key: str, known: Mapping[str, Any] | tuple[str, ...], shown: str = "") -> ValueError:
-    """The error for a key that is in nobody's table, with the nearest one that is; `shown` says where it stood."""
+    """The error for an unknown key, with the nearest key in `known`; `shown` is the key with its place in the YAML."""
     near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
     return ValueError(f"unknown key {(shown or key)!r}; the nearest valid key is {near[0]!r}")
 
 
 _KT_FORMATS = {"amxbf16": "bf16", "amxint8": "int8", "amxfp8": "fp8", "amxint4": "k4", "rawint4": "int4"}
-"""KTransformers' names of formats -> the nearest of `EXPERT_FORMATS`. FP8 and MXFP4 are called the same here."""
+"""KTransformers' names of formats -> the nearest of `EXPERT_FORMATS`. FP8 and MXFP4 have the same names here."""
 _AMXINT4 = {"amxint4": "becomes k4: also 4 bits, with a scale for each 32 inputs and not one a row, so more accurate"}
 
 
@@ -285,7 +286,7 @@ def _format(value: Any) -> str | None:
 
 
 def _written_size(value: Any) -> Any:
-    """A number in a YAML file was written by a person, as text was: 8 is a forgotten unit."""
+    """Turns a number into text, so that `parse_size` checks its unit: a person who writes 8 in YAML forgot the unit."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
 
 
@@ -304,7 +305,7 @@ def _identity(value: Any) -> Any:
 
 
 def _only(accepted: Any, cure: str) -> Callable[[Any], None]:
-    """A converter for keys with one acceptable value, which then means nothing more to ktft."""
+    """A converter for keys that accept one value only. The value sets nothing in ktft."""
 
     def convert(value: Any) -> None:
         if value != accepted or isinstance(value, bool) != isinstance(accepted, bool):
@@ -322,9 +323,13 @@ def _refused(cure: str) -> Callable[[Any], None]:
 
 @dataclass(frozen=True)
 class KtKey:
-    """What ktft makes of one key: the setting it sets, how its value converts (None sets nothing), or a note.
+    """What one key does in ktft.
 
-    `remarks`: lower-case values whose meaning here needs a word to the user.
+    Attributes:
+        setting: the setting that the key sets; None if it sets nothing.
+        convert: turns the key's value into the setting's value; a result of None sets nothing.
+        note: why the key has no effect; empty if it has one.
+        remarks: lower-case values whose meaning here differs -> what the user is told about it.
     """
 
     setting: str | None = None
@@ -343,7 +348,7 @@ _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts t
 KT_KEYS: dict[str, KtKey] = {
     **{name: KtKey(name) for name in SETTINGS},
     "gpu_expert_memory": KtKey("gpu_expert_memory", _written_size),
-    # KTransformers' keys that have a meaning here
+    # These keys of KTransformers have a meaning in ktft.
     "kt_expert_weight_format": KtKey("expert_format", _format, remarks=_AMXINT4),
     "kt_backend": KtKey("expert_format", _format, remarks=_AMXINT4),
     "kt_num_threads": KtKey("threads"),
@@ -354,19 +359,19 @@ KT_KEYS: dict[str, KtKey] = {
     "kt_expert_checkpoint_path": KtKey("expert_checkpoint"),
     "kt_weight_path": KtKey("expert_checkpoint"),
     "cpu_infer": KtKey("threads"),
-    # keys of which one value is what ktft does anyway
+    # These keys accept one value, which is what ktft does in any case.
     "enabled": KtKey(None, _only(True, "to train without ktft set use_kt: false")),
     "kt_skip_expert_loading": KtKey(None, _only(True, "ktft always loads the experts itself; remove the key")),
     "kt_num_gpu_experts": KtKey(None, _only(0, _BY_MEMORY)),
     "kt_train_mode": KtKey(None, _only("lora", "ktft trains LoRA; set it to lora")),
     "kt_full_weight_grad": KtKey(None, _only(False, "ktft keeps expert weights frozen; set it to false")),
     "kt_use_lora_experts": KtKey(None, _only(False, f"{_DENSE_LORA}; set it to false and use lora_target: all")),
-    # LoRA's own settings, which LLaMA-Factory keeps out of kt_config too
+    # These are LoRA's own settings, which LLaMA-Factory keeps out of kt_config too.
     "kt_lora_rank": KtKey(None, _refused(_ELSEWHERE.format("lora_rank"))),
     "kt_lora_alpha": KtKey(None, _refused(_ELSEWHERE.format("lora_alpha"))),
     "kt_lora_dropout": KtKey(None, _refused(_ELSEWHERE.format("lora_dropout"))),
     "lora_rank": KtKey(note="the rank is lora_rank at the top level of the YAML"),
-    # keys with nothing to steer here
+    # These keys have no effect in ktft.
     "kt_lora_expert_num": KtKey(note=_DENSE_LORA),
     "kt_lora_expert_intermediate_size": KtKey(note=_DENSE_LORA),
     "kt_weight_lifecycle": KtKey(note="packed experts live as long as the model"),
@@ -408,7 +413,7 @@ def parse_kt_config(
     Values that are None count as absent.
 
     Returns:
-        The settings, and one line for each key that steers nothing or whose value means something else here.
+        The settings, and one line for each key that has no effect or whose value means something else here.
 
     Raises:
         ValueError: an unknown key (naming the nearest valid one), a value that is not accepted, or two keys that set

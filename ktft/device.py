@@ -1,8 +1,8 @@
-"""Devices, by what torch can do with them: CUDA's, and the CPU, which stands in for one.
+"""The devices that ktft runs on: CUDA GPUs, and the CPU, which can stand in for a GPU.
 
-`device_of` gives the `Device` of a torch device. Another vendor's accelerator is one more class and one more row of
-`ACCELERATORS`: no other file names torch.cuda. What the driver itself is called for, such as locking memory and batches
-of copies, is in `ktft.native.cuda`.
+`device_of` gives the `Device` of a torch device. Another vendor's accelerator needs one more class and one more row of
+`ACCELERATORS`: no other file names torch.cuda. Calls of the driver itself, such as locking memory and batches of
+copies, are in `ktft.native.cuda`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ktft import config
 
 
 class HostStream:
-    """The CPU's: its work is done when the call returns. Others are torch's own, with these methods."""
+    """A stream of the CPU, where work is done when the call returns. GPUs have torch's streams, with these methods."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What is enqueued here from now on runs after what `stream` holds now."""
+        """Make work that is enqueued here from now on run after the work that `stream` holds now."""
 
     def synchronize(self) -> None:
-        """Wait for all that is enqueued here."""
+        """Wait for all work that is enqueued here."""
 
 
 class HostEvent:
-    """The CPU's: it has passed when it is recorded. Others are torch's own, with these methods.
+    """An event of the CPU, which has passed as soon as it is recorded. GPUs have torch's events, with these methods.
 
     An event can be recorded again and again, and nothing waits for one that was never recorded.
     """
@@ -38,21 +38,21 @@ class HostEvent:
     at = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Put it behind what `stream`, or the current one, holds now."""
+        """Put the event behind the work that `stream`, by default the current one, holds now."""
         self.at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """What is enqueued in `stream`, or the current one, from now on runs after the event."""
+        """Make work that is enqueued in `stream`, by default the current one, from now on run after the event."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Whether the device has passed the event."""
         return True
 
     def synchronize(self) -> None:
-        """Wait until the device has passed it."""
+        """Wait until the device has passed the event."""
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from here to `end_event`; both were made with timing, and have passed."""
+        """Milliseconds from this event to `end_event`. Both must have been made with timing, and have passed."""
         return (end_event.at - self.at) * 1e3
 
 
@@ -60,18 +60,18 @@ _HOST_STREAM = HostStream()
 
 
 class Device:
-    """What ktft asks of a device, as the CPU answers it; the class of an accelerator overrides every method.
+    """The interface to a device, implemented for the CPU; the class of an accelerator overrides every method.
 
     Names and meanings are those of torch.cuda. Streams and events are `Any` here: see `HostStream` and `HostEvent`.
 
     Args:
-        device: without an index it stands for the current one of its type, whichever that is at each call.
+        device: a torch device. Without an index it stands for the device of its type that is current at each call.
 
     Attributes:
-        index: of the device; None where it was made without.
-        pin_memory: what torch's `pin_memory` should be for host memory that is copied to or from the device.
-        runs_triton: whether Triton compiles for it.
-        records_graphs: whether it has `record`.
+        index: the device's index; None if it was made without one.
+        pin_memory: the value of torch's `pin_memory` for host memory that is copied to or from the device.
+        runs_triton: whether Triton compiles for the device.
+        records_graphs: whether the device supports `record`.
     """
 
     pin_memory = False
@@ -88,65 +88,65 @@ class Device:
 
     @staticmethod
     def device_count() -> int:
-        """How many of this type there are, if `is_available`."""
+        """The number of devices of this type, if `is_available`."""
         return 1
 
     @staticmethod
     def is_initialized() -> bool:
-        """Whether this process has begun to use the type, which takes seconds and memory."""
+        """Whether this process has initialized devices of this type, which takes seconds and memory."""
         return True
 
     def indexed(self) -> torch.device:
-        """The device with its index, which is that of the current one if it was made without."""
+        """The device with its index. One that was made without gets the index of the current device."""
         return self.device
 
     def name(self) -> str:
-        """The model, for a person."""
+        """The name of the device's model, for a person."""
         return "cpu"
 
     def driver_library(self) -> str | None:
-        """A library with the functions of CUDA's driver, for `ktft.native.cuda`. The CPU alone needs none: ktft copies
-        its memory itself.
+        """The library with the functions of CUDA's driver, for `ktft.native.cuda`. It is None for the CPU, whose memory
+        ktft copies itself.
         """
         return None
 
     def has_grouped_mm(self) -> bool:
-        """Whether torch has kernels for `torch._grouped_mm` there; else that waits for the device."""
+        """Whether torch has kernels of `torch._grouped_mm` for the device. Without them it waits for the device."""
         return False
 
     def new_stream(self) -> Any:
-        """A stream of its own."""
+        """A new stream."""
         return HostStream()
 
     def current_stream(self) -> Any:
-        """The stream of torch's operations."""
+        """The stream that torch's operations use now."""
         return _HOST_STREAM
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A block in which `stream` is the current one."""
+        """A context in which `stream` is the current one."""
         return nullcontext()
 
     def handle(self, stream: Any) -> int:
-        """The stream as the driver takes it."""
+        """The raw handle by which the driver knows the stream."""
         return 0
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> Any:
-        """An event. With `blocking`, a thread that waits for it sleeps; without, it spins, which takes a core."""
+        """A new event. A thread that waits for it sleeps with `blocking`; without, it spins, which takes a core."""
         return HostEvent()
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """When the tensor dies, its memory is not given to others before `stream` has done what it holds then."""
+        """Keep the tensor's memory, once the tensor is freed, from reuse until `stream` has done its work of then."""
 
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
 
     def is_current_stream_capturing(self) -> bool:
-        """Whether the current stream records what it is given, for a graph, instead of doing it."""
+        """Whether the current stream records its work for a graph instead of running it."""
         return False
 
     def record(self, work: Callable[[], None], stream: Any) -> Any:
         """A graph of the kernels that `work` launches, recorded in `stream`; its `replay()` launches them all. Other
-        threads may use the device meanwhile.
+        threads may use the device during the recording.
 
         Raises:
             RuntimeError: `work` cannot be recorded.
@@ -154,17 +154,17 @@ class Device:
         raise NotImplementedError("the CPU records no graphs")
 
     def free_bytes(self) -> tuple[int, int] | None:
-        """Bytes that are free and that there are, as far as torch may take them; None of the CPU, for which
-        `ktft.system.available_memory` answers.
+        """The bytes that are free and the bytes in all, within the limit that torch has; None for the CPU, for which
+        there is `ktft.system.available_memory`.
         """
         return None
 
     def memory_reserved(self) -> int:
-        """Bytes that torch's allocator holds, for tensors and for later ones."""
+        """Bytes that torch's allocator holds, for present tensors and for reuse by later ones."""
         return 0
 
     def peak_bytes(self) -> tuple[int, int]:
-        """The most bytes that tensors took at once so far, and what was left for torch to take then."""
+        """The most bytes that tensors took at once so far, and the bytes that torch could still take then."""
         return 0, 0
 
 
@@ -245,21 +245,24 @@ class Cuda(Device):
         return peak, max(min(free + self.memory_reserved(), limit) - peak, 0)
 
     def _free_and_limit(self) -> tuple[int, int]:
-        """Bytes that the driver has left, and that torch may hold in all: `set_per_process_memory_fraction` caps it."""
+        """Bytes that the driver has left, and bytes that torch may hold in all.
+
+        `torch.cuda.set_per_process_memory_fraction` caps the second.
+        """
         free, total = torch.cuda.mem_get_info(self.index)
         return free, min(total, int(torch.cuda.get_per_process_memory_fraction(self.index) * total))
 
 
 ACCELERATORS: dict[str, type[Device]] = {"cuda": Cuda}
-"""By torch's name of the type. On a machine with several, the first one that is available is trained on."""
+"""torch's name of a device type -> its class. Training uses the first type that is available on a machine."""
 
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """What ktft asks of a torch device.
+    """The `Device` of a torch device.
 
     Raises:
-        ValueError: it is neither the CPU nor one of `ACCELERATORS`.
+        ValueError: the device is neither the CPU nor one of `ACCELERATORS`.
     """
     kinds = {"cpu": Device} | ACCELERATORS
     if device.type not in kinds:
@@ -268,11 +271,11 @@ def device_of(device: torch.device) -> Device:
 
 
 def accelerators() -> list[Device]:
-    """All of this machine that torch can use, by their numbers."""
+    """All accelerators of this machine that torch can use, in the order of their indices."""
     here = {name: kind.device_count() for name, kind in ACCELERATORS.items() if kind.is_available()}
     return [device_of(torch.device(name, index)) for name, count in here.items() for index in range(count)]
 
 
 def accelerator() -> Device | None:
-    """The current device of the first type that is available; None where torch sees no accelerator."""
+    """The current device of the first type that is available; None if torch sees no accelerator."""
     return next((device_of(torch.device(name)) for name, kind in ACCELERATORS.items() if kind.is_available()), None)

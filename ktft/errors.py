@@ -1,7 +1,8 @@
-"""Which errors are for the person who typed a command: these end in one message, all others keep their traceback.
+"""Tells errors that are meant for the person who typed a command from bugs.
 
-What decides is who raised the error and as what type. Code that speaks to its user has a `raise` statement with the
-words; an error that Python, torch or C++ raise by themselves in the same place is a bug. `KTFT_TRACEBACK=1` shows every
+An error for the user ends the program with one message; every other error keeps its traceback. The module that raised
+the error and the error's type decide which it is. Code that speaks to its user has a `raise` statement with a message;
+an error that Python, torch or C++ raises by itself in the same place is a bug. `KTFT_TRACEBACK=1` shows every
 traceback.
 """
 
@@ -17,12 +18,17 @@ from ktft.config import show_tracebacks
 
 @dataclass(frozen=True)
 class Speaker:
-    """Modules, by the beginning of their names, whose errors of these types are for the person at the keyboard."""
+    """The errors of some modules that are meant for the user.
+
+    Attributes:
+        modules: the beginning of the modules' names.
+        types: the types of the errors.
+    """
 
     modules: str
     types: tuple[type[BaseException], ...]
     raised: bool = True
-    """Whether a `raise` statement of these modules must have made the error; else C++ below them may have."""
+    """Whether a `raise` statement in these modules must have raised the error; if not, C++ below them may have."""
 
 
 SPEAKERS = (
@@ -41,11 +47,11 @@ SPEAKERS = (
     Speaker("huggingface_hub", (OSError, ValueError)),
     Speaker("yaml", (Exception,), raised=False),
 )
-"""One row for each part of a program that speaks to its user."""
+"""Each row is a part of the program that speaks to its user."""
 
 
 def for_user(error: BaseException) -> BaseException | None:
-    """The error, or the one it was raised from, whose words are for the person at the keyboard; None of a bug."""
+    """The error itself, or the one it was raised from, whichever has a message for the user; None for a bug."""
     of_the_system = isinstance(error, OSError) and error.errno is not None  # a full disk, a file that is not there
     if str(error) and (of_the_system or _is_spoken(error)):
         return error
@@ -69,12 +75,12 @@ def _is_spoken(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """Of a program that such an error ends: 1 of a run that failed, 2 of an input that was wrong."""
+    """The exit code of a program that ends with this error: 1 for a failed run, 2 for a wrong input."""
     return 1 if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError) else 2
 
 
 def install() -> None:
-    """Have this process, if such an error ends it, print the message alone. Other errors are printed as before."""
+    """Make this process print only the message of an error that is for the user. Other errors are printed as before."""
     previous = sys.excepthook
     if getattr(previous, "of_ktft", False):
         return
@@ -89,7 +95,7 @@ def install() -> None:
             return
         sys.stdout.flush()
         print(f"error: {told}\n(KTFT_TRACEBACK=1 shows where it was raised.)", file=sys.stderr, flush=True)
-        raise SystemExit(exit_code(told))  # what Python then ends with, exit handlers included
+        raise SystemExit(exit_code(told))  # Python then runs its exit handlers and ends with this code
 
     hook.of_ktft = True  # type: ignore[attr-defined]
     sys.excepthook = hook

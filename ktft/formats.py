@@ -1,6 +1,6 @@
-"""The expert formats by name, with what was measured of each. How their bytes are read, `ktft.native.packed` knows.
+"""The expert formats by name, with measured figures of each. `ktft.native.packed` describes how their bytes are read.
 
-Standard library only: `ktft --help` reads it.
+This module imports the standard library only, because `ktft --help` loads it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """What planning and verifying expect of a format.
+    """The figures of a format that planning and verifying use.
 
     Attributes:
-        error: relative RMS error of Gaussian weights: docs/reference/formats.md.
-        error_limit: no expert's projection may be further off. It is half again what heavy-tailed weights (Student t5)
-            have, and more where a format has one scale a row.
-        speed: of the products, as a share of int8's at the same shape. Decoding 4 bits takes longer; how much longer is
-            a guess from the cases of few tokens, where both are bound by decoding.
+        error: the relative RMS error of Gaussian weights; see docs/reference/formats.md.
+        error_limit: the largest relative RMS error that an expert's projection may have. It is 1.5 times the error of
+            heavy-tailed weights (Student t5), and more for a format that has one scale per row.
+        speed: the speed of the products as a share of int8's at the same shape. Decoding 4 bits takes longer; how much
+            longer is estimated from the cases of few tokens, where decoding is the bottleneck of both.
     """
 
     error: float
@@ -33,4 +33,4 @@ FORMAT_TRAITS = {
     "int4": FormatTraits(error=0.0822, error_limit=0.16, speed=0.9),
     "mxfp4": FormatTraits(error=0.115, error_limit=0.19, speed=0.9),
 }
-"""One row for each format, in the order of the native core's `Format`."""
+"""Each row is a format, in the order of the native core's `Format`."""

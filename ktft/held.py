@@ -1,4 +1,4 @@
-"""Which of a layer's experts a process holds: all of them, or a part whose others lie in other processes."""
+"""The experts of a layer that a process holds: all of them, or a part, while other processes hold the rest."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ELSEWHERE = -1
-"""In a layer's `top_k_index`: the route's expert is computed elsewhere and adds nothing here."""
-_WRONG = -2  # no expert's number, and not `ELSEWHERE` either: the layer refuses it
+"""This value in a layer's `top_k_index` means that the expert is computed elsewhere and adds nothing here."""
+_WRONG = -2  # It is neither an expert's number nor `ELSEWHERE`, so the layer refuses it
 
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """`count` experts of a layer that has `num_experts`, beginning with number `first`.
+    """`count` consecutive experts, from number `first` on, of a layer that has `num_experts`.
 
     Checkpoints, adapters and routers number experts as the model does. A layer, its LoRA tensors and its lanes hold
     only these experts and number them from 0.
 
     Raises:
-        ValueError: there are no such experts.
+        ValueError: the layer does not have these experts.
     """
 
     first: int
@@ -37,7 +37,7 @@ class HeldExperts:
 
     @classmethod
     def of(cls, num_experts: int, part: tuple[int, int] | None = None) -> HeldExperts:
-        """Experts `part[0]` to `part[1] - 1` of so many; all of them without a part."""
+        """Experts `part[0]` to `part[1] - 1` of a layer that has `num_experts`; all of them if `part` is None."""
         first, end = part or (0, num_experts)
         return cls(first, end - first, num_experts)
 
@@ -53,13 +53,13 @@ class HeldExperts:
 
     @property
     def share(self) -> float:
-        """Of the layer's experts."""
+        """The share of the layer's experts, at most 1."""
         return self.count / self.num_experts
 
     def local(self, top_k_index: Tensor) -> Tensor:
-        """Routes as the layer numbers experts: `ELSEWHERE` where another process has the expert.
+        """The routes with the layer's own numbers of experts, and `ELSEWHERE` where another process has the expert.
 
-        A number that no expert of the model has stays one that the layer refuses.
+        A number that no expert of the model has becomes one that the layer refuses.
         """
         if self.whole:
             return top_k_index

@@ -1,4 +1,4 @@
-"""The LoRA tensors of one layer's routed experts, as they travel from the adapter to the kernels."""
+"""The LoRA tensors of one layer's routed experts, in the form in which adapters pass them to the kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_RANK = 256
 
 @dataclass(frozen=True)
 class LoraPair:
-    """One projection's adapter on every expert: W x + scaling · B (A x), Hu et al. 2021 (arXiv 2106.09685).
+    """The adapters of one projection of every expert: W x + scaling · B (A x), Hu et al. 2021 (arXiv 2106.09685).
 
     `a` is `[num_experts, r, in_features]`, `b` is `[num_experts, out_features, r]`, fp32 or bf16, on the CPU.
     """
@@ -26,7 +26,7 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class ExpertLora:
-    """Adapters by projection name (`gate_proj`, `up_proj`, `down_proj`; an absent name has none).
+    """Adapters by projection name (`gate_proj`, `up_proj`, `down_proj`). A projection that is absent has no adapter.
 
     `dropout` is the probability of zeroing an element of a projection's adapter input; `seed` chooses the mask, and
     the same seed gives the same mask again in backward. Pass 0.0 in evaluation.
@@ -37,5 +37,5 @@ class ExpertLora:
     seed: int = 0
 
     def parameters(self) -> list[Tensor]:
-        """a and b of each projection that has an adapter, in the order of `PROJECTIONS`."""
+        """The tensors a and b of each projection that has an adapter, in the order of `PROJECTIONS`."""
         return [tensor for name in PROJECTIONS if (pair := self.pairs.get(name)) for tensor in (pair.a, pair.b)]

@@ -1,13 +1,13 @@
-"""The routed experts in plain fp32 torch: what the native kernels are compared with, and the shortest definition of
-what they compute.
+"""The routed experts in plain fp32 torch. This is the shortest definition of what the native kernels compute, and
+tests compare the kernels with it.
 
 For token t with experts e_1..e_k and routing weights w_1..w_k:
 
-    g = x W_gᵀ + b_g + s_g (drop(x) A_gᵀ) B_gᵀ    u likewise
-    h = SiLU(g) · u, or what `Swiglu` says
+    g = x W_gᵀ + b_g + s_g (drop(x) A_gᵀ) B_gᵀ    and likewise for u
+    h = SiLU(g) · u, or the formula of `Swiglu`
     y_t = Σ_j w_j (h W_dᵀ + b_d + s_d (drop(h) A_dᵀ) B_dᵀ)
 
-Biases are there in some families only.
+Only some families have biases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def moe(
     swiglu: Swiglu = SILU,
     biases: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Weighted sum over the chosen experts, differentiable in hidden states, routing weights and LoRA.
+    """The weighted sum over the chosen experts, differentiable in hidden states, routing weights and LoRA.
 
     Args:
         hidden_states: `[T, H]`, any float dtype.

@@ -9,10 +9,10 @@ _LEAST_BARE = 1 << 20
 
 
 def parse_count(text: str, unit: int = 1000) -> int:
-    """`200M`, `1.5T`, `24GB` or a plain number.
+    """The number that a text such as `200M`, `1.5T`, `24GB` or `42` stands for. K stands for `unit`, M for its square.
 
     Raises:
-        ValueError: not a number of at least 0 with one of K, M, G, T.
+        ValueError: the text is not a number of at least 0, alone or followed by K, M, G or T.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
     if match is None:
@@ -21,10 +21,10 @@ def parse_count(text: str, unit: int = 1000) -> int:
 
 
 def parse_size(text: str | int, unit: int = 1024) -> int:
-    """A size in bytes, as a person writes it; `unit` is 1024 for capacities, 1000 for rates.
+    """The bytes of a size that a person wrote; `unit` is 1024 for capacities and 1000 for rates.
 
     Raises:
-        ValueError: not a size, or so few bytes without a unit that the unit was forgotten.
+        ValueError: the text is not a size, or has no unit and is below 1 MiB, so that the unit was probably forgotten.
     """
     size = parse_count(str(text), unit)
     if 0 < size < _LEAST_BARE and str(text).strip()[-1].isdecimal():

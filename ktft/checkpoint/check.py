@@ -17,8 +17,8 @@ def check(conversion: Conversion, problems: list[str]) -> Iterator[tuple[str, in
     Yields (what was worked on, bytes that are done with), `check_bytes` in all.
 
     Args:
-        conversion: of the same source and target.
-        problems: what is wrong is added here, a line each.
+        conversion: a conversion with the same source and target.
+        problems: each problem that is found is added here as a line.
     """
     for output in conversion.outputs:
         path = conversion.target / output.name
@@ -36,7 +36,7 @@ def check(conversion: Conversion, problems: list[str]) -> Iterator[tuple[str, in
 
 
 def check_bytes(conversion: Conversion) -> int:
-    """What `check` reads if nothing is missing."""
+    """The bytes that `check` reads if nothing is missing."""
     return sum(output.source_bytes + sum(t.nbytes for t in output.tensors) for output in conversion.outputs)
 
 

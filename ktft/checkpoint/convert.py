@@ -62,8 +62,8 @@ class Output:
     Attributes:
         name: within the directory.
         tensors, metadata: what its header says.
-        source_bytes: to be read for it.
-        copied: the source's tensors that it consists of; none of packed experts.
+        source_bytes: the bytes of the source that are read to write it.
+        copied: the source's tensors that are copied into it; empty for packed experts.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """The file's size in bytes."""
         return safetensors_bytes(self.tensors, self.metadata)
 
 
@@ -146,12 +146,12 @@ class Conversion:
         ]
 
     def is_written(self, output: Output) -> bool:
-        """Whether the file is there, whole, and of this very conversion."""
+        """Whether the file exists, is whole, and belongs to this conversion."""
         fixed = {key: value for key, value in output.metadata.items() if key != "source_sha256"}
         return is_whole(self.target / output.name, output.tensors, output.metadata, fixed)
 
     def source_bytes(self, report: bool) -> int:
-        """What `run` will yield in all."""
+        """The bytes that `run` will yield in all."""
         done = set(self._reported()) if report else set(self.manifest.layers)
         measured = sum(output.source_bytes for number, output in self.layer_outputs.items() if number not in done)
         return measured + sum(output.source_bytes for output in self.outputs if not self.is_written(output))
@@ -160,10 +160,11 @@ class Conversion:
 
     @contextmanager
     def opened(self, write: bool = True) -> Iterator[None]:
-        """To `write`, make the target directory this conversion's alone and remove what a killed run left half written.
+        """With `write`, lock the target directory for this conversion and remove files that a killed run left half
+        written.
 
         Raises:
-            ValueError: it holds something else, or another conversion, or another process is at it.
+            ValueError: the directory holds something else or another conversion, or another process uses it.
         """
         target = self.target
         if target.exists() and not target.is_dir():
@@ -310,7 +311,7 @@ def is_whole(
     """Whether a file is there as `write_safetensors` would write it, by its header and size.
 
     Args:
-        fixed: those of the metadata that must be the same; None for all.
+        fixed: the part of the metadata that must be the same; None for all of it.
     """
     if not path.is_file() or path.stat().st_size != safetensors_bytes(tensors, metadata):
         return False
@@ -331,10 +332,10 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def check_space(target: Path, needed: int) -> None:
-    """Refuse to begin what does not fit.
+    """Refuse to begin writing what does not fit on the disk.
 
     Raises:
-        ValueError: with both numbers.
+        ValueError: the disk has too little room; the message has both numbers.
     """
     free = shutil.disk_usage(target).free
     if needed > free:

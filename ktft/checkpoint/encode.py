@@ -33,12 +33,12 @@ class Grid:
     highest: float
 
     def step(self, values: Tensor) -> Tensor:
-        """Distance of two levels around each value."""
+        """The distance between two neighbouring levels at each value."""
         exponent = torch.frexp(values).exponent - 1
         return torch.ldexp(torch.ones_like(values), exponent.clamp_min(self.least_exponent) - self.mantissa)
 
     def fits(self, highest: Tensor, lowest: Tensor) -> Tensor:
-        """Whether values so high and so low are at most half a step beyond the levels. NaN is not."""
+        """Whether the highest and lowest values are at most half a step beyond the levels. It is False for NaN."""
         ends = torch.tensor([self.highest, self.lowest], dtype=torch.float32)
         half = (self.step(0.99 * ends) / 2).tolist()
         return (highest <= self.highest + half[0]) & (lowest >= self.lowest - half[1])
@@ -136,7 +136,7 @@ ENCODERS: dict[type[Scheme], Callable[[Scheme, Tensors, Tensor, Generator | None
     PackedInt4: _add_int4,
     Mxfp4: _add_mxfp4,
 }
-"""Schemes that can be written."""
+"""A scheme that can be written -> the function that adds to a weight in it."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Blocks:
         return blocks.repeat_interleave(self.size[0], 0)[:rows].repeat_interleave(self.size[1], 1)[:, :cols]
 
     def _most(self, values: Tensor) -> Tensor:
-        """The largest of each block; NaN if one is."""
+        """The largest value of each block; NaN if the block has one."""
         (rows, cols), (height, width) = values.shape, self.size
         whole = F.pad(values, (0, -cols % width, 0, -rows % height), value=-torch.inf)
         return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3))

@@ -23,7 +23,7 @@ class Encoded:
             column in the low half.
         scales: fp32 one a block (E4M3, and 4-bit codes that are q + 8), or uint8 E8M0 (4-bit codes are E2M1).
         block: rows and columns that share a scale; blocks at the edges may be short.
-        zeros: of 4-bit integers, like `scales`: the code that means zero. None: 8 everywhere.
+        zeros: for 4-bit integers, in the shape of `scales`: the code that means zero. None stands for 8 everywhere.
     """
 
     values: Tensor
@@ -39,7 +39,7 @@ class Encoded:
 
     @property
     def native_format(self) -> str | None:
-        """The expert format that can hold such codes; None of plain floats."""
+        """The expert format that can hold these codes; None for plain floats."""
         if self.scales is None:
             return None
         if self.values.dtype != torch.uint8:

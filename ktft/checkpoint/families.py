@@ -1,4 +1,4 @@
-"""The MoE families ktft knows, one row each. Supporting another one is another row: docs/dev/add-a-model.md."""
+"""The MoE families that ktft supports, one row each. A new family is a new row, see docs/dev/add-a-model.md."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def in_language_model(layout: Layout) -> Layout:
 class Family:
     """Where a model family keeps its experts, in transformers' module tree and in its checkpoints.
 
-    What no column names, such as the router's function, shared experts and dense layers, is transformers' own code.
+    Everything without a column here, such as the router's function, shared experts and dense layers, is transformers'
+    own code.
 
     Attributes:
         name: what people call it.

@@ -106,7 +106,7 @@ def read_json(path: Path, cure: str = "restore it from a copy") -> Any:
 
 
 def to_json(value: Any) -> bytes:
-    """The same bytes for the same value."""
+    """The value as JSON. Equal values give equal bytes."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -158,7 +158,7 @@ def writing(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str
 
 
 class TensorFile:
-    """What `writing` gives."""
+    """The open file that `writing` yields."""
 
     def __init__(self, descriptor: int, tensors: Sequence[NewTensor], data_start: int) -> None:
         self._descriptor = descriptor

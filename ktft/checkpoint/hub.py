@@ -21,7 +21,7 @@ from huggingface_hub.utils.logging import set_verbosity_error
 
 _MODEL_FILE = "config.json"
 FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
-"""What huggingface_hub raises for a repository that it cannot give."""
+"""The errors that huggingface_hub raises for a repository that it cannot provide."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
@@ -77,7 +77,7 @@ def _fetch(what: str, name: str | os.PathLike[str], file: str) -> Path:
 
 
 def not_fetched(what: str, name: str | os.PathLike[str], error: Exception, *files: str) -> str:
-    """The words for a repository that huggingface_hub did not give."""
+    """The message for a repository that huggingface_hub did not provide."""
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
         said = "has no such repository either, or it is private and `hf auth login` was not run"
     elif isinstance(error, GatedRepoError | EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):

@@ -1,4 +1,4 @@
-"""What a converted checkpoint remembers of its source: enough to see at once that it is another one, or has changed."""
+"""Identifies the source of a converted checkpoint, well enough to see quickly that it is another one or has changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def identify(shards: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def difference(recorded: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What tells two results of `identify` apart, with both values; None if nothing does."""
+    """The first difference between two results of `identify`, with both values; None if they are equal."""
     if missing := sorted(recorded.keys() - found.keys()):
         return f"shard {missing[0]} was converted, but the checkpoint has {', '.join(sorted(found)[:3]) or 'none'}"
     if added := sorted(found.keys() - recorded.keys()):

@@ -32,7 +32,7 @@ SHARDS_AT_ONCE = 4
 
 
 class LayerShape(Protocol):
-    """What of a layer decides which tensors it needs."""
+    """The properties of a layer that decide which tensors it needs."""
 
     @property
     def held(self) -> HeldExperts: ...
@@ -46,8 +46,9 @@ class LayerShape(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """Where one projection goes: `rows` of a matrix on disk are `projection` of a layer's `expert`, counted from the
-    first one that the process holds; `layer` is the layer's number.
+    """The destination of one projection: `rows` of a matrix on disk are `projection` of `expert` in layer `layer`.
+
+    Experts are counted from the first one that the process holds.
     """
 
     layer: int
@@ -147,7 +148,7 @@ def check_shapes(scheme: Scheme, parts: Mapping[str, TensorEntry], shape: Shape,
     """Compare each tensor's shape with what a weight of `shape` (`experts` of them, stacked) needs.
 
     Raises:
-        ValueError: naming file, tensor and both shapes.
+        ValueError: a shape is wrong; the message names file, tensor and both shapes.
     """
     if scheme is not PLAIN_SCHEME and len(shape) != 2:
         raise ValueError(f"{parts['codes'].file}: {parts['codes'].name} is {scheme.name}, but not a matrix")
@@ -161,8 +162,8 @@ def check_shapes(scheme: Scheme, parts: Mapping[str, TensorEntry], shape: Shape,
 
 
 class ExpertPlan:
-    """Which tensors hold the experts of `layers`, checked from headers: everything needed is there, once, in its
-    shape, and everything there is needed. Of experts that other processes hold headers are checked too, and no more.
+    """The tensors that hold the experts of `layers`. Headers are checked: everything needed is there, once, in its
+    shape, and everything there is needed. For experts that other processes hold, only the headers are checked.
 
     Args:
         reader: the opened checkpoint.
@@ -171,7 +172,7 @@ class ExpertPlan:
         ignored: patterns of tensor names that nobody needs (layers for multi-token prediction, for instance).
 
     Attributes:
-        tensor_names: of all that the experts consist of.
+        tensor_names: the names of all tensors that the experts consist of.
 
     Raises:
         ValueError: an expert tensor is missing or left over, or has a wrong shape or dtype.
@@ -271,7 +272,7 @@ class ExpertPlan:
         return Matrix(scheme, parts, source.expert, source.transposed), missing
 
     def nbytes(self, layers: Collection[int] | None = None) -> int:
-        """Bytes that `load` reads, of all layers or of some."""
+        """Bytes that `load` reads for all layers, or for some of them."""
         biases = (b.entry.nbytes for b in self.biases.values() if layers is None or b.targets[0][0].layer in layers)
         return sum(matrix.nbytes for matrix in self._of(layers)) + sum(biases)
 
@@ -315,7 +316,7 @@ class ExpertPlan:
 
 
 def _check_matrix(matrix: Matrix, layer: LayerShape) -> None:
-    """Shapes, and that the projections cut from a matrix are all of its rows, once."""
+    """Check shapes, and that the projections cut from a matrix cover each of its rows once."""
     sizes = (layer.intermediate_size, layer.hidden_size)
     shapes = {(sizes[::-1] if target.projection == "down_proj" else sizes) for target in matrix.targets}
     assert len(shapes) == 1, "projections of one matrix have one shape"
@@ -330,7 +331,7 @@ def _check_matrix(matrix: Matrix, layer: LayerShape) -> None:
 
 
 def in_disk_order(matrices: Iterable[Matrix]) -> list[Matrix]:
-    """By place in their files, with `SHARDS_AT_ONCE` files taking turns."""
+    """Sort matrices by their place in the files; `SHARDS_AT_ONCE` files take turns."""
     shards: dict[Path, list[tuple[int, Matrix]]] = defaultdict(list)
     for matrix in matrices:
         entry = matrix.codes

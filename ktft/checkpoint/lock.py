@@ -1,7 +1,7 @@
-"""One writer a folder: a lock file that says who holds it. What a process leaves behind that dies is taken over.
+"""Allows one writer per folder, by a lock file that names its holder. The lock of a process that died is taken over.
 
-The lock is the kernel's (`flock`) on that file, which network file systems pass on to their server. Where it means
-nothing, the file's content still tells of a process that runs on this machine.
+The lock is the kernel's (`flock`) on that file, which network file systems pass on to their server. On a file system
+without locks the file's content still shows whether its holder runs on this machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Holder:
     """A process that writes into a folder.
 
     Attributes:
-        what: it does there.
+        what: what the process does there.
         host, boot, pid, started: which process. `boot` is Linux's boot id and `started` the kernel's clock ticks from
             there on, so that a process number used again, or a clock that was set, cannot deceive.
         since: local time, for people.
@@ -112,8 +112,8 @@ def locked(directory: Path, what: str, file: Path | None = None) -> Iterator[boo
     """Keep other processes' writers out of `directory`, which is made if need be. One process may hold it repeatedly.
 
     Args:
-        what: is done there, for the message that others get.
-        file: the lock; by default `LOCK` in the directory.
+        what: what this process does there, for the message that other processes get.
+        file: the lock file; by default `LOCK` in the directory.
 
     Yields:
         Whether this process did not hold it before.

@@ -17,7 +17,7 @@ REPORT = "quantization_error.json"
 
 @dataclass(frozen=True)
 class ProjectionError:
-    """Relative RMS error of one projection in one layer: of all experts together, and of the worst one."""
+    """The relative RMS error of one projection in one layer, for all experts together and for the worst one."""
 
     relative_rms: float
     worst_expert: int

@@ -89,7 +89,7 @@ class CheckpointReader:
             raise ValueError("the checkpoint has no shards; ktft reads experts from .safetensors files")
         self.files, self.directory = paths, paths[0].parent
         self.observer: Callable[[TensorEntry, int, memoryview], None] | None = None
-        """Called, by the thread that reads, with tensor, offset in the file and content of every piece."""
+        """The thread that reads calls this with the tensor, the offset in the file and the content of every piece."""
         for path in paths:
             if path.suffix != ".safetensors":
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""How many tokens each expert of each layer had: what a training run or a server counted, as a file."""
+"""A file with the number of tokens of each expert in each layer, as a training run or a server counted them."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Routing:
         """Refuse counts of another model.
 
         Args:
-            num_experts: of the model's layers, by their numbers.
-            path: where the counts are from.
+            num_experts: the number of experts in each layer of the model, by the layer's number.
+            path: the file of the counts, for messages.
 
         Raises:
-            ValueError: other layers, or other numbers of experts.
+            ValueError: the counts have other layers, or other numbers of experts.
         """
         if self.tokens.keys() != num_experts.keys():
             odd = sorted(self.tokens.keys() ^ num_experts.keys())[0]

@@ -84,7 +84,7 @@ class Scheme:
         """The matrix of these tensors (by role), whose shapes and dtypes have been checked.
 
         Raises:
-            ValueError: values that cannot be.
+            ValueError: the tensors hold invalid values.
         """
         return Encoded(tensors["codes"])
 
@@ -190,7 +190,7 @@ class Gptq(Scheme):
 
     Attributes:
         group: inputs that share a scale; None for all.
-        zero_offset: what is added to stored zero points: 1, or 0 of `checkpoint_format: gptq_v2`.
+        zero_offset: the number added to stored zero points: 1, or 0 for `checkpoint_format: gptq_v2`.
     """
 
     name: ClassVar[str] = "gptq"
@@ -284,7 +284,7 @@ PLAIN_SCHEME = Scheme()
 
 @dataclass
 class _Config:
-    """A mapping of config.json; everything that is read of it is checked, and errors say where it stood."""
+    """A mapping in config.json. Everything read from it is checked, and errors name its place in the file."""
 
     values: Mapping[str, Any]
     where: str

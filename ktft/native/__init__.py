@@ -1,4 +1,4 @@
-"""ktft's native core: turns tensors into checked addresses, and native errors into ValueError.
+"""The interface to ktft's native core. It turns tensors into checked addresses, and native errors into ValueError.
 
 Everything here takes and returns CPU tensors.
 """

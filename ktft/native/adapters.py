@@ -1,4 +1,4 @@
-"""Adapters as the core takes them: checked, with where their gradients go."""
+"""Checks adapters and passes them to the core, with the places of their gradients."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def native_lora(
     """The core's view of the adapters, and the tensors it points into.
 
     Args:
-        layer: its name, for messages.
-        num_experts: of the layer.
-        lora: adapters; None gives None.
-        grads: of a, b of each projection in the order of `PROJECTIONS`, fp32: where gradients go.
-        elsewhere: `[num_experts]` bool: experts whose gradients are left as they are.
+        layer: the layer's name, for messages.
+        num_experts: the number of the layer's experts.
+        lora: the adapters; None gives None.
+        grads: fp32 tensors into which the gradients are written, for a and b of each projection in the order of
+            `PROJECTIONS`.
+        elsewhere: `[num_experts]` bool; the gradients of these experts are left as they are.
 
     Raises:
-        ValueError: a shape, dtype or device that the core cannot take.
+        ValueError: the core cannot take a shape, dtype or device.
     """
     if lora is None or not lora.pairs:
         return None, []

@@ -1,4 +1,4 @@
-"""What the machine can do at most, on a runtime's threads."""
+"""Measures the ceilings of the machine: the highest rates that a runtime's threads can reach."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from ktft.native.machine import Runtime
 
 
 def compute_ceilings(runtime: Runtime, seconds: float = 0.01) -> tuple[float, float]:
-    """FLOP/s of all the runtime's threads now: products of registers only (P), and the forward kernel's inner loop on
-    operands in L1 and L2 with nothing decoded (H). Takes twice `seconds`.
+    """Measures the FLOP/s of all the runtime's threads together, for twice `seconds`.
+
+    Returns:
+        P, for products of registers only, and H, for the forward kernel's inner loop on operands in L1 and L2 without
+        decoding.
     """
     measure, handle = core.measure_flops, runtime.handle
     return float(measure(handle, core.Ceiling.registers, seconds)), float(measure(handle, core.Ceiling.hot, seconds))
 
 
 class StreamedMemory:
-    """Memory for the ceilings of operands that no cache holds. Take far more `bytes` than the caches hold."""
+    """Memory for measuring the ceilings of operands outside of the caches. `bytes` must far exceed the caches' size."""
 
     def __init__(self, runtime: Runtime, bytes: int) -> None:
         self._native = core.StreamedMemory(runtime.handle, bytes)
 
     def read(self) -> float:
-        """Bytes per second of all threads together, reading everything once."""
+        """Bytes per second of all threads together when they read the whole memory once."""
         return float(self._native.read())
 
     def update(self) -> float:
-        """Bytes per second of all threads together in AdamW's mix, in place: of four lines read, three are written."""
+        """Bytes per second of all threads together in AdamW's mix: of four lines read, three are written in place."""
         return float(self._native.update())
 
     def gemm(self, tokens: int, reduction: int) -> float:
-        """FLOP/s of all threads' bf16 forward GEMM alone (S): everything once as weights of `reduction` columns (a
-        multiple of 32), under the same 1 to 704 tokens, results not used.
+        """FLOP/s of the bf16 forward GEMM alone on all threads (S).
+
+        The whole memory is read once as weights of `reduction` columns (a multiple of 32) and multiplied with the same
+        1 to 704 tokens. The results are not used.
         """
         return float(self._native.gemm(tokens, reduction))

@@ -1,4 +1,4 @@
-"""Weights that come as codes with scales."""
+"""Checks weights that are given as codes with scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktft.native.tensors import described
 def check_codes(
     codes: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None
 ) -> tuple[Any, int, tuple[int, int]]:
-    """The encoding, the number of columns and the block of a weight that comes as codes."""
+    """The encoding, the number of columns and the block of a weight that is given as codes."""
     nibbles = codes.dtype == torch.uint8
     if not nibbles and codes.dtype != torch.float8_e4m3fn:
         raise ValueError(f"codes with scales are float8_e4m3fn, or uint8 of two 4-bit codes; got {codes.dtype}")

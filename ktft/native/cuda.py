@@ -1,4 +1,4 @@
-"""CUDA's driver without a build against it: memory that is locked in place, and batches of asynchronous copies."""
+"""Calls CUDA's driver, which is loaded at run time: locks memory in place, and makes batches of asynchronous copies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ktft.device import Device
 from ktft.native.extension import core
 
 CudaError: type[RuntimeError] = core.CudaError
-"""What the driver refused, with its own name and text of the error, the call and the sizes."""
+"""The driver refused a call. The message has the driver's name and text of the error, the call and the sizes."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one matrix that travel, with others of the same numbers: experts' blocks, or their LoRA tensors.
+    """The rows of one matrix that are copied, such as experts' blocks or their LoRA tensors.
 
-    Row i is at `matrix + i * matrix_stride`. The chosen ones lie one after another on the other side, `batch_stride`
-    bytes apart from `batch` on. Addresses, and sizes in bytes; a stride of 0 stands for `bytes`.
+    Row i of the matrix is at `matrix + i * matrix_stride`. On the other side the chosen rows lie one after another in a
+    batch, `batch_stride` bytes apart, from `batch` on. `matrix` and `batch` are addresses; `bytes`, the size of a row,
+    and the strides are in bytes, and a stride of 0 stands for `bytes`. One copy takes the same rows of each matrix.
     """
 
     matrix: int
@@ -30,16 +31,16 @@ class Rows:
 
     @functools.cached_property
     def native(self) -> Any:
-        """As the core takes it."""
+        """The core's own description of these rows."""
         strides = (self.matrix_stride or self.bytes, self.batch_stride or self.bytes)
         return core.RowCopy(self.matrix, self.batch, self.bytes, *strides)
 
 
 class Driver:
-    """One process's way to CUDA's driver; any thread may use it. Calls hold no GIL.
+    """A process's connection to CUDA's driver. Any thread may use it. Calls release the GIL.
 
     Args:
-        library: what to open, as `config.cuda_library` says.
+        library: the library to open, see `config.cuda_library`.
 
     Raises:
         CudaError: there is no such library, or no device.
@@ -50,12 +51,12 @@ class Driver:
 
     @property
     def handle(self) -> Any:
-        """As the core takes it."""
+        """The core's own object for the driver."""
         return self._driver
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of CUDA devices."""
         return int(self._driver.devices)
 
     def has_words(self, device: int) -> bool:
@@ -67,15 +68,17 @@ class Driver:
         return bool(self._driver.has_words(device))
 
     def register(self, device: int, address: int, size: int) -> None:
-        """Lock host memory in place, so that copies of it are asynchronous and at full rate: a second for some GB.
+        """Lock host memory in place, so that copies of it are asynchronous and run at full rate.
+
+        Locking a few GB takes a second.
 
         Raises:
-            CudaError: the driver refused, for instance since a part of it is registered already.
+            CudaError: the driver refused, for instance because a part of the memory is registered already.
         """
         self._driver.register_host(device, address, size)
 
     def unregister(self, device: int, address: int) -> None:
-        """Give back what `register` locked. No copy of it may be under way.
+        """Unlock what `register` locked. No copy of it may be in flight.
 
         Raises:
             CudaError: nothing is registered there.
@@ -83,28 +86,28 @@ class Driver:
         self._driver.unregister_host(device, address)
 
     def copy_to_device(self, device: int, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
-        """Begin copies from the rows of host matrices to batches on the device, neighbouring rows in one.
+        """Begin copies from the rows of host matrices to batches on the device. Neighbouring rows share one copy.
 
         Args:
-            device: its ordinal.
-            rows: which, the same of every matrix.
-            matrices: where from and to.
-            stream: raw handle.
+            device: the device's ordinal.
+            rows: the numbers of the rows, the same for every matrix.
+            matrices: the matrices and batches.
+            stream: the stream's raw handle.
 
         Returns:
-            How many copies that made.
+            The number of copies.
 
         Raises:
-            CudaError: the driver refused one; those before it are under way.
+            CudaError: the driver refused a copy; those before it are in flight.
         """
         return self._copy(device, core.CopyDirection.to_device, rows, matrices, stream)
 
     def copy_to_host(self, device: int, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
-        """The way back: from batches on the device to the rows of host matrices."""
+        """Begin copies from batches on the device to the rows of host matrices; see `copy_to_device`."""
         return self._copy(device, core.CopyDirection.to_host, rows, matrices, stream)
 
     def copy_on_device(self, device: int, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
-        """From the rows of matrices to batches, both on the device."""
+        """Begin copies from the rows of matrices to batches, both on the device; see `copy_to_device`."""
         return self._copy(device, core.CopyDirection.on_device, rows, matrices, stream)
 
     def _copy(self, device: int, direction: Any, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
@@ -113,7 +116,7 @@ class Driver:
 
 @functools.cache
 def driver(library: str) -> Driver:
-    """The process's driver of that library, opened at first use.
+    """The process's driver from this library, opened at first use.
 
     Raises:
         CudaError: there is no such library, or no device.
@@ -122,7 +125,7 @@ def driver(library: str) -> Driver:
 
 
 def driver_of(device: Device) -> Driver | None:
-    """The process's driver of a device; None of the CPU.
+    """The process's driver for a device; None for the CPU.
 
     Raises:
         CudaError: there is no such library, or no device.
@@ -132,7 +135,7 @@ def driver_of(device: Device) -> Driver | None:
 
 
 def unavailable(library: str) -> str:
-    """Why CUDA cannot be used here, for a person; empty where it can."""
+    """The reason why CUDA cannot be used here, for a person; empty if it can."""
     try:
         driver(library)
     except CudaError as error:
@@ -141,5 +144,8 @@ def unavailable(library: str) -> str:
 
 
 def copy_on_host(rows: Sequence[int], matrices: Sequence[Rows], gather: bool, threads: int = 4) -> None:
-    """The same between places in host memory, done when it returns; `gather` copies from matrices to batches."""
+    """Copy rows within host memory, and return when that is done.
+
+    `gather` copies from matrices to batches; without it the copies go the other way.
+    """
     core.copy_on_host(list(rows), [m.native for m in matrices], gather, threads)

@@ -1,4 +1,4 @@
-"""The only importer of the extension, and its names for what torch and ktft call otherwise."""
+"""Imports the extension, as the only module that does, and maps torch's and ktft's names to its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""CPU experts in the order of a CUDA stream, so that CUDA graphs capture them; on the CPU the same without a driver."""
+"""Runs CPU experts in the order of a CUDA stream, so that CUDA graphs can capture them.
+
+With the CPU as the device the same code runs without a driver.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,30 @@ from ktft.native.tensors import check_memory, described
 
 
 class HostExpertsError(RuntimeError):
-    """What a job met on its thread, with the layer's name."""
+    """An error of a job on the experts' thread, with the layer's name."""
 
 
 class HostExperts:
-    """CPU experts as work in the order of a CUDA stream; calls may be captured in a CUDA graph and replayed.
+    """CPU experts that run in the order of a CUDA stream. Calls may be captured in a CUDA graph and replayed.
 
-    A captured graph computes with what its addresses hold when it is replayed, the adapters included. It must not be
-    replayed after `close`. Calls of one slot are ordered by their stream, or by events between streams: a slot can be
-    submitted to again once its wait has passed. A forked child cannot use its parent's.
+    A replayed graph computes with what its addresses hold at that time, the adapters included. It must not be replayed
+    after `close`. The calls of one slot must be ordered by their stream, or by events between streams: a slot is free
+    for another job once its wait has passed. A forked child cannot use its parent's object.
 
     Args:
-        runtime: threads that compute; all layers' must be this one. They spin for 2 ms after a job, then sleep.
+        runtime: the threads that compute, which all layers must share. They spin for 2 ms after a job, then sleep.
         device: a CUDA device, or the CPU, where calls are done when they return.
-        max_tokens: the most that one call has; memory for them is locked now.
-        hidden_size, top_k, dtype: of every call: fp32, bf16 or fp16.
-        slots: jobs that can be on their way at the same time.
-        activation_bits: as `ExpertLayer.forward` takes it.
-        driver: CUDA's; by default the process's own for a CUDA device, and none for the CPU.
-        through: how a stream hands over a job and waits for it: `words` of memory that the GPU writes and reads, or
-            `host_functions`, which take tens of microseconds more. By default words, where the driver has them.
+        max_tokens: the most tokens of one call; memory for them is locked now.
+        hidden_size, top_k, dtype: the sizes and the dtype of every call; the dtype is fp32, bf16 or fp16.
+        slots: the number of jobs that can be in flight at the same time.
+        activation_bits: see `ExpertLayer.forward`.
+        driver: CUDA's driver; by default the process's own for a CUDA device, and none for the CPU.
+        through: how a stream submits a job and waits for it. `words` are words of memory that the GPU writes and reads;
+            `host_functions` take tens of microseconds more. The default is `words` if the driver supports them.
 
     Raises:
-        ValueError: a size that is not positive, a dtype that the kernels do not take, or `words` the driver has not.
-        CudaError: there is no driver, or it refused.
+        ValueError: a size is not positive, the kernels do not take the dtype, or the driver does not support `words`.
+        CudaError: there is no driver, or it refused a call.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class HostExperts:
             activation_bits,
             getattr(core.Through, through),
         )
-        self._layers: set[ExpertLayer] = set()  # that graphs point to
+        self._layers: set[ExpertLayer] = set()  # graphs point to these layers, which must stay alive
 
     def submit(
         self,
@@ -90,20 +93,21 @@ class HostExperts:
         slot: int = 0,
         stream: int = 0,
     ) -> None:
-        """Enqueue copies to the host and the job. The tensors must stay as they are until the stream has passed.
+        """Enqueue the copies to the host and the job. The tensors must not change until the stream has passed this.
 
         Args:
-            layer: whose experts.
+            layer: the layer whose experts run.
             hidden_states: `[T, H]` contiguous, T up to `max_tokens`; without tokens nothing is enqueued.
-            top_k_index: `[T, k]` int32 or int64, contiguous, `ELSEWHERE` for what adds nothing here. Padding must be
-                masked so too: its experts would be read, and NaN in its hidden states is an error.
+            top_k_index: `[T, k]` int32 or int64, contiguous; `ELSEWHERE` marks experts that add nothing here. Padding
+                must be marked in the same way: otherwise its experts are read, and NaN in its hidden states is an
+                error.
             top_k_weights: `[T, k]` fp32, contiguous.
-            slot: the place in the arena, free.
-            stream: raw handle of the device's current stream.
+            slot: a free place in the arena.
+            stream: the raw handle of the device's current stream.
 
         Raises:
-            ValueError: wrong shape, dtype, device or layout, or a layer of another runtime.
-            CudaError: the driver refused.
+            ValueError: a shape, dtype, device or layout is wrong, or the layer has another runtime.
+            CudaError: the driver refused a call.
         """
         self._check(layer, hidden_states, top_k_index, top_k_weights)
         if len(hidden_states) == 0:
@@ -120,18 +124,18 @@ class HostExperts:
         )
 
     def wait(self, layer: ExpertLayer, tokens: int, *, slot: int = 0, stream: int = 0) -> Tensor:
-        """Enqueue the wait for what was last submitted to the slot, and the copy of its result.
+        """Enqueue the wait for the job that was last submitted to the slot, and the copy of its result.
 
         Args:
-            layer, tokens, slot, stream: as they were submitted; another stream must be ordered behind that one.
+            layer, tokens, slot, stream: the same as in `submit`; another stream must be ordered behind that one.
 
         Returns:
-            `[tokens, H]` on the device: each token's weighted sum over the experts that are not `ELSEWHERE`; zeros
+            `[tokens, H]` on the device: each token's weighted sum over the experts that are not `ELSEWHERE`. It is zero
             after an error, which `check` raises.
 
         Raises:
-            ValueError: it is not what was last submitted to the slot.
-            CudaError: the driver refused.
+            ValueError: the arguments are not those of the slot's last job.
+            CudaError: the driver refused a call.
         """
         out = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         if tokens:
@@ -139,14 +143,14 @@ class HostExperts:
         return out
 
     def set_lora(self, layer: ExpertLayer, lora: ExpertLora | None) -> None:
-        """Give the layer adapters, or none, from the next job on, in captured graphs too.
+        """Set or remove the layer's adapters from the next job on, in captured graphs too.
 
-        They are packed and copied here, for all experts: with each projection adapted, at a rank up to 16,
-        `num_experts * 192 * (hidden_size + intermediate_size)` bytes. Waits until no job is queued; what a stream has
-        not reached yet is not queued, so synchronize before this.
+        This packs and copies the adapters of all experts: with each projection adapted at a rank up to 16, that takes
+        `num_experts * 192 * (hidden_size + intermediate_size)` bytes. It waits until no job is queued. A job that its
+        stream has not reached yet is not queued, so synchronize the stream first.
 
         Raises:
-            ValueError: adapters that do not fit the layer, or with dropout.
+            ValueError: the adapters do not fit the layer, or have dropout.
         """
         if lora is not None and lora.dropout:
             raise ValueError(f"{layer.name}: lora_dropout is {lora.dropout}; experts in stream order are for inference")
@@ -155,31 +159,32 @@ class HostExperts:
         self._layers.add(layer)
 
     def check(self) -> None:
-        """Raise what a job met, once a step, after its stream was synchronized: an output is not to be used before.
+        """Raise the error of a job, if there was one. Call this once a step, after the stream was synchronized and
+        before an output is used.
 
         Raises:
-            HostExpertsError: the first error. From then on nothing is computed any more, and every call raises it.
+            HostExpertsError: the first error. After it nothing is computed any more, and every call raises it.
         """
         if error := self._native.error:
             raise HostExpertsError(error)
 
     def counts(self, layer: ExpertLayer) -> Tensor:
-        """`[num_experts]` int64: how many tokens each expert got here so far. Waits for nothing."""
+        """The number of tokens that each expert got here so far, `[num_experts]` int64. This does not wait."""
         return torch.tensor(self._native.counts(layer.handle), dtype=torch.int64, device="cpu")
 
     def seconds(self, layer: ExpertLayer) -> float:
-        """Seconds that the layer's jobs took so far. Waits for nothing."""
+        """Seconds that the layer's jobs took so far. This does not wait."""
         return float(self._native.seconds(layer.handle))
 
     @property
     def arena_bytes(self) -> int:
-        """Locked host memory."""
+        """Bytes of the arena, which is locked host memory."""
         return int(self._native.arena_bytes)
 
     def close(self) -> None:
-        """End the thread and give the memory back; to be called before a process forks or ends, and at most once more.
+        """End the thread and free the memory. Call this before the process forks or ends; a second call is allowed.
 
-        Waits for the device. Graphs that captured calls must not be replayed any more.
+        It waits for the device. Graphs that captured calls must not be replayed after it.
         """
         device_of(self.device).synchronize()
         self._native.close()

@@ -1,4 +1,4 @@
-"""One layer's routed experts: packed, computed forward and backward."""
+"""One layer's routed experts: packs them, and computes their forward and backward."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from ktft.swiglu import SILU, Swiglu
 
 @dataclass
 class Gradients:
-    """What one backward returns: `[T, H]` in the input's dtype, `[T, k]` fp32, and a, b of each adapted projection in
-    the order of `PROJECTIONS`, in their parameters' dtypes.
+    """The gradients that one backward returns.
+
+    Attributes:
+        hidden_states: `[T, H]` in the input's dtype.
+        top_k_weights: `[T, k]` fp32.
+        lora: a and b of each adapted projection in the order of `PROJECTIONS`, in their parameters' dtypes.
     """
 
     hidden_states: Tensor
@@ -35,8 +39,8 @@ class ExpertLayer:
     """One layer's routed experts, or this process's part of them, packed in CPU memory.
 
     Args:
-        runtime: threads and NUMA nodes.
-        num_experts, hidden_size, intermediate_size: of the model's layer; the last two are multiples of 32.
+        runtime: the threads and NUMA nodes to use.
+        num_experts, hidden_size, intermediate_size: the sizes of the model's layer; the last two are multiples of 32.
         format: one of `FORMATS`.
         name: the layer's name in error messages.
         swiglu: the activation.
@@ -44,10 +48,10 @@ class ExpertLayer:
         held: the experts that this process holds; by default all.
 
     Attributes:
-        num_experts: that are held. Every number of an expert here counts from the first of these.
+        num_experts: the number of experts that are held. All methods number experts from the first of these.
 
     Raises:
-        ValueError: dimensions that the kernels cannot take, an unknown format, an alpha or limit that is not positive.
+        ValueError: the kernels cannot take the dimensions, the format is unknown, or alpha or limit is not positive.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class ExpertLayer:
 
     @property
     def handle(self) -> Any:
-        """As the core takes it."""
+        """The core's own object for the layer."""
         return self._layer
 
     @property
@@ -101,24 +105,26 @@ class ExpertLayer:
         block: tuple[int, int] | None = None,
         zeros: Tensor | None = None,
     ) -> bool:
-        """Pack one `[out_features, in_features]` weight, given plain or as codes with scales, on the CPU.
+        """Pack one `[out_features, in_features]` weight, which is given as floats or as codes with scales, on the CPU.
 
-        Codes whose blocks this layer's format has are kept with their scales; all else is encoded from the values.
+        Codes are kept with their scales if this layer's format has the same blocks. Otherwise their values are encoded.
 
         Args:
-            expert, projection: where it goes.
-            weight: fp32, bf16 or fp16; or codes: float8_e4m3fn, or uint8 `[out_features, in_features / 2]` of two 4-bit
-                codes, the even column in the low half.
-            scales: of codes, one a block: `[ceil(out / block[0]), ceil(in / block[1])]`, fp32 (fp8, and int4, whose
-                codes are q + 8), or uint8: E8M0 exponents, which make 4-bit codes mxfp4 (OCP MX v1.0).
-            block: rows and columns that share a scale; by default (128, 128) of fp8 and (1, 32) of 4 bits.
-            zeros: int4 only, uint8 like `scales`: the code that means zero; by default 8 everywhere.
+            expert, projection: the place of the weight.
+            weight: fp32, bf16 or fp16 values; or float8_e4m3fn codes; or uint8 `[out_features, in_features / 2]` with
+                two 4-bit codes in a byte, the even column in the low half.
+            scales: the scales of codes, one per block: `[ceil(out / block[0]), ceil(in / block[1])]`. They are fp32 for
+                fp8 and for int4, whose codes are q + 8. If they are uint8, they are E8M0 exponents and 4-bit codes are
+                mxfp4 (OCP MX v1.0).
+            block: the rows and columns that share a scale; by default (128, 128) for fp8 and (1, 32) for 4 bits.
+            zeros: for int4 only, uint8 in the shape of `scales`: the code that means zero; by default 8 everywhere.
 
         Returns:
-            Whether codes and scales were kept, so that `dequantize` gives the values they stand for.
+            Whether codes and scales were kept, so that `dequantize` gives exactly the values that they stand for.
 
         Raises:
-            ValueError: wrong shape or dtype, NaN or Inf, a negative fp8 scale, no such expert, or loaded before.
+            ValueError: the shape or dtype is wrong, there is NaN or Inf or a negative fp8 scale, there is no such
+                expert, or the weight was loaded before.
         """
         if weight.dim() != 2 or weight.device.type != "cpu" or (weight.dtype not in ENCODINGS and scales is None):
             raise ValueError(
@@ -149,27 +155,27 @@ class ExpertLayer:
         )
 
     def canonical_bytes(self, projection: str) -> int:
-        """Size of what `export_packed` returns, a function of format and shape alone."""
+        """The size of what `export_packed` returns. It depends only on format and shape."""
         return int(self._layer.canonical_bytes(NATIVE_PROJECTIONS[projection]))
 
     def export_packed(self, expert: int, projection: str) -> Tensor:
-        """One packed weight in the canonical layout, uint8 `[canonical_bytes]`: docs/reference/convert.md describes it.
+        """One packed weight in the canonical layout of docs/reference/convert.md, uint8 `[canonical_bytes]`.
 
         The bytes do not depend on NUMA nodes, threads or ISA.
 
         Raises:
-            ValueError: no such expert, or nothing was loaded.
+            ValueError: there is no such expert, or its weight was not loaded.
         """
         out = torch.empty(self.canonical_bytes(projection), dtype=torch.uint8, device="cpu")
         self._layer.export_canonical(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
     def import_packed(self, expert: int, projection: str, packed: Tensor) -> None:
-        """Take over one weight that `export_packed` of the same format and shape gave.
+        """Load one weight that `export_packed` of a layer with the same format and shape returned.
 
         Raises:
-            ValueError: not a uint8 tensor of `canonical_bytes`, scales that no packing gives, no such expert, or loaded
-                before.
+            ValueError: it is not a uint8 tensor of `canonical_bytes`, no packing gives its scales, there is no such
+                expert, or the weight was loaded before.
         """
         size = self.canonical_bytes(projection)
         if packed.dtype != torch.uint8 or packed.shape != (size,) or packed.device.type != "cpu":
@@ -184,10 +190,11 @@ class ExpertLayer:
             raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
 
     def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
-        """Keep one `[out_features]` bias, in fp32: fp32, bf16 or fp16, on the CPU. Biases stay frozen.
+        """Load one `[out_features]` bias, given as fp32, bf16 or fp16 on the CPU and kept in fp32. Biases stay frozen.
 
         Raises:
-            ValueError: the layer has no biases; wrong shape or dtype, NaN or Inf, no such expert, or loaded before.
+            ValueError: the layer has no biases, the shape or dtype is wrong, there is NaN or Inf, there is no such
+                expert, or the bias was loaded before.
         """
         if bias.dtype not in DTYPES or bias.dim() != 1 or bias.device.type != "cpu":
             raise ValueError(
@@ -218,10 +225,10 @@ class ExpertLayer:
         return out
 
     def bias(self, expert: int, projection: str) -> Tensor:
-        """The bias as fp32 `[out_features]`, of a layer that has biases.
+        """The bias as fp32 `[out_features]`.
 
         Raises:
-            ValueError: this one has none, or no such expert.
+            ValueError: the layer has no biases, or no such expert.
         """
         if not self.biases:
             raise ValueError(f"{self.name} has no biases")
@@ -233,7 +240,7 @@ class ExpertLayer:
         return out
 
     def slices(self) -> list[PackedSlice]:
-        """Where the packed experts lie in memory, a slice of the intermediate dimension on each NUMA node."""
+        """The places of the packed experts in memory. Each NUMA node has a slice of the intermediate dimension."""
         return [PackedSlice.of(*slice) for slice in self._layer.slices()]
 
     def forward(
@@ -247,24 +254,25 @@ class ExpertLayer:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """Weighted sum over the chosen experts; see `ktft.reference.moe` for the formula.
+        """The weighted sum over the chosen experts; see `ktft.reference.moe` for the formula.
 
         Args:
             hidden_states: `[T, H]` fp32, bf16 or fp16; the kernels multiply bf16 and accumulate fp32.
-            top_k_index: `[T, k]` integer, or `ELSEWHERE` for what is computed elsewhere and adds nothing here;
-                top_k_weights: `[T, k]` float.
-            lora: adapters.
+            top_k_index: `[T, k]` integer; `ELSEWHERE` marks experts that are computed elsewhere and add nothing here.
+            top_k_weights: `[T, k]` float.
+            lora: the adapters.
             activation: `retain`, `recompute`, or `none` when no backward follows.
-            activation_bits: 16, or 8 to quantize hidden states and SiLU's output to int8 token by token: faster where
-                AMX-INT8 is, less exact (about 1% more error). Needs format `int8`, tiles and activation `none`.
-            out: like `hidden_states`, contiguous: where to write the sum; by default a new tensor.
+            activation_bits: 16; or 8, which quantizes hidden states and SiLU's output to int8 token by token. That is
+                faster on a CPU with AMX-INT8 and less exact (about 1% more error). It needs format `int8`, tiles and
+                activation `none`.
+            out: a contiguous tensor like `hidden_states` for the sum; by default a new one.
 
         Returns:
-            `[T, H]` in the input's dtype, and the handle `backward` takes (None with `none`).
+            `[T, H]` in the input's dtype, and the handle that `backward` takes (None with `none`).
 
         Raises:
-            ValueError: wrong shapes or dtypes, tensors that are not in CPU memory, an expert number out of range, NaN
-                or Inf in hidden states, or `activation_bits` 8 where it cannot be.
+            ValueError: a shape or dtype is wrong, a tensor is not in CPU memory, an expert number is out of range,
+                hidden states have NaN or Inf, or `activation_bits` cannot be 8 here.
         """
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
         adapters, _keep_alive = self.native_lora(lora)
@@ -283,10 +291,10 @@ class ExpertLayer:
         return out, saved
 
     def prepare(self, top_k_index: Tensor) -> Any:
-        """The handle that `forward` returns with `recompute`, without computing anything.
+        """The handle that `forward` returns with `recompute`. This does not compute the experts.
 
         Raises:
-            ValueError: no integers `[T, k]` in CPU memory, or an expert number out of range.
+            ValueError: the tensor is not integers `[T, k]` in CPU memory, or an expert number is out of range.
         """
         index = self._numbers(top_k_index)
         return self._layer.prepare(self._address(index, "top_k_index"), *index.shape)
@@ -304,19 +312,21 @@ class ExpertLayer:
         lora_grads: list[Tensor] | None = None,
         grad_hidden: Tensor | None = None,
     ) -> Gradients:
-        """Gradients of everything `forward` took, given its handle and the same inputs.
+        """The gradients of everything that `forward` took, given its handle and the same inputs.
 
         Args:
-            saved, hidden_states, top_k_index, top_k_weights, lora: as `forward` gave and took them.
+            saved: the handle that `forward` returned.
+            hidden_states, top_k_index, top_k_weights, lora: the inputs of `forward`.
             grad_output: `[T, H]`.
-            elsewhere: `[num_experts]` bool, experts whose LoRA gradients are left as they are in `lora_grads`; other
-                experts without tokens get zeros.
-            lora_grads: fp32, where to write them, in the order and shapes of `Gradients.lora`; by default new tensors.
-            grad_hidden: like `hidden_states`, contiguous: where to write its gradient; by default a new tensor.
+            elsewhere: `[num_experts]` bool; the LoRA gradients of these experts are left as they are in `lora_grads`.
+                Other experts without tokens get zeros.
+            lora_grads: fp32 tensors for the LoRA gradients, in the order and shapes of `Gradients.lora`; by default new
+                ones.
+            grad_hidden: a contiguous tensor like `hidden_states` for its gradient; by default a new one.
 
         Raises:
-            ValueError: as `forward`; or `saved` is None, another layer's, of another batch size, or kept what
-                adapters of another rank gave.
+            ValueError: as in `forward`; or `saved` is None, or comes from another layer, another batch size or adapters
+                of another rank.
         """
         if saved is None:
             raise ValueError(f"{self.name}: forward kept nothing for backward: its activation was none")
@@ -325,7 +335,7 @@ class ExpertLayer:
             raise ValueError(f"{self.name}: grad_output must be {list(x.shape)}, got {described(grad_output)}")
         grad_output = grad_output.to(x.dtype).contiguous()
         parameters = lora.parameters() if lora is not None else []
-        # torch.zeros would wake threads that then spin
+        # torch.zeros would wake torch's threads, which then spin
         grads = lora_grads or [torch.empty(tensor.shape, dtype=torch.float32, device="cpu") for tensor in parameters]
         adapters, keep_alive = self.native_lora(lora, grads, elsewhere)
         grad_hidden = (
@@ -348,7 +358,7 @@ class ExpertLayer:
     def native_lora(
         self, lora: ExpertLora | None, grads: list[Tensor] | None = None, elsewhere: Tensor | None = None
     ) -> tuple[Any, list[Tensor]]:
-        """The core's view of adapters of this layer, and the tensors it points into; see `ktft.native.adapters`."""
+        """The core's view of this layer's adapters, and the tensors it points into; see `ktft.native.adapters`."""
         return native_lora(self.name, self.num_experts, lora, grads, elsewhere)
 
     def _inputs(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What this machine has, and the threads that compute on it."""
+"""The CPUs, memory and kernels of this machine, and the threads that compute on it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from ktft.native.extension import core
 
 
 def cpu_features() -> dict[str, bool]:
-    """CPU feature name -> whether this process can use it (AMX: granted by the operating system)."""
+    """The name of a CPU feature -> whether this process can use it. For AMX the operating system must grant it too."""
     return dict(core.cpu_features())
 
 
 def isas() -> list[str]:
-    """ISAs this CPU runs, slowest first; `runtime` takes the last one unless KTFT_ISA names another."""
+    """The ISAs that this CPU runs, slowest first. `runtime` takes the last one unless KTFT_ISA names another."""
     return list(core.isas())
 
 
 def default_isa() -> str:
-    """The ISA that `runtime` takes. Raises ValueError when KTFT_ISA is unknown or cannot run here."""
+    """The ISA that `runtime` takes. It raises ValueError if the one in KTFT_ISA is unknown or cannot run here."""
     return str(core.default_isa())
 
 
 def topology() -> dict[str, Any]:
-    """CPUs and memory this process may use.
+    """The CPUs and the memory that this process may use.
 
-    Returns `nodes` (`id`, `cpus`, physical `cores`, `memory_bytes`, `free_bytes` each), `cgroup_cpus` (CPU quota or
-    None), `cores` (physical cores within the quota) and `mbind` ("ok" or why memory cannot be placed on a node).
+    Returns:
+        `nodes` (each has `id`, `cpus`, physical `cores`, `memory_bytes`, `free_bytes`), `cgroup_cpus` (the CPU quota or
+        None), `cores` (physical cores within the quota) and `mbind` ("ok", or why memory cannot be placed on a node).
     """
     return dict(core.topology())
 
@@ -41,16 +42,16 @@ def topology() -> dict[str, Any]:
 def packed_bytes(
     num_experts: int, hidden_size: int, intermediate_size: int, format: str, nodes: int, biases: bool = False
 ) -> list[int]:
-    """Bytes that each NUMA node would hold of one layer's experts; fewer entries where the columns do not go round.
+    """Bytes of one layer's experts on each NUMA node. There are fewer entries if there are too few columns for all.
 
     Raises:
-        ValueError: dims that the kernels cannot take, or an unknown format.
+        ValueError: the kernels cannot take the dimensions, or the format is unknown.
     """
     return list(core.packed_bytes(num_experts, hidden_size, intermediate_size, format, biases, nodes))
 
 
 class LayerMemory(NamedTuple):
-    """Bytes of the buffers that all layers of a runtime share, and of what one layer retains for its backward."""
+    """Bytes of the workspace that all layers of a runtime share, and bytes that one layer retains for its backward."""
 
     workspace: int
     retained: int
@@ -68,12 +69,13 @@ def layer_memory(
     activation: str,
     biases: bool = False,
 ) -> LayerMemory:
-    """Memory that a layer's calls will take, computed by the code that allocates it.
+    """The memory that a layer's calls will take, computed by the code that allocates it.
 
     Args:
-        ranks: LoRA ranks by projection; 0 or absent where there is no LoRA.
-        rows: (token, expert) pairs of one call; experts: how many experts they reach, as an expected value.
-        threads, nodes: of the runtime.
+        ranks: LoRA ranks by projection; 0 or absent for a projection without LoRA.
+        rows: the number of (token, expert) pairs in one call.
+        experts: the expected number of experts that these pairs reach.
+        threads, nodes: the runtime's threads and NUMA nodes.
         activation: `retain`, `recompute`, or `none` for a forward without a backward.
     """
     by_projection = [ranks.get(name, 0) for name in PROJECTIONS]
@@ -84,34 +86,34 @@ def layer_memory(
 
 
 def kernels() -> list[dict[str, Any]]:
-    """The kernel table: `name`, `isa`, `format`, `backward` of each row."""
+    """The rows of the kernel table, each with `name`, `isa`, `format` and `backward`."""
     return list(core.kernels())
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Thread pools and workspace, shared by all layers of a process with the same settings."""
+    """The thread pools and the workspace that all layers of a process with the same settings share."""
 
     handle: Any
 
     @property
     def isa(self) -> str:
-        """Name of the ISA whose kernels run."""
+        """The name of the ISA whose kernels run."""
         return str(self.handle.isa)
 
     @property
     def threads(self) -> int:
-        """Threads that compute, the calling one included."""
+        """The number of threads that compute, including the calling thread."""
         return int(self.handle.threads)
 
     @property
     def nodes(self) -> int:
-        """NUMA nodes the experts are spread over."""
+        """The number of NUMA nodes over which the experts are spread."""
         return int(self.handle.nodes)
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of buffers that grew to the largest call so far."""
+        """Bytes of the workspace, which has grown to the needs of the largest call so far."""
         return int(self.handle.workspace_bytes)
 
     def take_phases(self) -> dict[str, float]:
@@ -119,12 +121,12 @@ class Runtime:
         return dict(self.handle.take_phases())
 
     def take_weight_bytes(self) -> int:
-        """Bytes of packed experts that products read from memory or caches since this was last called."""
+        """Bytes of packed experts that products read, from memory or caches, since this was last called."""
         return int(self.handle.take_weight_bytes())
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes this machine slower than it could be, for a person."""
+        """Messages for a person about what makes this machine slower than it could be."""
         status = topology()["mbind"]
         if self.nodes > 1 and status != "ok":
             return (
@@ -139,29 +141,30 @@ def runtime(threads: int | None = None, numa_nodes: int | None = None, isa: str 
     """The process's runtime for these settings, made on first use.
 
     Args:
-        threads: threads that compute; None for one per physical core that affinity and cgroup allow. More than there
-            are CPUs share them.
-        numa_nodes: parts to split the experts into; None for the machine's nodes. More than it has emulates a split.
-        isa: kernel ISA; None for `default_isa()`.
+        threads: the number of threads that compute; None for one per physical core that affinity and cgroup allow. If
+            there are more threads than CPUs, they share the CPUs.
+        numa_nodes: the number of parts into which the experts are split; None for the machine's nodes. A number above
+            the machine's emulates the split.
+        isa: the ISA of the kernels; None for `default_isa()`.
 
     Raises:
-        ValueError: a number below 1, or an ISA that cannot run here.
-        OSError: the system refuses to start so many threads; the message names its limits.
+        ValueError: a number is below 1, or the ISA cannot run here.
+        OSError: the system refuses to start this many threads; the message names its limits.
     """
     for name, count in (("threads", threads), ("numa_nodes", numa_nodes)):
         if count is not None and (isinstance(count, bool) or operator.index(count) < 1):
             raise ValueError(f"{name} is {count!r}; give a whole number of at least 1, or None")
     try:
         return Runtime(core.Runtime(isa or default_isa(), threads or 0, numa_nodes or 0))
-    except RuntimeError as error:  # the system's refusal of a thread, and so its kind of error
+    except RuntimeError as error:  # the system refused a thread, so this becomes a system error
         raise OSError(str(error)) from None
 
 
 def check_machine(threads: int | None, numa_nodes: int | None) -> None:
-    """Hold what a user asks for against what this process may use. `runtime` itself emulates any machine.
+    """Refuse more threads or NUMA nodes than this process may use. `runtime` itself can emulate any machine.
 
     Raises:
-        ValueError: more threads than CPUs, or more NUMA nodes than there are, unless `KTFT_EMULATE_CPUS` is set.
+        ValueError: there are fewer CPUs or NUMA nodes than the user asks for, and `KTFT_EMULATE_CPUS` is not set.
     """
     if config.emulate_cpus():
         return
@@ -186,7 +189,7 @@ def runtime_of(settings: Settings) -> Runtime:
     """The runtime that a user's settings ask for.
 
     Raises:
-        ValueError: this machine does not have it; see `check_machine`.
+        ValueError: this machine does not have what they ask for; see `check_machine`.
     """
     check_machine(settings.threads, settings.numa_nodes)
     return runtime(settings.threads, settings.numa_nodes, settings.isa)

@@ -1,4 +1,4 @@
-"""AdamW on CPU tensors, and norms of their gradients: one pass over memory, on a runtime's threads."""
+"""AdamW on CPU tensors and the norms of their gradients. Each is one pass over memory, on a runtime's threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADAM_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether `adamw` updates such a parameter: dense and contiguous, fp32 or bf16, on the CPU."""
+    """Whether `adamw` can update this parameter, which must be dense, contiguous, fp32 or bf16, and on the CPU."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
@@ -25,16 +25,17 @@ def takes(tensor: Tensor) -> bool:
 
 
 def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norms `[rows]`, fp32, of each tensor's rows `[rows, elements]`; sums of squares in fp64.
+    """The norm of each row of each tensor `[rows, elements]`, as fp32 `[rows]`; squares are summed in fp64.
 
-    torch's own threads go on spinning for milliseconds after such work, and hold up whoever gives a GPU its own then.
+    This exists because torch's own threads spin for milliseconds after the same work, and so delay a thread that gives
+    work to a GPU at that time.
 
     Args:
-        runtime: threads that compute.
-        tensors: what `takes` accepts, two-dimensional.
+        runtime: the threads that compute.
+        tensors: two-dimensional tensors that `takes` accepts.
 
     Raises:
-        ValueError: another tensor.
+        ValueError: a tensor is of another kind.
     """
     if not tensors:
         return []
@@ -44,10 +45,10 @@ def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def scale(runtime: Runtime, tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply all elements in place, of what `takes` accepts.
+    """Multiply all elements of the tensors in place by `factor`.
 
     Raises:
-        ValueError: another tensor.
+        ValueError: `takes` does not accept a tensor.
     """
     core.scale(runtime.handle, [_rows(tensor.view(1, -1)) for tensor in tensors], factor)
     torch.autograd.graph.increment_version(tuple(tensors))
@@ -75,19 +76,19 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step of `torch.optim.AdamW` in place: the same formula, to the rounding of fp32.
+    """One step of `torch.optim.AdamW` in place. The formula is the same; results agree up to the rounding of fp32.
 
-    Results do not depend on threads, and of fp32 not on the vector ISA. bf16 is computed in fp32 and rounded once, as
-    torch's `fused=True` does.
+    Results do not depend on the number of threads, and those in fp32 do not depend on the vector ISA. bf16 is computed
+    in fp32 and rounded once, as torch does with `fused=True`.
 
     Args:
-        runtime: threads that compute.
-        params: what `takes` accepts; each with its gradient and moments, of its shape and dtype.
-        steps: of each parameter, this one included: 1 for the first.
-        lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
+        runtime: the threads that compute.
+        params: parameters that `takes` accepts; the gradient and moments of each have its shape and dtype.
+        steps: the number of each parameter's step, including this one: 1 for the first.
+        lr, betas, eps, weight_decay: see `torch.optim.AdamW`.
 
     Raises:
-        ValueError: tensors that do not belong together, or that `takes` refuses.
+        ValueError: tensors do not belong together, or `takes` refuses one.
     """
     beta1, beta2 = betas
     scalars: dict[float, core.AdamStep] = {}

@@ -1,4 +1,4 @@
-"""Where packed experts lie in memory: what a copy of them, or another program's decoder, must know."""
+"""Describes where packed experts lie in memory, for code that copies or decodes them outside of the native core."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ CODE_BYTES = TILE_ROWS * ROW_BYTES
 GROUP: int = core.GROUP
 """Columns that share a scale in the 4-bit formats."""
 SCALE_BLOCK: int = core.SCALE_BLOCK
-"""Rows and columns of a block that shares a scale in the block-scaled formats."""
+"""Rows, and also columns, of a block that shares a scale in the block-scaled formats."""
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """How a decoder reads a format's tiles: 16 rows of 64 bytes of codes, and behind them the scales of groups, if any.
+    """How a decoder reads a format's tiles. A tile has 16 rows of 64 bytes of codes, then the groups' scales, if any.
 
     Attributes:
         name: one of `EXPERT_FORMATS`.
-        tile_cols: columns of one tile.
-        tile_bytes: codes and group scales.
+        tile_cols: the columns of one tile.
+        tile_bytes: the bytes of one tile, codes and group scales.
         row_scaled: whether outputs are multiplied by an fp32 scale for each row, which decoding leaves out.
         block_scaled: whether decoding multiplies by an fp32 scale for each block of `SCALE_BLOCK` rows and columns.
-        codes: the type of a code by torch's name. `uint8` holds two 4-bit codes, which have a scale for each group; the
-            16 bytes of a group hold its first 16 columns in their low halves, the others in their high halves.
-        values: what the 16 codes of 4 bits stand for; else empty.
-        unit: all `values` are whole multiples of it.
+        codes: torch's name for the type of a code. `uint8` holds two 4-bit codes, which have a scale for each group;
+            the 16 bytes of a group hold its first 16 columns in their low halves, the others in their high halves.
+        values: the values of the 16 codes of 4 bits; empty for other formats.
+        unit: the number of which all `values` are whole multiples.
         group_scales: how a group's scale is stored: `bf16`, `integer` (a byte), `power_of_two` (a byte, the exponent
             plus 127); or `none`.
-        multipliers: what each of the 256 stored scales stands for, where they are bytes; else empty.
+        multipliers: the values of the 256 possible scales if scales are stored as bytes; else empty.
     """
 
     name: str
@@ -53,7 +53,7 @@ class PackedFormat:
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """Of `codes`."""
+        """The torch dtype that `codes` names."""
         dtype = getattr(torch, self.codes)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -65,15 +65,15 @@ PACKED_FORMATS = {row["name"]: PackedFormat(**row) for row in core.FORMAT_ROWS}
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """One projection in an expert's block; offsets are bytes from the block's start.
+    """One projection in an expert's block. Offsets are in bytes from the block's start.
 
     Attributes:
-        rows, cols: `[width, hidden_size]` of gate and up, `[hidden_size, width]` of down.
-        tiles: where the first strip of 16 rows begins; docs/dev/architecture.md has the layout.
-        strip_bytes: from one strip to the next.
-        scales: of the fp32 scales, `[rows]` (int8, k4) or `[ceil(rows / 128), ceil(cols / 128)]` (fp8); None where the
-            format has none outside of its tiles.
-        bias: of the fp32 bias, `[rows]`; None where there is none. Down's is in the first slice only.
+        rows, cols: `[width, hidden_size]` for gate and up, `[hidden_size, width]` for down.
+        tiles: the offset of the first strip of 16 rows; docs/dev/architecture.md has the layout.
+        strip_bytes: the distance from one strip to the next.
+        scales: the offset of the fp32 scales, `[rows]` (int8, k4) or `[ceil(rows / 128), ceil(cols / 128)]` (fp8); None
+            if the format has no scales outside of its tiles.
+        bias: the offset of the fp32 bias, `[rows]`; None if there is none. Only the first slice has down's bias.
     """
 
     rows: int
@@ -86,13 +86,13 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """The part of a layer's experts that one NUMA node holds: some columns of the intermediate dimension.
+    """The part of a layer's experts that one NUMA node holds: a range of columns of the intermediate dimension.
 
     Attributes:
-        address: of expert 0's block; expert e's is `expert_bytes` times e further.
-        expert_bytes: of every block.
-        begin, width: the columns.
-        matrices: by projection.
+        address: the address of expert 0's block; that of expert e is `e * expert_bytes` further.
+        expert_bytes: the size of one expert's block.
+        begin, width: the first column and the number of columns.
+        matrices: the matrices in a block, by projection.
     """
 
     address: int
@@ -105,7 +105,7 @@ class PackedSlice:
     def of(
         cls, address: int, expert_bytes: int, begin: int, width: int, matrices: Sequence[tuple[Any, ...]]
     ) -> PackedSlice:
-        """From what the native core tells, where -1 means none."""
+        """A slice from the native core's description, in which an offset of -1 means that there is none."""
         found = {}
         for name, (rows, cols, tiles, strip_bytes, scales, bias) in zip(PROJECTIONS, matrices, strict=True):
             outside = (None if offset < 0 else offset for offset in (scales, bias))

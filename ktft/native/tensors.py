@@ -1,4 +1,4 @@
-"""Tensors as the core takes them: values in CPU memory, one after another."""
+"""Checks tensors for the core, which takes contiguous values in CPU memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_memory(tensor: Tensor, name: str) -> None:
     """Refuse a strided tensor that has no values, such as one on the meta device.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the tensor has no values.
     """
     # A FakeTensor says that it is on the CPU or a GPU; its storage says meta
     if tensor.untyped_storage().device.type == "meta":
@@ -25,10 +25,10 @@ def check_memory(tensor: Tensor, name: str) -> None:
 
 
 def address(tensor: Tensor, name: str) -> int:
-    """Where a tensor's elements begin.
+    """The address of a tensor's first element.
 
     Raises:
-        ValueError: it is not contiguous, not in CPU memory, or has no memory at all.
+        ValueError: the tensor is not contiguous, not in CPU memory, or has no memory at all.
     """
     if tensor.layout == torch.strided:
         check_memory(tensor, name)
@@ -43,10 +43,10 @@ def described(tensor: Tensor) -> str:
 
 
 def check_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
-    """The tensor itself, which is contiguous CPU memory of that shape and dtype.
+    """The tensor itself, after a check that it is contiguous, in CPU memory, and of this shape and dtype.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the tensor is something else.
     """
     cpu = tensor.device.type == "cpu" and tensor.layout == torch.strided
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or not cpu or not tensor.is_contiguous():
