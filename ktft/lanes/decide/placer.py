@@ -114,7 +114,7 @@ class Placer:
         self._base = {work: costs(kind, rates, work) for work in PASSES}
         self._off = {work: dict.fromkeys(Lane, 0.0) for work in PASSES}  # logarithms of measured / predicted
         self._factors = {work: dict.fromkeys(Lane, 1.0) for work in PASSES}
-        self._corrected = self._base | {Work.BOTH: self._base[Work.FORWARD].plus(self._base[Work.BACKWARD])}
+        self._corrected: dict[Work, Costs] = {}  # what `_costs` made since the factors last changed
 
     def decide(
         self,
@@ -183,7 +183,7 @@ class Placer:
 
     def _cuts(self, streamed: list[int], stay: list[int], work: Work, arrived: float) -> tuple[int, int]:
         """How many experts to stream, and how many residents run on the GPU, of those with these rows."""
-        cost = self._corrected[work]
+        cost = self._costs(work)
         if work == Work.BOTH:
             arrived /= 2  # an expert that has arrived saves one of its two copies
         tokens = (sum(streamed) + sum(stay)) / self.kind.top_k
@@ -212,10 +212,18 @@ class Placer:
                 off[lane] = min(max(off[lane], -_LIMIT), _LIMIT)
             else:
                 off[lane] *= 1 - _FADE
-        factors = self._factors[work] = {lane: math.exp(each) for lane, each in off.items()}
-        now = self._corrected
-        now[work] = self._base[work].corrected(factors)
-        now[Work.BOTH] = now[Work.FORWARD].plus(now[Work.BACKWARD])
+        self._factors[work] = {lane: math.exp(each) for lane, each in off.items()}
+        self._corrected.clear()
+
+    def _costs(self, work: Work) -> Costs:
+        """The corrected costs. They are made when a decision asks for them, since forced modes never do."""
+        if work not in self._corrected:
+            self._corrected[work] = (
+                self._costs(Work.FORWARD).plus(self._costs(Work.BACKWARD))
+                if work == Work.BOTH
+                else self._base[work].corrected(self._factors[work])
+            )
+        return self._corrected[work]
 
     def corrections(self, work: Work) -> dict[Lane, float]:
         """The factor by which each lane's seconds exceed what the rates say."""
