@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ktft"
 MAX_LINES = 450
+MAX_BODY = 60
 
 
 def name_of(path: Path) -> str:
@@ -134,6 +135,18 @@ def test_python_imports_point_down(package: str, ranks: dict[str, int]) -> None:
         above = [m for m, part in parts.items() if part not in (None, own) and ranks[part] >= ranks[own]]
         wrong += [f"{name_of(path)} imports {module}, which lies above or beside it" for module in above]
     assert not wrong
+
+
+def test_functions_are_short() -> None:
+    """Lines of the body, without signature and docstring."""
+    long = []
+    for path in PYTHON_FILES + sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[min(ast.get_docstring(node) is not None, len(node.body) - 1)]
+                if (node.end_lineno or 0) - first.lineno >= MAX_BODY:
+                    long.append(f"{name_of(path)}:{node.lineno}: {node.name}")
+    assert not long, f"more than {MAX_BODY} lines: give its parts names of their own"
 
 
 def test_no_import_goes_in_a_circle() -> None:
