@@ -55,6 +55,22 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _Unfinished(ModuleType):
+    """A module that imports torch itself, and so is half executed at that moment. It is adapted by whoever first takes
+    something from it once it is whole.
+    """
+
+    def __getattribute__(self, name: str) -> object:
+        if not _is_unfinished(object.__getattribute__(self, "__spec__")):
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            _adapt(self)
+        return ModuleType.__getattribute__(self, name)
+
+
+def _is_unfinished(spec: importlib.machinery.ModuleSpec | None) -> bool:
+    return bool(getattr(spec, "_initializing", False))  # as the import system itself asks
+
+
 def install() -> None:
     """Start adapting LLaMA-Factory, including modules imported before. Further calls change nothing."""
     try:
@@ -62,8 +78,11 @@ def install() -> None:
             return
         sys.meta_path.insert(0, _Finder())
         for name in MODULES:
-            if name in sys.modules:
-                _adapt(sys.modules[name])
+            module = sys.modules.get(name)
+            if module is not None and _is_unfinished(module.__spec__):
+                module.__class__ = _Unfinished
+            elif module is not None:
+                _adapt(module)
     except Exception as error:
         _warn(f"{type(error).__name__}: {error}")
 

@@ -110,3 +110,15 @@ def test_install_is_idempotent_and_finds_nothing_else() -> None:
     assert finder.find_spec("json") is None
     spec: Any = finder.find_spec(ktft_autoload.MODULES[0], [])
     assert spec is None
+
+
+def test_llamafactory_imported_before_torch() -> None:
+    """A module that is half executed when it imports torch is adapted before anyone can call what is in it."""
+    done = python(
+        "import llamafactory.train.tuner as tuner\n"
+        "print(tuner._training_function.__wrapped__.__name__, type(tuner).__name__)\n"
+        "from ktft import hosts\n"
+        "print(len([each for each in hosts.installed() if each.owner == 'llamafactory.train.tuner']))"
+    )
+    assert done.stdout.splitlines() == ["_training_function module", "1"], done.stderr
+    assert "ktft:" not in done.stderr
