@@ -1,4 +1,4 @@
-"""Which stored tensors an adapter changes, and what they become."""
+"""Finds the stored tensors that an adapter changes, and computes their new values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEAREST, DITHERED = "nearest", "dithered"
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a matrix that one delta belongs to; see `Outcome` for name and group."""
+    """The rows of a matrix that one delta is added to; `Outcome` explains `name` and `group`."""
 
     name: str
     group: tuple[str, str]
@@ -38,11 +38,11 @@ class Part:
 
 @dataclass
 class Change:
-    """A stored matrix, or a tensor of other shape, that is written anew.
+    """A stored matrix, or a tensor of another shape, that is rewritten.
 
     Attributes:
-        storage: `same`, or `bf16`: dequantized.
-        parts: what is added; nothing of a matrix that is only dequantized.
+        storage: `same` keeps the stored format; `bf16` dequantizes the matrix.
+        parts: the deltas to add; empty for a matrix that is only dequantized.
     """
 
     matrix: Matrix
@@ -51,7 +51,7 @@ class Change:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """Which matrix it is."""
+        """The matrix's identity: its tensor's name, and its index in a stacked tensor."""
         return self.matrix.codes.name, self.matrix.index
 
     @property
@@ -60,7 +60,7 @@ class Change:
         return self.storage == BF16 and self.matrix.scheme is not PLAIN_SCHEME
 
     def tensors(self) -> dict[str, NewTensor]:
-        """Role -> the tensor, all experts' where it is stacked, as it is written."""
+        """Role -> the tensor to write; a stacked tensor is described whole, with all experts."""
         matrix = self.matrix
         if not self.dequantized:
             return {r: NewTensor(e.name, e.dtype, e.shape, e.nbytes) for r, e in matrix.parts.items()}
@@ -71,23 +71,24 @@ class Change:
         return {"codes": NewTensor(name, "BF16", shape, 2 * torch.Size(shape).numel())}
 
     def nbytes_in(self, names: set[str]) -> int:
-        """Bytes that are read of these tensors."""
+        """The number of bytes that this change reads from the tensors `names`."""
         found = (entry for entry in self.matrix.parts.values() if entry.name in names)
         return sum(e.nbytes if self.matrix.index is None else e.nbytes // e.shape[0] for e in found)
 
     @property
     def _turned_to_plain(self) -> bool:
-        """Whether the scheme has rows of outputs where a plain tensor has the transpose."""
+        """Whether the scheme stores one row per output feature, but the plain tensor is transposed."""
         return bool(self.matrix.transposed) and not self.matrix.scheme.transposes
 
     def apply(self, reader: CheckpointReader) -> tuple[dict[str, Tensor], list[Outcome]]:
-        """The tensors as they are written, by role, and what came of each part.
+        """Return the tensors to write, by role, and the outcome of each part.
 
-        To the nearest where the deltas survive that; where they do not, up or down at random so that the mean is right,
-        if more of them survives that way. The random numbers depend on the matrix's name alone.
+        Values are rounded to the nearest if the deltas survive it. If they do not, they are rounded up or down at
+        random with the right mean, provided that more of the deltas survives. The random numbers depend only on the
+        matrix's name.
 
         Raises:
-            ValueError: NaN or Inf, or a sum too large for the dtype; the message names file and tensor.
+            ValueError: a value is NaN or Inf, or a sum is too large for the dtype; the message names file and tensor.
         """
         matrix = self.matrix
         tensors = {role: reader.read(entry.name, matrix.index) for role, entry in matrix.parts.items()}
@@ -119,7 +120,7 @@ class Change:
     def _store(
         self, tensors: Mapping[str, Tensor], base: Tensor, delta: Tensor, dither: torch.Generator | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The new tensors, and what moved from the stored base to them."""
+        """Return the new tensors, and their dequantized difference from the stored base."""
         if not self.dequantized:
             new = add(self.matrix.scheme, tensors, delta, dither)
             return new, self.matrix.scheme.decode(new).dequantize() - base
@@ -132,14 +133,14 @@ class Change:
 
 
 def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts: bool = True) -> list[Change]:
-    """What an adapter changes, in the order of the files; of `bf16` storage everything that is quantized, too.
+    """List the changes that an adapter makes, in file order; `bf16` storage adds every other quantized matrix.
 
     Args:
-        plan: the base model's checkpoint.
-        with_experts: routed experts too.
+        plan: the load plan of the base model's checkpoint.
+        with_experts: whether changes to routed experts are included.
 
     Raises:
-        ValueError: the adapter has a weight that the checkpoint does not hold.
+        ValueError: the checkpoint lacks a weight that the adapter changes, or its format cannot be written.
     """
     assert isinstance(plan.experts, ExpertPlan)
     found: dict[tuple[str, int | None], Change] = {}
@@ -168,7 +169,7 @@ def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts
 
 
 def _require_encoder(change: Change) -> None:
-    """Raise ValueError, before anything is written, if the sum cannot be stored as it is to be."""
+    """Raise ValueError, before anything is written, if the sum cannot be stored in the requested format."""
     scheme = change.matrix.scheme
     if not change.dequantized and type(scheme) not in ENCODERS:
         raise ValueError(
@@ -193,7 +194,7 @@ def _expert_parts(plan: LoadPlan, adapter: SavedAdapter, matrix: Matrix) -> Iter
 
 
 def _quantized(plan: LoadPlan) -> Iterator[Matrix]:
-    """Every matrix that is not plain, those that transformers has no use for (multi-token prediction) included."""
+    """Every quantized matrix, including those that transformers does not use (multi-token prediction)."""
     assert isinstance(plan.experts, ExpertPlan)
     checkpoint = plan.backbone.checkpoint
     scheme = checkpoint.scheme
@@ -228,16 +229,16 @@ def write_changed(
     outcomes: list[Outcome],
     finish: Callable[[], None],
 ) -> Iterator[tuple[str, int]]:
-    """Write a safetensors file: what `changes` do not write anew is copied byte for byte.
+    """Write a safetensors file: tensors that no change rewrites are copied byte for byte.
 
-    A matrix whose tensors are in two files is made for each. Yields (what was worked on, bytes read).
+    A matrix whose tensors are in two files is computed once for each. Yields (description of the work, bytes read).
 
     Args:
-        tensors: the file's.
-        entries: the tensors of the source that the file is made of.
-        changes: all that may touch it, stacked ones in order.
-        outcomes: of the changes whose codes are in this file; they are added.
-        finish: called when all is written and before the file appears.
+        tensors: the tensors that the file will hold.
+        entries: the source tensors that the file is made from.
+        changes: all changes that may touch the file; those to a stacked tensor are in order of their index.
+        outcomes: receives the outcomes of the changes whose codes are in this file.
+        finish: called after everything is written and before the file appears under its name.
     """
     wanted, here = {tensor.name for tensor in tensors}, {entry.name for entry in entries}
     touched = {entry.name for change in changes for entry in change.matrix.parts.values()}

@@ -1,4 +1,4 @@
-"""A saved adapter beside its base model's config: every tensor accounted for, then read one at a time."""
+"""A saved adapter, checked against its base model's config; its tensors are then read one at a time."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from ktft.model.experts import KtftExperts
 from ktft.model.shape import shape_of
 
 PREFIX = "base_model.model."
-"""What PEFT puts before a module's name in an adapter file."""
+"""The prefix that PEFT puts before a module's name in an adapter file."""
 
 REFUSED = UNSUPPORTED | {
     "bias": "biases trained beside LoRA",
     "trainable_token_indices": "trainable tokens",
     "alora_invocation_tokens": "activated LoRA",
 }
-"""PEFT's options that ktft cannot merge, export or verify, with their common names."""
+"""PEFT options that ktft cannot merge, export or verify, with their common names."""
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A linear map that LoRA is on, or could be: its name in the model, LoRA's rank and scaling, its sizes.
+    """A linear map that has LoRA or could have it: its name in the model, its LoRA rank and scaling, and its sizes.
 
-    `experts` is the name of the module that holds the layer's routed experts, for a projection of one of them.
+    For a projection of a routed expert, `experts` is the name of the module that holds the layer's routed experts.
     """
 
     name: str
@@ -64,37 +64,37 @@ class Place:
 
     @property
     def leaf(self) -> str:
-        """The last part of the name."""
+        """The last component of the name."""
         return self.name.rpartition(".")[2]
 
     def tensor(self, kind: str) -> str:
-        """The name on disk of its `lora_A` or `lora_B`."""
+        """The name on disk of this place's `lora_A` or `lora_B`."""
         return f"{PREFIX}{self.name}.{kind}.weight"
 
     def shape(self, kind: str) -> tuple[int, int]:
-        """The shape of its `lora_A` or `lora_B`."""
+        """The shape of this place's `lora_A` or `lora_B`."""
         return (self.r, self.fan_in) if kind == "lora_A" else (self.fan_out, self.r)
 
 
 class SavedAdapter:
-    """An adapter directory, compared with its base model's config.
+    """An adapter directory, checked against its base model's config.
 
     Args:
-        directory: as `save_pretrained` wrote it, or a repository of the Hugging Face Hub.
+        directory: a directory written by `save_pretrained`, or a repository on the Hugging Face Hub.
         base: the base model's config.
 
     Attributes:
-        config: the adapter's.
-        base, model: the base model's config, and the model on meta with empty `KtftExperts`.
-        below: what the adapter was trained on top of; see `ktft.adapters.below`.
+        config: the adapter's config.
+        base, model: the base model's config, and the model on the meta device with empty `KtftExperts`.
+        below: the adapters that this one was trained on top of; see `ktft.adapters.below`.
         places: every module with LoRA, by name.
         experts: the modules of routed experts with LoRA, by name.
         whole: names of the model's tensors that the adapter holds whole (`modules_to_save`).
-        file: the tensors.
+        file: the tensor files.
 
     Raises:
-        ValueError: a tensor is missing, left over or misshapen; the file is damaged; it is of another model; or it has
-            an option of `REFUSED`, or LoRA on something else than linear modules and experts.
+        ValueError: a tensor is missing, unexpected or has the wrong shape; the file is damaged; the adapter belongs to
+            another model, uses an option in `REFUSED`, or has LoRA on modules other than linear ones and experts.
     """
 
     def __init__(self, directory: str | os.PathLike[str], base: PreTrainedConfig) -> None:
@@ -129,7 +129,7 @@ class SavedAdapter:
     # --- places -------------------------------------------------------------------------------------------------------
 
     def linear_place(self, name: str) -> Place:
-        """A linear module of the base model, whether it has LoRA or not."""
+        """The place of a linear module of the base model, whether or not it has LoRA."""
         module = self.model.get_submodule(name)
         if not isinstance(module, nn.Linear):
             raise ValueError(
@@ -139,7 +139,7 @@ class SavedAdapter:
         return self._place(name, module.in_features, module.out_features)
 
     def expert_place(self, experts: str, expert: int, projection: str) -> Place:
-        """One projection of one routed expert, whether it has LoRA or not."""
+        """The place of one projection of one routed expert, whether or not it has LoRA."""
         module = self._experts(experts)
         sizes = module.hidden_size, module.intermediate_size
         fan_in, fan_out = sizes[::-1] if projection == "down_proj" else sizes
@@ -156,7 +156,7 @@ class SavedAdapter:
 
     @property
     def linears(self) -> list[Place]:
-        """The places outside of routed experts."""
+        """The places outside the routed experts."""
         return [place for place in self.places.values() if place.experts is None]
 
     def expert_projections(self, experts: str) -> list[str]:
@@ -167,30 +167,30 @@ class SavedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return sum(entry.nbytes for entry in self.file.tensors.values())
 
     def dtype(self, place: Place) -> torch.dtype:
-        """The dtype of a place's pair on disk."""
+        """The dtype on disk of a place's `lora_A` and `lora_B`."""
         return DTYPES[self.file.tensors[place.tensor(KINDS[0])].dtype]
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its name on disk. Raises ValueError if it is damaged, NaN or Inf."""
+        """Read a tensor by its name on disk. Raises ValueError if it is damaged or holds NaN or Inf."""
         return read_checked(self.file, name, self._checksums)
 
     def check_values(self) -> Iterator[int]:
-        """Read every tensor once, as `read` does. Yields bytes."""
+        """Read and check every tensor once, as `read` does. Yields each tensor's size in bytes."""
         for name, entry in self.file.tensors.items():
             self.read(name)
             yield entry.nbytes
 
     def lazy(self, name: str) -> LazyTensor:
-        """A tensor by its name on disk, to be written as it is."""
+        """A tensor, by its name on disk, that is read when it is written and is written unchanged."""
         entry = self.file.tensors[name]
         return LazyTensor(DTYPES[entry.dtype], entry.shape, partial(self.read, name))
 
     def delta(self, name: str) -> Delta:
-        """What it adds to the module `name` of `places`, or puts in place of the tensor `name` of `whole`, in fp32."""
+        """The fp32 delta for the module `name` in `places`, or the replacement for the tensor `name` in `whole`."""
         if name not in self.places:
             return Replacement(self.read(PREFIX + name).float())
         place = self.places[name]
@@ -198,14 +198,14 @@ class SavedAdapter:
         return LoraDelta(a, b, place.scaling)
 
     def stack(self, places: Sequence[Place], kind: str) -> Tensor:
-        """`lora_A` or `lora_B` of places of one shape, `[len(places), ...]` in fp32."""
+        """Stack `lora_A` or `lora_B` of places that have the same shape into `[len(places), ...]`, fp32."""
         stacked = torch.empty(len(places), *places[0].shape(kind))
         for place, out in zip(places, stacked, strict=True):
             out.copy_(self.read(place.tensor(kind)))
         return stacked
 
     def lora(self, experts: str) -> ExpertLora | None:
-        """The LoRA on the routed experts that this module holds, fp32. None if it has none."""
+        """The fp32 LoRA on the routed experts in the module `experts`, or None if they have none."""
         pairs = {}
         for projection in self.expert_projections(experts):
             count = self.experts[experts].num_experts
@@ -216,10 +216,10 @@ class SavedAdapter:
 
 
 def require_untouched_base(adapter: SavedAdapter) -> None:
-    """Refuse an adapter whose initialization took something out of the base model's weights.
+    """Refuse an adapter whose initialization subtracted something from the base model's weights.
 
     Raises:
-        ValueError: with the cure.
+        ValueError: the initialization changed the base weights; the message says what to do.
     """
     if (init := adapter.config.init_lora_weights) not in INITS:
         raise ValueError(
@@ -229,7 +229,7 @@ def require_untouched_base(adapter: SavedAdapter) -> None:
 
 
 def _tensors_in(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the modules that PEFT's `modules_to_save` matches, by the end of their names."""
+    """Every tensor of the modules that `modules_to_save` matches; like PEFT, it matches the end of a module's name."""
     for path, module in model.named_modules():
         if path and path.endswith(tuple(names)):
             for tensor, value in module.state_dict().items():
