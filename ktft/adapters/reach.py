@@ -1,4 +1,4 @@
-"""Which of a model's modules an adapter reaches, and with which rank."""
+"""Determines which of a model's modules an adapter reaches, and with which rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _REGEX = set(r"\*+?()[]|^$")
 
 
 def linear_names(model: Any) -> set[str]:
-    """Last names of all that LoRA can train: linear layers and experts' projections, less the output layer and what
-    the family's `without_lora` names.
+    """The last name components of everything that LoRA can train: linear layers and the experts' projections, except
+    the output layer and the modules in the family's `without_lora`.
     """
     unused = set(experts_family(model).without_lora)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -37,7 +37,7 @@ def linear_names(model: Any) -> set[str]:
 
 
 def _adaptable(model: Any) -> dict[str, nn.Module]:
-    """Module name -> module without LoRA around it, for every module PEFT would consider."""
+    """Module name -> module, without a LoRA wrapper, for every module that PEFT would consider."""
     found: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -51,7 +51,7 @@ def _adaptable(model: Any) -> dict[str, nn.Module]:
 
 
 def resolve(model: Any, config: Any) -> None:
-    """Spell out `target_modules` as a user gives them.
+    """Expand `target_modules`, as the user wrote them, to standard names in `config`.
 
     Raises:
         ValueError: a target matches nothing, or matches a module that LoRA would not train.
@@ -59,14 +59,14 @@ def resolve(model: Any, config: Any) -> None:
     if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
         config.target_modules = list(linear_names(model))
     elif config.target_modules and len(config.target_modules) == 1 and _REGEX & set(*config.target_modules):
-        (config.target_modules,) = config.target_modules  # LLaMA-Factory makes a list of all that it is given
+        (config.target_modules,) = config.target_modules  # LLaMA-Factory turns any value into a list
     _check_request(model, config)
     if not isinstance(config.target_modules, str):
         config.target_modules = _spelled_out(model, config.target_modules)
 
 
 def _spelled_out(model: Any, targets: Collection[str]) -> set[str]:
-    """`experts.down_proj`, one projection of the routed experts alone, as the standard names that it stands for."""
+    """Expand targets such as `experts.down_proj`, one projection of the routed experts only, to standard names."""
     counts = {name: each.held.num_experts for name, each in _adaptable(model).items() if isinstance(each, KtftExperts)}
     spelled: set[str] = set()
     for target in targets:
@@ -78,7 +78,7 @@ def _spelled_out(model: Any, targets: Collection[str]) -> set[str]:
 
 
 def _check_request(model: Any, config: Any) -> None:
-    """Each requested name must match something that LoRA there would train."""
+    """Raise ValueError unless each requested name matches only modules on which LoRA would train."""
     modules = _adaptable(model)
     targets = config.target_modules
     known = f"it has {', '.join(sorted(linear_names(model)))}, and experts for the routed experts alone"
@@ -105,7 +105,7 @@ def _check_request(model: Any, config: Any) -> None:
 
 @dataclass(frozen=True)
 class Reach:
-    """Full names of the modules to give LoRA, ranks on routed experts by module, and target_modules to save."""
+    """Full names of the modules that get LoRA, the ranks on routed experts by module, and `target_modules` to save."""
 
     modules: set[str]
     ranks: dict[str, dict[str, Rank]]
@@ -113,16 +113,19 @@ class Reach:
 
 
 def planned_reach(model: Any, config: LoraConfig) -> Reach:
-    """What `get_peft_model` would give LoRA, and the same errors; the model, which may be on meta, is not changed."""
+    """The modules to which `get_peft_model` would add LoRA. Raises the same errors.
+
+    The model is not changed and may be on the meta device.
+    """
     resolve(model, config)
     return reach_of(model, config)
 
 
 def check_method(config: Any) -> None:
-    """Refuse any method other than LoRA on modules.
+    """Refuse every method except LoRA on modules.
 
     Raises:
-        ValueError: another of PEFT's methods, or LoRA on parameters.
+        ValueError: the config uses another PEFT method, or LoRA on parameters.
     """
     if config.peft_type != PeftType.LORA:
         raise ValueError(
@@ -136,10 +139,10 @@ def check_method(config: Any) -> None:
 
 
 def reach_of(model: Any, config: Any) -> Reach:
-    """What an adapter with this configuration has LoRA on. Raises ValueError if experts cannot have it."""
+    """The modules on which an adapter with this config has LoRA. Raises ValueError if experts cannot have it."""
     check_method(config)
     if config.layers_to_transform is not None and not config.layers_pattern:
-        config.layers_pattern = ["layers"]  # without it, PEFT takes the expert's number for the layer's
+        config.layers_pattern = ["layers"]  # without it, PEFT mistakes an expert's number for its layer's
     modules: set[str] = set()
     ranks: dict[str, dict[str, Rank]] = {}
     direct: dict[str, int] = {}
@@ -185,7 +188,7 @@ def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> 
 
 
 def rank_of(config: Any, module: str) -> Rank:
-    """Rank and alpha of the module with this name, by PEFT's rule."""
+    """The rank and alpha that PEFT's rule gives to the module with this name."""
     return Rank(
         _pattern(config.rank_pattern, module, config.r), _pattern(config.alpha_pattern, module, config.lora_alpha)
     )
@@ -196,7 +199,7 @@ def _pattern(patterns: dict[str, Any], key: str, default: Any) -> Any:
 
 
 def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[str] | str:
-    """`target_modules` as other software reads them: `experts`, a module of ktft's alone, spelled out per expert."""
+    """`target_modules` that other software can read: `experts`, a module only in ktft, is expanded to each expert."""
     if not direct:
         return targets
     if isinstance(targets, str):

@@ -1,4 +1,4 @@
-"""Several adapters on one model: which can be active together, and those that count as part of the base model."""
+"""Several adapters on one model: the rules for those active together, and adapters that are part of the base model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ktft.adapters.files import local_directory
 from ktft.adapters.lora import KtftExpertsLora
 
 if TYPE_CHECKING:
-    from peft import PeftModel as _Base  # what the mixin is mixed into
+    from peft import PeftModel as _Base  # the class that uses the mixin
 else:
     _Base = object
 
 
 class SeveralAdapters(_Base):
-    """What a `PeftModel` with expert LoRA does differently when it has several adapters."""
+    """A mixin that changes how a `PeftModel` with expert LoRA handles several adapters."""
 
     base_adapters: dict[str, dict[str, Any]]
-    """Adapters that count as part of the base model, see `stand_on`: name -> what `ktft.adapters.below` records."""
+    """Adapters that count as part of the base model (see `stand_on`): name -> the record of `ktft.adapters.below`."""
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
-        """Activate and unfreeze an adapter, or several whose LoRA adds up; Trainer saves and resumes the first.
+        """Activate and unfreeze one adapter, or several whose LoRA is summed. Trainer saves and resumes the first.
 
         Raises:
-            ValueError: there is no such adapter, or several hold one module whole.
+            ValueError: an adapter does not exist, or several of them hold the same module whole.
         """
         given = [adapter_name] if isinstance(adapter_name, str) else adapter_name
         names = [*(name for name in given if name not in self.base_adapters), *self.base_adapters]
         for name in names:
-            super().set_adapter(name)  # refuses names that there are none of
+            super().set_adapter(name)  # raises for an unknown name
         check_whole_modules(self, names)
         self.active_adapter = names[0]
         self.base_model.set_adapter(names)
@@ -44,7 +44,7 @@ class SeveralAdapters(_Base):
         freeze_originals(self)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Forget an adapter. The adapters that it stands on stay as they are."""
+        """Delete an adapter. The adapters beneath it do not change."""
         super().delete_adapter(adapter_name)
         self.base_adapters.pop(adapter_name, None)
         self.set_requires_grad(list(self.base_adapters), False)
@@ -52,7 +52,10 @@ class SeveralAdapters(_Base):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The model without its adapters, but with those that count as part of it; what trained, trains again after."""
+        """Disable all adapters except those that count as part of the base model.
+
+        Every parameter's `requires_grad` is restored at the end of the block.
+        """
         with trainability_kept(self):
             if not self.base_adapters:
                 with super().disable_adapter():
@@ -77,16 +80,16 @@ class SeveralAdapters(_Base):
 def stand_on(model: Any, paths: Sequence[str | os.PathLike[str]], **hub: Any) -> None:
     """Apply saved adapters beneath the active one, frozen and without dropout, as if merged into the base model.
 
-    Training changes and `save_pretrained` writes the active adapter alone; `disable_adapter()` leaves the others on.
+    Only the active adapter is trained and saved by `save_pretrained`; `disable_adapter()` leaves the others on.
 
     Args:
-        model: as returned by `ktft.get_peft_model` or `ktft.load_adapter`.
-        paths: adapter directories, or repositories of the Hugging Face Hub, in the order in which they were trained.
-        hub: as for `ktft.load_adapter`.
+        model: a model returned by `ktft.get_peft_model` or `ktft.load_adapter`.
+        paths: adapter directories, or repositories on the Hugging Face Hub, in the order in which they were trained.
+        hub: the Hub options of `ktft.load_adapter`.
 
     Raises:
-        ValueError: as for `ktft.load_adapter`; or the adapters cannot be applied together: a module that several of
-            them hold whole, ranks of more than `MAX_RANK` together, a dropout rate on the active one.
+        ValueError: an error of `ktft.load_adapter`; or the adapters cannot be applied together, because several hold
+            the same module whole, their ranks add up to more than `MAX_RANK`, or the active one has dropout.
     """
     top, training = list(model.active_adapters), model.training
     for path in paths:
@@ -105,7 +108,7 @@ def stand_on(model: Any, paths: Sequence[str | os.PathLike[str]], **hub: Any) ->
 
 
 def check_name(model: nn.Module, adapter_name: str) -> None:
-    """Refuse a name by which PEFT, which looks for it anywhere in a parameter's name, would find other parameters."""
+    """Refuse a name that occurs in other parameters' names: PEFT finds an adapter's parameters by that substring."""
     adapters = {n for module in model.modules() if isinstance(module, LoraLayer) for n in module.lora_A}
     if any(adapter_name != other and (adapter_name in other or other in adapter_name) for other in adapters):
         raise ValueError(f"adapter name {adapter_name!r} is part of {sorted(adapters)} or holds one; choose another")
@@ -117,7 +120,7 @@ def check_name(model: nn.Module, adapter_name: str) -> None:
 
 
 def check_whole_modules(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse adapters if two of them hold the same module whole, because the two have no sum."""
+    """Refuse adapters if two of them hold the same module whole, because whole modules cannot be summed."""
     for module_name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             owners = [name for name in names if name in module.modules_to_save]
@@ -148,16 +151,16 @@ def trainability_kept(model: nn.Module) -> Iterator[None]:
 
 
 def base_adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """`base_adapters` of a model, however it is wrapped."""
+    """The `base_adapters` of a model, no matter how the model is wrapped."""
     found = (getattr(module, "base_adapters", None) for module in model.modules())
     return cast(dict[str, dict[str, Any]], next((adapters for adapters in found if adapters is not None), {}))
 
 
 def check_resumed(model: nn.Module) -> None:
-    """Refuse to go on where transformers has loaded one adapter of a checkpoint that holds several.
+    """Refuse to resume from a checkpoint with several adapters, of which transformers has loaded only one.
 
     Raises:
-        ValueError: the model has several, not counting those that it stands on.
+        ValueError: the model has several adapters, not counting those that are part of its base model.
     """
     below = base_adapters_of(model)
     adapters = [name for name in getattr(model, "peft_config", {}) if name not in below]

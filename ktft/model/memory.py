@@ -1,7 +1,8 @@
-"""How much memory a model and a training step take: packed experts to the byte, the rest as the code allocates it.
+"""Estimates the memory of a model and a training step.
 
-Sizes are bytes. The native core says what its own buffers take (csrc/moe/memory.h). Constants for the allocations of
-other libraries were fitted with tests/scripts/plan_accuracy.py.
+Sizes are in bytes. Those of packed experts are exact; the others follow the allocations in the code. The native core
+reports the size of its own buffers (csrc/moe/memory.h). The constants for the allocations of other libraries were
+fitted with tests/scripts/plan_accuracy.py.
 """
 
 from __future__ import annotations
@@ -16,36 +17,37 @@ from ktft.config import PROJECTIONS
 from ktft.model.shape import ModelShape, MoeShape
 
 FP32, BF16 = 4, 2
-ADAM_STATES = 2  # fp32 moments a parameter
+ADAM_STATES = 2  # fp32 moments per parameter
 BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
-CUDA_LIBRARIES = 220 << 20  # what a CUDA build of torch adds to it, whether or not a GPU is used
-CUDA_CONTEXT = 600 << 20  # of VRAM: driver, kernels, cuBLAS
-CUDA_HOST = 1200 << 20  # of RAM: the driver and pinned buffers
-VRAM_FRAGMENTS = 1.06  # what torch's caching allocator holds beyond what is used, one block of fp32 logits apart
+CUDA_LIBRARIES = 220 << 20  # added to BASELINE by a CUDA build of torch, whether or not a GPU is used
+CUDA_CONTEXT = 600 << 20  # VRAM of the driver, kernels and cuBLAS
+CUDA_HOST = 1200 << 20  # RAM of the driver and pinned buffers
+VRAM_FRAGMENTS = 1.06  # VRAM that torch's caching allocator reserves per byte in use, without one block of fp32 logits
 
-SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25  # that `gpu_expert_memory: auto` leaves free: at least, and of what is in use
+# VRAM that `gpu_expert_memory: auto` leaves free: the minimum in bytes, and the share of the VRAM in use.
+SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25
 
-# Bytes for each logit while the loss is computed and differentiated: bf16 or fp32 logits as the model returns them,
-# fp32 ones, log-softmax, its gradient, and the gradient in the logits' dtype.
+# Bytes per logit while the loss is computed and differentiated: the bf16 or fp32 logits that the model returns, their
+# fp32 copy, log-softmax, its gradient, and the gradient in the logits' dtype.
 _LOGIT_BYTES = {BF16: 14, FP32: 16}
-# Bytes for each attention score while one layer runs, where torch has no fused attention: on the CPU, when values are
-# not as wide as keys (DeepSeek's attention). Scores, mask, softmax and their gradients in fp32; probabilities are kept
-# for backward, and fp32 copies of queries, keys and values.
+# Bytes per attention score while one layer runs without fused attention, which torch lacks on the CPU when values are
+# not as wide as keys (DeepSeek's attention): scores, mask, softmax and their gradients, all fp32. Backward keeps the
+# probabilities, and fp32 copies of queries, keys and values.
 _SCORE_BYTES, _PROBABILITY_BYTES = 29, 4
-_DECODED = 2.1  # bytes of a streamed parameter on the GPU: bf16, with LoRA's columns
-_RETURNED_BLOCK = 32 << 20  # glibc's largest M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
+_DECODED = 2.1  # bytes per streamed parameter on the GPU: bf16, with LoRA's columns
+_RETURNED_BLOCK = 32 << 20  # glibc's largest M_MMAP_THRESHOLD; larger blocks return to the system when freed
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA on `count` matrices of one shape: 1 linear layer, or all experts' same projection in one layer."""
+    """LoRA on `count` matrices of one shape: one linear layer, or one projection of all experts in a layer."""
 
     in_features: int
     out_features: int
     rank: int
     count: int = 1
     layer: int | None = None
-    projection: str | None = None  # of routed experts
+    projection: str | None = None  # set for routed experts only
 
     @property
     def parameters(self) -> int:
@@ -55,19 +57,18 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Workload:
-    """One optimizer step of training, as far as memory and time depend on it.
+    """The properties of one optimizer step that memory and time depend on.
 
     Attributes:
         adapters: all LoRA.
-        batch: sequences of one forward pass; sequence: tokens of each.
-        accumulation: forward passes of one optimizer step.
-        checkpointing: gradient checkpointing of decoder layers.
+        batch: sequences in one forward pass; sequence: tokens in each sequence.
+        accumulation: forward passes in one optimizer step.
+        checkpointing: whether decoder layers use gradient checkpointing.
         activation: what native layers keep for backward, `retain` or `recompute`.
-        placement, gpu_expert_memory: as in `ktft.config.Settings`; of no effect without a GPU.
-        states: moments of the optimizer.
-        weight_bytes: bytes of a weight outside of the experts.
-        mixed: autocast to 16 bits.
-        loss_copies: forward passes whose logits live together (2 for DPO's chosen and rejected).
+        placement, gpu_expert_memory: the settings in `ktft.config.Settings`; they have no effect without a GPU.
+        states: moments per parameter that the optimizer keeps.
+        weight_bytes: bytes per weight outside the experts.
+        mixed: whether autocast to 16 bits is on.
     """
 
     adapters: tuple[Adapter, ...]
@@ -84,15 +85,15 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass."""
+        """Tokens in one forward pass."""
         return self.batch * self.sequence
 
     def expert_activation(self, *, gpu: bool) -> str:
-        """What backward finds. Beside a GPU, checkpointing keeps outputs; gate and up are computed again."""
+        """The activation mode of experts. With a GPU, checkpointing keeps their outputs and recomputes gate and up."""
         return "recompute" if gpu and self.checkpointing else self.activation
 
     def on_experts(self, layer: int | None = None) -> list[Adapter]:
-        """LoRA on routed experts, of one layer or of all."""
+        """LoRA on the routed experts of one layer, or of all layers."""
         return [a for a in self.adapters if a.projection and (layer is None or a.layer == layer)]
 
     def elsewhere(self) -> list[Adapter]:
@@ -100,13 +101,13 @@ class Workload:
         return [a for a in self.adapters if not a.projection]
 
     def training_bytes(self, adapters: Iterable[Adapter]) -> int:
-        """Parameters, gradients and the optimizer's moments: fp32, which peft makes LoRA whatever the model's dtype."""
+        """Bytes of parameters, gradients and the optimizer's moments, all fp32: peft ignores the model's dtype."""
         return int(sum(a.parameters for a in adapters) * FP32 * (2 + self.states))
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by what they are for: RAM, of which `packed` lies on given NUMA nodes, and VRAM (empty without a GPU)."""
+    """Bytes of RAM and VRAM by purpose. VRAM is empty without a GPU; `packed` is the part of RAM on each NUMA node."""
 
     packed: tuple[int, ...]
     ram: dict[str, int]
@@ -114,12 +115,12 @@ class Footprint:
 
     @property
     def ram_bytes(self) -> int:
-        """All RAM."""
+        """Total bytes of RAM."""
         return sum(self.ram.values())
 
     @property
     def vram_bytes(self) -> int:
-        """All VRAM."""
+        """Total bytes of VRAM."""
         return sum(self.vram.values())
 
     def with_residents(self, resident: int) -> Footprint:
@@ -128,7 +129,7 @@ class Footprint:
 
     @property
     def node_bytes(self) -> tuple[int, ...]:
-        """RAM a node: its slice of the experts and, of what has no node of its own, an equal part."""
+        """Bytes of RAM on each node: its slice of the experts, and an equal share of what is bound to no node."""
         rest = (self.ram_bytes - sum(self.packed)) // len(self.packed)
         return tuple(packed + rest for packed in self.packed)
 
@@ -137,7 +138,7 @@ class Footprint:
 
 
 def packed_per_node(moes: Iterable[MoeShape], expert_format: str, nodes: int) -> tuple[int, ...]:
-    """Bytes of all layers' packed experts on each of `nodes` nodes, exactly as native allocates them."""
+    """Bytes of all layers' packed experts on each of `nodes` nodes, exactly as the native core allocates them."""
     total = [0] * nodes
     for moe in moes:
         dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
@@ -148,14 +149,14 @@ def packed_per_node(moes: Iterable[MoeShape], expert_format: str, nodes: int) ->
 
 
 def active_experts(moe: MoeShape, tokens: int) -> float:
-    """Experts that get at least one of the tokens when all are equally likely."""
+    """The expected number of experts that get at least one token if all experts are equally likely."""
     return moe.num_experts * (1 - (1 - moe.top_k / moe.held.num_experts) ** tokens)
 
 
 def expert_buffers(
     moe: MoeShape, tokens: int, adapters: Iterable[Adapter], *, threads: int, nodes: int, activation: str
 ) -> native.LayerMemory:
-    """Memory of the native buffers in a forward and a backward of `tokens` tokens, if experts are equally likely."""
+    """Memory of the native buffers in forward and backward of `tokens` tokens if all experts are equally likely."""
     return native.layer_memory(
         moe.hidden_size,
         moe.intermediate_size,
@@ -170,9 +171,10 @@ def expert_buffers(
 
 
 def _layer_activations(shape: ModelShape, work: Workload) -> float:
-    """Bytes a token of what torch keeps of the largest decoder layer, routed experts apart.
+    """Bytes per token that torch keeps for the largest decoder layer, without its routed experts.
 
-    A linear layer's output; with LoRA also its input in the adapter's precision; norms in fp32; attention's operands.
+    torch keeps a linear layer's output, with LoRA also its input in the adapter's precision, fp32 norms, and the
+    operands of attention.
     """
     adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
     wide = BF16 if work.mixed else work.weight_bytes
@@ -191,8 +193,9 @@ def _layer_activations(shape: ModelShape, work: Workload) -> float:
 
 
 def _layer_kept(shape: ModelShape, work: Workload) -> float:
-    """Bytes a token that backward finds of the largest decoder layer on a GPU, where LoRA on a linear layer is one node
-    and norms are fused: inputs and outputs of linear layers, rotated queries and keys, both residuals and norms.
+    """Bytes per token kept for backward by the largest decoder layer on a GPU, where LoRA on a linear layer is one
+    autograd node and norms are fused: inputs and outputs of linear layers, rotated queries and keys, both residuals
+    and both norms.
     """
     adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
     layers: dict[int, int] = {}
@@ -205,7 +208,7 @@ def _layer_kept(shape: ModelShape, work: Workload) -> float:
 
 
 def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
-    """The peak of what torch holds in one forward and backward pass, wherever the model's other weights are."""
+    """Peak bytes that torch holds in one forward and backward pass, on the device of the model's other weights."""
     stream = work.tokens * shape.hidden_size * (FP32 if work.mixed else work.weight_bytes)
     layer = work.tokens * _layer_activations(shape, work)
     fused = gpu or shape.qk_dim == shape.v_dim
@@ -215,7 +218,7 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     if work.checkpointing:
         scores = every_score * _SCORE_BYTES
         layer = 2 * layer + copies
-        # blocks that malloc does not return: one layer's are still there when the logits come
+        # malloc does not return these blocks: one layer's are still allocated when the logits are computed
         left = 0 if gpu else layer + (scores if every_score * FP32 < _RETURNED_BLOCK else 0)
         return int(shape.layers * stream + max(logits + left, layer + scores))
     if gpu and work.mixed:
@@ -230,7 +233,7 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
 def footprint(
     shape: ModelShape, work: Workload | None, expert_format: str, *, threads: int, nodes: int, gpu: bool
 ) -> Footprint:
-    """RAM and VRAM of training, or of holding the model when `work` is None."""
+    """The RAM and VRAM of training, or of only holding the model if `work` is None."""
     packed = packed_per_node(shape.moe.values(), expert_format, nodes)
     ram = {"experts": sum(packed), "python": BASELINE + (CUDA_LIBRARIES if gpu or torch.version.cuda else 0)}
     dense = {"other weights": shape.other_parameters * (work.weight_bytes if work else BF16)}
@@ -258,9 +261,9 @@ def footprint(
     kept = [layer.retained for layer in buffers]
     retained = max(kept) if work.checkpointing else sum(kept)
     largest = max(layer.workspace for layer in buffers)
-    io = 6 * work.tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients as they cross
+    io = 6 * work.tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients in transit
     layer_grads = [sum(a.parameters for a in work.on_experts(n)) for n in shape.moe]
-    second = work.accumulation > 1  # gradients of a further pass stand beside those they are added to
+    second = work.accumulation > 1  # a further pass's gradients exist beside those they are added to
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
     place["activations"] = torch_activations(shape, work, gpu=gpu)
     if gpu:
@@ -274,7 +277,7 @@ LANE_PARTS = ("expert lanes", "resident experts", "expert outputs")
 
 
 def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str, int]:
-    """VRAM that the experts take: buffers of those streamed, those that stay there (`auto`: none yet), and under
+    """Bytes of VRAM that the experts take: buffers of streamed experts, resident experts (`auto`: none yet), and with
     checkpointing every layer's output, so that recomputing a layer does not run its experts again.
     """
     outputs = len(shape.moe) * work.tokens * shape.hidden_size * BF16
@@ -287,8 +290,9 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
 
 
 def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
-    """As `ktft.lanes.gpu.buffers` sizes them: for half of a layer's experts, twice as they are packed, `packed` bytes a
-    parameter, once more for residents, twice their LoRA, and decoded once.
+    """Bytes of the lanes' buffers, by the rule of `ktft.lanes.gpu.buffers`: for half of a layer's experts, two packed
+    copies of `packed` bytes per parameter, a third one if there are residents, two copies of their LoRA, and one
+    decoded copy.
     """
     times = 3 if work.gpu_expert_memory else 2
 
@@ -300,15 +304,15 @@ def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
 
 
 def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -> int:
-    """VRAM for resident experts: what `gpu_expert_memory` says; with `auto`, what is free beside all else that is used,
-    less what longer batches may need.
+    """Bytes of VRAM for resident experts: the value of `gpu_expert_memory`, or with `auto` the free VRAM minus a
+    reserve for longer batches.
     """
     size = free - max(SPARE_VRAM, int(used * SPARE_SHARE)) if isinstance(wished, str) else wished
     return min(max(size, 0), packed_bytes)
 
 
 def expert_adapters(moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]]) -> list[Adapter]:
-    """LoRA on routed experts from layer -> projection -> rank."""
+    """The LoRA on routed experts that `ranks` describes: layer -> projection -> rank."""
     return [
         Adapter(
             *moe[layer].projection(name),

@@ -1,4 +1,4 @@
-"""What a model is made of, read off its modules on the meta device: enough to plan memory and time."""
+"""The sizes of a model that planning memory and time needs, read from its modules on the meta device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
 
-# What families call the number of experts a token is sent to.
+# The config keys, across families, for the number of experts that a token is routed to.
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
 class MoeShape:
-    """One layer's routed experts. Stands for its `ExpertLayer` where only sizes matter.
+    """The sizes of one layer's routed experts. It replaces the `ExpertLayer` where only sizes matter.
 
     Attributes:
-        num_experts: that the process holds.
-        top_k: experts of the model that a token is sent to.
-        part: which these are where they are not all.
+        num_experts: the number of experts that this process holds.
+        top_k: the number of the model's experts that a token is routed to.
+        part: which of the model's experts these are; None if they are all of them.
     """
 
     num_experts: int
@@ -54,7 +54,7 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One linear layer outside of the routed experts; `layer` is its decoder layer, None where it is in none."""
+    """One linear layer outside the routed experts; `layer` is its decoder layer's number, None if it is in none."""
 
     name: str
     in_features: int
@@ -68,11 +68,11 @@ class ModelShape:
 
     Attributes:
         moe: layer number -> its routed experts.
-        linears: every linear layer of the text model outside of them, the output layer included. LLaMA-Factory
-            leaves what sees images frozen, and no text goes through it.
-        other_parameters: number of parameters and buffers that are not routed experts' weights.
-        layers, hidden_size, vocab_size: of the text model.
-        heads, qk_dim, v_dim: attention heads, and their width in queries and keys, and in values.
+        linears: every linear layer of the text model outside the routed experts, including the output layer. Vision
+            layers are left out: LLaMA-Factory keeps them frozen, and no text passes through them.
+        other_parameters: the number of elements in parameters and buffers, without the routed experts' weights.
+        layers, hidden_size, vocab_size: sizes of the text model.
+        heads, qk_dim, v_dim: the number of attention heads, the width of a head's queries and keys, and of its values.
     """
 
     model_type: str
@@ -93,10 +93,10 @@ class ModelShape:
 
 
 def top_k_of(config: Any) -> int:
-    """Experts a token is sent to.
+    """The number of experts that a token is routed to.
 
     Raises:
-        ValueError: the config does not say.
+        ValueError: the config has none of `TOP_K_KEYS`.
     """
     for key in TOP_K_KEYS:
         if isinstance(value := getattr(config, key, None), int):
@@ -105,11 +105,11 @@ def top_k_of(config: Any) -> int:
 
 
 def empty_experts(model: PreTrainedModel, family: Family, part: tuple[int, int] | None = None) -> dict[int, MoeShape]:
-    """Put `KtftExperts` that know only their sizes where the routed experts are, so that adapters find their places.
+    """Replace the routed experts by `KtftExperts` that hold only sizes, so that adapters find their places.
 
     Args:
-        model: on the meta device. family: of it.
-        part: the experts of each layer that the process holds, from the first to before the second; by default all.
+        model: a model on the meta device; family: its family.
+        part: (first, end) of the experts of each layer that the process holds, end excluded; by default all.
     """
     top_k = top_k_of(model.config.get_text_config())
     shapes = {}
@@ -121,7 +121,7 @@ def empty_experts(model: PreTrainedModel, family: Family, part: tuple[int, int] 
 
 
 def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
-    """The shape of a model whose routed experts are out of its parameters."""
+    """The shape of a model whose parameters no longer include the routed experts."""
     text = model.config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -152,7 +152,9 @@ def _layer_of(name: str) -> int | None:
 
 
 def shape_of(config: PreTrainedConfig, part: tuple[int, int] | None = None) -> tuple[ModelShape, PreTrainedModel]:
-    """The shape of a config's model, and the model on meta with empty `KtftExperts`; `part` as in `empty_experts`.
+    """The shape of a config's model, and the model on the meta device with empty `KtftExperts`.
+
+    `part` is explained at `empty_experts`.
 
     Raises:
         ValueError: ktft does not support the model.
