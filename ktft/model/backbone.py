@@ -1,4 +1,4 @@
-"""The weights around the experts: checked against the shards, and dequantized while transformers loads them."""
+"""The weights outside the routed experts: checked against the shards, and dequantized while transformers loads them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
 
 
 class Backbone:
-    """All of a model but its routed experts.
+    """All of a model except its routed experts.
 
-    It must match the checkpoint both ways: transformers would fill a missing weight at random, and lets a quantized
-    model take wrong shapes. Task heads other than the LM head are left to transformers: a new one is legitimate.
+    The model and the checkpoint must match in both directions, because transformers would initialize a missing weight
+    at random, and accepts wrong shapes in a quantized model. Task heads other than the LM head are left to
+    transformers: a new one is legitimate.
 
     Args:
-        model: on meta.
-        checkpoint: its opened checkpoint.
-        is_expert: matches names of routed experts' tensors.
-        ignored: patterns of names that transformers ignores.
+        model: the model on the meta device.
+        checkpoint: the model's opened checkpoint.
+        is_expert: a pattern that matches the names of routed experts' tensors.
+        ignored: patterns of the names that transformers ignores.
 
     Raises:
-        ValueError: a tensor is missing or left over, or has a wrong shape or dtype.
+        ValueError: a tensor is missing or unexpected, or has a wrong shape or dtype.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Backbone:
         self._dtypes = {name: tensor.dtype for name, tensor in expected.items()}
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         others = (name for name in checkpoint.tensors if not is_expert.match(name))
-        # by their names in the model: transformers renames some of them
+        # The keys are names in the model, because transformers renames some tensors
         self._tensors = {rename_source_key(name, renamings, [])[0]: checkpoint.tensors[name] for name in others}
         self._sources: dict[str, tuple[Scheme, dict[str, TensorEntry]]] = {}
         lacking: list[str] = []
@@ -79,17 +80,17 @@ class Backbone:
         stem = name.removesuffix(".weight")
         if stem != name:
             return locate(self._tensors, self.checkpoint.scheme, stem)
-        return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)  # a bias or a buffer: the name itself
+        return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)  # a bias or a buffer has the same name on disk
 
     def stored(self, name: str) -> tuple[Scheme, dict[str, TensorEntry]] | None:
-        """Scheme and tensors by role of one of the model's weights; None if the checkpoint has none of its own."""
+        """The scheme of a model's weight, and its tensors by role; None if the checkpoint does not store the weight."""
         return self._sources.get(name, self._sources.get(self._prefix + name))
 
     def read(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Each weight by the name that a plain checkpoint has; those that are quantized dequantized to `dtype`.
+        """Yield each weight under its name in a plain checkpoint; quantized weights are dequantized to `dtype`.
 
         Raises:
-            ValueError: NaN or Inf; the message names file and tensor.
+            ValueError: a weight holds NaN or Inf; the message names file and tensor.
         """
         with self.checkpoint:
             for scheme, parts in self._sources.values():
@@ -103,7 +104,7 @@ class Backbone:
                     yield f"{scheme.stem_of(codes.name)}.weight", scheme.decode(tensors).dequantize().to(dtype)
 
     def conversions(self) -> list[WeightConverter]:
-        """For transformers: how the scheme's tensors become weights. None of a plain checkpoint."""
+        """The converters by which transformers turns the scheme's tensors into weights; empty for plain weights."""
         scheme = self.checkpoint.scheme
         if all(scheme is PLAIN_SCHEME for scheme, _ in self._sources.values()):
             return []
@@ -114,7 +115,7 @@ class Backbone:
         return [WeightConverter(list(roles), ".weight", [_Dequantize(self, roles)])]
 
     def dequantize(self, name: str, tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The weight of these tensors by role. What is wrong with them is told by `finish`."""
+        """Decode the weight from its tensors, by role. `finish` reports errors in them."""
         name = name if name in self._sources else self._prefix + name
         scheme, parts = self._sources[name]
         if scheme is PLAIN_SCHEME:
@@ -122,17 +123,17 @@ class Backbone:
         try:
             return scheme.decode(tensors).dequantize().to(dtype)
         except ValueError as error:
-            # Raised here it would end in a report of transformers, without the file
+            # Raised here, it would end up in a report by transformers that does not name the file
             self._problems.append(f"{parts['codes'].file}: {parts['codes'].name}: {error}")
             return torch.zeros(shape, dtype=dtype, device=tensors["codes"].device)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Refuse NaN, Inf and what `dequantize` found, and give each weight the dtype that was asked for.
+        """Refuse NaN, Inf and the problems that `dequantize` found, and cast each weight to the requested dtype.
 
-        transformers keeps a checkpoint's dtype where it renames a tensor of a quantized model.
+        The cast is needed because transformers keeps the checkpoint's dtype if it renames a quantized model's tensor.
 
         Raises:
-            ValueError: naming file and tensor.
+            ValueError: a weight is damaged; the message names file and tensor.
         """
         if self._problems:
             raise ValueError(self._problems[0])
@@ -147,21 +148,21 @@ class Backbone:
 
 
 def refuse_not_finite(tensor: Tensor, entry: TensorEntry) -> None:
-    """Raise ValueError, which names file and tensor, if there is NaN or Inf in it."""
+    """Raise ValueError, which names file and tensor, if the tensor holds NaN or Inf."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    if not all(math.isfinite(bound) for bound in tensor.aminmax()):  # NaN spreads to both
+    if not all(math.isfinite(bound) for bound in tensor.aminmax()):  # NaN makes both bounds NaN
         raise ValueError(f"{entry.file}: {entry.name} holds NaN or Inf; download the file again")
 
 
 class _Dequantize(ConversionOps):
-    """transformers' side of `Backbone.dequantize`."""
+    """The conversion by which transformers calls `Backbone.dequantize`."""
 
     def __init__(self, backbone: Backbone, roles: dict[str, str]) -> None:
         self.backbone, self.roles = backbone, roles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Dequantize:
-        return self  # transformers copies converters, one a weight
+        return self  # transformers copies the converter for each weight
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any

@@ -1,4 +1,4 @@
-"""The module that stands where transformers had a layer's stacked routed experts."""
+"""The module that replaces transformers' stacked routed experts of a layer."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ktft.native import ExpertLayer
 
 
 class KtftExperts(nn.Module):
-    """One MoE layer's routed experts, frozen and packed in CPU memory outside of torch.
+    """One MoE layer's routed experts, frozen and packed in CPU memory outside torch.
 
-    It has no parameters, so nothing that walks a model's parameters (optimizer, DDP, `state_dict`, `.to`) meets the
-    expert weights. The only buffer, `weight`, has no elements: it tells peft which device the model is on.
+    The module has no parameters, so code that walks a model's parameters (optimizer, DDP, `state_dict`, `.to`) never
+    sees the expert weights. Its only buffer, `weight`, has no elements and tells peft which device the model is on.
 
     Args:
-        layer: the packed experts, all or a part of them, or only their sizes where nothing will be computed.
+        layer: the packed experts, all or a part of them, or only their sizes if nothing will be computed.
         family: the model's family.
         activation: what forward keeps for backward, `retain` or `recompute`.
 
     Attributes:
-        laned: runs the experts of hidden states that are on a GPU; None where the model has no lanes.
+        laned: runs the experts when hidden states are on a GPU; None if the model has no lanes.
         shared: the block's shared experts; None if it has none.
-        record: takes counts in training mode; None, the initial value, counts nothing.
+        record: receives counts in training mode; None, the initial value, counts nothing.
         num_experts: the number of experts that this process holds; `held` says which of the model's experts they are.
-            If it holds only a part, the output is the sum over that part alone.
+            If it holds only a part, the output is the sum over that part only.
     """
 
     layer: ExpertLayer
@@ -61,7 +61,10 @@ class KtftExperts(nn.Module):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None = None
     ) -> Tensor:
-        """Hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`; see `routed_experts`."""
+        """Map hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`.
+
+        See `routed_experts` for their dtypes.
+        """
         record = self.record if self.training else None
         top_k_index = self.held.local(top_k_index)
         if self.laned is not None and (lanes := self.laned.lanes.on(hidden_states.device)) is not None:
@@ -70,10 +73,10 @@ class KtftExperts(nn.Module):
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
     def run_in(self, lanes: Lanes, number: int, shared: Ahead | None = None) -> None:
-        """Run hidden states that are on a GPU in these lanes.
+        """Make forward use these lanes for hidden states that are on a GPU.
 
         Args:
-            lanes: the model's lanes; layers are added to them in order.
+            lanes: the model's lanes, to which layers must be added in order.
             number: this layer's number.
             shared: the block's shared experts.
         """
@@ -81,7 +84,7 @@ class KtftExperts(nn.Module):
         self.laned, self.shared = LanedExperts(lanes, self.layer, number, self.activation), shared
 
     def extra_repr(self) -> str:
-        """Shown in the model's printout."""
+        """The text that a printout of the model shows for this module."""
         part = "" if self.held.whole else f" ({self.held.first} to {self.held.numbers[-1]} of {self.held.num_experts})"
         return (
             f"num_experts={self.num_experts}{part}, hidden_size={self.hidden_size}, "
@@ -97,7 +100,7 @@ class KtftExperts(nn.Module):
 
 
 def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Adapters land here when no adapter layer wraps the experts; torch would drop the keys without a word."""
+    """Refuse LoRA tensors, which arrive here if no adapter layer wraps the experts; torch would drop them silently."""
     lora = [key for key in state_dict if key.startswith(prefix) and ".lora_" in key]
     if lora:
         raise ValueError(
@@ -107,10 +110,10 @@ def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 
 
 def layer_number(name: str) -> int:
-    """The number in a module's name of the decoder layer that it is in.
+    """The number of the decoder layer that a module is in, read from the module's name.
 
     Raises:
-        ValueError: it is in none.
+        ValueError: the module is in no numbered layer.
     """
     number = re.search(r"\blayers\.(\d+)\.", name)
     if number is None:
@@ -119,11 +122,12 @@ def layer_number(name: str) -> int:
 
 
 def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tuple[int, int, int]]]:
-    """Layer number, module name and (num_experts, hidden_size, intermediate_size) of transformers' stacked experts, in
-    a model that may be on the meta device.
+    """Layer number, module name and (num_experts, hidden_size, intermediate_size) of transformers' stacked experts.
+
+    The model may be on the meta device.
 
     Raises:
-        ValueError: the model has none of the family's class.
+        ValueError: the model has no experts of the family's classes.
     """
     found = []
     for name, module in model.named_modules():
@@ -148,15 +152,15 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
 
 
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
-    """All of a model's routed experts by module name, those inside adapter layers included."""
+    """All of a model's routed experts by module name, including those inside adapter layers."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExperts)}
 
 
 def experts_family(model: nn.Module) -> Family:
-    """The family of a model with ktft's experts, however it is wrapped.
+    """The family of a model with ktft's experts, no matter how the model is wrapped.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has no experts held by ktft.
     """
     for module in find_experts(model).values():
         return module.family

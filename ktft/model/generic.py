@@ -1,4 +1,4 @@
-"""The family of a transformers model; without a row, one derived from what transformers itself knows of the model."""
+"""The family of a transformers model: its row in the table, or a family derived from what transformers knows of it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ktft.model.experts import layer_number
 kimi_k2.register()
 
 CALL = ("hidden_states", "top_k_index", "top_k_weights")
-"""Arguments of transformers 5's routed experts."""
+"""The arguments of routed experts in transformers 5."""
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of a transformers model: its row, or one derived from modules that follow transformers' call.
+    """The family of a transformers model: its row in `FAMILIES`, or one derived from modules that take `CALL`.
 
     Raises:
-        ValueError: there is no row, and the model's experts are none that ktft computes.
+        ValueError: the model has no row, and ktft cannot compute its experts.
     """
     return FAMILIES.get(model.config.model_type) or _derive(model)
 
 
 def _derive(model: PreTrainedModel) -> Family:
-    """The family of experts that take `CALL`, with stacked gate_up_proj [E, 2I, H] and down_proj [E, H, I] and SiLU."""
+    """Derive the family of SiLU experts that take `CALL`, with stacked gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
     model_type = model.config.model_type
     experts = {name: module for name, module in model.named_modules() if _looks_like_experts(module)}
     known = ", ".join(FAMILIES)
@@ -73,7 +73,7 @@ def _looks_like_experts(module: nn.Module) -> bool:
 
 
 def _problems(module: nn.Module) -> Iterator[str]:
-    """What of one experts module is not as the decorator `use_experts_implementation` promises, with its defaults."""
+    """Ways in which an experts module differs from the defaults of the decorator `use_experts_implementation`."""
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     arguments = tuple(inspect.signature(module.forward).parameters)
     if not hasattr(module, "has_gate"):
@@ -98,7 +98,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
 
 
 def _layout(model: PreTrainedModel, name: str) -> Layout:
-    """How checkpoints hold the experts of module `name`, from the conversions that transformers loads them with."""
+    """The layout on disk of the experts in module `name`, derived from the conversions by which transformers loads."""
     conversions = get_model_conversion_mapping(model)
     stems = {kind: f"{name}.{kind}" for kind in ("gate_up_proj", "down_proj")}
     found: dict[str, list[str]] = {}

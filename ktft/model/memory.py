@@ -101,7 +101,7 @@ class Workload:
         return [a for a in self.adapters if not a.projection]
 
     def training_bytes(self, adapters: Iterable[Adapter]) -> int:
-        """Bytes of parameters, gradients and the optimizer's moments, all fp32: peft ignores the model's dtype."""
+        """Bytes of parameters, gradients and moments. All are fp32: peft creates LoRA so for any model dtype."""
         return int(sum(a.parameters for a in adapters) * FP32 * (2 + self.states))
 
 

@@ -1,4 +1,4 @@
-"""A model as it would be loaded, without a weight: what `ktft convert` packs, after all the checks of a load."""
+"""The plan for loading a model, made with all checks of a load but without reading a weight; `ktft convert` uses it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ktft.model.quantizer import LoadPlan
 
 
 def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
-    """Compare a checkpoint with its config, from headers alone. The plan's layers are empty.
+    """Compare a checkpoint with its config, reading only headers. The returned plan's layers are empty.
 
     Raises:
         FileNotFoundError: a shard is missing.
-        ValueError: the model is not supported; shards are damaged; a tensor is missing or left over, or has a wrong
+        ValueError: the model is not supported; shards are damaged; a tensor is missing or unexpected, or has a wrong
             shape or dtype.
     """
     files = CheckpointReader.from_directory(directory).files

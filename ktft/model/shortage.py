@@ -1,4 +1,4 @@
-"""Memory that does not suffice: what is told, whose fault it is, and the check before anything is loaded."""
+"""Insufficient memory: the messages, the causes, and the check before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ktft import config, native, system
 
 
 def shortage(what: str, needed: int, available: int, of: str = "memory", limit: str = "") -> str:
-    """The words for memory that does not suffice; `ktft plan` and training use the same."""
+    """The message for insufficient memory, which `ktft plan` and training share."""
     return (
         f"{what} needs {system.readable(needed)} of {of}, {system.readable(available)} are available{limit}: "
         f"{system.readable(needed - available)} too few"
@@ -41,11 +41,11 @@ _CURES = {
     ACTIVATIONS: "lower cutoff_len or per_device_train_batch_size",
     RESIDENT: "lower gpu_expert_memory",
 }
-"""What makes less of a cause, by the keys of LLaMA-Factory's YAML."""
+"""Cause -> the advice that reduces it, in terms of the keys of LLaMA-Factory's YAML."""
 
 
 def by_cause(parts: Mapping[str, int]) -> dict[str, int]:
-    """Parts of a footprint, added up by what a person can change; those that nobody can are left out."""
+    """The parts of a footprint, summed by the cause that a user can change; parts without one are left out."""
     causes: dict[str, int] = {}
     for part, size in parts.items():
         if part in _CAUSES:
@@ -54,7 +54,7 @@ def by_cause(parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def largest_cause(causes: Mapping[str, int]) -> str:
-    """The words for what takes most, and for what makes it less."""
+    """The message for the cause that takes the most memory, and the advice that reduces it."""
     name = max(causes, key=lambda each: causes[each])
     cure = _CURES.get(name, "ask for less of it").format(formats=", ".join(by_size()))
     return f"the largest part, {system.readable(causes[name])}, is for {name}: {cure}"
@@ -68,14 +68,14 @@ def _limit_words() -> str:
 
 
 def require_memory(what: str, causes: Mapping[str, int]) -> None:
-    """Refuse what does not fit in the memory that this process can still take.
+    """Refuse a request that exceeds the memory that this process can still take.
 
     Args:
-        what: that needs it.
-        causes: bytes by what they are for, as `by_cause` has them.
+        what: the subject of the message, which needs the memory.
+        causes: bytes by cause, as returned by `by_cause`.
 
     Raises:
-        ValueError: it does not; the message has both sizes, the largest cause and the cures.
+        ValueError: the memory does not suffice; the message has both sizes, the largest cause and the advice.
     """
     needed = sum(causes.values())
     available = system.available_memory()

@@ -1,4 +1,4 @@
-"""Seconds that a model's decoder layers take outside of the routed experts: the model's own code, timed here."""
+"""Times a model's decoder layers without their routed experts, by running the model's own code on this machine."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from ktft.model.shape import ModelShape
 from ktft.plan.rates import LayerRate
 from ktft.system import available_memory, readable
 
-_PASSES = 3  # timed, after one that is not
-_LARGEST = 4096  # tokens of a timed pass; more are in proportion, by whole sequences
-_MEMORY_SHARE = 0.5  # of what is available that timing may take
+_PASSES = 3  # the number of timed passes, which follow one that is not timed
+_LARGEST = 4096  # tokens in a timed pass; the time of more tokens is scaled up by whole sequences
+_MEMORY_SHARE = 0.5  # the share of available memory that timing may take
 
 
 class _NoExperts(nn.Module):
-    """Stands for routed experts that take no time."""
+    """A placeholder for routed experts that takes no time."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states.view_as(hidden_states)
 
 
 class Untimed(Exception):
-    """The layers cannot be timed here; the text says why."""
+    """The layers cannot be timed on this machine; the message says why."""
 
 
 def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.device) -> LayerRate:
     """Time one decoder layer of each kind, with LoRA on its linear layers and without its routed experts.
 
     Args:
-        model: on meta, with empty `KtftExperts`; it is not changed.
-        work: the recipe's step. Sequences are timed at their full length.
-        device: where the layers run in training.
+        model: a model on the meta device with empty `KtftExperts`; it is not changed.
+        work: the recipe's step; sequences are timed at their full length.
+        device: the device that runs the layers in training.
 
     Raises:
-        Untimed: there is too little memory, or the model's code does not run without its other parts.
+        Untimed: there is too little memory, or the model's code does not run without the rest of the model.
     """
     kinds: dict[str, list[int]] = {}
     for number, layer in enumerate(model.get_decoder().layers):
@@ -57,7 +57,7 @@ def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.de
     for numbers in kinds.values():
         try:
             seconds = _time(_decoder(model, numbers[0], work, device), shape.hidden_size, batch, work, device)
-        except Exception as error:  # other people's code, on a part of the model
+        except Exception as error:  # third-party code runs on a part of the model and may raise anything
             raise Untimed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
         scale = len(numbers) * work.batch / batch
         forward, backward = forward + seconds[0] * scale, backward + seconds[1] * scale
@@ -78,17 +78,17 @@ def _require_memory(shape: ModelShape, work: Workload, device: torch.device) -> 
 
 
 def _kind(layer: nn.Module) -> str:
-    """The same for layers that take the same time."""
+    """A key that is equal for layers that take the same time."""
     attributes = [getattr(module, "layer_type", None) or getattr(module, "sliding_window", None)
                   for module in (layer, getattr(layer, "self_attn", layer))]  # fmt: skip
     return str((attributes, [(name, tensor.shape) for name, tensor in layer.named_parameters()]))
 
 
 def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> nn.Module:
-    """The decoder with only that layer, on `device`, with random weights and the recipe's LoRA."""
+    """A copy of the decoder with layer `number` only, on `device`, with random weights and the recipe's LoRA."""
     decoder = copy.deepcopy(model.get_decoder())
     config, layers = decoder.config, decoder.config.num_hidden_layers
-    for key, value in vars(config).items():  # layer_types and the like
+    for key, value in vars(config).items():  # lists with an item per layer, such as layer_types
         if isinstance(value, list) and len(value) == layers:
             setattr(config, key, [value[number]])
     config.num_hidden_layers, decoder.layers = 1, nn.ModuleList([decoder.layers[number]])
@@ -115,7 +115,7 @@ def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> n
 
 
 def _adapted(decoder: nn.Module, number: int, work: Workload) -> list[str]:
-    """Names of the layer's linear layers that have the sizes of one with LoRA."""
+    """Names of the decoder layer's linear layers whose sizes match those of a linear layer with LoRA."""
     sizes = {(a.in_features, a.out_features) for a in work.elsewhere() if a.layer == number}
     return [
         name
@@ -142,7 +142,7 @@ def _time(
 
 @contextmanager
 def _clock(device: torch.device) -> Iterator[list[float]]:
-    """Seconds of the block, once it has ended."""
+    """Yield a list that receives the block's duration in seconds when the block ends."""
     seconds: list[float] = []
     device_of(device).synchronize()
     start = time.perf_counter()

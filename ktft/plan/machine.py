@@ -1,4 +1,4 @@
-"""This machine, with what it can do measured."""
+"""Describes this machine, with its rates measured."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ktft.device import accelerator, accelerators
 from ktft.lanes.decide.calibrate import copy_seconds
 from ktft.plan.description import DISK_RATE, Gpu, Machine
 
-_STREAMED, _STREAMED_A_THREAD = 1 << 30, 128 << 20  # bytes that are read to see how fast memory is: more than caches
+_STREAMED, _STREAMED_A_THREAD = 1 << 30, 128 << 20  # bytes read to time memory, more than fit in caches
 
 
 def this_machine(threads: int | None, numa_nodes: int | None, *, gpu: bool, disk_rate: float | None) -> Machine:
-    """This machine as it is now, with what it can do measured in about a second.
+    """Describe this machine as it is now; measuring its rates takes about a second.
 
     Args:
-        threads, numa_nodes: settings of the recipe.
-        gpu: whether a GPU is to be used if there is one.
-        disk_rate: as measured from the checkpoint or given; None if neither.
+        threads, numa_nodes: the recipe's settings.
+        gpu: whether to use a GPU if there is one.
+        disk_rate: bytes/s, measured on the checkpoint or given by the user; None if neither is known.
     """
     native.check_machine(threads, numa_nodes)
     runtime = native.runtime(threads, numa_nodes)
@@ -45,7 +45,7 @@ def this_machine(threads: int | None, numa_nodes: int | None, *, gpu: bool, disk
 
 
 def _measure(runtime: native.Runtime) -> tuple[float, float]:
-    """FLOP/s of products on registers, and bytes/s read from memory, of all threads."""
+    """Measure the FLOP/s of products on registers and the bytes/s read from memory, for all threads together."""
     flops, _ = native.compute_ceilings(runtime, 0.02)
     size = min(_STREAMED_A_THREAD * runtime.threads, _STREAMED, system.available_memory() // 8)
     memory = native.StreamedMemory(runtime, size)
@@ -54,7 +54,7 @@ def _measure(runtime: native.Runtime) -> tuple[float, float]:
 
 
 def _this_gpu() -> Gpu | None:
-    """The GPU that training would take, with its bf16 products timed; None without one."""
+    """The GPU that training would use, with its bf16 products and copies timed; None if there is no GPU."""
     gpu = accelerator()
     if gpu is None:
         return None
@@ -82,7 +82,7 @@ def _this_gpu() -> Gpu | None:
 
 
 def _warnings(available: int) -> list[str]:
-    """What would make training slower, or end it, on this machine."""
+    """Warnings about conditions on this machine that would slow training down or end it."""
     found = []
     limit, total = system.cgroup_memory_limit(), system.memory().get("MemTotal", 0)
     if limit is not None and limit < total:

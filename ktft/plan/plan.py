@@ -1,4 +1,4 @@
-"""The plan: memory and time of every expert format, which of them fit, and what to change if none does."""
+"""The plan: the memory and time of every expert format, the formats that fit, and the changes to make if none does."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from ktft.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class FormatPlan:
-    """One expert format on one machine. `lanes` are the experts of one pass, None without a GPU; `lacking` is empty
-    when it fits, else the words for what there is too little of.
+    """The plan for one expert format on one machine.
+
+    Attributes:
+        lanes: the simulated experts of one pass; None without a GPU.
+        lacking: a message for each shortage of memory; empty if the format fits.
     """
 
     format: str
@@ -32,13 +35,13 @@ class FormatPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has the memory."""
+        """Whether the machine has enough memory for this format."""
         return not self.lacking
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that would make a format fit, and what it then costs."""
+    """A change to the recipe that would make a format fit, and the plan with that change."""
 
     words: str
     plan: FormatPlan
@@ -46,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything `ktft plan` tells."""
+    """Everything that `ktft plan` reports."""
 
     source: ModelSource
     machine: Machine
@@ -58,7 +61,7 @@ class Plan:
 
     @property
     def wished(self) -> str:
-        """The format that training would take."""
+        """The expert format that training would use."""
         return wished_format(self.source, self.recipe)
 
     @property
@@ -67,7 +70,7 @@ class Plan:
         return any(each.fits for each in self.formats)
 
     def best(self) -> FormatPlan | None:
-        """The recipe's own format if it fits, else the most precise that does."""
+        """The recipe's own format if it fits, otherwise the most precise format that does; None if none fits."""
         return best_of(self.formats, self.wished)
 
 
@@ -83,7 +86,7 @@ def best_of(plans: tuple[FormatPlan, ...], wished: str) -> FormatPlan | None:
 
 
 def verdict(plan: Plan) -> str:
-    """The answer in plain words."""
+    """The plan's conclusion, in sentences for the user."""
     best, wished = plan.best(), plan.wished
     if best is None:
         smallest = min(plan.formats, key=lambda each: each.footprint.ram_bytes)
@@ -112,7 +115,7 @@ _LANE_NAMES = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
 
 
 def lane_notes(plan: Plan) -> list[str]:
-    """Where the experts of the best format run, what limits them, and what that takes of the GPU's memory."""
+    """Notes on where the best format's experts run, what limits them, and how much GPU memory they take."""
     best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
     if (lanes := best.lanes) is None:
         return []
@@ -129,7 +132,7 @@ def lane_notes(plan: Plan) -> list[str]:
 
 
 def advice(plan: Plan) -> list[str]:
-    """The changes that would make the recipe fit, one line each."""
+    """The changes that would make the recipe fit, one line for each."""
     return [
         f"{change.words}: then {change.plan.format} fits ({readable(change.plan.footprint.ram_bytes)} of memory"
         + (f", {readable(change.plan.footprint.vram_bytes)} of GPU memory" if change.plan.footprint.vram else "")
@@ -139,7 +142,7 @@ def advice(plan: Plan) -> list[str]:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON's types; bytes, seconds and bytes/s."""
+    """The plan as JSON types. Sizes are in bytes, times in seconds, rates in units per second."""
     shape, source, machine = plan.source.shape, plan.source, plan.machine
     adapter = sum(a.parameters for a in plan.work.adapters)
     return {

@@ -1,4 +1,4 @@
-"""How fast the kernels and torch are on given shapes: timed on this machine, or from what was measured elsewhere."""
+"""The speed of the kernels and of torch on given shapes: timed on this machine, or derived from published figures."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from ktft.model.memory import Adapter, Workload, active_experts
 from ktft.model.shape import ModelShape, MoeShape
 from ktft.plan.description import Machine
 
-# Share of P that forward and backward reach, docs/dev/kernel-log.md: AMX, int8 at the deepseek-v3 shape (42 and 36%)
-# and at the qwen3-30b-a3b shape (32 and 24%), whose experts are small; AVX-512-BF16, H over P times the share of H
-# (70 and 64%), taken for the other vector ISAs too.
+# The shares of P that forward and backward reach, from docs/dev/kernel-log.md. AMX with int8 reaches 42 and 36% at the
+# deepseek-v3 shape, and 32 and 24% at the qwen3-30b-a3b shape, whose experts are small. AVX-512-BF16 reaches H over P
+# times the share of H (70 and 64%); the other vector ISAs use these values too.
 SHARES = {"large": (0.42, 0.36), "small": (0.32, 0.24), "vector": (0.70, 0.64)}
 SMALL_INTERMEDIATE = 1024
-LORA_COST = (0.10, 0.15)  # at rank 8, which the shares have in them; forward and backward, docs/dev/kernel-log.md
-DENSE_SHARE = 0.5  # of P that torch's bf16 products reach: 56% with oneDNN, docs/dev/kernel-log.md
-FP32_SLOWDOWN = {"amx_bf16": 16.0, "avx512_bf16": 2.0}  # fp32 products against bf16's, by ISA; else 1
+# The relative cost of LoRA in forward and backward at rank 8, which SHARES include; docs/dev/kernel-log.md.
+LORA_COST = (0.10, 0.15)
+DENSE_SHARE = 0.5  # share of P that torch's bf16 products reach: 56% with oneDNN, docs/dev/kernel-log.md
+FP32_SLOWDOWN = {"amx_bf16": 16.0, "avx512_bf16": 2.0}  # time of fp32 products relative to bf16 ones; 1 on other ISAs
 PACK_RATE = 0.4e9  # bytes/s of bf16 that one thread quantizes and packs
 
-_LARGEST_LAYER = 128_000_000  # parameters of the layer that is timed
-_SECONDS = 0.15  # of one timed pass, about
+_LARGEST_LAYER = 128_000_000  # the most parameters of a timed layer
+_SECONDS = 0.15  # approximate duration of one timed pass
 
 
 @dataclass(frozen=True)
 class ExpertRate:
-    """FLOP/s of base products with everything that comes with them, LoRA included; and bytes/s of bf16 packed."""
+    """FLOP/s of base products, whose time includes LoRA and all other work of a pass; and bytes/s of bf16 packed."""
 
     forward: float
     backward: float
@@ -42,8 +43,12 @@ class ExpertRate:
 
 @dataclass(frozen=True)
 class TorchRate:
-    """What runs outside of the experts, on the CPU: FLOP/s of products forward and backward, seconds of LoRA for each
-    token and feature (in and out) of a layer, and of the loss for each logit.
+    """The rates of torch outside the experts, on the CPU.
+
+    Attributes:
+        forward, backward: FLOP/s of products.
+        lora: seconds of LoRA per token and feature of a layer, counting input and output features.
+        logit: seconds of the loss per logit.
     """
 
     forward: float
@@ -54,7 +59,7 @@ class TorchRate:
 
 @dataclass(frozen=True)
 class LayerRate:
-    """Seconds of all decoder layers without their routed experts, for one forward and one backward pass of a batch."""
+    """Seconds that all decoder layers, without their routed experts, take for forward and backward of one batch."""
 
     forward: float
     backward: float
@@ -62,14 +67,14 @@ class LayerRate:
 
 @dataclass(frozen=True)
 class OtherRates:
-    """What runs outside of the experts: torch's products, and the layers as they were timed, None if they were not."""
+    """The rates outside the experts: those of torch, and the timed layers' seconds, None if they were not timed."""
 
     torch: TorchRate
     layers: LayerRate | None
 
 
 def expert_flops(moe: MoeShape, tokens: int) -> float:
-    """FLOPs of the base products of one pass."""
+    """FLOPs of the base products in one pass."""
     return 6.0 * tokens * moe.top_k * moe.held.share * moe.hidden_size * moe.intermediate_size
 
 
@@ -77,7 +82,7 @@ def expert_flops(moe: MoeShape, tokens: int) -> float:
 
 
 def published_expert_rate(machine: Machine, moe: MoeShape, expert_format: str, adapters: list[Adapter]) -> ExpertRate:
-    """For a machine that is not here."""
+    """The experts' rate on a machine that is only described, from published figures."""
     size = "small" if moe.intermediate_size < SMALL_INTERMEDIATE else "large"
     shares = SHARES[size if machine.isa == "amx_bf16" else "vector"]
     rank = max((a.rank for a in adapters), default=0)
@@ -88,7 +93,7 @@ def published_expert_rate(machine: Machine, moe: MoeShape, expert_format: str, a
 
 
 def published_torch_rate(machine: Machine, work: Workload) -> TorchRate:
-    """For a machine that is not here."""
+    """The rates of torch on a machine that is only described, from published figures."""
     products = machine.flops * DENSE_SHARE
     slow = FP32_SLOWDOWN.get(machine.isa, 1.0)
     rank = max((a.rank for a in work.elsewhere()), default=0)
@@ -103,7 +108,7 @@ def timed_expert_rate(
     runtime: native.Runtime, machine: Machine, moe: MoeShape, expert_format: str, tokens: int, adapters: list[Adapter],
     activation: str,
 ) -> ExpertRate:  # fmt: skip
-    """Time a layer of these experts, as many as is quick, with as many rows each as training would give them."""
+    """Time a layer with as many of these experts as is quick, and as many rows per expert as in training."""
     matrix = moe.hidden_size * moe.intermediate_size
     experts = max(min(moe.num_experts, _LARGEST_LAYER // (3 * matrix)), 2)
     per_expert = tokens * moe.top_k / active_experts(moe, tokens)
@@ -156,7 +161,7 @@ def _lora(moe: MoeShape, experts: int, adapters: list[Adapter]) -> ExpertLora | 
 
 
 def timed_torch_rate(shape: ModelShape, work: Workload) -> TorchRate:
-    """Time one linear layer with and without LoRA, and the loss, on the CPU."""
+    """Time a linear layer with and without LoRA, and the loss, on the CPU."""
     size, tokens = shape.hidden_size, min(work.tokens, 1024)
     rank = max((a.rank for a in work.elsewhere()), default=0)
     dtype = torch.bfloat16 if work.mixed or work.weight_bytes == 2 else torch.float32

@@ -1,4 +1,4 @@
-"""What is known of a model before it is loaded: its config, and its shards' headers where they are."""
+"""The facts known about a model before it is loaded: its config, and the headers of its shards if it has any."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SAMPLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on disk, or its config alone.
+    """A model on disk, or only its config.
 
     Attributes:
-        name: the directory's or the file's.
-        model: on meta, with empty `KtftExperts`.
-        expert_bytes, other_bytes: of the checkpoint's tensors.
-        from_shards: these are the files', not computed from the config.
-        scheme: the checkpoint's quantization, None for plain weights.
-        expert_format: of experts that `ktft convert` packed, None of a checkpoint as released.
-        shard: a file to measure the disk on.
+        name: the name given to `read_source`, or that of the directory or file.
+        model: the model on the meta device, with empty `KtftExperts`.
+        expert_bytes, other_bytes: bytes of the checkpoint's tensors, for routed experts and for everything else.
+        from_shards: whether these sizes are read from the files; if not, they are computed from the config.
+        scheme: the checkpoint's quantization, or None for plain weights.
+        expert_format: the format of experts that `ktft convert` packed, or None for a checkpoint as released.
+        shard: a file on which the disk's rate can be measured.
     """
 
     name: str
@@ -55,13 +55,13 @@ def read_source(path: Path, settings: Settings, name: str | None = None) -> Mode
     """Read a model directory, as released or converted, or a config.json.
 
     Args:
-        path: of the directory or file, as `ktft.checkpoint.hub.model_path` gives it.
-        settings: `expert_checkpoint` says where the experts are, if not there.
-        name: what to call the model; None takes the directory's name or the file's.
+        path: the directory or file, as returned by `ktft.checkpoint.hub.model_path`.
+        settings: `expert_checkpoint` names the directory of the experts if they are not in `path`.
+        name: the model's name in the report; None takes the name of the directory or file.
 
     Raises:
-        ValueError: a config.json that transformers cannot read, a model or quantization that ktft does not
-            support, damaged shards, or experts converted to another format than `settings` name.
+        ValueError: transformers cannot read config.json, ktft does not support the model or its quantization, shards
+            are damaged, or the experts were converted to a format other than the one in `settings`.
     """
     file = path / CONFIG_NAME if path.is_dir() else path
     try:
@@ -106,18 +106,18 @@ def read_source(path: Path, settings: Settings, name: str | None = None) -> Mode
 
 
 def _open(directory: Path) -> CheckpointReader | None:
-    """The checkpoint, None where there is none yet. A damaged one is an error."""
+    """The checkpoint, or None if there is none yet. Raises ValueError if it is damaged."""
     if not (directory / SINGLE_NAME).is_file() and not (directory / INDEX_NAME).is_file():
         return None
     try:
         reader = CheckpointReader.from_directory(directory)
-    except FileNotFoundError:  # shards still to be downloaded
+    except FileNotFoundError:  # some shards are not downloaded yet
         return None
     return reader if reader.tensors else None
 
 
 def _expert_bytes(moe: MoeShape, scheme: Scheme, plain: int) -> int:
-    """One layer's experts on disk as `scheme` lays matrices out, or with `plain` bytes a weight."""
+    """Bytes on disk of one layer's experts in the layout of `scheme`; plain weights take `plain` bytes each."""
     if scheme is PLAIN_SCHEME:
         return moe.parameters * plain
     hidden, inner = moe.hidden_size, moe.intermediate_size
@@ -130,14 +130,14 @@ def _matrix_bytes(scheme: Scheme, rows: int, cols: int) -> int:
     for role, (shape, *_) in scheme.shapes(rows, cols).items():
         part = scheme.parts[role]
         if not part.optional:
-            # scales may have several dtypes: 16 bits are most widespread
+            # scales may have several dtypes, of which 16-bit ones are the most common
             bits = BITS["F16" if "F16" in part.dtypes else part.dtypes[0]]
             total += math.prod(shape) * bits // 8
     return total
 
 
 def disk_rate(shard: Path) -> float:
-    """Bytes/s that a shard is read at, from the disk and not from memory."""
+    """Measure the bytes/s at which a shard is read from the disk, after dropping it from the page cache."""
     descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
