@@ -185,7 +185,7 @@ class SavedAdapter:
             yield entry.nbytes
 
     def lazy(self, name: str) -> LazyTensor:
-        """A tensor, by its name on disk, that is read when it is written and is written unchanged."""
+        """A tensor, by its name on disk, to be written unchanged; it is read only when it is written."""
         entry = self.file.tensors[name]
         return LazyTensor(DTYPES[entry.dtype], entry.shape, partial(self.read, name))
 

@@ -16,7 +16,7 @@ from ktft.adapters.files import local_directory
 from ktft.adapters.lora import KtftExpertsLora
 
 if TYPE_CHECKING:
-    from peft import PeftModel as _Base  # the class that uses the mixin
+    from peft import PeftModel as _Base  # the class that the mixin extends
 else:
     _Base = object
 

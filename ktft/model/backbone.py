@@ -80,7 +80,7 @@ class Backbone:
         stem = name.removesuffix(".weight")
         if stem != name:
             return locate(self._tensors, self.checkpoint.scheme, stem)
-        return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)  # a bias or a buffer has the same name on disk
+        return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)  # the name of a bias or a buffer has no stem
 
     def stored(self, name: str) -> tuple[Scheme, dict[str, TensorEntry]] | None:
         """The scheme of a model's weight, and its tensors by role; None if the checkpoint does not store the weight."""

@@ -107,7 +107,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of RAM and VRAM by purpose. VRAM is empty without a GPU; `packed` is the part of RAM on each NUMA node."""
+    """Bytes of RAM and VRAM by purpose; VRAM is empty without a GPU.
+
+    `packed` has the bytes of packed experts, which are part of the RAM, on each NUMA node.
+    """
 
     packed: tuple[int, ...]
     ram: dict[str, int]

@@ -28,7 +28,7 @@ DENSE_SHARE = 0.5  # share of P that torch's bf16 products reach: 56% with oneDN
 FP32_SLOWDOWN = {"amx_bf16": 16.0, "avx512_bf16": 2.0}  # time of fp32 products relative to bf16 ones; 1 on other ISAs
 PACK_RATE = 0.4e9  # bytes/s of bf16 that one thread quantizes and packs
 
-_LARGEST_LAYER = 128_000_000  # the most parameters of a timed layer
+_LARGEST_LAYER = 128_000_000  # parameters of the timed layer, at most, unless two experts have more
 _SECONDS = 0.15  # approximate duration of one timed pass
 
 
