@@ -327,7 +327,7 @@ def _looked_at(number: int, args: TrainingArguments, state: TrainerState) -> boo
     return logged or first or saved or number == state.max_steps
 
 
-# --- methods without an event of their own-----------------------------------------------------------------------------
+# --- methods without an event of their own ----------------------------------------------------------------------------
 
 
 def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
