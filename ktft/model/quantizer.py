@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 class KtftConfig(QuantizationConfigMixin):
     """The `quantization_config` to pass to `from_pretrained`.
 
-    The arguments are those of `ktft.config.Settings`, and:
+    Arguments that are not listed here are those of `ktft.config.Settings`.
 
     Args:
         reserve_bytes: memory that must be left once the model is loaded, for example for training, in all or by

@@ -117,7 +117,12 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _with_state(self, group: dict[str, Any], params: list[Tensor]) -> Any:
-        """Parameters with a gradient, their gradients, both moments, amsgrad's (none), steps, if any is complex."""
+        """Collect the state of the parameters that have a gradient.
+
+        Returns:
+            Lists of the parameters, their gradients, both moments, amsgrad's maxima (empty) and steps; and whether any
+            parameter is complex.
+        """
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group({**group, "params": params}, *lists)
         return *lists, has_complex

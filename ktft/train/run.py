@@ -42,7 +42,7 @@ class Run:
     """A training run on a model with ktft's experts, from `on_train_begin` on.
 
     Attributes:
-        records: name of a routed experts module, with or without LoRA -> the counts it keeps.
+        records: name of a routed experts module, any LoRA on it included -> the counts that the module keeps.
         attention: hooks that time attention.
         trace: the trace file being written; None if none was asked for.
         runtime: the experts' runtime.
@@ -121,7 +121,7 @@ class Run:
             self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
 
     def before_optimizer(self, number: int, optimizer: Any) -> None:
-        """Check the gradients, which are complete, if this step checks them, and start the optimizer's span."""
+        """Begin the optimizer's span. Before it, check the step's complete gradients if this step checks them."""
         if self.watch.on:
             scaler = getattr(optimizer, "scaler", None)
             scale = float(scaler.get_scale()) if scaler is not None else 1.0
