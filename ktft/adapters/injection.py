@@ -1,8 +1,8 @@
-"""PEFT puts LoRA on ktft's experts whoever calls it: `get_peft_model`, TRL's `peft_config`, `inject_adapter_in_model`.
+"""LoRA on ktft's experts whoever calls PEFT: `get_peft_model`, TRL's `peft_config`, `inject_adapter_in_model`.
 
-All of PEFT's ways end in `BaseTuner.inject_adapter`. PEFT lets one `LoraConfig` name a class for modules that PEFT does
-not know, but has no place to say so for all configurations, and its `all-linear` and name matching see modules only,
-while experts are stacked. So that one method is wrapped (`ktft/hosts/peft.py`).
+All of PEFT's entry points end in `BaseTuner.inject_adapter`. PEFT lets a single `LoraConfig` name a class for modules
+that PEFT does not know, but offers no way to do so for all configurations. Its `all-linear` and name matching see only
+modules, while experts are stacked. So that one method is wrapped (`ktft/hosts/peft.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ INSTEAD = {
     "add_adapter": "model = peft.get_peft_model(model, config)",
     "load_adapter": "model = peft.PeftModel.from_pretrained(model, path), or ktft.load_adapter(model, path)",
 }
-"""Methods of transformers' models -> what does the same for ktft's experts.
+"""Method of transformers' models -> code that does the same for ktft's experts.
 
-transformers 5.6's own ask for a peft that LLaMA-Factory cannot have, or take per-expert names for fused tensors.
+The methods of transformers 5.6 need a peft that LLaMA-Factory cannot use, or take per-expert names for fused tensors.
 """
 
 _AS_SAVED = "_ktft_as_saved"
@@ -59,7 +59,7 @@ def inject_adapter(
 
 @contextmanager
 def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Iterator[None]:
-    """While PEFT puts layers into the model: `config` names modules of ktft's too, and their layer class."""
+    """Make `config` also name ktft's modules and their layer class while PEFT puts layers into the model."""
     check_name(model, adapter_name)
     reach = reach_of(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
@@ -82,7 +82,7 @@ def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Itera
 
 
 def refuse_method(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A method of transformers' models that `INSTEAD` names; other models than ktft's have it as it was."""
+    """Refuse a method of transformers' models that `INSTEAD` names. Models without ktft's experts keep the original."""
     if find_experts(model):
         name = original.__name__
         raise ValueError(f"transformers' {name} cannot give ktft's experts LoRA; write {INSTEAD[name]}")

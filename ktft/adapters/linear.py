@@ -1,9 +1,9 @@
 """LoRA on linear layers under autocast, without PEFT's casts around it and with few nodes in autograd's graph.
 
 PEFT casts a layer's input to the adapter's fp32, autocast casts it back, and each of the three products, the scaling
-and the sum is a node of autograd's: 16 kernels a projection, forward and backward, without those of the casts. At few
-tokens a step takes as long as the host needs to launch them. Here they are 12 of one node, and what comes the two ways
-through a layer is summed in fp32.
+and the sum is an autograd node: 16 kernels per projection, forward and backward, not counting the casts. With few
+tokens, the duration of a step is the host's time to launch them. Here there are 12 kernels in a single node, and the
+contributions of a layer's two paths, base weight and LoRA, are summed in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ktft.hosts.peft import LINEAR
 
 
 def shorten(model: nn.Module) -> None:
-    """Have the model's adapted linear layers take the short way wherever there is one; see `restore`."""
+    """Make the model's adapted linear layers use the single node of this module wherever it applies; see `restore`."""
     for module in _layers(model):
         LINEAR.put(module, functools.partial(forward, module))
 
@@ -37,7 +37,7 @@ def _layers(model: nn.Module) -> list[Linear]:
 
 
 def forward(module: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A layer's output, by the short way if nothing but products would be computed, else by PEFT's."""
+    """A layer's output: by `_Lora` if PEFT would compute nothing but products, otherwise by PEFT's own forward."""
     names = module.active_adapters
     if args or kwargs or len(names) != 1 or not _is_plain(module, names[0], x.device.type):
         return Linear.forward(module, x, *args, **kwargs)
@@ -53,7 +53,7 @@ def _parts(module: Linear, name: str) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 
 
 def _is_plain(module: Linear, name: str, device: str) -> bool:
-    """Whether PEFT would do no more than products in autocast's dtype, and dropout that drops nothing."""
+    """Whether PEFT would compute nothing but products in autocast's dtype, with a dropout that drops nothing."""
     if module.disable_adapters or module.merged or name not in module.lora_A or name in module.lora_variant:
         return False
     drops = module.training and not isinstance(module.lora_dropout[name], nn.Identity)
@@ -76,7 +76,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 class _Lora(torch.autograd.Function):
-    """W x + bias + scaling · B A x, of bf16 or fp16 x and W, with A and B in any dtype. Inputs are rows `[..., in]`."""
+    """Computes W x + bias + scaling · B A x for rows x `[..., in]`; x and W are bf16 or fp16, A and B of any dtype."""
 
     @staticmethod
     def forward(
@@ -108,5 +108,5 @@ class _Lora(torch.autograd.Function):
 
 
 def _product(rows: Tensor, matrix: Tensor, scaling: float) -> Tensor:
-    """scaling · rows · matrix, rounded once."""
+    """The product scaling · rows · matrix, rounded once."""
     return torch.addmm(rows.new_empty(1), rows, matrix, beta=0, alpha=scaling)

@@ -1,4 +1,4 @@
-"""PEFT models whose LoRA reaches the routed experts, however they are made."""
+"""PEFT models with LoRA on the routed experts too, however the models are made."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def get_peft_model(model: PreTrainedModel, config: LoraConfig, adapter_name: str
     the output layer and the router.
 
     Raises:
-        ValueError: a target matches nothing, or only some experts of a layer; DoRA and other methods that ktft does
-            not have; a model without ktft's experts.
+        ValueError: a target matches nothing or only some experts of a layer, the method is DoRA or another one that
+            ktft does not support, or the model has no experts of ktft.
     """
     _require_experts(model)
     return cast(PeftModel, peft_get_peft_model(model, config, adapter_name=adapter_name))
@@ -70,17 +70,18 @@ def load_adapter(
     is_trainable: bool = False,
     **options: Any,
 ) -> PeftModel:
-    """Put a saved adapter on a model with ktft's experts, changed in place; every tensor must fit and be used.
+    """Put a saved adapter on a model with ktft's experts. Every tensor must fit and be used.
 
     Args:
-        model: as loaded, or returned by this function or `get_peft_model` (the new adapter then becomes active).
+        model: the model, changed in place: as loaded, or as returned by this function or `get_peft_model` (the new
+            adapter then becomes active).
         path: an adapter directory, or a repository of the Hugging Face Hub.
-        adapter_name: name it by which PEFT will know it.
-        is_trainable: train it further; otherwise its parameters are frozen and the model is put in eval mode.
-        options: `subfolder`, `revision`, `cache_dir`, `token`, and those of PEFT's `load_adapter`.
+        adapter_name: PEFT's name for the adapter.
+        is_trainable: train the adapter further; otherwise its parameters are frozen and the model is in eval mode.
+        options: `subfolder`, `revision`, `cache_dir`, `token`, and the options of PEFT's `load_adapter`.
 
     Raises:
-        ValueError: a tensor is missing, left over, of another shape, NaN or Inf; or as for `get_peft_model`.
+        ValueError: a tensor is missing, left over, of another shape, NaN or Inf; and as for `get_peft_model`.
     """
     directory = local_directory(path, **{key: options.pop(key) for key in HUB_KEYS if key in options})
     adapted: Any = model
@@ -93,7 +94,7 @@ def load_adapter(
         adapted.load_adapter(str(directory), adapter_name, is_trainable=is_trainable, **options)
     except ValueError:
         if adapted is not model:
-            adapted.unload()  # for another try
+            adapted.unload()  # so that the caller can try again
         raise
     adapted.set_adapter(adapter_name)
     if not is_trainable:
@@ -102,17 +103,17 @@ def load_adapter(
 
 
 class KtftPeftMixin(SeveralAdapters):
-    """What a `PeftModel` with expert LoRA does differently: standard names on disk, strict loading, no merging."""
+    """Overrides for a `PeftModel` with expert LoRA: standard names on disk, strict loading, no merging."""
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add another adapter, on the routed experts too."""
         with trainability_kept(self):
             super().add_adapter(adapter_name, peft_config, *args, **kwargs)
-            # PEFT casts a first adapter to fp32, but another one only after loading it, which would round it to bf16
+            # PEFT casts the first adapter to fp32, but a later one only after loading it, which would round it to bf16.
             cast_adapter_dtype(self, adapter_name)
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as PEFT does, but refuse one that is damaged or does not fit in every tensor."""
+        """Load an adapter as PEFT does, but refuse one that is damaged or has a tensor that does not fit."""
         hub = {key: kwargs.pop(key) for key in HUB_KEYS if key in kwargs}
         directory = local_directory(model_id, **hub)
         config, new = read_config(directory), adapter_name not in self.peft_config
@@ -131,7 +132,7 @@ class KtftPeftMixin(SeveralAdapters):
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
             if args[:1] == (True,) or kwargs.get(
                 "is_trainable"
-            ):  # without this, training would go on from rounded values
+            ):  # otherwise training would continue from rounded values
                 take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
             return result
         except ValueError:
@@ -150,11 +151,13 @@ class KtftPeftMixin(SeveralAdapters):
         state_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save adapters under standard per-expert names: written beside, read back and compared, then moved into place.
+        """Save adapters under standard per-expert names.
+
+        Files are written to a scratch folder, read back and compared, and then moved into place.
 
         Raises:
-            ValueError: a tensor holds NaN or Inf, or was read back otherwise than written; an option ktft lacks.
-            OSError: the disk is full, among others. An earlier adapter in the directory is untouched in either case.
+            ValueError: a tensor holds NaN or Inf or differs when read back, or ktft does not support an option.
+            OSError: the disk is full, for example. An earlier adapter in the directory is untouched in either case.
         """
         if not safe_serialization:
             raise ValueError("ktft saves adapters as safetensors only; leave safe_serialization on")
@@ -169,7 +172,7 @@ class KtftPeftMixin(SeveralAdapters):
         with saving(Path(save_directory), sum(map(stored_bytes, adapters.values()))) as scratch:
             if (card := Path(save_directory, CARD)).exists():  # PEFT updates an existing model card
                 shutil.copy(card, scratch)
-            plain = without_experts(state, layers)  # PEFT would hold all of it a second time; written below
+            plain = without_experts(state, layers)  # PEFT would hold a second copy; they are written below
             super().save_pretrained(str(scratch), True, selected, save_embedding_layers, state_dict=plain, **kwargs)
             for name, tensors in adapters.items():
                 directory = scratch if name == "default" else scratch / name
@@ -179,7 +182,7 @@ class KtftPeftMixin(SeveralAdapters):
             logger.info("saved in %s: the adapter that trains, %s", save_directory, stands_on(below))
 
     def create_or_update_model_card(self, output_dir: str) -> None:
-        """PEFT's model card, with what was trained and how to load it."""
+        """Write PEFT's model card, and add what was trained and how to load it."""
         file = Path(output_dir, CARD)
         if not file.exists():
             file.write_text(NEW_CARD)  # PEFT's own template is a form to fill in
@@ -187,15 +190,15 @@ class KtftPeftMixin(SeveralAdapters):
         update_card(file, self)
 
     def merge_and_unload(self, *_: Any, **__: Any) -> None:
-        """Refused."""
+        """Not supported: raises ValueError."""
         raise ValueError(UNMERGED)
 
     def merge_adapter(self, *_: Any, **__: Any) -> None:
-        """Refused."""
+        """Not supported: raises ValueError."""
         raise ValueError(UNMERGED)
 
     def add_weighted_adapter(self, *_: Any, **__: Any) -> None:
-        """Refused."""
+        """Not supported: raises ValueError."""
         raise ValueError(
             "ktft does not combine adapters into a new one; activate several with model.set_adapter([...])"
         )
@@ -213,7 +216,7 @@ def _require_experts(model: Any) -> None:
             "the model has no experts held by ktft; load it with from_pretrained(..., quantization_config=KtftConfig())"
         )
     _require_no_adapters(model)
-    hosts.install_for_models()  # a model that from_pretrained has not made has had no KtftConfig to do it
+    hosts.install_for_models()  # KtftConfig has not done it for a model that from_pretrained did not make
 
 
 def _require_no_adapters(model: nn.Module) -> None:
@@ -222,7 +225,7 @@ def _require_no_adapters(model: nn.Module) -> None:
 
 
 def _check_given(config: Any, directory: Path) -> None:
-    """A configuration given beside a saved adapter must mean what the adapter's own does."""
+    """Check that a configuration given with a saved adapter has the same meaning as the adapter's own."""
     own = read_config(directory)
     for field in (*MEANING, "target_modules", "modules_to_save"):
         if getattr(config, field, None) != getattr(own, field):
@@ -235,7 +238,7 @@ def _check_given(config: Any, directory: Path) -> None:
 def init_peft_model(
     original: Callable[..., None], peft_model: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """PEFT's `PeftModel.__init__`; one of a model with ktft's experts becomes a `KtftPeftMixin`."""
+    """PEFT's `PeftModel.__init__`; the PEFT model of a model with ktft's experts becomes a `KtftPeftMixin`."""
     has_experts = bool(find_experts(model))
     if has_experts:
         check_method(peft_config)  # before PEFT has changed any module

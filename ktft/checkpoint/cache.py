@@ -1,7 +1,7 @@
-"""A converted checkpoint: what `ktft convert` writes, and how its packed experts get into memory.
+"""A converted checkpoint: the files that `ktft convert` writes, and how their packed experts are loaded.
 
-`ktft.json` describes it and is written last: without it the conversion is unfinished.
-docs/reference/convert.md has the layout.
+`ktft.json` describes the checkpoint and is written last: without it the conversion is unfinished.
+docs/reference/convert.md describes the layout.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ktft.native import ExpertLayer
 logger = logging.getLogger(__name__)
 
 MANIFEST, UNFINISHED = "ktft.json", "ktft.unfinished.json"
-FORMAT_VERSION = 1  # of the directory: the manifest, names of files and tensors
-LAYOUT_VERSION = 1  # of packed bytes: ExpertLayer.export_packed
+FORMAT_VERSION = 1  # version of the directory: the manifest, names of files and tensors
+LAYOUT_VERSION = 1  # version of the packed bytes: ExpertLayer.export_packed
 BIAS = ".bias"
 READERS = 8  # reads in flight, each with its checksum: more than one core's CRC-32 is needed to keep up with a disk
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """One layer's routed experts."""
+    """The shape of one layer's routed experts."""
 
     num_experts: int
     hidden_size: int
@@ -50,7 +50,7 @@ class ExpertShape:
 
     @classmethod
     def of(cls, layer: LayerShape) -> ExpertShape:
-        """The shape of a native layer, or of what stands for one."""
+        """The shape of a native layer, or of an object that describes one."""
         return cls(layer.held.num_experts, layer.hidden_size, layer.intermediate_size, layer.biases)
 
 
@@ -61,10 +61,10 @@ class Manifest:
     Attributes:
         expert_format: the packed experts' format.
         model_type: the `model_type` of config.json.
-        source: the source's shards, see `ktft.checkpoint.identity.identify`.
+        source: the source's shards, as `ktft.checkpoint.identity.identify` describes them.
         layers: layer number -> its experts' shape.
-        files: safetensors file's name within the directory -> `describe_file`; empty in `ktft.unfinished.json`.
-        config_sha256: the SHA-256 of config.json as it was copied. Editing it is allowed (a longer context, say).
+        files: name of a safetensors file within the directory -> `describe_file`; empty in `ktft.unfinished.json`.
+        config_sha256: the SHA-256 of config.json as it was copied. Editing it is allowed, for a longer context say.
         source_directory: the absolute path of the source; empty if it was not recorded.
     """
 
@@ -80,12 +80,12 @@ class Manifest:
 
     @property
     def id(self) -> str:
-        """Hash of source, model, format and versions. Every safetensors file repeats it."""
+        """The hash of source, model, format and versions. Every safetensors file repeats it."""
         fixed = {key: value for key, value in self.to_dict().items() if key != "source_directory"}
         return hashlib.sha256(to_json(fixed | {"files": {}, "config_sha256": ""})).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """What the JSON file holds."""
+        """The content of the JSON file."""
         return asdict(self) | {"layers": {str(number): asdict(shape) for number, shape in self.layers.items()}}
 
     @classmethod
@@ -129,7 +129,7 @@ def _is_file(found: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file's name can only lead to what lies within the directory."""
+    """Whether a file name can only refer to a file within the directory."""
     path = PurePosixPath(name)
     return name.isprintable() and not path.is_absolute() and ".." not in path.parts
 
@@ -141,9 +141,9 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "layers": _is_map(lambda number: number.isascii() and number.isdecimal(), _is_shape),
     "files": _is_map(_is_inside, _is_file),
     "config_sha256": lambda found: isinstance(found, str),
-    "source_directory": lambda found: found is None or isinstance(found, str),  # which earlier ones do not have
+    "source_directory": lambda found: found is None or isinstance(found, str),  # earlier manifests lack it
 }
-"""Key of a manifest -> whether it can have a value."""
+"""Key of a manifest -> check of whether a value is valid."""
 
 _AGAIN = "convert the original checkpoint again, into another directory: ktft convert SRC DST"
 
@@ -154,7 +154,7 @@ def sha256(path: Path) -> str:
 
 
 def layer_file(number: int) -> str:
-    """The name, within the directory, of the file with one layer's experts."""
+    """The name within the directory of the file with one layer's experts."""
     return f"experts/layer-{number:05d}.safetensors"
 
 
@@ -175,7 +175,7 @@ def layer_tensors(layer: ExpertLayer) -> dict[NewTensor, tuple[int, str]]:
 
 
 def layer_metadata(manifest: Manifest, number: int, source_sha256: str) -> dict[str, str]:
-    """What a layer's file says of itself. `source_sha256` is the `hash_content` of the tensors it was packed from."""
+    """The metadata of a layer's file. `source_sha256` is the `hash_content` of the tensors that it was packed from."""
     shape = {name: json.dumps(value) for name, value in asdict(manifest.layers[number]).items()}
     return shape | {
         "format_version": str(manifest.format_version),
@@ -188,7 +188,7 @@ def layer_metadata(manifest: Manifest, number: int, source_sha256: str) -> dict[
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """A safetensors file's size and the hash of its header, which holds the checksums of its tensors."""
+    """The size of a safetensors file and the hash of its header, which holds the checksums of its tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         file.seek(0)
@@ -196,7 +196,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """A safetensors file's own metadata, of a file that `read_header` accepts."""
+    """The metadata of a safetensors file that `read_header` accepts."""
     with path.open("rb") as file:
         metadata: dict[str, str] = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
     return metadata
@@ -206,7 +206,7 @@ def checksums(path: Path) -> dict[str, int]:
     """Tensor name -> CRC-32, from the metadata of a file that `write_safetensors` wrote.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the metadata has no checksums.
     """
     try:
         return {name: int(value, 16) for name, value in json.loads(read_metadata(path)[CRC32]).items()}
@@ -218,15 +218,15 @@ _REDO = "delete it and run the same ktft convert SRC DST again, which makes what
 
 
 class PackedCache:
-    """A finished converted checkpoint, its files checked against `ktft.json` by size and header.
+    """A finished converted checkpoint, whose files are checked against `ktft.json` by size and header.
 
     Args:
-        directory: where it is.
-        verify: compare tensors' checksums while they load.
+        directory: the checkpoint's directory.
+        verify: compare the tensors' checksums while they load.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not the one that was converted.
+        ValueError: a file is not the one that the conversion wrote.
     """
 
     def __init__(self, directory: Path, verify: bool = True) -> None:
@@ -253,7 +253,7 @@ class PackedCache:
         """Open `directory` if it is a converted checkpoint.
 
         Raises:
-            ValueError: it is one whose conversion has not finished, or see the class.
+            ValueError: the conversion has not finished, or a file is not the one that it wrote.
         """
         if (directory / MANIFEST).is_file():
             return cls(directory, verify)
@@ -278,10 +278,10 @@ class PackedCache:
             )
 
     def check_format(self, expert_format: str | None) -> str:
-        """The packed experts' format, which settings must leave out or name.
+        """Return the packed experts' format; `expert_format`, from the settings, must be None or name this format.
 
         Raises:
-            ValueError: they name another one.
+            ValueError: the settings name another format.
         """
         own = self.manifest.expert_format
         if expert_format not in (None, own):
@@ -292,10 +292,10 @@ class PackedCache:
         return own
 
     def check_model(self, model_type: str, layers: Mapping[int, LayerShape]) -> None:
-        """Compare with the model that is to take the experts.
+        """Compare with the model that the experts will be loaded into.
 
         Raises:
-            ValueError: it is of another type, or its layers or shapes are others.
+            ValueError: the model has another type, or other layers or shapes.
         """
         path, own = self.directory / MANIFEST, self.manifest
         cure = "config.json and the experts are of different models: give the directory that belongs to the model"
@@ -316,7 +316,7 @@ class PackedCache:
         """Compare with the checkpoint that the model's other weights come from.
 
         Raises:
-            ValueError: it is not the one that was converted, or it has changed.
+            ValueError: the checkpoint is not the one that was converted, or it has changed since.
         """
         if all(shard.parent.resolve() == self.directory.resolve() for shard in shards):
             return
@@ -327,7 +327,7 @@ class PackedCache:
             )
 
     def nbytes(self, share: float = 1.0) -> int:
-        """Bytes of the experts' files that a process reads if it holds this share of each layer's experts."""
+        """Bytes of the experts' files that a process reads if it holds the fraction `share` of each layer's experts."""
         return round(share * sum(self.manifest.files[layer_file(number)]["bytes"] for number in self.manifest.layers))
 
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
@@ -369,7 +369,7 @@ def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[
 
 
 def _read_ahead(entries: Sequence[TensorEntry], verify: bool) -> Iterator[tuple[TensorEntry, memoryview, int]]:
-    """(tensor, its bytes, their CRC-32) in order, several being read meanwhile. Bytes are valid until the next one."""
+    """Yield (tensor, its bytes, their CRC-32) in order and read ahead. The bytes are valid until the next iteration."""
     if not entries:
         return
     buffers = [memoryview(bytearray(max(entry.nbytes for entry in entries))) for _ in range(READERS)]
@@ -383,7 +383,7 @@ def _read_ahead(entries: Sequence[TensorEntry], verify: bool) -> Iterator[tuple[
             if not count:
                 raise ValueError(f"{entry.file} ended while tensor {entry.name} was read; the file has changed")
             done += count
-        with suppress(OSError):  # a page cache that fills a node would push packed experts onto another one
+        with suppress(OSError):  # a page cache that fills a node would push packed experts to another
             os.posix_fadvise(descriptor, entry.offset, entry.nbytes, os.POSIX_FADV_DONTNEED)
         return entry, data, zlib.crc32(data) if verify else 0
 
@@ -391,7 +391,7 @@ def _read_ahead(entries: Sequence[TensorEntry], verify: bool) -> Iterator[tuple[
         with ThreadPoolExecutor(READERS) as pool:
             pending: deque[Future[tuple[TensorEntry, memoryview, int]]] = deque()
             for number in range(len(entries)):
-                # a buffer's reader starts only after its last content was taken over
+                # A read into a buffer starts only after the buffer's previous content was consumed.
                 if len(pending) == READERS:
                     yield pending.popleft().result()
                 pending.append(pool.submit(read, number))

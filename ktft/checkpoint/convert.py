@@ -1,7 +1,7 @@
-"""Writes a converted checkpoint, one layer in memory at a time, so that a killed run goes on where it stopped.
+"""Writes a converted checkpoint with one layer in memory at a time; a killed run continues where it stopped.
 
-Every file appears whole, by renaming, and its header says which conversion it belongs to. Bytes depend on source and
-format alone: not on threads, NUMA nodes, or how often a run was interrupted.
+Every file is renamed into place once it is complete, and its header says which conversion it belongs to. Its bytes
+depend only on the source and the format: not on threads, NUMA nodes, or how often a run was interrupted.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from ktft.checkpoint.quantization_error import REPORT, ErrorMeter, ProjectionErr
 from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry, read_header
 from ktft.native import ExpertLayer
 
-SHARD_BYTES = 5 << 30  # of tensors that are copied as they are
+SHARD_BYTES = 5 << 30  # size of a shard of tensors that are copied unchanged
 COPIED = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".md")
-"""Suffixes of files beside the weights that go along: configuration, tokenizer, chat template, remote code."""
+"""Suffixes of the files that are copied beside the weights: configuration, tokenizer, chat template, remote code."""
 TEMPLATES = "additional_chat_templates"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -60,9 +60,9 @@ class Output:
     """A safetensors file to write.
 
     Attributes:
-        name: within the directory.
-        tensors, metadata: what its header says.
-        source_bytes: the bytes of the source that are read to write it.
+        name: the file's name within the directory.
+        tensors, metadata: the content of its header.
+        source_bytes: the number of source bytes that are read to write it.
         copied: the source's tensors that are copied into it; empty for packed experts.
     """
 
@@ -79,14 +79,15 @@ class Output:
 
 
 class Conversion:
-    """One source, one target directory, one format.
+    """A conversion of one source into one target directory and one format.
 
     Args:
         experts: the source's experts, checked.
-        layers: layer number -> an empty layer for them. It is taken out when its turn comes, and filled.
-        model_type: of the source's config.json.
+        layers: layer number -> an empty layer for its experts. Each is taken out of the mapping and filled in its turn.
+        model_type: `model_type` of the source's config.json.
         target: the directory to write.
-        added: what else the experts are made of, as `identify` describes shards: the manifest names it.
+        added: other files that the experts are made from, described as `identify` describes shards; the manifest
+            names them.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Conversion:
         self.copy_outputs = self._copy_outputs()
         self.outputs = [*self.copy_outputs, *self.layer_outputs.values()]
 
-    # --- what there is to do --------------------------------------------------------------------------------------
+    # --- files to write -------------------------------------------------------------------------------------------
 
     def _layer_outputs(self) -> dict[int, Output]:
         """Layer number -> the file of its packed experts."""
@@ -122,7 +123,7 @@ class Conversion:
         return outputs
 
     def _copy_outputs(self) -> list[Output]:
-        """The shards of all other tensors, in the source's order."""
+        """The shards with all other tensors, in the source's order."""
         packed = self.experts.tensor_names
         shards: list[list[TensorEntry]] = []
         size = SHARD_BYTES
@@ -151,7 +152,7 @@ class Conversion:
         return is_whole(self.target / output.name, output.tensors, output.metadata, fixed)
 
     def source_bytes(self, report: bool) -> int:
-        """The bytes that `run` will yield in all."""
+        """The total number of bytes that `run` will yield."""
         done = set(self._reported()) if report else set(self.manifest.layers)
         measured = sum(output.source_bytes for number, output in self.layer_outputs.items() if number not in done)
         return measured + sum(output.source_bytes for output in self.outputs if not self.is_written(output))
@@ -160,8 +161,7 @@ class Conversion:
 
     @contextmanager
     def opened(self, write: bool = True) -> Iterator[None]:
-        """With `write`, lock the target directory for this conversion and remove files that a killed run left half
-        written.
+        """Check the target directory; with `write`, also lock it and remove files that a killed run left half written.
 
         Raises:
             ValueError: the directory holds something else or another conversion, or another process uses it.
@@ -169,7 +169,7 @@ class Conversion:
         target = self.target
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is not a directory; give one that is empty or does not exist")
-        with locked(target, "converting") if write else nullcontext():  # what is only read may be on read-only disks
+        with locked(target, "converting") if write else nullcontext():  # a directory that is only read may be read-only
             existing = next((target / name for name in (MANIFEST, UNFINISHED) if (target / name).is_file()), None)
             if existing is not None:
                 self._check_same(existing)
@@ -199,10 +199,10 @@ class Conversion:
             raise ValueError(f"{path} was made from another source, or {self.source} has changed: {problem}; {cure}")
 
     def run(self, report: bool = False) -> Iterator[tuple[str, int]]:
-        """Write what is missing. Yields (what was worked on, bytes of the source that are done with).
+        """Write the missing files. Yields (description of the work, number of source bytes processed).
 
         Args:
-            report: measure the packed experts against the source too, into `quantization_error.json`.
+            report: also measure the packed experts against the source and write `quantization_error.json`.
 
         Raises:
             ValueError: the source is damaged, or the disk is full; all files finished before are kept.
@@ -258,7 +258,7 @@ class Conversion:
             self._add_report(number, meter.result())
 
     def hash_source(self, number: int) -> str:
-        """The content hash of one layer's experts as the source has them now."""
+        """The content hash of one layer's experts as they are in the source now."""
         content = ContentHash()
         with self.reader, ThreadPoolExecutor(READERS) as pool:
             self.reader.observer = content.add
@@ -278,7 +278,7 @@ class Conversion:
     # --- report and check -----------------------------------------------------------------------------------------
 
     def _reported(self) -> dict[int, dict[str, ProjectionError]]:
-        """Layer number -> projection -> error, as far as it was measured in this conversion."""
+        """Layer number -> projection -> error, for the layers that this conversion has measured so far."""
         path = self.target / REPORT
         try:
             content = read_json(path)
@@ -289,10 +289,10 @@ class Conversion:
                 for number, errors in content["layers"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}  # absent, or edited: it is measured again
+            return {}  # the report is absent or was edited: measure again
 
     def report(self) -> dict[int, dict[str, ProjectionError]]:
-        """Layer number -> projection -> error, of a run with `report`."""
+        """Layer number -> projection -> error, from a run with `report`."""
         return dict(sorted(self._reported().items()))
 
     def _add_report(self, number: int, errors: Mapping[str, ProjectionError]) -> None:
@@ -308,10 +308,10 @@ class Conversion:
 def is_whole(
     path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], fixed: Mapping[str, str] | None = None
 ) -> bool:
-    """Whether a file is there as `write_safetensors` would write it, by its header and size.
+    """Whether a file exists as `write_safetensors` would write it, judged by its header and size.
 
     Args:
-        fixed: the part of the metadata that must be the same; None for all of it.
+        fixed: the part of the metadata that must match; None for all of it.
     """
     if not path.is_file() or path.stat().st_size != safetensors_bytes(tensors, metadata):
         return False
@@ -324,7 +324,7 @@ def is_whole(
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy what lies beside the weights: `COPIED`, and chat templates."""
+    """Copy the files beside the weights: those with a suffix in `COPIED`, and chat templates."""
     folder = source / TEMPLATES
     for path in (*source.iterdir(), *(folder.iterdir() if folder.is_dir() else ())):
         if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
@@ -332,10 +332,10 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def check_space(target: Path, needed: int) -> None:
-    """Refuse to begin writing what does not fit on the disk.
+    """Refuse to begin writing files that do not fit on the disk.
 
     Raises:
-        ValueError: the disk has too little room; the message has both numbers.
+        ValueError: the disk has too little space; the message has both numbers.
     """
     free = shutil.disk_usage(target).free
     if needed > free:
@@ -347,7 +347,7 @@ def check_space(target: Path, needed: int) -> None:
 
 @contextmanager
 def explained(target: Path, left: Callable[[], int]) -> Iterator[None]:
-    """Turn an OSError of a full disk into a ValueError that says how many bytes are `left` to write."""
+    """Turn the OSError of a full disk into a ValueError that says how many bytes are `left` to write."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The MoE families that ktft supports, one row each. A new family is a new row, see docs/dev/add-a-model.md."""
+"""The MoE families that ktft supports, one row each. To add a family, add a row: see docs/dev/add-a-model.md."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ExpertSource:
     """Where a checkpoint holds one projection of one expert.
 
     Attributes:
-        stem: the tensor's name without what a quantization scheme appends: a plain tensor of one expert is called
+        stem: the tensor's name without the suffix of a quantization scheme: the plain tensor of one expert is called
             `stem.weight`, a stacked one `stem`.
-        expert: index into the first dimension of a stacked tensor; None where every expert has its own.
-        rows: which rows of the `[out_features, in_features]` matrix are this projection, where gate and up share one.
-        transposed: stored `[in_features, out_features]`; None: if it does not fit the other way.
+        expert: index into the first dimension of a stacked tensor; None if every expert has its own tensor.
+        rows: the rows of the `[out_features, in_features]` matrix that are this projection, if gate and up share one.
+        transposed: whether it is stored as `[in_features, out_features]`; None: it is if it does not fit untransposed.
     """
 
     stem: str
@@ -30,19 +30,19 @@ class ExpertSource:
 
     @property
     def tensor(self) -> str:
-        """A plain weight's name."""
+        """The name of the plain weight."""
         return self.stem if self.expert is not None else f"{self.stem}.weight"
 
     @property
     def bias_tensor(self) -> str:
-        """A bias's name: a vector, stacked as the weight is, of which `rows` are this projection's."""
+        """The name of the bias, a vector that is stacked like the weight; `rows` of it are this projection's."""
         return f"{self.stem}_bias" if self.expert is not None else f"{self.stem}.bias"
 
     def is_transposed(self, stored: tuple[int, ...], shape: tuple[int, int]) -> bool:
-        """Whether a matrix stored with this shape has to be transposed to get `shape`.
+        """Whether a matrix stored with this shape must be transposed to get `shape`.
 
         Raises:
-            ValueError: it does not fit either way, or not the way the layout says.
+            ValueError: the matrix fits neither way, or not the way that the layout says.
         """
         transposed = stored != shape if self.transposed is None else self.transposed
         expected = shape[::-1] if transposed else shape
@@ -54,26 +54,26 @@ class ExpertSource:
         """The projection `[out_features, in_features]`, a view into a plain tensor.
 
         Args:
-            tensor: what `tensor` names.
-            shape: of the matrix that holds the projection, `Layout.matrix_shape`.
+            tensor: the tensor that the property `tensor` names.
+            shape: the shape of the matrix that holds the projection, from `Layout.matrix_shape`.
         """
         matrix = tensor if self.expert is None else tensor[self.expert]
         return (matrix.T if self.is_transposed(tuple(matrix.shape), shape) else matrix)[self.rows]
 
     def take_bias(self, tensor: Any) -> Any:
-        """The bias `[out_features]`, a view into what `bias_tensor` names."""
+        """The bias `[out_features]`, a view into the tensor that `bias_tensor` names."""
         return (tensor if self.expert is None else tensor[self.expert])[self.rows]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How checkpoints name a family's expert tensors, and how gate and up lie in them.
+    """How checkpoints name a family's expert tensors, and how gate and up are arranged in them.
 
     Attributes:
-        stem: as `ExpertSource.stem`, with {layer}, {projection} and, where every expert has its own tensors, {expert}
-            in braces.
-        names: what the stem calls gate, up and down. Gate and up have one name where they share a matrix.
-        interleaved: a shared matrix has gate in its even rows and up in its odd rows; else halves, gate first.
+        stem: as `ExpertSource.stem`, with the fields {layer}, {projection} and, if every expert has its own tensors,
+            {expert}.
+        names: the names of gate, up and down in the stem. Gate and up have the same name if they share a matrix.
+        interleaved: a shared matrix has gate in its even rows and up in its odd rows; otherwise gate is the first half.
         transposed: as `ExpertSource.transposed`.
     """
 
@@ -100,7 +100,7 @@ class Layout:
         return ExpertSource(stem, expert if self.stacked else None, rows, self.transposed)
 
     def matrix_shape(self, projection: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
-        """`[out_features, in_features]` of the matrix that holds a projection, alone or beside another."""
+        """The shape `[out_features, in_features]` of the matrix that holds a projection, alone or with another one."""
         if projection == "down_proj":
             return hidden_size, intermediate_size
         return intermediate_size * (2 if self.names[0] == self.names[1] else 1), hidden_size
@@ -119,7 +119,7 @@ STACKED = Layout("model.layers.{layer}.mlp.experts.{projection}", names=("gate_u
 
 
 def in_language_model(layout: Layout) -> Layout:
-    """The layout of a text model within one that sees images too."""
+    """The layout of the text model within a vision-language model."""
     return replace(layout, stem=layout.stem.replace("model.", "model.language_model.", 1))
 
 
@@ -127,20 +127,20 @@ def in_language_model(layout: Layout) -> Layout:
 class Family:
     """Where a model family keeps its experts, in transformers' module tree and in its checkpoints.
 
-    Everything without a column here, such as the router's function, shared experts and dense layers, is transformers'
-    own code.
+    Everything that has no column here, such as the router's function, shared experts and dense layers, is
+    transformers' own code.
 
     Attributes:
-        name: what people call it.
-        model_types: values of `model_type` in config.json; a text model within another may have its own.
-        experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; where
-            transformers' versions differ, their names with | between them.
-        layouts: how its checkpoints hold the experts; several where releases and re-saved checkpoints differ.
-        swiglu: the activation that stands for `hidden_act: silu`.
+        name: the family's common name.
+        model_types: values of `model_type` in config.json; a text model within another model may have its own.
+        experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; if versions of
+            transformers differ, the names are separated by |.
+        layouts: how its checkpoints hold the experts; several if releases and re-saved checkpoints differ.
+        swiglu: the activation that `hidden_act: silu` means.
         biases: whether the experts' projections have biases.
         attention, shared_experts, router: module names, as they appear in parameter names.
-        without_lora: modules that LoRA cannot train, since no gradient would reach it: forward reads the router's
-            weight directly, or takes indices alone from a module.
+        without_lora: modules on which LoRA would get no gradient and could not be trained: forward reads the router's
+            weight directly, or uses only the indices that a module returns.
     """
 
     name: str
@@ -156,11 +156,11 @@ class Family:
 
     @property
     def experts_classes(self) -> tuple[str, ...]:
-        """Names of `experts_class`."""
+        """The names in `experts_class`."""
         return tuple(self.experts_class.split("|"))
 
     def layout(self, names: Iterable[str]) -> Layout:
-        """The layout of the checkpoint that has these tensors; the first if none is found."""
+        """The layout of a checkpoint with these tensor names; the first layout if none matches."""
         patterns = [(layout, layout.pattern()) for layout in self.layouts]
         return next((layout for name in names for layout, pattern in patterns if pattern.match(name)), self.layouts[0])
 
@@ -174,7 +174,7 @@ class Family:
         """The activation of a model with this config (the text model's), which may set `swiglu_limit`.
 
         Raises:
-            ValueError: a `hidden_act` that the kernels do not compute.
+            ValueError: the kernels do not compute this `hidden_act`.
         """
         if (name := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
             raise ValueError(f"hidden_act is {name!r}; ktft's experts compute 'silu' only")
@@ -200,7 +200,7 @@ ROWS = (
         "Qwen3-VL-MoE",
         ("qwen3_vl_moe", "qwen3_vl_moe_text"),
         "Qwen3VLMoeTextExperts",
-        # released transposed, written by transformers 5 as they are in memory
+        # The release has them transposed; transformers 5 writes them in their memory layout.
         layouts=(replace(in_language_model(STACKED), transposed=None), in_language_model(SEPARATE)),
     ),
     Family("DeepSeek-V2", ("deepseek_v2",), "DeepseekV2Experts"),
@@ -230,7 +230,7 @@ GROUPS = ("attention", "shared experts", "routed experts", "router", "other")
 
 
 def group_of(parameter_name: str, family: Family) -> str:
-    """Which of `GROUPS` a parameter, a LoRA tensor included, belongs to."""
+    """The one of `GROUPS` that a parameter, or its LoRA tensor, belongs to."""
     path = set(parameter_name.split("."))
     modules = (family.attention, family.shared_experts, ("experts",), (family.router,))
     return next((group for group, names in zip(GROUPS, modules, strict=False) if path & set(names)), "other")

@@ -1,6 +1,7 @@
-"""From a checkpoint's shards into packed experts: what lies where is settled first, from headers alone, then the bytes
-stream through a bounded queue: a few threads read and unpack ahead, in the order of the files, and the caller's thread
-packs, with the runtime's threads.
+"""Loads packed experts from a checkpoint's shards.
+
+The plan of which tensor goes where is made first, from headers alone. The bytes then stream through a bounded queue: a
+few threads read and unpack ahead, in file order, and the caller's thread packs, using the runtime's threads.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ktft.native import ExpertLayer
 logger = logging.getLogger(__name__)
 
 READERS = 8  # threads that read and unpack
-AHEAD = 16  # matrices that are read before they are packed: far less than a layer has
+AHEAD = 16  # matrices read before they are packed; far fewer than a layer has
 SHARDS_AT_ONCE = 4
 
 
 class LayerShape(Protocol):
-    """The properties of a layer that decide which tensors it needs."""
+    """The properties of a layer that determine which tensors it needs."""
 
     @property
     def held(self) -> HeldExperts: ...
@@ -63,24 +64,24 @@ class Matrix:
 
     scheme: Scheme
     parts: dict[str, TensorEntry]
-    index: int | None  # of stacked tensors
-    transposed: bool | None  # None: as its shape says
+    index: int | None  # into stacked tensors
+    transposed: bool | None  # None: determined by its shape
     targets: list[Target] = field(default_factory=list)
 
     @property
     def codes(self) -> TensorEntry:
-        """The tensor that names the matrix in messages and decides when it is read."""
+        """The tensor that names the matrix in messages and determines when it is read."""
         return self.parts["codes"]
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
+        """Bytes to read for this matrix."""
         return sum(
             entry.nbytes if self.index is None else entry.nbytes // entry.shape[0] for entry in self.parts.values()
         )
 
     def read(self, reader: CheckpointReader) -> Encoded:
-        """Read and decode it; ValueError names file and tensor."""
+        """Read and decode the matrix. A ValueError names file and tensor."""
         tensors = {role: reader.read(entry.name, self.index) for role, entry in self.parts.items()}
         with naming(self.codes):
             encoded = self.scheme.decode(tensors)
@@ -89,7 +90,7 @@ class Matrix:
 
 @dataclass
 class Bias:
-    """A tensor of biases, one expert's or all experts' of a layer, and the projections whose `rows` it holds."""
+    """A tensor with the biases of one expert or of a layer's experts, and the projections whose `rows` it holds."""
 
     entry: TensorEntry
     targets: list[tuple[Target, ExpertSource]] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Bias:
 
 @contextmanager
 def naming(entry: TensorEntry) -> Iterator[None]:
-    """Put file and tensor in front of a ValueError's message."""
+    """Prefix a ValueError's message with file and tensor."""
     try:
         yield
     except ValueError as error:
@@ -107,13 +108,13 @@ def naming(entry: TensorEntry) -> Iterator[None]:
 def locate(
     tensors: Mapping[str, TensorEntry], scheme: Scheme, stem: str, stacked: bool = False
 ) -> tuple[Scheme, dict[str, TensorEntry], list[str]]:
-    """How one matrix is stored: in `scheme`, or plain.
+    """Find how one matrix is stored: in `scheme`, or plain.
 
     Returns:
-        The scheme that applies, its tensors by role, and names of tensors that should be there and are not.
+        The scheme that applies, its tensors by role, and the names of required tensors that are missing.
 
     Raises:
-        ValueError: the tensor is there, but its dtype is neither the scheme's nor plain, or a part's dtype is wrong.
+        ValueError: the tensor exists, but its dtype is neither the scheme's nor plain, or a part's dtype is wrong.
     """
     seen: TensorEntry | None = None
     for each in (scheme, PLAIN_SCHEME):
@@ -145,7 +146,7 @@ def locate(
 
 
 def check_shapes(scheme: Scheme, parts: Mapping[str, TensorEntry], shape: Shape, experts: int | None = None) -> None:
-    """Compare each tensor's shape with what a weight of `shape` (`experts` of them, stacked) needs.
+    """Compare each tensor's shape with the one that a weight of `shape` (or a stack of `experts` weights) needs.
 
     Raises:
         ValueError: a shape is wrong; the message names file, tensor and both shapes.
@@ -162,14 +163,14 @@ def check_shapes(scheme: Scheme, parts: Mapping[str, TensorEntry], shape: Shape,
 
 
 class ExpertPlan:
-    """The tensors that hold the experts of `layers`. Headers are checked: everything needed is there, once, in its
-    shape, and everything there is needed. For experts that other processes hold, only the headers are checked.
+    """The tensors that hold the experts of `layers`. Headers are checked: every tensor needed exists, once and in its
+    shape, and every expert tensor is needed. For experts that other processes hold, only the headers are checked.
 
     Args:
         reader: the opened checkpoint.
-        family: where it keeps experts.
+        family: the row that says where the checkpoint holds its experts.
         layers: layer number -> its shape.
-        ignored: patterns of tensor names that nobody needs (layers for multi-token prediction, for instance).
+        ignored: patterns of tensor names that are not needed, such as layers for multi-token prediction.
 
     Attributes:
         tensor_names: the names of all tensors that the experts consist of.
@@ -231,10 +232,10 @@ class ExpertPlan:
         return list(dict.fromkeys(lacking))
 
     def load_biases(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
-        """Fill the biases of these layers, if they have any. Yields bytes read.
+        """Fill the biases of these layers, if they have any. Yields the number of bytes read.
 
         Raises:
-            ValueError: NaN or Inf; the message names file and tensor.
+            ValueError: a bias is NaN or Inf; the message names file and tensor.
         """
         for name, bias in self.biases.items():
             if bias.targets[0][0].layer not in layers:
@@ -272,7 +273,7 @@ class ExpertPlan:
         return Matrix(scheme, parts, source.expert, source.transposed), missing
 
     def nbytes(self, layers: Collection[int] | None = None) -> int:
-        """Bytes that `load` reads for all layers, or for some of them."""
+        """Bytes that `load` reads for these layers; None means all layers."""
         biases = (b.entry.nbytes for b in self.biases.values() if layers is None or b.targets[0][0].layer in layers)
         return sum(matrix.nbytes for matrix in self._of(layers)) + sum(biases)
 
@@ -280,17 +281,17 @@ class ExpertPlan:
         return [m for m in self.matrices if layers is None or m.targets[0].layer in layers]
 
     def pieces(self, layer: int) -> list[tuple[str, int | None]]:
-        """What `load` reads for a layer: names of tensors, each with an index into its first dimension or None."""
+        """The tensors that `load` reads for a layer: names, each with an index into the first dimension or None."""
         matrices = [(entry.name, matrix.index) for matrix in self._of([layer]) for entry in matrix.parts.values()]
         return matrices + [(name, None) for name, bias in self.biases.items() if bias.targets[0][0].layer == layer]
 
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
-        """Fill these layers, in the order of the bytes on disk. Yields bytes read as they are packed.
+        """Fill these layers, in the order of the bytes on disk. Yields the number of bytes read as they are packed.
 
-        At most `AHEAD` matrices are in memory at once, beside the packed ones.
+        At most `AHEAD` matrices are in memory at once besides the packed ones.
 
         Raises:
-            ValueError: NaN or Inf, or a file that has changed meanwhile; the message names file and tensor.
+            ValueError: a value is NaN or Inf, or a file has changed since; the message names file and tensor.
         """
         rerounded: Matrix | None = None
         with self.reader:
@@ -316,7 +317,7 @@ class ExpertPlan:
 
 
 def _check_matrix(matrix: Matrix, layer: LayerShape) -> None:
-    """Check shapes, and that the projections cut from a matrix cover each of its rows once."""
+    """Check the shapes, and that the projections cut from a matrix cover each of its rows exactly once."""
     sizes = (layer.intermediate_size, layer.hidden_size)
     shapes = {(sizes[::-1] if target.projection == "down_proj" else sizes) for target in matrix.targets}
     assert len(shapes) == 1, "projections of one matrix have one shape"
@@ -331,7 +332,7 @@ def _check_matrix(matrix: Matrix, layer: LayerShape) -> None:
 
 
 def in_disk_order(matrices: Iterable[Matrix]) -> list[Matrix]:
-    """Sort matrices by their place in the files; `SHARDS_AT_ONCE` files take turns."""
+    """Sort matrices by their position in the files, alternating between `SHARDS_AT_ONCE` files."""
     shards: dict[Path, list[tuple[int, Matrix]]] = defaultdict(list)
     for matrix in matrices:
         entry = matrix.codes
@@ -346,7 +347,7 @@ def in_disk_order(matrices: Iterable[Matrix]) -> list[Matrix]:
 
 
 def _read_ahead(reader: CheckpointReader, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Encoded]]:
-    """Matrices in their order, up to `AHEAD` of them read by `READERS` threads before they are asked for."""
+    """Yield the matrices in order; `READERS` threads read up to `AHEAD` of them before they are requested."""
     pending: deque[tuple[Matrix, Future[Encoded]]] = deque()
     todo = iter(matrices)
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="ktft-read")
@@ -370,7 +371,7 @@ def any_match(patterns: Iterable[str | re.Pattern[str]], name: str) -> bool:
 
 
 def refuse(problem: str, names: Iterable[str]) -> None:
-    """Raise ValueError with the first names, if there is any."""
+    """Raise a ValueError with `problem` and the first names, if there are any names."""
     found = sorted(names)
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""

@@ -1,7 +1,7 @@
 """Allows one writer per folder, by a lock file that names its holder. The lock of a process that died is taken over.
 
-The lock is the kernel's (`flock`) on that file, which network file systems pass on to their server. On a file system
-without locks the file's content still shows whether its holder runs on this machine.
+The lock is the kernel's `flock` on that file; network file systems forward it to their server. On a file system without
+locks, the file's content still shows whether its holder runs on this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 logger = logging.getLogger("ktft")
 
 LOCK = "_ktft.lock"
-"""Name of the file in a locked folder. Hubs' uploads leave out names that begin so."""
+"""The name of the lock file in a locked folder. Uploads to a hub skip names with this beginning."""
 
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _CURES = {
@@ -41,10 +41,10 @@ class Holder:
     """A process that writes into a folder.
 
     Attributes:
-        what: what the process does there.
-        host, boot, pid, started: which process. `boot` is Linux's boot id and `started` the kernel's clock ticks from
-            there on, so that a process number used again, or a clock that was set, cannot deceive.
-        since: local time, for people.
+        what: description of what the process does there.
+        host, boot, pid, started: the process's identity. `boot` is Linux's boot id and `started` is in the kernel's
+            clock ticks since that boot, so neither a reused process id nor a changed clock can mislead.
+        since: local time at which the process took the lock, for people to read.
     """
 
     what: str
@@ -56,13 +56,13 @@ class Holder:
 
     @classmethod
     def here(cls, what: str) -> Holder:
-        """This process."""
+        """A holder that stands for this process."""
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         return cls(what, socket.gethostname(), _boot(), os.getpid(), _started(os.getpid()), since)
 
     @classmethod
     def read(cls, content: bytes) -> Holder | None:
-        """What a lock file says; None if it is empty or damaged."""
+        """Parse a lock file's content; None if it is empty or damaged."""
         try:
             found = cls(**json.loads(content))
         except (ValueError, TypeError, RecursionError):
@@ -74,12 +74,12 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of this machine and was started since it booted."""
+        """Whether the process is on this machine and was started since the machine's last boot."""
         return (self.host, self.boot) == (socket.gethostname(), _boot())
 
     @property
     def runs(self) -> bool:
-        """Whether it is seen to run. One of another machine is not."""
+        """Whether the process is known to run. A process on another machine is not."""
         return self.is_here and self.started == _started(self.pid)
 
 
@@ -93,7 +93,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process began, in clock ticks since the machine booted; 0 if it has ended."""
+    """The start of a process, in clock ticks since the machine booted; 0 if the process has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return 0 if state in (b"Z", b"X") else int(fields[18])
@@ -104,23 +104,23 @@ def _started(pid: int) -> int:
 # --- holding ----------------------------------------------------------------------------------------------------------
 
 _guard = threading.Lock()
-_held: dict[str, list[int]] = {}  # lock file -> its descriptor, and how often this process holds it
+_held: dict[str, list[int]] = {}  # lock file -> [its descriptor, number of times this process holds it]
 
 
 @contextmanager
 def locked(directory: Path, what: str, file: Path | None = None) -> Iterator[bool]:
-    """Keep other processes' writers out of `directory`, which is made if need be. One process may hold it repeatedly.
+    """Lock `directory` against writers in other processes; it is made if missing. A process may hold a lock repeatedly.
 
     Args:
-        what: what this process does there, for the message that other processes get.
+        what: description of what this process does there, for the message that other processes get.
         file: the lock file; by default `LOCK` in the directory.
 
     Yields:
-        Whether this process did not hold it before.
+        True if this process did not hold the lock before.
 
     Raises:
-        ValueError: another process holds it; the message names it.
-        OSError: nothing can be written there.
+        ValueError: another process holds the lock; the message names that process.
+        OSError: the directory is not writable.
     """
     path = os.path.realpath(file or directory / LOCK)
     with _guard:
@@ -139,7 +139,7 @@ def locked(directory: Path, what: str, file: Path | None = None) -> Iterator[boo
 
 
 def _take(path: str, directory: Path, what: str) -> int:
-    """Returns the descriptor that holds the lock."""
+    """Take the lock and return the descriptor that holds it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = _open_locked(path)
@@ -155,7 +155,7 @@ def _take(path: str, directory: Path, what: str) -> int:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(asdict(Holder.here(what))).encode())
         return descriptor
-    except OSError as error:  # a full disk: an empty lock would say nothing
+    except OSError as error:  # for example a full disk: an empty lock file would not name its holder
         with suppress(OSError):
             os.unlink(path)
         os.close(descriptor)
@@ -185,10 +185,10 @@ def _open_locked(path: str) -> int:
 
 
 def _succeed(directory: Path, before: Holder | None) -> None:
-    """Say whose lock is taken over.
+    """Log whose lock is taken over.
 
     Raises:
-        ValueError: the holder before runs: locks mean nothing on this file system.
+        ValueError: the previous holder still runs, so locks have no effect on this file system.
     """
     if before is None or (before.is_here and before.pid == os.getpid()):
         return
@@ -230,7 +230,10 @@ def _drop_all() -> None:
 
 
 def _forget() -> None:
-    """A forked child shares the parent's locks as long as it has their descriptors; a worker may outlive the parent."""
+    """Release the parent's locks in a forked child.
+
+    The child shares them as long as it has their descriptors open, and a worker may outlive its parent.
+    """
     global _guard
     _guard = threading.Lock()
     for descriptor, _ in _held.values():

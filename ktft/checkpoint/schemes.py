@@ -1,7 +1,7 @@
-"""Source formats: which tensors a quantization scheme makes of one weight matrix, and how they decode.
+"""Source formats: the tensors in which a quantization scheme stores a weight matrix, and how to decode them.
 
-A scheme is chosen from config.json's `quantization_config`. Whether one matrix is quantized or was left plain is read
-off the shards: modules that a config excludes (`ignore`, `modules_to_not_convert`) simply have plain tensors.
+The scheme is chosen by config.json's `quantization_config`. The shards show whether a given matrix is quantized or
+plain: modules that the config excludes (`ignore`, `modules_to_not_convert`) simply have plain tensors.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ktft.checkpoint.encoded import INT4_ZERO, Encoded, pack_nibbles, unpack_nib
 Shape = tuple[int, ...]
 PLAIN = ("BF16", "F16", "F32")
 _FLOAT_SCALES = ("F32", "BF16", "F16")
-# Scales of activations and of the key-value cache: ktft computes both in bf16.
+# Scales of activations and of the key-value cache are not needed: ktft computes both in bf16.
 IGNORED = re.compile(r"\.(input_scale|activation_scale|[kv]_scale|[kv]_proj\.output_scale|[kv]_zero_point)$")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the tensors that make a matrix.
+    """One of the tensors that store a matrix.
 
     Attributes:
-        suffix: what follows the stem where it begins with a dot, else what follows the plain tensor's name.
-        dtypes: those accepted, as safetensors spells them.
+        suffix: appended to the stem if it begins with a dot, otherwise to the plain tensor's name.
+        dtypes: the accepted dtypes, as safetensors spells them.
     """
 
     suffix: str
@@ -45,12 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Plain tensors, and the base of all others.
+    """The scheme of plain tensors, and the base class of all other schemes.
 
     Attributes:
-        name: what people call it.
-        parts: by role; `codes` is the one that shows that a matrix is in this scheme.
-        transposes: whether `ExpertSource.transposed` applies: schemes that say themselves which way they lie do not.
+        name: the scheme's common name.
+        parts: role -> part; a matrix is in this scheme if its part `codes` is there.
+        transposes: whether `ExpertSource.transposed` applies; it does not if the scheme itself defines the orientation.
     """
 
     name: ClassVar[str] = "plain"
@@ -62,26 +62,26 @@ class Scheme:
         return {role: part.tensor_name(stem, stacked) for role, part in self.parts.items()}
 
     def stem_of(self, codes: str) -> str | None:
-        """The stem of a matrix of its own whose codes have this name; None if it is no such name."""
+        """The stem of an unstacked matrix whose codes have this name; None if the name is not that of codes."""
         suffix = self.parts["codes"].suffix
         end = suffix if suffix.startswith(".") else ".weight" + suffix
         return codes.removesuffix(end) if codes.endswith(end) else None
 
     def plain_name(self, codes: str) -> str:
-        """What codes of this name are called once they are plain weights."""
+        """The name of the plain weight that the codes of this name decode to."""
         suffix = self.parts["codes"].suffix
         return codes.removesuffix(suffix) + (".weight" if suffix.startswith(".") else "")
 
     def matrix_shape(self, codes: Shape) -> Shape:
-        """What `decode` makes of codes of this shape: `[rows, cols]`."""
+        """The shape `[rows, cols]` of the matrix that `decode` returns for codes of this shape."""
         return codes
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
-        """Role -> the shapes that its tensor of a `[rows, cols]` matrix may have."""
+        """Role -> the shapes that the tensor of this role may have for a `[rows, cols]` matrix."""
         return {"codes": ((rows, cols),)}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Encoded:
-        """The matrix of these tensors (by role), whose shapes and dtypes have been checked.
+        """Decode a matrix from its tensors (by role), whose shapes and dtypes have been checked.
 
         Raises:
             ValueError: the tensors hold invalid values.
@@ -91,10 +91,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Fp8(Scheme):
-    """E4M3 codes with one scale a block: DeepSeek, GLM, MiniMax, Qwen (`weight_block_size`).
+    """E4M3 codes with one scale per block: DeepSeek, GLM, MiniMax, Qwen (`weight_block_size`).
 
     Attributes:
-        block: rows and columns that share a scale; None stands for the whole dimension.
+        block: rows and columns that share a scale; None means the whole dimension.
     """
 
     name: ClassVar[str] = "fp8"
@@ -125,7 +125,7 @@ class Fp8(Scheme):
 
 @dataclass(frozen=True)
 class CompressedFp8(Fp8):
-    """compressed-tensors `float-quantized`: a scale a row, a tensor or a block."""
+    """compressed-tensors `float-quantized`: one scale per row, per tensor or per block."""
 
     name: ClassVar[str] = "compressed-tensors float-quantized"
     parts: ClassVar[Mapping[str, Part]] = {
@@ -136,10 +136,10 @@ class CompressedFp8(Fp8):
 
 @dataclass(frozen=True)
 class PackedInt4(Scheme):
-    """compressed-tensors `pack-quantized`, symmetric: eight q + 8 an int32, the first in the lowest bits. Kimi-K2.
+    """compressed-tensors `pack-quantized`, symmetric (Kimi-K2): eight codes q + 8 per int32, the first in the low bits.
 
     Attributes:
-        group: columns that share a scale; None for all.
+        group: columns that share a scale; None for all columns.
     """
 
     name: ClassVar[str] = "compressed-tensors pack-quantized"
@@ -168,7 +168,7 @@ class PackedInt4(Scheme):
 
 @dataclass(frozen=True)
 class Mxfp4(Scheme):
-    """OCP MXFP4 as gpt-oss has it, by output rows: two E2M1 codes a byte, 16 bytes a block, an E8M0 scale each."""
+    """OCP MXFP4 as in gpt-oss, by output rows: two E2M1 codes per byte, 16 bytes and one E8M0 scale per block."""
 
     name: ClassVar[str] = "mxfp4"
     parts: ClassVar[Mapping[str, Part]] = {"codes": Part("_blocks", ("U8",)), "scales": Part("_scales", ("U8",))}
@@ -186,10 +186,10 @@ class Mxfp4(Scheme):
 
 @dataclass(frozen=True)
 class Gptq(Scheme):
-    """GPTQ INT4: `[in / 8, out]` int32 with eight inputs in each, zero points a group, perhaps reordered inputs.
+    """GPTQ INT4: `[in / 8, out]` int32 with eight inputs each, zero points per group, inputs possibly reordered.
 
     Attributes:
-        group: inputs that share a scale; None for all.
+        group: inputs that share a scale; None for all inputs.
         zero_offset: the number added to stored zero points: 1, or 0 for `checkpoint_format: gptq_v2`.
     """
 
@@ -222,7 +222,7 @@ class Gptq(Scheme):
         codes = (
             qweight.contiguous().view(torch.uint8).view(cols // 8, rows, 4).permute(1, 0, 2).reshape(rows, cols // 2)
         )
-        # Some writers store zero - 1 of zero 0 as 15: the sum is taken in four bits, as the kernels of GPTQ do.
+        # Some writers store a zero point of 0, less one, as 15: the sum is taken in four bits, as GPTQ's kernels do.
         zeros = unpack_nibbles(tensors["zeros"].contiguous().view(torch.uint8)) + self.zero_offset & 15
         scales, group = tensors["scales"].float(), self.group or cols
         order = tensors.get("order")
@@ -241,7 +241,7 @@ class Gptq(Scheme):
 
 @dataclass(frozen=True)
 class Awq(Scheme):
-    """AWQ INT4 (`version: gemm`): `[in, out / 8]` int32 with eight outputs in each, in AWQ's order; zero points."""
+    """AWQ INT4 (`version: gemm`): `[in, out / 8]` int32 with eight outputs each, in AWQ's order, with zero points."""
 
     name: ClassVar[str] = "awq"
     parts: ClassVar[Mapping[str, Part]] = {
@@ -250,7 +250,7 @@ class Awq(Scheme):
         "scales": Part(".scales", _FLOAT_SCALES),
     }
     transposes: ClassVar[bool] = False
-    # Output that each four bits of a word hold, from the lowest, turned round: the place of each output.
+    # For each output, the four bits of a word that hold it, counted from the lowest: the inverse of AWQ's order.
     PLACES: ClassVar[tuple[int, ...]] = (0, 4, 1, 5, 2, 6, 3, 7)
     group: int | None = 128
 
@@ -262,7 +262,7 @@ class Awq(Scheme):
         return {"codes": ((cols, rows // 8),), "zeros": ((groups, rows // 8),), "scales": ((groups, rows),)}
 
     def _by_output(self, words: Tensor) -> Tensor:
-        """`[n, out / 8]` int32 to codes `[out, n]`."""
+        """Unpack `[n, out / 8]` int32 into codes `[out, n]`."""
         codes = unpack_nibbles(words.contiguous().view(torch.uint8)).view(len(words), -1, 8)
         return codes[:, :, list(self.PLACES)].flatten(1).T
 
@@ -284,7 +284,7 @@ PLAIN_SCHEME = Scheme()
 
 @dataclass
 class _Config:
-    """A mapping in config.json. Everything read from it is checked, and errors name its place in the file."""
+    """A mapping in config.json. Every value read from it is checked, and errors name its place in the file."""
 
     values: Mapping[str, Any]
     where: str
@@ -379,17 +379,17 @@ def _awq(config: _Config) -> Scheme:
 
 
 METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq}
-"""`quant_method` of config.json -> reader of the rest."""
+"""`quant_method` of config.json -> function that reads the rest of the quantization config."""
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme:
-    """The scheme of a checkpoint whose config.json holds `config`; plain if it names none.
+    """The scheme of a checkpoint whose config.json holds `config`; plain if the config names no scheme.
 
     Args:
         where: the file's path, for messages.
 
     Raises:
-        ValueError: a scheme, width, group size or layout that ktft cannot read; the message says what it reads.
+        ValueError: ktft cannot read the scheme, width, group size or layout; the message says what it can read.
     """
     text = config.get("text_config")
     quantization = config.get("quantization_config") or (

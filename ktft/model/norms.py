@@ -1,6 +1,6 @@
-"""RMSNorm on a GPU by torch's fused kernel: one launch in place of eight, and as few in backward.
+"""RMSNorm on a GPU by torch's fused kernel: one kernel launch instead of eight, and as few in backward.
 
-At few tokens a step takes as long as the host needs to launch kernels, a third of which transformers' norms are.
+With few tokens, the duration of a step is the host's time to launch kernels; a third of the launches are for norms.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ktft.hosts.transformers import RMS_NORM
 logger = logging.getLogger("ktft")
 
 DEVICES: Collection[str] = ACCELERATORS.keys()
-"""Types of devices where norms are fused; elsewhere they stay what they are, bit for bit."""
-_ROUNDING = 2.0**-7  # of bf16: two last places, for its sums run in another order
+"""Device types on which norms are fused; on all others their results are unchanged, bit for bit."""
+_ROUNDING = 2.0**-7  # two last places of bf16, because the fused kernel sums in another order
 
 _fused: Any = getattr(torch.ops.aten, "_fused_rms_norm", None)  # torch 2.9 has it
 _agree: weakref.WeakKeyDictionary[nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Have the model's RMSNorms use the fused kernel on a GPU, if at first use it gives what the module gives.
+    """Make the model's RMSNorms use the fused kernel on a GPU, if on first use its output agrees with the module's.
 
-    What has another formula (weights around zero, a bias) stays as it is.
+    Modules with another formula (weights around zero, a bias) are left unchanged.
     """
     for module in model.modules():
         own = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -44,7 +44,7 @@ def _epsilon(module: Any) -> Any:
 
 
 def forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
-    """A norm's output, by the fused kernel where that gives the same."""
+    """A norm's output, by the fused kernel if its output agrees with the module's."""
     if hidden_states.device.type not in DEVICES:
         return _plain(module, hidden_states)
     known, weight = _agree.setdefault(module, {}), cast(Tensor, module.weight)
@@ -60,7 +60,7 @@ def _plain(module: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 def _normalized(module: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Rounded once, where transformers rounds what is normalized and again what is weighted."""
+    """The fused norm. It rounds once, whereas transformers rounds after normalizing and again after weighting."""
     weight: Any = module.weight
     alike = weight.dtype == hidden_states.dtype
     found: Tensor = _fused(hidden_states, hidden_states.shape[-1:], weight if alike else None, _epsilon(module))[0]
@@ -69,7 +69,7 @@ def _normalized(module: nn.Module, hidden_states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, like: Tensor) -> bool:
-    # A generator of its own: checkpointing and resuming count on torch's generators moving alike in every pass
+    # Use a separate generator: checkpointing and resuming need torch's generators to advance equally in every pass.
     sample = torch.randn(16, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     theirs, ours = _plain(module, sample), _normalized(module, sample)
     agrees = theirs.dtype == ours.dtype and torch.allclose(theirs.float(), ours.float(), _ROUNDING, 1e-6)

@@ -1,4 +1,4 @@
-"""transformers' quantizer "ktft": `from_pretrained` loads all but the routed experts, then packs those from disk."""
+"""transformers' quantizer "ktft": `from_pretrained` loads all but the routed experts, then packs these from disk."""
 
 from __future__ import annotations
 
@@ -45,13 +45,18 @@ logger = logging.getLogger(__name__)
 
 @register_quantization_config("ktft")
 class KtftConfig(QuantizationConfigMixin):
-    """Pass as `quantization_config` to `from_pretrained`. The arguments are those of `ktft.config.Settings`, and
-    `reserve_bytes`: memory that must be left once the model is loaded, for training say, in all or by what it is for;
-    more is not loaded. With `part`, (32, 64) say, the process reads, packs, computes, trains and saves only these
-    experts of every layer, from the first to before the second; a layer's output is then their part of the sum.
+    """The `quantization_config` to pass to `from_pretrained`.
+
+    Arguments that are not listed here are those of `ktft.config.Settings`.
+
+    Args:
+        reserve_bytes: memory that must be left once the model is loaded, for example for training, in all or by
+            purpose; a model that leaves less is refused.
+        part: a range (first, end), for example (32, 64): the process reads, packs, computes, trains and saves only
+            these experts of every layer, without `end`; a layer's output is then their part of the sum.
 
     Raises:
-        ValueError: an unknown argument (naming the nearest valid one), or a value that is not accepted.
+        ValueError: an argument is unknown (the message names the nearest valid one), or its value is not accepted.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.reserve_bytes = reserve_bytes
         self.part = None if part is None else (int(part[0]), int(part[1]))
         _ = self.settings  # checks the values
-        hosts.install_for_models()  # now, for transformers merges configurations before it makes a quantizer
+        hosts.install_for_models()  # now, because transformers merges configurations before it makes a quantizer
 
     @property
     def settings(self) -> Settings:
@@ -99,13 +104,13 @@ class KtftConfig(QuantizationConfigMixin):
 
 
 def check_flash_attention(asked: str) -> None:
-    """Refuse FlashAttention where the installed transformers cannot run it on a model without attention sinks.
+    """Refuse FlashAttention if the installed transformers cannot run it on a model without attention sinks.
 
-    transformers 5.6.0 casts the sinks without a look at whether there are any. What is asked is the function itself,
-    since other releases are accepted too.
+    transformers 5.6.0 casts the sinks without checking whether there are any. The function itself is tried, since
+    other releases are accepted too.
 
     Raises:
-        ValueError: `asked`, the words for what asks for it, cannot work.
+        ValueError: the setting that asks for FlashAttention, which `asked` describes for the message, cannot work.
     """
     rows = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(_attn_implementation="flash_attention_2"))
@@ -114,7 +119,7 @@ def check_flash_attention(asked: str) -> None:
     except AttributeError as error:
         if "'NoneType' object has no attribute 'to'" not in str(error):
             return
-    except Exception:  # it needs a GPU and a package, which this is not about
+    except Exception:  # a GPU or a package is missing: not what is checked here
         return
     else:
         return
@@ -128,26 +133,29 @@ def check_flash_attention(asked: str) -> None:
 def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int | Mapping[str, int] = 0) -> None:
     """Make `from_pretrained(config=config)` load the routed experts with ktft.
 
-    How the checkpoint itself is quantized is read off its own config.json, so `config` need not keep that.
+    The checkpoint's own quantization is read from its config.json, so `config` need not keep it.
     """
     config.quantization_config = KtftConfig.from_settings(settings, reserve_bytes).to_dict()
 
 
 def prefer_ktft(original: Callable[..., Any], cls: type, own: Any, given: Any) -> Any:
-    """transformers refuses a `quantization_config` beside the checkpoint's own method, which ktft is there to read."""
+    """Let ktft's `quantization_config` replace the checkpoint's own method.
+
+    transformers refuses one beside the checkpoint's own, but ktft reads checkpoints with that method.
+    """
     return given if isinstance(given, KtftConfig) else original(cls, own, given)
 
 
 @register_quantizer("ktft")
 class KtftHfQuantizer(HfQuantizer):
-    """Replaces experts modules while the model is on meta, and fills them once everything else is loaded."""
+    """Replaces the experts modules while the model is on the meta device, and fills them after all else is loaded."""
 
     quantization_config: KtftConfig
     _plan: LoadPlan | None = None
 
     @property
     def is_trainable(self) -> bool:
-        """LoRA can be trained on top."""
+        """True: LoRA can be trained on top of the model."""
         return True
 
     def is_serializable(self) -> bool:
@@ -159,7 +167,7 @@ class KtftHfQuantizer(HfQuantizer):
         return False
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse what this release cannot do, before anything is loaded."""
+        """Refuse settings that this release does not support, before anything is loaded."""
         if world_size() > 1:
             raise ValueError(
                 f"ktft trains in one process in this release, but WORLD_SIZE is {world_size()}; start one process, "
@@ -173,7 +181,7 @@ class KtftHfQuantizer(HfQuantizer):
         usable_placement(self.quantization_config.settings, cuda=_has_gpu())
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Drop the experts' entries: the module returns whole outputs, which the plan would reduce once more."""
+        """Drop the experts' entries: the module returns complete outputs, which the plan would reduce once more."""
         for each in {id(c): c for c in (config, config.get_text_config())}.values():
             for name in ("base_model_tp_plan", "base_model_ep_plan"):
                 plan = getattr(each, name, None)
@@ -192,10 +200,10 @@ class KtftHfQuantizer(HfQuantizer):
         )
         check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
         if self._plan.backbone.conversions():
-            self.pre_quantized = True  # else transformers casts integers and scales to the model's dtype
+            self.pre_quantized = True  # otherwise transformers casts integers and scales to the model's dtype
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """Dequantizes the weights around the experts."""
+        """The conversions that dequantize the weights around the experts."""
         return [] if self._plan is None else self._plan.backbone.conversions()
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -209,10 +217,10 @@ class KtftHfQuantizer(HfQuantizer):
 def check_memory(
     model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int | Mapping[str, int], device_map: Any
 ) -> None:
-    """Refuse a model that would not fit, before its weights are read.
+    """Refuse a model that does not fit in memory, before its weights are read.
 
     Raises:
-        ValueError: how much it needs and how much there is.
+        ValueError: the model does not fit; the message says how much memory it needs and how much there is.
     """
     places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
     reserve = {"reserve_bytes": reserve_bytes} if isinstance(reserve_bytes, int) else reserve_bytes
@@ -224,7 +232,7 @@ def check_memory(
 
 
 class LoadPlan:
-    """Which tensor of the checkpoint goes where, settled from headers alone before any weight is read."""
+    """The destination of each tensor of the checkpoint, determined from headers alone before any weight is read."""
 
     def __init__(
         self,
@@ -255,14 +263,14 @@ class LoadPlan:
             self.experts, doing = ExpertPlan(source, self.family, self.layers, ignored), "Packing"
         self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
         self.title = f"{doing} experts ({self.expert_format})"
-        # on the instance: the class is shared with stock models. transformers sees the experts' fused names here.
+        # Set on the instance, since the class is shared with stock models. transformers sees the experts' fused names.
         kind = (
             set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list
-        )  # set from transformers 5.17 on
+        )  # a set since transformers 5.17
         model._keys_to_ignore_on_load_unexpected = kind([*ignored, r"\.experts\.", IGNORED.pattern])
 
     def load_experts(self) -> None:
-        """Read each expert weight once, in the order of the files, and pack it, unless it is packed already."""
+        """Read each expert weight once, in file order, and pack it unless it is already packed."""
         share = next(iter(self.layers.values())).held.share
         total = self.experts.nbytes(share) if isinstance(self.experts, PackedCache) else self.experts.nbytes()
         with tqdm(total=total, desc=self.title, unit="B", unit_scale=True) as progress:
@@ -271,21 +279,24 @@ class LoadPlan:
 
 
 def _packed_experts(checkpoint: CheckpointReader, settings: Settings) -> PackedCache | None:
-    """The converted checkpoint that the experts come from, if they come from one."""
+    """The converted checkpoint that the experts come from; None if they come from an ordinary one."""
     return PackedCache.find(Path(settings.expert_checkpoint or checkpoint.directory), settings.verify_checksums)
 
 
 def swap_experts(
     model: nn.Module, family: Family, settings: Settings, part: tuple[int, int] | None = None
 ) -> dict[int, KtftExperts]:
-    """Put an empty `KtftExperts` in place of every stacked experts module. Returns them by layer number.
+    """Replace every stacked experts module by an empty `KtftExperts`. Returns these by layer number.
 
     Args:
-        model: on the meta device. family: of it. settings: of the experts.
-        part: the experts of each layer that this process holds, from the first to before the second; by default all.
+        model: the model, on the meta device.
+        family: the model's family.
+        settings: the experts' settings.
+        part: the range (first, end) of the experts of each layer that this process holds, without `end`; by default
+            all of them.
 
     Raises:
-        ValueError: the model has no such module, or an activation or dims that the kernels cannot take.
+        ValueError: the model has no such module, or the kernels do not support its activation or dimensions.
     """
     config: Any = model.config
     swiglu = family.activation(config.get_text_config())
@@ -293,7 +304,7 @@ def swap_experts(
     threads = settings.threads
     if threads is None and lanes is not None:
         cores = native.topology()["cores"]
-        threads = max(cores - max(cores // 8, 1), 1)  # the others give the GPU its work
+        threads = max(cores - max(cores // 8, 1), 1)  # the remaining cores launch work on the GPU
     native.check_machine(settings.threads, settings.numa_nodes)
     runtime = native.runtime(threads, settings.numa_nodes, settings.isa)
     experts: dict[int, KtftExperts] = {}
@@ -325,7 +336,7 @@ def _has_gpu() -> bool:
 
 
 def _prediction_layers(config: PreTrainedConfig) -> list[str]:
-    """Names of the layers after the last, which predict several tokens ahead and which transformers leaves out."""
+    """Patterns of the names of the layers for multi-token prediction, after the last; transformers leaves them out."""
     text = config.get_text_config()
     first = text.num_hidden_layers
     return [rf"\.layers\.{n}\." for n in range(first, first + (getattr(text, "num_nextn_predict_layers", 0) or 0))]

@@ -1,6 +1,6 @@
-"""Rotary position embedding on a GPU in three launches a tensor, forward and backward, in place of five and nine.
+"""Rotary position embedding on a GPU in three launches per tensor, instead of five in forward and nine in backward.
 
-Su et al., RoFormer (2021), with halves rotated against each other, as most models of transformers do it.
+Su et al., RoFormer (2021), with the two halves of a head rotated against each other, as in most transformers models.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from ktft.hosts.transformers import ROTARY
 logger = logging.getLogger("ktft")
 
 DEVICES: Collection[str] = ACCELERATORS.keys()
-"""Types of devices where rotation is fused; elsewhere it stays what it is, bit for bit."""
+"""Device types on which rotation is fused; on all others its results are unchanged, bit for bit."""
 PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
-"""Of the function in a model's own code. One with others, such as positions, is left alone."""
-_ROUNDING = 2.0**-7  # of bf16, with which sums are taken once in place of twice
+"""Parameters of the function in a model's own code. A function with others, such as positions, is left unchanged."""
+_ROUNDING = 2.0**-7  # of bf16: a product and its sum are rounded once here instead of twice
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 _agree: dict[object, bool] = {}
 
 
 def fuse_rotary(model: nn.Module) -> None:
-    """Have the code of the model's layers rotate queries and keys in few launches, if at first use that gives what its
-    own function gives. The function is the model code's, so all models of that code in this process have it.
+    """Make the code of the model's layers rotate queries and keys in few launches.
+
+    It does so if on first use the result agrees with that of the code's own function. The function is replaced in the
+    module with the model's code, so the change applies to all models in this process that use that code.
     """
     for code in {type(module).__module__ for module in model.modules()}:
         plain = getattr(sys.modules.get(code), ROTARY.name, None)
@@ -43,7 +45,7 @@ def fuse_rotary(model: nn.Module) -> None:
 
 
 def rotate(plain: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-    """Queries and keys, rotated in few launches where that gives what `plain` gives."""
+    """Queries and keys, rotated in few launches if the result agrees with that of `plain`."""
     given = q, k, cos, sin, unsqueeze_dim
     if q.device.type not in DEVICES or not _is_usual(q, k, cos, sin):
         return plain(*given)
@@ -68,7 +70,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int)
 
 @torch.no_grad()
 def _agrees(plain: Rotation, like: Tensor, unsqueeze_dim: int) -> bool:
-    """Of four heads at four places, by angles of all sizes."""
+    """Whether both rotations agree on four heads at four positions, for angles of all sizes."""
     size = like.shape[-1]
     q, k = (torch.arange(16.0 * size).mul(step).sin().view(1, 4, 4, size).to(like) for step in (0.7, 1.1))
     angles = torch.arange(2.0 * size).view(1, 4, size // 2).repeat(1, 1, 2)
@@ -81,7 +83,7 @@ def _agrees(plain: Rotation, like: Tensor, unsqueeze_dim: int) -> bool:
 
 
 class _Rotation(torch.autograd.Function):
-    """x cos + (-x₂, x₁) sin, of the halves x₁, x₂ of each head."""
+    """Computes x cos + (-x₂, x₁) sin, where x₁ and x₂ are the halves of each head."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

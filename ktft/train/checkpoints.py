@@ -1,8 +1,9 @@
-"""Checkpoints that are whole or absent, and resuming that is exact, for every Trainer on a model with ktft's experts.
+"""Atomic checkpoints and exact resuming, for every Trainer on a model with ktft's experts.
 
-Functions marked `_of_experts` wrap methods of transformers' Trainers; `ktft/hosts/transformers.py` has the rows. While
-a run trains or saves, its `output_dir` is locked. A checkpoint is written, callbacks' `on_save` included, into a
-staging folder beside, sealed with a manifest and renamed. One that is resumed is read against its manifest first.
+Functions marked `_of_experts` wrap methods of transformers' Trainers; the table in `ktft/hosts/transformers.py` lists
+them. While a run trains or saves, its `output_dir` is locked. A checkpoint, with what callbacks write in `on_save`, is
+written into a staging folder in `output_dir`, sealed with a manifest and renamed, so it is either complete or absent.
+A checkpoint is verified against its manifest before training resumes from it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from ktft.train.report import logger
 from ktft.train.run import note_saved
 
 STAGING = f"_checkpoints{TEMPORARY}"
-"""Folder in `output_dir` where a checkpoint is written. No host takes it for a checkpoint or uploads it to a hub."""
+"""The folder in `output_dir` where a checkpoint is written. Hosts neither list it as a checkpoint nor upload it."""
 _REPLACED = "replaced"
 _LOSSES = "_ktft_losses"
 
@@ -60,9 +61,9 @@ _ANEW = "or begin anew from its adapter: set another output_dir, and {} as adapt
 
 
 def _of_experts(around: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `around` for a Trainer whose model has ktft's experts, and its own method for all others.
+    """Call `around` for a Trainer whose model has ktft's experts, and the original method for every other Trainer.
 
-    `around` gets the method of the object at hand: a Trainer, or what has one as its attribute `trainer`.
+    `around` receives the bound original method and its owner: a Trainer, or an object with an attribute `trainer`.
     """
 
     @functools.wraps(around)
@@ -74,21 +75,21 @@ def _of_experts(around: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-# --- one run a folder -------------------------------------------------------------------------------------------------
+# --- one run per folder -----------------------------------------------------------------------------------------------
 
 
 def hold(args: TrainingArguments) -> AbstractContextManager[Any]:
-    """Keep other runs out of `output_dir`, before anything there is read or written. Of several ranks one does it.
+    """Lock `output_dir` against other runs before anything there is read or written. Only the saving rank locks it.
 
     Raises:
-        ValueError: another run is in it. OSError: nothing can be written there.
+        ValueError: another run uses the folder. OSError: the folder is not writable.
     """
     return locked(Path(str(args.output_dir)), "training") if args.should_save else nullcontext()
 
 
 @_of_experts
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer.train`, with the run's folder held."""
+    """`Trainer.train`, with the run's folder locked."""
     with hold(trainer.args):
         return original(*args, **kwargs)
 
@@ -97,7 +98,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
 def save_model(
     original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """`Trainer.save_model`, with the folder held until the report there knows what was written."""
+    """`Trainer.save_model`, with the folder locked until the report there records what was written."""
     place = Path(output_dir or trainer.args.output_dir)
     with locked(place, "saving a model") if trainer.args.should_save else nullcontext():
         original(output_dir, _internal_call)
@@ -109,7 +110,7 @@ def save_model(
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what a killed run left of files and checkpoints it had not finished. The folder is held."""
+    """Remove the unfinished files and checkpoints that a killed run left. The caller holds the folder's lock."""
     if (run_dir / STAGING).is_dir():
         with _staging(run_dir):
             pass
@@ -119,7 +120,7 @@ def clear_leftovers(run_dir: Path) -> None:
 
 @contextmanager
 def _staging(run_dir: Path) -> Iterator[Path]:
-    """An empty folder that is gone afterwards, and with it what was moved there to be removed."""
+    """Provide an empty staging folder; it is removed afterwards, with everything that was moved into it for removal."""
     staging = run_dir / STAGING
     staging.mkdir(parents=True, exist_ok=True)
     _bring_back(staging)
@@ -133,7 +134,7 @@ def _staging(run_dir: Path) -> Iterator[Path]:
 
 
 def _bring_back(staging: Path) -> None:
-    """Put a checkpoint back that was moved aside for one that did not come."""
+    """Restore a checkpoint that was moved aside for a replacement that was never completed."""
     for old in (staging / _REPLACED).glob("*"):
         if not (staging.parent / old.name).exists():
             os.rename(old, staging.parent / old.name)
@@ -149,7 +150,7 @@ def _remove_leftover(path: Path) -> None:
 
 @_of_experts
 def save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, trial: Any) -> None:
-    """`Trainer._save_checkpoint`, of a checkpoint that is whole or absent."""
+    """`Trainer._save_checkpoint`, made atomic: the checkpoint is either complete or absent."""
     run_dir = Path(trainer._get_output_dir(trial))
     place = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     try:
@@ -166,7 +167,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, tria
 
 
 def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path) -> None:
-    """Let the Trainer and the callbacks write a checkpoint, which is going to `place`, into `staging`."""
+    """Let the Trainer and its callbacks write the checkpoint into `staging`; its final path will be `place`."""
     OUTPUT_DIR.put(trainer, lambda trial: str(staging))
     PUSH.put(trainer, lambda folder: None)
     try:
@@ -182,7 +183,7 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
     trainer.control = type(handler).on_save(handler, args, state, trainer.control)
 
     def already_done(args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """In place of the event that every Trainer sends after `_save_checkpoint`."""
+        """Stand in for the `on_save` event that every Trainer sends after `_save_checkpoint`."""
         ON_SAVE.take_off(handler)
         return control
 
@@ -190,7 +191,10 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
 
 
 def _find_best(state: TrainerState, run_dir: Path, place: Path | None = None) -> bool:
-    """Name the best checkpoint as it lies or, at `place`, will lie in this folder, which may have been moved."""
+    """Update the path of the best checkpoint, since the run's folder may have been moved.
+
+    `place` is the path of the checkpoint that is being written: it counts as present. Returns whether one was found.
+    """
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if found := bool(state.best_global_step) and (best == place or best.is_dir()):
         state.best_model_checkpoint = str(best)
@@ -203,9 +207,10 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "run": run_facts(trainer.model, trainer.args.optim),
         "settings": settings_of(trainer),
         "data": data_facts(trainer),
-        "seed": torch.initial_seed(),  # of the order of the data, too: accelerate's sampler takes it
+        "seed": torch.initial_seed(),  # also determines the data order: accelerate's sampler uses it
         "parameters": parameter_facts(trainer.model, trainer.optimizer),
-        # Losses since the last log and before it: transformers forgets them, and logs other values after resuming
+        # Losses since the last log and before it: transformers does not save them, so it would log other values
+        # after resuming.
         "losses": {
             "since_logged": trainer._tr_loss.item(),
             "logged": trainer._total_loss_scalar,
@@ -215,7 +220,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
 
 
 def _publish(written: Path, place: Path) -> None:
-    """Move a sealed checkpoint to its place. One that is there already is exchanged for it."""
+    """Move a sealed checkpoint to its final path. A checkpoint that is already there is exchanged for it."""
     if not place.exists():
         os.rename(written, place)
     elif not exchange(written, place):
@@ -227,10 +232,10 @@ def _publish(written: Path, place: Path) -> None:
 
 
 def _rotate(run_dir: Path, staging: Path, limit: int | None, *kept: str | Path | None) -> None:
-    """Remove checkpoints of the earliest steps, but those that are `kept`, until `limit` are left.
+    """Remove the checkpoints of the earliest steps, except those in `kept`, until `limit` are left.
 
-    Steps decide: times of files are wrong where a clock was set or a folder copied. A checkpoint that goes loses its
-    name first, and then its files.
+    The step number decides, because file times are wrong after a clock was set or a folder was copied. A checkpoint is
+    renamed before its files are removed.
     """
     if limit is None or limit <= 0:
         return
@@ -256,7 +261,7 @@ def _not_written(trainer: Any, place: Path, error: Exception) -> str:
 
 @_of_experts
 def execute_jit_checkpoint(original: Callable[..., Any], manager: Any) -> None:
-    """`enable_jit_checkpoint` after SIGTERM: the step at hand is finished, logged and saved as any other."""
+    """Handle SIGTERM under `enable_jit_checkpoint`: finish the current step, log it and save it like any other."""
     manager.is_checkpoint_requested = False
     manager.trainer.control.should_save = manager.trainer.control.should_training_stop = True
 
@@ -266,7 +271,7 @@ def execute_jit_checkpoint(original: Callable[..., Any], manager: Any) -> None:
 
 @_of_experts
 def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint: str, model: Any = None) -> None:
-    """`Trainer._load_from_checkpoint`, of one that its manifest proves, for the same run."""
+    """`Trainer._load_from_checkpoint`, after the checkpoint is verified against its manifest and this run."""
     check_resumed(trainer.model)
     path = Path(checkpoint)
     if path.is_dir():
@@ -280,7 +285,7 @@ def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint:
             )
         else:
             _require_same_run(path, manifest, trainer)
-            torch.manual_seed(manifest["seed"])  # before the sampler is made; the generators' states come later
+            torch.manual_seed(manifest["seed"])  # before the sampler is made; generator states are restored later
     try:
         if isinstance(trainer.model, PreTrainedModel | PeftModel) or (path / SAFE_WEIGHTS_NAME).is_file():
             original(checkpoint, model)
@@ -291,9 +296,9 @@ def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint:
 
 
 def _load_around_adapter(path: Path, model: nn.Module) -> None:
-    """Load a model that is none of transformers' or PEFT's but holds one, as that with a value head does.
+    """Load a model that wraps a PEFT model without being a transformers or PEFT class, such as one with a value head.
 
-    transformers cannot. Beside the adapter, files of safetensors hold the other tensors, under the model's names.
+    transformers cannot load it. The other tensors are in safetensors files beside the adapter, under the model's names.
     """
     inside, adapted = next((n, m) for n, m in model.named_modules() if isinstance(m, KtftPeftMixin))
     adapted.load_adapter(str(path), adapted.active_adapters[0], is_trainable=True)
@@ -326,7 +331,7 @@ def _require_same_run(path: Path, manifest: dict[str, Any], trainer: Any) -> Non
 
 @_of_experts
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """`Trainer._load_optimizer_and_scheduler`, whose result is compared with the manifest."""
+    """`Trainer._load_optimizer_and_scheduler`; the loaded state is then compared with the manifest."""
     if checkpoint is None:
         return
     path = Path(checkpoint)
@@ -343,7 +348,7 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
 
 
 def _tell_settings(path: Path, manifest: dict[str, Any], trainer: Any) -> None:
-    """Say that a run has finished before it is resumed, and which settings are others than those it was begun with."""
+    """Warn if the resumed run had already finished, and name the settings that differ from those it began with."""
     state, changed = trainer.state, changed_settings(manifest.get("settings", {}), settings_of(trainer))
     others = f"Settings are others than then: {'; '.join(changed)}. " if changed else ""
     if state.global_step >= state.max_steps:
@@ -375,24 +380,24 @@ def _refusal(path: Path, problem: str) -> str:
 
 @_of_experts
 def run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """`Trainer._run_epoch`, which goes on with the losses of the run that is resumed, and not beyond its end."""
+    """`Trainer._run_epoch`, which continues with the resumed run's losses and trains no step beyond the run's end."""
     _restore_losses(trainer)
     if trainer.state.global_step >= trainer.state.max_steps:
-        trainer.control.should_training_stop = True  # resumed where it ended: transformers would train one step more
+        trainer.control.should_training_stop = True  # a finished run is resumed: transformers would train another step
         return
     original(*args, **kwargs)
 
 
 @_of_experts
 def finalize_training(original: Callable[..., Any], trainer: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer._finalize_training`, which loads the best checkpoint from where it is now."""
+    """`Trainer._finalize_training`, which loads the best checkpoint from its current path."""
     _restore_losses(trainer)
-    _find_best(trainer.state, Path(trainer._get_output_dir(trial)))  # which is loaded now, and then alone stays
+    _find_best(trainer.state, Path(trainer._get_output_dir(trial)))  # loaded by `original`, which keeps only it
     return original(trial, *args, **kwargs)
 
 
 def _restore_losses(trainer: Any) -> None:
-    """Once after resuming, when the Trainer has reset them."""
+    """Restore the losses of the resumed run, once, after the Trainer has reset them."""
     if losses := vars(trainer).pop(_LOSSES, None):
         trainer._tr_loss = torch.tensor(losses["since_logged"], device=trainer.args.device)
         trainer._total_loss_scalar = losses["logged"]

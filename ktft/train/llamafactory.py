@@ -1,8 +1,8 @@
-"""LLaMA-Factory's `use_kt: true`, carried out by ktft. The only file that knows LLaMA-Factory.
+"""LLaMA-Factory's `use_kt: true`, implemented by ktft. The only file that knows LLaMA-Factory.
 
-What `ktft/hosts/llamafactory.py` names is wrapped: the parser takes `kt_config` out of the arguments and remembers the
-settings on the parsed `ModelArguments`; what loads models acts on those whose arguments have such settings. All else
-passes through unchanged.
+The functions that `ktft/hosts/llamafactory.py` names are wrapped: the parser takes `kt_config` out of the arguments and
+stores the settings on the parsed `ModelArguments`; the functions that load models act on models whose arguments have
+such settings. Everything else passes through unchanged.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def settings_of(model_args: Any) -> Settings | None:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An argument of LLaMA-Factory with values that ktft cannot honour, unless the argument `beside` is set too."""
+    """Values of a LLaMA-Factory argument that ktft cannot honour, unless the argument `beside` is also set."""
 
     argument: str
     refused: Callable[[Any], bool]
@@ -103,7 +103,7 @@ REFUSALS = (
 def parse_args(
     original: Callable[..., tuple[Any, ...]], parser: Any, args: Any = None, allow_extra_keys: bool = False
 ) -> tuple[Any, ...]:
-    """Parse LLaMA-Factory's arguments; with `use_kt: true`, check them all and keep ktft's beside them."""
+    """Parse LLaMA-Factory's arguments; with `use_kt: true`, check all of them and store ktft's settings on them."""
     module = importlib.import_module("llamafactory.hparams.parser")
     if module.ModelArguments not in parser.dataclass_types:
         return original(parser, args, allow_extra_keys)
@@ -131,14 +131,14 @@ def parse_args(
     training = next((each for each in parsed if isinstance(each, TrainingArguments)), None)
     if training is not None and training.do_train:  # before LLaMA-Factory looks for checkpoints to resume from
         _RUNNING.enter_context(hold(training))
-    # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would ask for KTransformers' packages,
-    # and refuse what those cannot do.
+    # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would require KTransformers' packages
+    # and refuse what they cannot do.
     model_args.use_kt = False
     return parsed
 
 
 def _split(args: Any, known: set[str]) -> tuple[bool, Any, dict[str, Any], Any]:
-    """Arguments as (use_kt, kt_config, kt_* keys that LLaMA-Factory does not know, all the others)."""
+    """Split the arguments into (use_kt, kt_config, kt_* keys that LLaMA-Factory does not know, all others)."""
     if not isinstance(args, dict):
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         ours.add_argument("--use_kt", nargs="?", const=True, default=False, type=string_to_bool)
@@ -151,9 +151,9 @@ def _split(args: Any, known: set[str]) -> tuple[bool, Any, dict[str, Any], Any]:
 
 
 def _json_arguments(module: Any) -> Any:
-    """What a JSON file and further arguments on the command line say; None where no such file is named.
+    """Arguments from a JSON file and the rest of the command line; None if the command line names no such file.
 
-    LLaMA-Factory 0.9.5 means to read one, but hands its path to `json.load`, which ends in an AttributeError.
+    LLaMA-Factory 0.9.5 intends to read one, but passes its path to `json.load`, which raises an AttributeError.
     """
     if len(sys.argv) < 2 or not sys.argv[1].endswith(".json"):
         return None
@@ -168,7 +168,7 @@ def _json_arguments(module: Any) -> Any:
 
 
 def _is_command() -> bool:
-    """Whether this process is LLaMA-Factory's own command, and not a program that calls it."""
+    """Whether this process is LLaMA-Factory's own command rather than a program that calls LLaMA-Factory."""
     program = Path(sys.argv[0])
     return program.name in ("llamafactory-cli", "lmf") or program.parent.name == "llamafactory"
 
@@ -181,7 +181,7 @@ def _truth(use_kt: Any) -> bool:
 
 
 def _mapping(kt_config: Any) -> Mapping[str, Any]:
-    """`kt_config` as given: nothing, a mapping, or the path of a JSON or YAML file with one."""
+    """The mapping that `kt_config` gives: it may be empty, a mapping, or the path of a JSON or YAML file with one."""
     if isinstance(kt_config, str) and Path(kt_config).is_file():
         kt_config = yaml.safe_load(Path(kt_config).read_bytes())
     if not isinstance(kt_config, Mapping | None):
@@ -190,7 +190,7 @@ def _mapping(kt_config: Any) -> Mapping[str, Any]:
 
 
 def _check_environment(module: Any, args: Any) -> None:
-    """What can be refused before transformers reads the arguments, which may start process groups and DeepSpeed."""
+    """Refuse what is known before transformers reads the arguments, which may start process groups and DeepSpeed."""
     for package in ("llamafactory", "transformers", "peft", "accelerate"):
         require_tested(package)
     if module.is_env_enabled("USE_MCA"):
@@ -211,7 +211,7 @@ def _check_environment(module: Any, args: Any) -> None:
 
 
 def _tell_torchrun(error: Exception) -> None:
-    """Where torchrun looks for the words with which it ends; without them these would be 50 lines further up."""
+    """Write the error where torchrun looks for its last message; otherwise it would appear 50 lines further up."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": str(error)}))
 
@@ -229,10 +229,10 @@ def _check_values(arguments: Any) -> None:
 
 
 def copy_arguments(original: Callable[..., Any], cls: type, source: Any, **kwargs: Any) -> Any:
-    """Make the arguments of DPO's reference model: the settings go along."""
+    """Copy the arguments for DPO's reference model, together with ktft's settings."""
     made, settings = original(cls, source, **kwargs), settings_of(source)
     if settings is not None and "model_name_or_path" in kwargs:
-        settings = replace(settings, expert_checkpoint=None)  # that one belongs to the source's model
+        settings = replace(settings, expert_checkpoint=None)  # it belongs to the source's model
     setattr(made, _SETTINGS, settings)
     return made
 
@@ -241,7 +241,7 @@ def copy_arguments(original: Callable[..., Any], cls: type, source: Any, **kwarg
 
 
 def configure_attention(original: Callable[..., None], config: Any, model_args: Any) -> None:
-    """Leave transformers' default where LLaMA-Factory's choice cannot be imported."""
+    """Keep transformers' default if LLaMA-Factory's choice of attention cannot be imported."""
     try:
         original(config, model_args)
     except ImportError as error:
@@ -258,27 +258,27 @@ def patch_config(
     init_kwargs: dict[str, Any],
     *args: Any,
 ) -> None:
-    """Have the model of this config load its routed experts with ktft."""
+    """Make the model of this config load its routed experts with ktft."""
     settings = settings_of(model_args)
     if settings is not None:
-        # LLaMA-Factory would ask for the packages of the checkpoint's own method, and give that one to the model
+        # LLaMA-Factory would require the packages of the checkpoint's own method, and give that method to the model.
         vars(config).pop("quantization_config", None)
     original(config, tokenizer, model_args, init_kwargs, *args)
     if settings is not None:
         configure(config, settings, _reserve(config, model_args, settings))
-        if init_kwargs.get("device_map") == "auto":  # inference: would spread the model over all GPUs
+        if init_kwargs.get("device_map") == "auto":  # inference: it would spread the model over all GPUs
             misc = importlib.import_module("llamafactory.extras.misc")
             init_kwargs["device_map"] = {"": misc.get_current_device()}
 
 
 def apply_liger_kernel(original: Callable[..., None], config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Take Liger's code for everything but the experts."""
+    """Use Liger's kernels for everything except the experts."""
     with _experts_kept(config) if settings_of(model_args) is not None else nullcontext():
         original(config, model_args, *args, **kwargs)
 
 
 def resize_embedding_layer(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Resize it as that of a model which is not quantized: only the experts are."""
+    """Resize the embedding layer like that of an unquantized model: only the experts are quantized."""
     method = model.quantization_method if find_experts(model) else None
     if method is not None:
         model.quantization_method = None
@@ -292,10 +292,10 @@ def resize_embedding_layer(original: Callable[..., None], model: Any, *args: Any
 def init_adapter(
     original: Callable[..., Any], config: Any, model: Any, model_args: Any, finetuning_args: Any, is_trainable: bool
 ) -> Any:
-    """Give the model its adapters: the last one as LLaMA-Factory does, the others frozen beneath it."""
+    """Put the adapters on the model: the last one as LLaMA-Factory does, the others frozen beneath it."""
     if settings_of(model_args) is None:
         return original(config, model, model_args, finetuning_args, is_trainable)
-    # LLaMA-Factory would merge all adapters but the one that trains, and takes one alone on a quantized model
+    # LLaMA-Factory would merge all adapters but the one being trained, and accepts only one on a quantized model.
     paths = list(model_args.adapter_name_or_path or ())
     top = [] if is_trainable and finetuning_args.create_new_adapter else paths[-1:]
     below = paths[: len(paths) - len(top)]
@@ -315,7 +315,7 @@ def init_adapter(
 
 @contextmanager
 def _experts_kept(config: Any) -> Iterator[None]:
-    """Afterwards, transformers' classes for routed experts are what they were; Liger puts its own in their place."""
+    """Restore transformers' classes for routed experts afterwards; Liger replaces them with its own."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     modeling = importlib.import_module(name)
     known = {each for family in FAMILIES.values() for each in family.experts_classes}
@@ -326,7 +326,7 @@ def _experts_kept(config: Any) -> Iterator[None]:
 
 
 def create_muon_optimizer(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have Muon update the LoRA of routed experts, three-dimensional and so given to AdamW, too."""
+    """Make Muon also update the LoRA of routed experts, which is three-dimensional and would otherwise go to AdamW."""
     optimizer = original(model, *args, **kwargs)
     layers = expert_layers(model).values()
     stacked = [t for layer in layers for name in layer.lora_A for _, _, t in layer.tensors(name) if t.requires_grad]
@@ -338,7 +338,10 @@ def create_muon_optimizer(original: Callable[..., Any], model: Any, *args: Any, 
 
 
 def _tell_of_balance(model: Any, coefficient: float | None) -> None:
-    """LLaMA-Factory takes `moe_aux_loss_coef` for any model, and transformers balances the experts of some alone."""
+    """Warn if a balancing loss is asked for but has no effect.
+
+    LLaMA-Factory accepts `moe_aux_loss_coef` for any model, but transformers balances the experts of some models only.
+    """
     if coefficient and all(getattr(each, "router_aux_loss_coef", None) != coefficient for each in model.modules()):
         logger().warning(
             "moe_aux_loss_coef: %g has no effect: transformers' code of %s has no loss that balances its experts; "
@@ -349,7 +352,10 @@ def _tell_of_balance(model: Any, coefficient: float | None) -> None:
 
 
 def _check_precision(model: Any, recipe: Recipe | None) -> None:
-    """LLaMA-Factory trains modules of additional_target in fp32, which only autocast fits into a model of bf16."""
+    """Check the precision of training additional_target modules.
+
+    LLaMA-Factory trains them in fp32, which works in a bf16 model only under autocast.
+    """
     whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
     if whole and recipe and not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and model.dtype != torch.float32:
         also = "" if recipe.use_cpu or accelerator() is not None else " and use_cpu: true"
@@ -360,7 +366,7 @@ def _check_precision(model: Any, recipe: Recipe | None) -> None:
 
 
 def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str, int]:
-    """Memory that training will take beside the model; 0 for models that are not trained."""
+    """Bytes that training needs beside the model, in all or by purpose; 0 for models that are not trained."""
     recipe = getattr(model_args, _RECIPE, None)
     if recipe is None:
         return 0
@@ -370,7 +376,7 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str
 
 
 def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *args: Any, **kwargs: Any) -> list[str]:
-    """What `lora_target: all` is: LLaMA-Factory leaves out a frozen vision tower, and does not see experts."""
+    """The modules that `lora_target: all` means: LLaMA-Factory omits a frozen vision tower and does not see experts."""
     found = original(model, *args, **kwargs)
     return sorted(linear_names(model) & {*found, *PROJECTIONS}) if find_experts(model) else found
 
@@ -378,7 +384,10 @@ def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *arg
 def patch_target_modules(
     original: Callable[..., list[str]], model: Any, finetuning_args: Any, targets: list[str]
 ) -> list[str]:
-    """Of a model that sees images it makes full names of modules, among which no expert's projection is."""
+    """Keep the experts among the targets of a vision-language model.
+
+    For such models LLaMA-Factory expands the targets to full module names, none of which is an expert's projection.
+    """
     names, experts = original(model, finetuning_args, targets), find_experts(model)
     if names is targets or not experts.keys() & set(original(model, finetuning_args, ["experts"])):
         return names
@@ -386,10 +395,10 @@ def patch_target_modules(
 
 
 _RUNNING = ExitStack()
-"""What a run holds from parsing its arguments to its end. Where a caller only parses, the process holds it."""
+"""The locks that a run holds from parsing its arguments to its end. If a caller only parses, the process holds them."""
 
 
 def training_function(original: Callable[..., None], config: dict[str, Any]) -> None:
-    """Run LLaMA-Factory's training, and let go of what it held."""
+    """Run LLaMA-Factory's training, then release the locks that it held."""
     with _RUNNING:
         original(config)

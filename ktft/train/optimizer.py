@@ -1,4 +1,4 @@
-"""AdamW for models whose expert LoRA lives on the CPU, and which of the Trainer's optimizers run there at all."""
+"""AdamW for models whose expert LoRA is on the CPU, and the table of the Trainer's optimizers that can run there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` whose CPU parameters are updated by ktft's kernel, in one pass over memory.
 
-    Parameters that the kernel does not take (on a GPU, fp16, not contiguous) are updated by torch, with `fused` as
-    given. State and state dicts are those of `torch.optim.AdamW`, so checkpoints go either way.
+    Parameters that the kernel does not support (on a GPU, fp16, not contiguous) are updated by torch, with `fused` as
+    given. State and state dicts are those of `torch.optim.AdamW`, so either optimizer can load the other's checkpoint.
 
     Args:
         params, lr, betas, eps, weight_decay, fused: see `torch.optim.AdamW`.
-        runtime: threads for the CPU parameters; None takes the process's default.
+        runtime: threads for the CPU parameters; None uses the process's default.
 
     Raises:
         ValueError: a parameter group, or a state to load, with amsgrad, maximize, capturable or differentiable.
@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; takes what any `torch.optim.AdamW` saved."""
+        """See `torch.optim.Optimizer`; accepts the state dict of any `torch.optim.AdamW`."""
         for group in state_dict["param_groups"]:
             _refuse_flags(group)
         super().load_state_dict(state_dict)
@@ -117,7 +117,12 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _with_state(self, group: dict[str, Any], params: list[Tensor]) -> Any:
-        """Of those with a gradient: parameters, gradients, both moments, none of amsgrad's, steps; whether complex."""
+        """Collect the state of the parameters that have a gradient.
+
+        Returns:
+            Lists of the parameters, their gradients, both moments, amsgrad's maxima (empty) and steps; and whether any
+            parameter is complex.
+        """
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group({**group, "params": params}, *lists)
         return *lists, has_complex
@@ -134,7 +139,7 @@ def _refuse_flags(group: dict[str, Any]) -> None:
 NATIVE = ("adamw_torch", "adamw_torch_fused")
 """Values of `optim` that mean `AdamW`."""
 BUILT_IN = ("adafactor", "adagrad", "rmsprop", "sgd")
-"""Those that torch and transformers bring, for parameters wherever they are."""
+"""Values of `optim` that torch and transformers implement themselves, for parameters on any device."""
 PACKAGES = {
     "bitsandbytes>=0.50": (
         *("adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit", "paged_adamw_32bit"),
@@ -145,7 +150,7 @@ PACKAGES = {
     "grokadamw>=0.1.2": ("grokadamw",),
     "torch-optimi>=0.3": ("stable_adamw",),
 }
-"""Requirement -> values that work on CPU parameters too, from that version on."""
+"""Package requirement -> values of `optim` that also work on CPU parameters, from that version on."""
 _GPU_ONLY = "it has no CPU kernels, and expert LoRA is updated on the CPU"
 _WHOLE_WEIGHTS = "it saves memory where whole weights are trained, and works on linear layers, which expert LoRA is not"
 REFUSED = {
@@ -161,7 +166,7 @@ REFUSED = {
     **{f"galore_{name}": _WHOLE_WEIGHTS for name in ("adamw", "adamw_8bit", "adafactor")},
     **{f"galore_{name}_layerwise": _WHOLE_WEIGHTS for name in ("adamw", "adamw_8bit", "adafactor")},
 }
-"""Value -> why not."""
+"""Value of `optim` -> reason for refusing it."""
 
 
 def check_optimizer(args: TrainingArguments) -> None:
@@ -193,7 +198,7 @@ _models: dict[int, weakref.ref[nn.Module]] = {}
 
 
 def remember_model(args: TrainingArguments, model: nn.Module) -> None:
-    """Keep in mind, weakly, which model these arguments train: some callers ask for the optimizer by them alone."""
+    """Remember, by weak reference, which model these arguments train: some callers pass only them for an optimizer."""
     if id(args) not in _models:
         weakref.finalize(args, _models.pop, id(args), None)
     _models[id(args)] = weakref.ref(model)
@@ -202,7 +207,11 @@ def remember_model(args: TrainingArguments, model: nn.Module) -> None:
 def choose_optimizer(
     original: Callable[..., tuple[Any, Any]], args: TrainingArguments, model: Any = None
 ) -> tuple[Any, Any]:
-    """A Trainer's optimizer: torch's AdamW becomes that of this module where the model has ktft's experts."""
+    """Choose a Trainer's optimizer; torch's AdamW becomes this module's if the model has ktft's experts.
+
+    Returns:
+        The optimizer's class and its keyword arguments.
+    """
     cls, kwargs = original(args, model)
     trained = model if model is not None else _models.get(id(args), lambda: None)()
     experts = list(find_experts(trained).values()) if trained is not None else []
@@ -212,7 +221,7 @@ def choose_optimizer(
 
 
 def describe(optimizer: Any) -> str:
-    """Which optimizer runs, and who updates how many parameters where; accelerate's wrapper is looked through."""
+    """Describe the optimizer: its name and how many parameters it updates where; accelerate's wrapper is unwrapped."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     counts: Counter[str] = Counter()
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Around each optimizer step of every Trainer on a model with ktft's experts: guards, spans, the training report."""
+"""Guards, spans and the training report around each optimizer step of every Trainer on a model with ktft's experts."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from ktft.train.trace import Trace
 
 FINISHED = "finished"
 UNLOGGED_INTERVAL = 10
-"""Steps between two looks at gradients where `logging_strategy` is not `steps`."""
+"""Steps between two checks of the gradients when `logging_strategy` is not `steps`."""
 
 
 @dataclass
 class Run:
-    """A run on a model with ktft's experts, from `on_train_begin` on.
+    """A training run on a model with ktft's experts, from `on_train_begin` on.
 
     Attributes:
-        records: name of routed experts, LoRA included -> what they count.
-        attention: hooks that time it.
-        trace: that is being written.
-        runtime: the experts'.
-        lanes: that the experts run in.
-        norms: of gradients by group, at the step `norms_step`.
-        since: what is logged next.
-        loss: of the step at hand, the sum over its batches so far; None at steps that are not looked at.
-        mark: when what is not training (logging, saving, evaluating) or the step before ended.
-        began: when the step at hand did, reading its data included.
-        optimizer: the step's span.
+        records: name of a routed experts module, any LoRA on it included -> the counts that the module keeps.
+        attention: hooks that time attention.
+        trace: the trace file being written; None if none was asked for.
+        runtime: the experts' runtime.
+        lanes: the lanes that the experts run in; None if they run in none.
+        norms: gradient norms by group, of step `norms_step`.
+        since: times and memory accumulated for the next log.
+        loss: the current step's loss, summed over its batches so far; None at steps whose gradients are not checked.
+        mark: time at which the last step, or the last work outside training (logging, saving, evaluating), ended.
+        began: time at which the current step began, reading its data included.
+        optimizer: the span of the current optimizer step.
     """
 
     records: dict[str, Record]
@@ -75,7 +75,7 @@ class Run:
     def of(
         cls, args: TrainingArguments, state: TrainerState, told: Told, *, model: nn.Module, **kwargs: Any
     ) -> Run | None:
-        """A run that begins; None if its model has no experts of ktft's. `kwargs` are those of `on_train_begin`."""
+        """Start a run; None if its model has no experts of ktft. `kwargs` are those of `on_train_begin`."""
         report = examine(model)
         if report is None:
             return None
@@ -104,7 +104,7 @@ class Run:
         )
 
     def begin_step(self, look: bool) -> None:
-        """A step begins, at which gradients are looked at or not."""
+        """Begin a step. `look` says whether its gradients are checked."""
         self.began = self.mark
         if self.lanes is not None:
             self.lanes.begin_step()
@@ -116,12 +116,12 @@ class Run:
             record.reached.zero_()
 
     def add_loss(self, loss: Any) -> None:
-        """A batch's part of the step's loss, a scalar; it stays where it is, for nothing shall wait for a GPU here."""
+        """Add a batch's part of the step's loss, a scalar; it stays on its device, so that nothing waits for a GPU."""
         if self.watch.on and isinstance(loss, Tensor) and loss.numel() == 1:
             self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
 
     def before_optimizer(self, number: int, optimizer: Any) -> None:
-        """Gradients of a step are complete."""
+        """Begin the optimizer's span. Before it, check the step's complete gradients if this step checks them."""
         if self.watch.on:
             scaler = getattr(optimizer, "scaler", None)
             scale = float(scaler.get_scale()) if scaler is not None else 1.0
@@ -134,13 +134,13 @@ class Run:
         self.optimizer = spans.span("optimizer").begin()
 
     def after_optimizer(self) -> None:
-        """The optimizer has made its step."""
+        """End the optimizer's span."""
         if self.optimizer is not None:
             self.optimizer.end()
             self.optimizer = None
 
     def end_step(self, number: int, skipped: bool) -> None:
-        """A step is over."""
+        """End a step: check its updates, and record its times, tokens and memory. `skipped`: no update was made."""
         if self.lanes is not None:
             self.lanes.end_step()
         self.guards.after_step(number, skipped)
@@ -164,7 +164,7 @@ class Run:
             record.rows = 0
 
     def end(self, model: nn.Module | None, how: str) -> None:
-        """Count and look no more."""
+        """Stop counting and checking; `how` is the reason, for the report."""
         self.report.spans.add(spans.RECORDER.stop(wait=how == FINISHED))
         if self.trace is not None:
             self.trace.close()
@@ -182,9 +182,9 @@ class RunCallback(TrainerCallback):
     """Guards and reports a run on a model with ktft's experts; ignores all other models.
 
     Attributes:
-        run: the one that trains, or was the last to.
-        resume_from: the checkpoint that it goes on from.
-        told: what only its Trainer knows.
+        run: the current run, or the last one.
+        resume_from: the checkpoint that the run resumes from.
+        told: facts that only the Trainer knows.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class RunCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to count, and to look at gradients."""
+        """Start counting and checking gradients."""
         self.run = Run.of(args, state, self.told, **kwargs)
         if self.run is not None and self.resume_from is not None:
             self.run.report.resume(Path(self.resume_from), state.global_step, state.log_history)
@@ -203,12 +203,12 @@ class RunCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """What follows is training again."""
+        """Restart the clock: training time counts again from here."""
         if self.run is not None:
             self.run.mark = time.perf_counter()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take over what was measured, after training ended too."""
+        """Record the metrics in the report, also when they are measured after training has ended."""
         if self.run is not None:
             self.run.report.evaluate(state.global_step, kwargs.get("metrics") or {})
             self.run.mark = time.perf_counter()
@@ -218,26 +218,26 @@ class RunCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The data of the step's first batches have been read."""
+        """Begin a step; the data of its first batches has been read."""
         if self.run is not None:
             self.run.begin_step(self.run.guards.open or _looked_at(state.global_step + 1, args, state))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check gradients, if it is their turn."""
+        """Check gradients if this step checks them."""
         if self.run is not None:
             self.run.before_optimizer(state.global_step + 1, kwargs["optimizer"])
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop the optimizer's clock."""
+        """End the optimizer's span."""
         if self.run is not None:
             self.run.after_optimizer()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check updates, in the window; and, before they are saved, all parameters."""
+        """Check updates within the guards' window and, before a checkpoint, all parameters."""
         if self.run is not None:
             self.run.end_step(state.global_step, bool(getattr(kwargs["optimizer"], "step_was_skipped", False)))
             self._before_save(state, control)
@@ -246,7 +246,7 @@ class RunCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Before a checkpoint at an epoch's end, look at all parameters."""
+        """Check all parameters before a checkpoint at the end of an epoch."""
         self._before_save(state, control)
 
     def _before_save(self, state: TrainerState, control: TrainerControl) -> None:
@@ -268,9 +268,9 @@ class RunCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take over what is logged, and add times and memory for the console and other callbacks.
+        """Record what is logged in the report, and add times and memory for the console and other callbacks.
 
-        The Trainer's history has no part in these: it is the same whenever a run is repeated.
+        These are kept out of the Trainer's history, which is identical whenever a run is repeated.
         """
         if self.run is not None and logs is not None and "loss" in logs:
             norms = self.run.norms if self.run.norms_step == state.global_step else {}
@@ -280,7 +280,7 @@ class RunCallback(TrainerCallback):
             self.run.mark = time.perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put the report so far beside the checkpoint, for the run that resumes it."""
+        """Write the report so far into the checkpoint, for the run that resumes from it."""
         if self.run is not None and state.is_world_process_zero:
             checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             if checkpoint.is_dir():
@@ -294,13 +294,13 @@ class RunCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at all parameters once more, and write the report."""
+        """Check all parameters a last time and write the report."""
         if self.run is not None:
             self.run.guards.end(state.global_step)
             self._finish(kwargs["model"], args, state, FINISHED)
 
     def failed(self, model: nn.Module, args: TrainingArguments, state: TrainerState, error: BaseException) -> None:
-        """Write the report of a run that an exception ends."""
+        """Write the report of a run that ends with an exception."""
         if self.run is not None and self.run.report.ended == "running":
             self._finish(model, args, state, f"{type(error).__name__}: {error}")
 
@@ -312,14 +312,14 @@ class RunCallback(TrainerCallback):
             logger().info("training report: %s", directory / JSON_NAME)
 
     def saved(self, directory: Path) -> None:
-        """The adapter was written after training ended: its hash goes into the report there."""
+        """Add the hash of an adapter that was saved to `directory` after training to the report there."""
         if self.run is not None and self.run.report.ended != "running":
             self.run.report.note_adapter(directory)
             self.run.report.write(directory)
 
 
 def _looked_at(number: int, args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether a step's gradients are looked at though nothing is in doubt: it is logged, saved or the last."""
+    """Whether a step's gradients are checked even when nothing is in doubt: the step is logged, saved or the last."""
     by_steps = args.logging_strategy == IntervalStrategy.STEPS
     logged = number % ((by_steps and state.logging_steps) or UNLOGGED_INTERVAL) == 0
     first = number == 1 and args.logging_first_step
@@ -327,11 +327,11 @@ def _looked_at(number: int, args: TrainingArguments, state: TrainerState) -> boo
     return logged or first or saved or number == state.max_steps
 
 
-# --- what Trainers send no event for ----------------------------------------------------------------------------------
+# --- methods without an event of their own ----------------------------------------------------------------------------
 
 
 def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A Trainer's `_inner_training_loop`: its callback gets the checkpoint that is resumed, and exceptions."""
+    """A Trainer's `_inner_training_loop`; the callback learns which checkpoint is resumed and of any exception."""
     callback = _callback(trainer)
     callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
     callback.told = Told.by(trainer)
@@ -345,7 +345,7 @@ def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
 
 
 def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module) -> Any:
-    """A Trainer's `_clip_grad_norm`, by ktft's threads, and measured."""
+    """A Trainer's `_clip_grad_norm`, computed by ktft's threads and measured."""
     run = _callback(trainer).run
     if run is None:
         return original(trainer, model)
@@ -355,7 +355,7 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
 
 
 def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A Trainer's `training_step`, whose loss is noted."""
+    """A Trainer's `training_step`; its loss is recorded."""
     loss = original(trainer, *args, **kwargs)
     if (run := _callback(trainer).run) is not None:
         run.add_loss(loss)
@@ -363,13 +363,13 @@ def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwar
 
 
 def note_saved(trainer: Any, directory: Path) -> None:
-    """A Trainer's model was written there, and not as part of a checkpoint."""
+    """Record that a Trainer's model was saved to `directory`, not as part of a checkpoint."""
     if trainer.args.should_save:
         _callback(trainer).saved(directory)
 
 
 def _interrupted(trainer: Any) -> str:
-    """What a person who stopped the training finds, and how it goes on."""
+    """The note for a person who interrupted training: the last whole checkpoint and how to resume from it."""
     whole = (path for path in checkpoints(Path(str(trainer.args.output_dir))) if (path / MANIFEST).is_file())
     last, step = next(whole, None), f"interrupted after step {trainer.state.global_step}"
     if last is None:
@@ -378,6 +378,9 @@ def _interrupted(trainer: Any) -> str:
 
 
 def _callback(trainer: Any) -> RunCallback:
-    """A Trainer's own; one without a run where it was made before ktft was imported, or had it removed."""
+    """A Trainer's callback, or a new one without a run if the Trainer has none.
+
+    A Trainer has none if it was made before ktft was imported, or if the callback was removed.
+    """
     found = (each for each in trainer.callback_handler.callbacks if isinstance(each, RunCallback))
     return next(found, RunCallback())

@@ -1,4 +1,4 @@
-"""Checks and the report around transformers' Trainer, for `ktft.Trainer` and for every other Trainer alike."""
+"""Checks and the report around transformers' Trainer, for `ktft.Trainer` and every other Trainer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ktft.train.trace import require_writable
 
 
 def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int = 1, gpus: int = 1) -> None:
-    """Refuse ways of training that this release cannot do.
+    """Refuse launches that this release does not support.
 
     Raises:
-        ValueError: FSDP, DeepSpeed, several processes or several GPUs, asked for here or by the environment; the
-            message has the cure.
+        ValueError: FSDP, DeepSpeed, several processes or several GPUs are requested, by these arguments or by the
+            environment; the message says what to do.
     """
     if (launch := config.launched_as()) is not None:
         variable, setting = launch
@@ -52,7 +52,7 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int 
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """`check_launch` on what transformers, accelerate and torchrun were told, `check_optimizer`, and `KTFT_TRACE`."""
+    """Check the optimizer, `KTFT_TRACE` and, by `check_launch`, the launch of transformers, accelerate and torchrun."""
     check_optimizer(args)
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
         raise ValueError(
@@ -89,7 +89,7 @@ class KtftCallback(TrainerCallback):
             optimizer = kwargs["optimizer"]
             check_trained(model, report, optimizer)
             clear_leftovers(Path(str(args.output_dir)))
-            left = state.global_step < state.max_steps  # of a resumed run it is not the first, and there may be none
+            left = state.global_step < state.max_steps  # a resumed run may have no step left
             when = f"before step {state.global_step + 1}" if left else f"after step {state.global_step}, the last"
             logger().info("%s\n%s\n%s\n%s", when, format_report(report), describe(optimizer), LOGGED)
             for ignored in without_effect(args):
@@ -99,7 +99,7 @@ class KtftCallback(TrainerCallback):
 
 
 def without_effect(args: TrainingArguments) -> list[str]:
-    """What these arguments ask for and this machine leaves out, a sentence each."""
+    """One sentence for each setting in `args` that has no effect on this machine."""
     asked = {"fp16": args.fp16, "fp8": getattr(args, "fp8", False)}
     return [
         f"{name}: true has no effect on a CPU, where training runs in the model's own precision; set bf16: true, or "
@@ -110,7 +110,7 @@ def without_effect(args: TrainingArguments) -> list[str]:
 
 
 def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optimizer | None) -> None:
-    """Everything that was given LoRA must be trained, the parameters held on the CPU included.
+    """Check that everything with LoRA is trained, the parameters on the CPU included.
 
     Raises:
         ValueError: nothing is trainable, a group's LoRA is frozen, the experts lack LoRA that was asked for, or the
@@ -139,14 +139,14 @@ def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optim
 
 
 def _adapters_without_experts(model: nn.Module, report: Report) -> list[str]:
-    """Adapters to train that should be on experts by PEFT's rule, of a model whose experts have none to train."""
+    """Adapters whose targets match experts by PEFT's rule, in a model whose experts have no LoRA to train."""
     if any(group.name == ROUTED and group.adapter for group in report.groups):
         return []
     adapted = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
     if adapted is None:
         return []
     base: Any = adapted.base_model.model
-    names = set(adapted.active_adapters) - set(getattr(adapted, "base_adapters", ()))  # which `stand_on` has put on
+    names = set(adapted.active_adapters) - set(getattr(adapted, "base_adapters", ()))  # put on by `stand_on`
     return [name for name in sorted(names) if reach_of(base, copy.copy(adapted.peft_config[name])).ranks]
 
 
@@ -156,7 +156,7 @@ def _names_not_in(model: nn.Module, param_groups: Iterable[dict[str, Any]]) -> l
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer, sure to be training a model with ktft's experts.
+    """transformers' Trainer, which accepts only a model with ktft's experts.
 
     Raises:
         ValueError: the model has no experts held by ktft, or `args` asks for what `check_arguments` refuses.
@@ -174,5 +174,5 @@ class Trainer(transformers.Trainer):
 
 
 def add_callbacks(original: list[Any]) -> list[Any]:
-    """What every Trainer begins with, and ktft's callbacks."""
+    """The callbacks that every Trainer starts with, plus ktft's."""
     return [*original, KtftCallback, run.RunCallback]
