@@ -124,7 +124,7 @@ def test_a_device_of_no_known_type_is_named() -> None:
 class Toy(Device):
     """A device in the test's memory, with a driver that notes what it is asked."""
 
-    library = ""
+    fake_driver = ""
 
     @staticmethod
     def device_count() -> int:
@@ -137,7 +137,7 @@ class Toy(Device):
         return f"toy {self.index}"
 
     def driver_library(self) -> str:
-        return self.library
+        return self.fake_driver
 
     def new_stream(self) -> Any:
         return HostStream()
@@ -148,7 +148,7 @@ class Toy(Device):
 
 @pytest.fixture
 def toy(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    monkeypatch.setattr(Toy, "library", fake.path)
+    monkeypatch.setattr(Toy, "fake_driver", fake.path)
     monkeypatch.setitem(devices.ACCELERATORS, "xpu", Toy)
     yield fake
     device_of.cache_clear()

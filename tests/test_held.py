@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 import ktft
 from ktft.checkpoint.load import ExpertPlan
+from ktft.checkpoint.reader import CheckpointReader
 from ktft.cli.main import app
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.held import ELSEWHERE, HeldExperts
@@ -95,19 +98,30 @@ def test_part_of_a_converted_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: P
 
 
 def test_only_the_parts_tensors_are_read(tiny_checkpoint: Checkpoint) -> None:
-    """Headers of all are checked: what lacks an expert that another process holds is refused here too."""
-    held = load(tiny_checkpoint("qwen3moe"), PARTS[0])
-    experts, whole = find_experts(held), load(tiny_checkpoint("qwen3moe"))
-    plans = []
-    for model in (held, whole):
-        layers = {number: each.layer for number, each in enumerate(find_experts(model).values())}
-        from ktft.checkpoint.reader import CheckpointReader
-
-        reader = CheckpointReader.from_directory(tiny_checkpoint("qwen3moe"))
-        plans.append(ExpertPlan(reader, first(model).family, layers))
+    reader, plans = CheckpointReader.from_directory(tiny_checkpoint("qwen3moe")), []
+    for part in (PARTS[0], None):
+        found = find_experts(load(tiny_checkpoint("qwen3moe"), part))
+        layers = {number: each.layer for number, each in enumerate(found.values())}
+        plans.append(ExpertPlan(reader, next(iter(found.values())).family, layers))
     assert plans[0].tensor_names == plans[1].tensor_names
-    assert plans[0].nbytes() * EXPERTS == plans[1].nbytes() * first(held).held.count
-    assert all(each.num_experts == first(held).num_experts for each in experts.values())
+    assert plans[0].nbytes() * EXPERTS == plans[1].nbytes() * (PARTS[0][1] - PARTS[0][0])
+    read = {name for number in range(3) for name, _ in plans[0].pieces(number)}
+    assert read and not any(f".experts.{PARTS[0][1]}." in name for name in read)
+
+
+def test_an_expert_that_nobody_has_is_missed_by_every_part(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Headers of all experts are checked, also of those that another process holds."""
+    directory = shutil.copytree(tiny_checkpoint("qwen3moe"), tmp_path / "model")
+    for shard in directory.glob("*.safetensors"):
+        tensors = load_file(shard)
+        save_file({name: each for name, each in tensors.items() if ".experts.7." not in name}, shard, {"format": "pt"})
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"] = {name: at for name, at in content["weight_map"].items() if ".experts.7." not in name}
+        index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"lacks expert tensors: .*experts\.7\."):
+        load(directory, PARTS[0])
 
 
 def adapted(directory: Path, part: tuple[int, int] | None) -> Any:
