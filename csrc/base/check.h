@@ -23,6 +23,17 @@ template <class... Parts>
   throw std::invalid_argument((to_text(parts) + ...));
 }
 
+// Returns which of name_of(0) to name_of(count - 1) `name` is. Throws, listing all, if it is none of them.
+template <class NameOf>
+int index_of(const std::string& name, const char* what, int count, const NameOf& name_of) {
+  std::string known;
+  for (int i = 0; i < count; i++) {
+    if (name == name_of(i)) return i;
+    known += std::string(i ? ", " : "") + name_of(i);
+  }
+  fail("unknown ", what, " '", name, "'; ktft has: ", known);
+}
+
 }  // namespace ktft
 
 #define KTFT_CHECK(condition, ...)               \

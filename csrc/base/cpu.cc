@@ -19,6 +19,7 @@ uint64_t enabled_state() {
   return uint64_t(high) << 32 | low;
 }
 
+// AMX can be used only if the operating system grants its tile state (arch_prctl, Linux 5.16).
 bool request_amx_tiles() {
   constexpr long kArchReqXcompPerm = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kArchReqXcompPerm, kTileData) == 0;
@@ -83,12 +84,7 @@ std::vector<std::pair<std::string, bool>> cpu_feature_list() {
 const char* isa_name(Isa isa) { return kIsaNames[int(isa)]; }
 
 Isa isa_from_name(const std::string& name) {
-  std::string known;
-  for (int i = 0; i < kIsas; i++) {
-    if (name == kIsaNames[i]) return Isa(i);
-    known += std::string(i ? ", " : "") + kIsaNames[i];
-  }
-  fail("unknown ISA '", name, "'; ktft has: ", known);
+  return Isa(index_of(name, "ISA", kIsas, [](int i) { return kIsaNames[i]; }));
 }
 
 void require_isa(Isa isa) {

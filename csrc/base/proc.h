@@ -12,8 +12,7 @@ std::vector<std::string> split_text(const std::string& text, char separator);
 std::vector<std::string> lines_of(const std::string& path);
 std::string first_line_of(const std::string& path);
 
-// The folders of this process's group for a controller and of the groups above it, innermost first (cgroup v2, then
-// v1). They need not exist.
+// Folders of this process's group for a controller and of those above it, innermost first; they need not exist.
 std::vector<std::string> cgroup_folders(const std::string& controller);
 
 }  // namespace ktft

@@ -17,10 +17,14 @@ enum class Pass { kForward, kBackward };
 enum class Dtype { kF32, kBf16, kF16 };
 enum class Projection { kGate, kUp, kDown };
 
+constexpr Projection kGateUp[] = {Projection::kGate, Projection::kUp};
 constexpr int kFormats = 6;
 constexpr int kIsas = 6;
 constexpr int kPasses = 2;
 constexpr int kProjections = 3;
+
+constexpr size_t kCacheLine = 64;
+static constexpr size_t in_lines(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
 static constexpr size_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 
@@ -40,8 +44,8 @@ static inline bf16 to_bf16(float f) {
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-// Prefetches a cache line into L2 (prefetch) or also into L1 (prefetch_l1). This is not __builtin_prefetch, because GCC
-// considers a function that does nothing else to have no effect and drops the calls to it.
+// Prefetches a cache line into L2, or also into L1. Not __builtin_prefetch: GCC considers a function that does nothing
+// else to have no effect and drops the calls to it.
 static inline void prefetch(const void* line) {
   __asm__ volatile("prefetcht1 %0" ::"m"(*static_cast<const char*>(line)));
 }

@@ -80,15 +80,15 @@ double StreamedMemory::gemm(int tokens, int reduction) {
   const size_t x_bytes = activation_elements(pad_rows(tokens), reduction) * sizeof(bf16);
   const size_t filled = (x_bytes + kRateMemory - 1) / kRateMemory * kRateMemory;
   const size_t results = size_t(pad_rows(tokens)) * kMaxOutputs * sizeof(float);
-  std::vector<char*> x(runtime_->scratch.size());
-  runtime_->pool.run(int(x.size()), [&](int task, int) {
+  runtime_->pool.run(int(runtime_->scratch.size()), [&](int task, int) {
     Scratch& scratch = runtime_->scratch[task];
     scratch.reserve(filled + results + kGemmScratch + 4096);
     scratch.reset();
-    x[task] = scratch.take<char>(filled);
-    for (size_t at = 0; at < filled; at += kRateMemory) kernels.fill(x[task] + at);
+    char* const x = scratch.take<char>(filled);
+    for (size_t at = 0; at < filled; at += kRateMemory) kernels.fill(x + at);
   });
-  const int64_t call_bytes = kMaxOutputs / kTileRows * weight_strip_bytes(Format::kBf16, reduction);
+  const int64_t strip_bytes = weight_strip_bytes(Format::kBf16, reduction);
+  const int64_t call_bytes = kMaxOutputs / kTileRows * strip_bytes;
   std::vector<int> calls;
   int64_t count = 0;
   for (const NodeBuffer& memory : memory_) {
@@ -96,23 +96,19 @@ double StreamedMemory::gemm(int tokens, int reduction) {
     count += calls.back();
   }
   KTFT_CHECK(count > 0, "the memory holds no ", kMaxOutputs, " rows of ", reduction, " weights");
+  const Gemm gemm = find_gemm(runtime_->isa, Format::kBf16, Pass::kForward);
   const auto start = Clock::now();
   runtime_->pool.run(calls, [&](int node, int task, int thread) {
     Scratch& scratch = runtime_->scratch[thread];
     scratch.reset();
     const bf16* const rows = reinterpret_cast<const bf16*>(scratch.take<char>(filled));
     float* const c = scratch.take<float>(results / sizeof(float));
-    uint8_t* const weights = reinterpret_cast<uint8_t*>(memory_[node].data()) + task * call_bytes;
-    const PackedMatrix w{.format = Format::kBf16,
-                         .rows = kMaxOutputs,
-                         .cols = reduction,
-                         .tiles = weights,
-                         .strip_bytes = weight_strip_bytes(Format::kBf16, reduction)};
-    find_gemm(runtime_->isa, Format::kBf16, Pass::kForward)
-        .run({.terms = {{.w = &w, .x = rows, .c = c}},
-              .out_count = kMaxOutputs,
-              .tokens = tokens,
-              .scratch = scratch.take<char>(kGemmScratch)});
+    bf16* const weights = reinterpret_cast<bf16*>(memory_[node].data() + task * call_bytes);
+    const PackedMatrix w = bf16_matrix(weights, kMaxOutputs, reduction, strip_bytes / int64_t(sizeof(bf16)));
+    gemm({.terms = {{.w = &w, .x = rows, .c = c}},
+          .out_count = kMaxOutputs,
+          .tokens = tokens,
+          .scratch = scratch.take<char>(kGemmScratch)});
   });
   return double(count) * 2 * kMaxOutputs * tokens * reduction / since(start);
 }
@@ -124,7 +120,7 @@ double StreamedMemory::update() { return stream(&update_lines) * 7 / 4; }
 double StreamedMemory::stream(void (*each)(char* at, size_t bytes)) {
   const ForkLock lock(runtime_->mutex);
   size_t bytes = 0;
-  for (int chunks : chunks_) bytes += size_t(chunks) * kChunk;
+  for (const NodeBuffer& memory : memory_) bytes += memory.size();
   const auto start = Clock::now();
   runtime_->pool.run(chunks_, [&](int node, int task, int) { each(memory_[node].data() + task * kChunk, kChunk); });
   return double(bytes) / since(start);

@@ -21,12 +21,11 @@ class StreamedMemory {
   // Bytes/s, reading all of it once.
   double read();
 
-  // Bytes/s read and written, updating all of it once in AdamW's proportion: of four lines read, three are written
-  // back.
+  // Bytes/s read and written, updating all of it once as AdamW does: of four lines read, three are written back.
   double update();
 
-  // FLOP/s of the bf16 forward GEMM alone. Calls are like a layer's: all of the memory is used once, as weights of
-  // `reduction` columns. Each thread has its own tokens, and results are not used.
+  // FLOP/s of the bf16 forward GEMM. All of the memory is used once, as weights of `reduction` columns, in calls like a
+  // layer's, and each thread has its own tokens.
   double gemm(int tokens, int reduction);
 
  private:

@@ -1,5 +1,5 @@
-// CUDA's driver, opened at run time, so that one build works on machines with and without a GPU. Names and types are
-// those of the CUDA Driver API Reference Manual; no CUDA header or library is needed to build.
+// CUDA's driver, opened at run time, so that one build works with and without a GPU and needs nothing of CUDA. Names
+// and types are those of the CUDA Driver API Reference Manual.
 #pragma once
 
 #include <cstddef>
@@ -20,37 +20,32 @@ class CudaError : public std::runtime_error {
 
 enum class CopyDirection { kToDevice, kToHost, kOnDevice };
 
-// Copies, registration of host memory, and host calls in stream order. Any thread may use it. Each call makes the
-// primary context of its device current, which is the one that torch uses, and then restores the thread's previous
-// context, if it had one.
+// Any thread may use it. Each call makes the primary context of its device current, which is the one that torch uses,
+// and then restores the thread's previous context, if it had one.
 class CudaDriver {
  public:
   // Opens the library and initializes the driver. Throws CudaError, which says what is missing.
   explicit CudaDriver(const std::string& library);
-  CudaDriver(const CudaDriver&) = delete;
-  CudaDriver& operator=(const CudaDriver&) = delete;
 
   int devices() const { return int(contexts_.size()); }
 
-  // Locks host memory in place, so that every device can copy it asynchronously at full rate. With `mapped`, the device
-  // can also access it.
+  // Locks host memory in place, so that devices copy it asynchronously at full rate, and access it if `mapped`.
   void register_host(int device, uintptr_t address, size_t bytes, bool mapped = false);
   void unregister_host(int device, uintptr_t address);
 
-  // Enqueues copies on a stream (a raw handle) of the device, in order, and returns their number without waiting. Both
-  // sides must stay valid and unchanged until the stream has passed.
+  // Enqueues copies on a stream (a raw handle) of the device and returns their number. Both sides must stay valid and
+  // unchanged until the stream has passed.
   int copy(int device, CopyDirection direction, const std::vector<int>& rows, const std::vector<RowCopy>& matrices,
            uintptr_t stream);
 
-  // Enqueues a call of fn(data) on the host. Later work in the stream waits until it returns. fn must neither throw nor
-  // call CUDA.
+  // Enqueues fn(data) on the host, for whose return later work in the stream waits. It must not throw or call CUDA.
   void call_host(int device, void (*fn)(void*), void* data, uintptr_t stream);
 
   // The device's address of mapped memory.
   uintptr_t device_address(int device, const void* mapped);
   // Whether the device's streams can read and write words of mapped memory.
   bool has_words(int device);
-  // Enqueues writing the value to the word at a device address. The host sees all earlier work of the stream before it.
+  // Enqueues writing a word at a device address. The host sees all earlier work of the stream before it.
   void write_word(int device, uintptr_t word, uint32_t value, uintptr_t stream);
   // Makes later work in the stream wait until the word has the value.
   void wait_for_word(int device, uintptr_t word, uint32_t value, uintptr_t stream);

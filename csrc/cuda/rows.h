@@ -7,11 +7,10 @@
 
 namespace ktft {
 
-// A matrix on one side (`all`), and its chosen rows, one after another, on the other side (`chosen`). `bytes` of each
-// row are copied between all + rows[i] * all_stride and chosen + i * chosen_stride.
+// `bytes` of each chosen row of a matrix, between all + rows[i] * all_stride and chosen + i * chosen_stride.
 struct RowCopy {
   uintptr_t all, chosen;
-  size_t bytes, all_stride, chosen_stride;
+  size_t bytes, all_stride = 0, chosen_stride = 0;
 };
 
 struct Piece {
@@ -22,8 +21,8 @@ struct Piece {
 // The copies to make. Neighbouring rows that are contiguous on both sides are one copy.
 std::vector<Piece> pieces(const std::vector<int>& rows, const std::vector<RowCopy>& matrices);
 
-// Makes these copies on the host with up to `threads` threads, or fewer if the system refuses them. With `gather`,
-// copies go from all to chosen, otherwise from chosen to all.
+// Makes these copies on the host, from chosen to all or, with `gather`, from all to chosen. Uses up to `threads`
+// threads, fewer if the system refuses them.
 void copy_on_host(const std::vector<int>& rows, const std::vector<RowCopy>& matrices, bool gather, int threads);
 
 }  // namespace ktft

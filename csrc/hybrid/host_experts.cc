@@ -6,7 +6,6 @@
 #include <new>
 
 #include "numa/limits.h"
-#include "numa/spin.h"
 
 namespace ktft {
 namespace {
@@ -16,7 +15,7 @@ constexpr auto kSpin = std::chrono::milliseconds(2);
 // How long an idle thread sleeps between two polls of the words; nothing wakes it.
 constexpr auto kNap = std::chrono::microseconds(50), kLongestNap = std::chrono::microseconds(1000);
 constexpr uint32_t kDone = 0;
-constexpr size_t kLine = 64, kIndexBytes = sizeof(int64_t);
+constexpr size_t kIndexBytes = sizeof(int64_t);
 
 constexpr const char* kOtherProcess =
     "host experts belong to the process this one was forked from: make them in the process that uses them";
@@ -24,14 +23,8 @@ constexpr const char* kSlotInUse = "its slot was submitted to while the job befo
 
 // One row: all of a buffer.
 RowCopy whole(const void* host, uintptr_t device, size_t bytes) {
-  return {.all = reinterpret_cast<uintptr_t>(host),
-          .chosen = device,
-          .bytes = bytes,
-          .all_stride = bytes,
-          .chosen_stride = bytes};
+  return {.all = reinterpret_cast<uintptr_t>(host), .chosen = device, .bytes = bytes};
 }
-
-constexpr size_t in_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 }  // namespace
 
@@ -48,17 +41,16 @@ HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaD
   KTFT_CHECK(shape.max_tokens > 0 && shape.hidden > 0 && shape.top_k > 0 && shape.slots > 0, "max_tokens is ",
              shape.max_tokens, ", hidden_size ", shape.hidden, ", top_k ", shape.top_k, ", slots ", shape.slots,
              ": all must be positive");
-  const size_t tokens = size_t(shape.max_tokens), routes = tokens * shape.top_k;
-  const size_t rows = in_lines(tokens * shape.hidden * dtype_bytes(shape.dtype));
+  const size_t routes = size_t(shape.max_tokens) * shape.top_k, rows = in_lines(row_bytes(shape.max_tokens));
   const size_t index = in_lines(routes * kIndexBytes), weights = in_lines(routes * sizeof(float));
-  const size_t bytes = kLine + rows + index + weights + rows;
+  const size_t bytes = kCacheLine + rows + index + weights + rows;
   arena_ = NodeBuffer(bytes * slots_.size(), runtime_->node_ids[0]);
   std::memset(arena_.data(), 0, arena_.size());
   for (size_t i = 0; i < slots_.size(); i++) {
     char* const at = arena_.data() + i * bytes;
     Slot& slot = slots_[i];
     slot.word = new (at) std::atomic<uint32_t>(kDone);
-    slot.hidden = at + kLine;
+    slot.hidden = at + kCacheLine;
     slot.index = slot.hidden + rows;
     slot.weights = slot.index + index;
     slot.out = slot.weights + weights;
@@ -103,15 +95,10 @@ void HostExperts::close() {
 }
 
 HostExperts::Layer& HostExperts::layer_of(MoeLayer& layer) {
-  std::unique_ptr<Layer>& known = layers_[&layer];
-  if (!known) {
-    const int hidden = layer.weights().shape().hidden;
-    if (hidden != shape_.hidden) layers_.erase(&layer);
-    KTFT_CHECK(hidden == shape_.hidden, layer.name(), ": hidden_size is ", hidden, ", host experts were made for ",
-               shape_.hidden);
-    known = std::make_unique<Layer>(layer);
-  }
-  return *known;
+  const int hidden = layer.weights().shape().hidden;
+  KTFT_CHECK(hidden == shape_.hidden, layer.name(), ": hidden_size is ", hidden, ", host experts were made for ",
+             shape_.hidden);
+  return layers_.try_emplace(&layer, layer).first->second;
 }
 
 HostExperts::Slot& HostExperts::slot_at(int slot) {
@@ -134,17 +121,17 @@ HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot,
   Slot& place = slot_at(slot);
   const std::lock_guard<std::mutex> lock(mutex_);
   Layer& known = layer_of(layer);
-  std::unique_ptr<Block>& block = blocks_[{&layer, tokens, slot, index_bytes}];
-  if (!block) {
-    block.reset(new Block{.owner = this,
-                          .number = uint32_t(numbered_.size() + 1),
-                          .layer = &known,
-                          .slot = &place,
-                          .tokens = tokens,
-                          .index_bytes = index_bytes});
-    numbered_.push_back(block.get());
+  Block& block = blocks_[{&layer, tokens, slot, index_bytes}];
+  if (!block.owner) {
+    block = {.owner = this,
+             .number = uint32_t(numbered_.size() + 1),
+             .layer = &known,
+             .slot = &place,
+             .tokens = tokens,
+             .index_bytes = index_bytes};
+    numbered_.push_back(&block);
   }
-  return *block;
+  return block;
 }
 
 void HostExperts::copy(CopyDirection direction, const std::vector<RowCopy>& matrices, uintptr_t stream) {
@@ -161,16 +148,16 @@ void HostExperts::call_host(void (*fn)(void*), Block& block, uintptr_t stream) {
     fn(&block);
 }
 
-void HostExperts::submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, uintptr_t stream) {
+void HostExperts::submit(MoeLayer& layer, uintptr_t hidden, uintptr_t index, size_t index_bytes, uintptr_t weights,
+                         int tokens, int slot, uintptr_t stream) {
   check_open(layer);
-  Block& block = block_of(layer, routes.tokens, slot, routes.index_bytes);
+  Block& block = block_of(layer, tokens, slot, index_bytes);
   Slot& at = *block.slot;
   if (!at.waited) enqueue_wait(*at.last, stream);  // an error between the two calls has skipped the wait
-  const size_t count = size_t(routes.tokens) * shape_.top_k;
+  const size_t count = size_t(tokens) * shape_.top_k;
   copy(CopyDirection::kToHost,
-       {whole(at.hidden, routes.hidden, size_t(routes.tokens) * shape_.hidden * dtype_bytes(shape_.dtype)),
-        whole(at.index, routes.index, count * routes.index_bytes),
-        whole(at.weights, routes.weights, count * sizeof(float))},
+       {whole(at.hidden, hidden, row_bytes(tokens)), whole(at.index, index, count * index_bytes),
+        whole(at.weights, weights, count * sizeof(float))},
        stream);
   if (through_ == Through::kWords)
     driver_->write_word(device_, at.word_on_device, block.number, stream);
@@ -190,13 +177,11 @@ void HostExperts::enqueue_wait(Block& block, uintptr_t stream) {
 
 void HostExperts::wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream) {
   check_open(layer);
-  Block* const last = slot_at(slot).last;
-  KTFT_CHECK(last && last->layer->native == &layer && last->tokens == tokens, layer.name(), ": ", tokens,
+  Block* const block = slot_at(slot).last;
+  KTFT_CHECK(block && block->layer->native == &layer && block->tokens == tokens, layer.name(), ": ", tokens,
              " tokens of it are not what was last submitted to slot ", slot, ", so there is nothing to wait for");
-  Block& block = *last;
-  enqueue_wait(block, stream);
-  const size_t bytes = size_t(tokens) * shape_.hidden * dtype_bytes(shape_.dtype);
-  copy(CopyDirection::kToDevice, {whole(block.slot->out, out, bytes)}, stream);
+  enqueue_wait(*block, stream);
+  copy(CopyDirection::kToDevice, {whole(block->slot->out, out, row_bytes(tokens))}, stream);
 }
 
 void HostExperts::submitted(void* data) noexcept {
@@ -273,7 +258,7 @@ void HostExperts::run(Slot& slot) {
       } catch (...) {
         fail(block.layer->native->name(), "the kernels threw something that is no exception");
       }
-    if (failed_) std::memset(block.slot->out, 0, size_t(block.tokens) * shape_.hidden * dtype_bytes(shape_.dtype));
+    if (failed_) std::memset(slot.out, 0, row_bytes(block.tokens));
     const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
     block.layer->nanoseconds.fetch_add(took.count(), std::memory_order_relaxed);
   }
@@ -295,7 +280,7 @@ void HostExperts::compute(Block& block) {
       layer.counts[expert].fetch_add(1, std::memory_order_relaxed);
   }
   if (!any) {  // without waking the pool's threads
-    std::memset(slot.out, 0, size_t(block.tokens) * shape_.hidden * dtype_bytes(shape_.dtype));
+    std::memset(slot.out, 0, row_bytes(block.tokens));
     return;
   }
   layer.native->forward({.hidden = slot.hidden,
@@ -325,9 +310,7 @@ std::vector<int64_t> HostExperts::counts(MoeLayer& layer) {
   check_owner(layer);
   const std::lock_guard<std::mutex> lock(mutex_);
   const Layer& known = layer_of(layer);
-  std::vector<int64_t> out;
-  for (const std::atomic<int64_t>& count : known.counts) out.push_back(count.load(std::memory_order_relaxed));
-  return out;
+  return {known.counts.begin(), known.counts.end()};
 }
 
 double HostExperts::seconds(MoeLayer& layer) {

@@ -1,15 +1,13 @@
 // Runs experts in CPU memory in the order of a CUDA stream, so that they can be captured in CUDA graphs. For one layer,
 // the stream copies hidden states and routing to the host and writes the job's number to a word that a thread here
-// polls. Later in the stream follow a wait until the word is 0 again, which means that the job is done, and the copy of
-// the sum back to the device.
+// polls. Later in the stream, it waits until the word is 0 again, when the job is done, and copies the sum back.
 //
 // Graphs hold raw pointers, so all memory that they use exists before them and stays until close(): the arena, sized
 // for the largest call, and one argument block for each (layer, tokens, slot) that was ever submitted.
 //
-// The GPU itself writes and reads the words. Where it cannot, host functions do. They do not take the GIL, call CUDA or
-// throw. CUDA may run all host functions of a process on one thread, so a wait can delay the host functions of other
-// streams, but never for ever: by the time a wait begins, its job is already with the thread here, which needs neither
-// CUDA nor Python.
+// The GPU itself writes and reads the words. Where it cannot, host functions do, which do not take the GIL, call CUDA
+// or throw. CUDA may run all host functions of a process on one thread, so a wait can delay those of other streams, but
+// not for ever: its job is already with the thread here, which needs neither CUDA nor Python.
 #pragma once
 
 #include <map>
@@ -32,26 +30,18 @@ struct HostExpertsShape {
   int slots;
 };
 
-struct DeviceRoutes {  // addresses on the stream's device
-  uintptr_t hidden;    // [tokens, hidden]
-  uintptr_t index;     // [tokens, top_k]
-  size_t index_bytes;  // of one index: 4 or 8
-  uintptr_t weights;   // [tokens, top_k] fp32
-  int tokens;
-};
-
 class HostExperts {
  public:
   // Without a driver, calls have completed when they return, and addresses are the host's.
   HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaDriver> driver, int device,
               const HostExpertsShape& shape, int activation_bits, Through through);
   ~HostExperts();
-  HostExperts(const HostExperts&) = delete;
-  HostExperts& operator=(const HostExperts&) = delete;
 
-  // Both enqueue work on the stream. A slot is free for the next submit once the wait for its last job has passed in
-  // stream order. If that wait was never enqueued, submit enqueues it.
-  void submit(MoeLayer& layer, const DeviceRoutes& routes, int slot, uintptr_t stream);
+  // Both enqueue work on the stream. Addresses are on its device: hidden and out [tokens, hidden]; index [tokens,
+  // top_k] of index_bytes, 4 or 8; weights [tokens, top_k] fp32. A slot is free for the next submit once the wait for
+  // its last job has passed in stream order. If that wait was never enqueued, submit enqueues it.
+  void submit(MoeLayer& layer, uintptr_t hidden, uintptr_t index, size_t index_bytes, uintptr_t weights, int tokens,
+              int slot, uintptr_t stream);
   void wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream);
 
   // Packs the adapters for use from the next job on; null stands for none. Waits until no job is queued.
@@ -97,6 +87,7 @@ class HostExperts {
     size_t index_bytes;
   };
 
+  size_t row_bytes(int tokens) const { return size_t(tokens) * shape_.hidden * dtype_bytes(shape_.dtype); }
   Layer& layer_of(MoeLayer& layer);
   Slot& slot_at(int slot);
   Block& block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes);
@@ -126,8 +117,8 @@ class HostExperts {
   std::vector<Slot> slots_;
 
   std::mutex mutex_;  // guards the containers below; their elements never move
-  std::unordered_map<MoeLayer*, std::unique_ptr<Layer>> layers_;
-  std::map<std::tuple<MoeLayer*, int, int, size_t>, std::unique_ptr<Block>> blocks_;
+  std::unordered_map<MoeLayer*, Layer> layers_;
+  std::map<std::tuple<MoeLayer*, int, int, size_t>, Block> blocks_;
   std::vector<Block*> numbered_;  // element i is block number i + 1
 
   std::mutex run_mutex_;  // held while a job runs

@@ -46,8 +46,8 @@ struct AmxTiles {
   }
 };
 
-// Look-ups with six-bit indices. The table is repeated four times, so that the bits above a code do not matter. Every
-// CPU with AMX has AVX-512-VBMI.
+// Look-ups with six-bit indices; in a table of four copies, bits above a code do not matter. AMX CPUs have
+// AVX-512-VBMI.
 struct VbmiCodes : VnniCodes {
   static Bytes low_values(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
   static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
@@ -67,8 +67,8 @@ struct AmxBf16 : Avx512Bf16 {
 
   static F load_int32(const void* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 
-  // largest[i] is the largest magnitude in pair i of `rows` rows of 16 pairs; NaN is larger than all. Magnitudes of
-  // bf16 compare like integers.
+  // The largest magnitude in pair i of `rows` rows of 16 pairs; NaN is larger. Magnitudes of bf16 compare like
+  // integers.
   static void largest_of_pairs(const bf16* pairs, int rows, float* largest) {
     const __m512i magnitude = _mm512_set1_epi16(0x7fff);
     __m512i most = _mm512_setzero_si512();

@@ -67,40 +67,36 @@ struct EmulatedTiles {
 
 struct EmulatedCodes {
   struct Bytes {
-    uint8_t at[64];
+    int32_t lanes[16];
 
-    int32_t lane(int i) const {
-      int32_t v;
-      std::memcpy(&v, at + 4 * i, 4);
-      return v;
-    }
-    void set_lane(int i, int32_t v) { std::memcpy(at + 4 * i, &v, 4); }
+    uint8_t& at(int i) { return reinterpret_cast<uint8_t*>(lanes)[i]; }
+    uint8_t at(int i) const { return reinterpret_cast<const uint8_t*>(lanes)[i]; }
   };
 
   static Bytes load(const void* p) {
     Bytes v;
-    std::memcpy(v.at, p, sizeof v.at);
+    std::memcpy(v.lanes, p, sizeof v.lanes);
     return v;
   }
-  static void store(void* p, const Bytes& v) { std::memcpy(p, v.at, sizeof v.at); }
+  static void store(void* p, const Bytes& v) { std::memcpy(p, v.lanes, sizeof v.lanes); }
   static Bytes low_values(const Bytes& table, Bytes codes) {
-    for (uint8_t& b : codes.at) b = table.at[b & 15];
+    for (int i = 0; i < 64; i++) codes.at(i) = table.at(codes.at(i) & 15);
     return codes;
   }
   static Bytes high_values(const Bytes& table, Bytes codes) {
-    for (uint8_t& b : codes.at) b = table.at[b >> 4];
+    for (int i = 0; i < 64; i++) codes.at(i) = table.at(codes.at(i) >> 4);
     return codes;
   }
   static Bytes dot(Bytes sums, const Bytes& u, const Bytes& s) {
-    for (int i = 0; i < 64; i++) sums.set_lane(i / 4, sums.lane(i / 4) + u.at[i] * int8_t(s.at[i]));
+    for (int i = 0; i < 64; i++) sums.lanes[i / 4] += u.at(i) * int8_t(s.at(i));
     return sums;
   }
   static Bytes times_128(Bytes lanes) {
-    for (int i = 0; i < 16; i++) lanes.set_lane(i, lanes.lane(i) * 128);
+    for (int32_t& lane : lanes.lanes) lane *= 128;
     return lanes;
   }
   static void add_scaled(float* sums, const Bytes& lanes, const float* scales) {
-    for (int i = 0; i < 16; i++) sums[i] += scales[i / 4] * float(lanes.lane(i));
+    for (int i = 0; i < 16; i++) sums[i] += scales[i / 4] * float(lanes.lanes[i]);
   }
 };
 

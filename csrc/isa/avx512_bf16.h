@@ -7,9 +7,9 @@
 namespace ktft {
 
 // Products of 4-bit codes, two in a byte, with integers.
-//   low_values, high_values  byte i is table[codes[i] & 15] or table[codes[i] >> 4]; the table is 16 bytes, repeated 4
-//   x dot         int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, unsigned in u, signed in s add_scaled
-//   sums[i] += scales[i / 4] * lane i, all 16
+//   low_values, high_values  byte i is table[codes[i] & 15], table[codes[i] >> 4]; the table has 16 bytes, four times
+//   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, unsigned in u, signed in s
+//   add_scaled               sums[i] += scales[i / 4] * lane i, all 16
 struct VnniCodes {
   using Bytes = __m512i;
 
@@ -32,7 +32,6 @@ struct Avx512Bf16 : Avx512 {
   using Codes = VnniCodes;
   static constexpr int kStep = 32;
   static constexpr bool kPairs = true, kLooksUpWords = true;
-  static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 8;
   using In = __m512bh;
 
   using Avx512::store;

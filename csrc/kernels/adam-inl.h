@@ -5,10 +5,9 @@
 
 namespace ktft {
 
-// Every ISA does the same operations in the same order for every element, the tail included, so results do not depend
-// on where a vector starts. Every product that is added to something is a V::fma, so that the compiler has no choice;
-// all ISAs with that instruction give the same fp32 bits. Cache lines are read before they are written, so non-temporal
-// stores would save nothing.
+// Every ISA does the same operations in the same order for every element, the tail included. Every product that is
+// added to something is a V::fma, so that the compiler has no choice: ISAs with that instruction give the same fp32
+// bits. Cache lines are read before they are written, so non-temporal stores would save nothing.
 template <class V, class T>
 void adam(int64_t n, const AdamStep& step, const T* grad, T* param, T* exp_avg, T* exp_avg_sq) {
   using F = typename V::F;

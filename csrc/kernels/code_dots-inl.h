@@ -2,8 +2,8 @@
 // into integers, X is in 15-bit fixed point, the sums of a group are exact, and the group's scales multiply them.
 // Decoding 128 weights takes six instructions, the products of one token ten.
 //
-// The format defines a weight as the product of a codebook value and its group scale, rounded to bf16. Here that
-// rounding is left out. The difference is up to 2^-9 of a weight, at random, which is 0.1% of an output.
+// The rounding of a weight to bf16, which is part of the format, is left out. The difference is up to 2^-9 of a weight,
+// at random, which is 0.1% of an output.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,7 @@ constexpr bool kDotsCodes = requires {
 };
 
 // 128 columns of one token, x = scales[group] * (128 high + low), in the order of a tile's codes: [0] is multiplied by
-// the low halves of its bytes, [1] by the high halves. Code values are stored with 128 added; `start` subtracts it, so
-// that
+// the low halves of its bytes, [1] by the high halves. `start` subtracts the 128 that is added to code values:
 //   W . X of lane i = sum_groups scale * (128 (start[i] + values . high) + values . low)
 struct alignas(64) FixedPoint {
   int8_t high[2][kRowBytes], low[2][kRowBytes];
@@ -94,14 +93,12 @@ void fix_row(const bf16* at, int cols, FixedPoint* out, int apart) {
   }
 }
 
-// Whether dot_tile prefetches, one cache line at a time, which is faster than a whole tile at once. Only for one token:
-// with more tokens GCC 12 would no longer keep their planes in registers (nor if dot_tile were inlined), which halves
-// the speed.
+// Whether dot_tile prefetches line by line, which is faster than a whole tile at once. Only for one token: with more,
+// GCC 12 would not keep their planes in registers (nor if dot_tile were inlined), which halves the speed.
 template <int M>
 constexpr bool kSpreads = M == 1;
 
-// Adds the products of one tile and its columns of M tokens to sums[r][t]. With kSpreads, prefetches as many bytes at
-// `ahead`.
+// Adds the products of one tile and its columns of M tokens to sums[r][t]. With kSpreads, prefetches a tile at `ahead`.
 template <class V, class Codec, int M>
 __attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPoint* x, const uint8_t* ahead, float* sums) {
   using Codes = typename V::Codes;

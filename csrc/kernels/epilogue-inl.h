@@ -1,19 +1,26 @@
-// The work on a GEMM's results while they are in L2: row scales and biases, the activation and its gradient, rounding
-// to bf16.
-//
-// Results that the next phase does not read are written with non-temporal stores: an ordinary store to a line that is
-// in no cache would first wait for memory.
+// The work on a GEMM's results while they are in L2: row scales, biases, the activation, its gradient, rounding to
+// bf16. Results that the next phase does not read are written with non-temporal stores, since an ordinary store to a
+// line that is in no cache would first wait for memory.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels/kernels.h"
-#include "kernels/math-inl.h"
 
 namespace ktft {
 
 template <class V>
 constexpr bool kHasTiles = requires { typename V::Tiles; };
+
+// 1 / (1 + e^-x) to about 5e-6: 2^n p(f), -x log2(e) = n + f, |f| <= 1/2, p the degree-5 Taylor polynomial of 2^f.
+template <class V>
+typename V::F sigmoid(typename V::F x) {
+  const typename V::F t = V::min(V::max(V::mul(x, V::set1(-1.44269504f)), V::set1(-125.f)), V::set1(125.f));
+  const typename V::F n = V::round(t), f = V::fma(n, V::set1(-1.f), t);
+  typename V::F p = V::set1(0.00133335581f);
+  for (const float c : {0.00961812911f, 0.0555041087f, 0.240226507f, 0.693147181f, 1.f}) p = V::fma(p, f, V::set1(c));
+  return V::reciprocal(V::add(V::set1(1.f), V::scale_by_power(p, n)));
+}
 
 // Results whose lanes are neighbouring outputs.
 template <class V>
@@ -80,9 +87,8 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const Affine& a
   V::drain();
 }
 
-// Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16. `marked`
-// therefore moves values beyond the limit away from it, by more than 2^-5 of it, and `edge` separates them from the
-// rest.
+// Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16: `marked`
+// moves values beyond the limit away from it, by more than 2^-5 of it, and `edge` separates them from the rest.
 template <class V>
 struct SwigluLanes {
   using F = typename V::F;

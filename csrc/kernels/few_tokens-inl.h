@@ -1,7 +1,6 @@
-// The forward GEMM for a few tokens, where each weight is used about as often as it is read. A tile product would have
-// to store decoded weights and load them again, and would use few of its columns. Dot products of rows of W with rows
-// of X on vectors avoid both. Tile ISAs have them for most formats; the other ISAs for formats whose codes can be
-// multiplied as integers (code_dots-inl.h).
+// The forward GEMM for a few tokens: dot products of rows of W with rows of X, on vectors. A tile product would have to
+// store decoded weights and load them again, and would use few of its columns. Tile ISAs have this for most formats,
+// the other ISAs for formats whose codes can be multiplied as integers (code_dots-inl.h).
 #pragma once
 
 #include <algorithm>
@@ -20,8 +19,8 @@ constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // rows of W at a time, by number 
 template <class Codec>
 constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kFormat).tile_cols / 32);
 
-// What a call prefetches: its own rows of W, which are contiguous, then those of its next product. It stops at the end
-// of the last product, because the memory after that belongs to another thread's work.
+// What a call prefetches: its own rows of W, which are contiguous, then those of its next product. What follows the
+// last product belongs to another thread's work.
 struct DotAhead {
   const uint8_t *end, *next;
 

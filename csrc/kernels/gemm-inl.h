@@ -1,7 +1,5 @@
-// The GEMM on vector registers, for any ISA and codec.
-//
-// Weights are decoded to bf16 pieces one reduction block at a time (32 KB or 128 KB, in L2). All tokens use the block
-// before the next one is decoded, so that each weight is read from memory and decoded once.
+// The GEMM on vector registers. Weights are decoded to bf16 pieces one reduction block at a time (32 KB or 128 KB, in
+// L2), which all tokens use before the next one is decoded: each weight is read from memory and decoded once.
 #pragma once
 
 #include <algorithm>
@@ -108,8 +106,7 @@ void forward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, co
   }
 }
 
-// The same with column pairs of W, transposed so that lanes are outputs. This avoids sums over lanes, but is worth it
-// only where that saves more than transposing W costs.
+// The same with column pairs of W, transposed so that lanes are outputs: worth it where sums over lanes cost more.
 constexpr int kTurnTokens = 8;
 template <class V, class Codec>
 void forward_pairs(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {

@@ -1,4 +1,4 @@
-// KTFT_INSTANTIATE(isa enum, ISA struct, name) defines the table of one ISA from quant/formats.inc.
+// The kernel table of one ISA. An ISA's own file makes it, compiled with the ISA's flags.
 #pragma once
 
 #include "kernels/adam-inl.h"
@@ -12,19 +12,45 @@
 namespace ktft {
 
 struct IsaTable {
-  GemmKernel gemms[kFormats * kPasses];
+  Gemm gemms[kFormats][kPasses];
   VectorKernels vectors;
   RateKernels rates;
-  Int8Kernels int8{};
+  Int8Kernels int8;
 };
+extern const IsaTable kAmxEmuTable, kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table, kAmxBf16Table;
+
+template <class V, class Codec>
+consteval void add_gemms(IsaTable& table) {
+  auto& [forward, backward] = table.gemms[int(Codec::kFormat)];
+  if constexpr (kHasTiles<V>) {
+    forward = &tile_gemm_forward<V, Codec>;
+    backward = &tile_gemm_backward<V, Codec>;
+  } else {
+    forward = &gemm_forward<V, Codec>;
+    backward = &gemm_backward<V, Codec>;
+  }
+}
 
 template <class V>
-constexpr VectorKernels vector_table() {
-  auto* pack_forward = &pack_rows<V>;
-  if constexpr (kHasTiles<V>) pack_forward = &pack_turned<V>;
-  return {kHasTiles<V>,   &pack_rows<V>,    pack_forward,     &unturn<V>,      &swiglu<V>,    &swiglu_backward<V>,
-          &store_rows<V>, &finite<V>,       &widen<V>,        &narrow<V>,      &scale_row<V>, &split<V>,
-          &dot<V>,        &weighted_sum<V>, &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>};
+consteval IsaTable isa_table() {
+  IsaTable table{
+      .gemms = {},
+      .vectors = {kHasTiles<V>, &pack_rows<V>, &pack_rows<V>, &unturn<V>, &swiglu<V>, &swiglu_backward<V>,
+                  &store_rows<V>, &finite<V>, &convert<V, bf16, float>, &convert<V, float, bf16>, &scale_row<V>,
+                  &split<V>, &dot<V>, &weighted_sum<V>, &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>},
+      .rates = {&fill_rate_memory, &register_rate<V>, &hot_rate<V>},
+      .int8 = {}};
+#define KTFT_ADD_GEMMS(Codec) add_gemms<V, Codec>(table);
+  KTFT_EACH_CODEC(KTFT_ADD_GEMMS)
+#undef KTFT_ADD_GEMMS
+  for (const auto& passes : table.gemms)
+    for (const Gemm gemm : passes)
+      if (!gemm) throw "KTFT_EACH_CODEC lacks a format";  // which the compiler then reports
+  if constexpr (kHasTiles<V>) {
+    table.vectors.pack_forward = &pack_turned<V>;
+    table.int8 = {&quantize_strip<V>, &int8_gemm<V>};
+  }
+  return table;
 }
 
 }  // namespace ktft

@@ -2,8 +2,7 @@
 //
 // Tiles of W are operand A as they are stored, X is operand B (Int8Rows). A tile is 1 KB as with bf16 but holds 64
 // columns, so the loops of tile_gemm-inl.h work with another product; their bf16 pointers then mean units of 2 bytes.
-// Sums are int32. Between reduction blocks they are stored in place of the fp32 results, which they become after the
-// last block.
+// Sums are int32, stored in place of the fp32 results, which they become after the last reduction block.
 #pragma once
 
 #include "kernels/epilogue-inl.h"
@@ -90,11 +89,6 @@ void quantize_strip(const bf16* strip, int cols, int8_t* codes, float* scales) {
   for (int c = 0; c < cols; c += 4, strip += 4 * kTileRows, codes += kLine)
     V::store_codes(codes, strip, strip + 2 * kTileRows, factors);
   if (cols % kInt8TileCols) std::memset(codes, 0, kCodeBytes / 2);
-}
-
-template <class V>
-constexpr Int8Kernels int8_table() {
-  return {&quantize_strip<V>, &int8_gemm<V>};
 }
 
 }  // namespace ktft

@@ -1,19 +1,16 @@
-// The kernel table: every kernel ktft can run, found by (ISA, format, pass). Dispatch, tests and benchmarks read it.
+// What kernels are given, and the table of them: a GEMM for each ISA, format and pass, and each ISA's other kernels.
 #pragma once
 
 #include <limits>
-#include <vector>
 
 #include "quant/format.h"
 
 namespace ktft {
 
-// Limits of one GEMM call: outputs (rows of W in forward, columns in backward) and tokens. They are as large as they
-// can be while operands and results fit in an L2 cache of 2 MB, so that main memory is read rarely.
-constexpr int kMaxOutputs = 256;
+// Limits of one GEMM call, as large as they can be while operands and results fit in an L2 cache of 2 MB.
+constexpr int kMaxOutputs = 256;  // rows of W in forward, columns in backward
 constexpr int kMaxTokens = 704;
-// W is decoded this many reduction elements at a time. The decoded block stays in L2.
-constexpr int kReductionBlock = 1024;
+constexpr int kReductionBlock = 1024;  // W is decoded this many reduction elements at a time, and they stay in L2
 
 // Activations have the layout of packed bf16 weights, so that a gradient's GEMM can take them as its W: strips of 16
 // rows, each a sequence of 16 x 32 pieces. The number of rows is rounded up to a multiple of kRowPad.
@@ -29,17 +26,16 @@ static constexpr int64_t strip_elements(int cols) { return int64_t(cols + kStrip
 static constexpr size_t activation_elements(int64_t rows, int cols) {
   return size_t(rows / kTileRows * strip_elements(cols));
 }
-static inline PackedMatrix activation_matrix(bf16* pieces, int rows, int cols) {
+static inline PackedMatrix bf16_matrix(bf16* pieces, int rows, int cols, int64_t strip) {
   return {.format = Format::kBf16,
           .rows = rows,
           .cols = cols,
           .tiles = reinterpret_cast<uint8_t*>(pieces),
-          .strip_bytes = int64_t(sizeof(bf16)) * strip_elements(cols)};
+          .strip_bytes = int64_t(sizeof(bf16)) * strip};
 }
 
-// In a call with at most kFewRows tokens, tile ISAs read X by rows instead of by transposed pieces. The second strip of
-// such an X would be padding; it holds a second copy of the rows, not transposed. Code that writes a transposed X for
-// the layer's weights must write both copies.
+// In a call with at most kFewRows tokens, tile ISAs read X by rows instead of by transposed pieces. They are in the
+// second strip of such an X, otherwise padding: code that writes a transposed X for the layer's weights writes both.
 constexpr int kFewRows = 4;
 // For each format, the largest number of tokens for which reading rows was measured to be faster.
 constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 4, 4, 4};
@@ -78,9 +74,8 @@ struct GemmArgs {
 // Holds decoded panels and spare pieces.
 constexpr size_t kGemmScratch = size_t(kReductionBlock + 2 * kMaxTokens) * 64 * sizeof(bf16);
 
-// Whether a tile ISA's forward call reads the rows of X and nothing of the transposed X. The rows must fit in the
-// scratch memory, at up to three bytes a value and rounded up to 128 columns, together with `low_rank` elements for
-// each row and the decoded pieces of W.
+// Whether a tile ISA's forward call reads only the rows of X. They must fit in the scratch memory, at up to three bytes
+// a value in 128 columns, with `low_rank` elements each and the decoded pieces of W.
 constexpr int kDotPieces = 16;  // pieces of a strip decoded at a time: 16 KB of L1
 static constexpr bool reads_rows(Format format, int tokens, int cols, int low_rank) {
   const int64_t row = int64_t(ceil_div(cols, 128)) * 128 * 3 + low_rank * int64_t(sizeof(bf16));
@@ -88,13 +83,7 @@ static constexpr bool reads_rows(Format format, int tokens, int cols, int low_ra
          kDotPieces * kPieceElements * 2 + tokens * row <= int64_t(kGemmScratch);
 }
 
-struct GemmKernel {
-  Isa isa;
-  Format format;
-  Pass pass;
-  const char* name;
-  void (*run)(const GemmArgs&);
-};
+using Gemm = void (*)(const GemmArgs&);
 
 // Applied to each output of a product: scale * c + bias.
 struct Affine {
@@ -203,8 +192,8 @@ struct VectorKernels {
   AdamKernel<bf16> adam_bf16;
 };
 
-// Loops that measure the benchmark's ceilings. Each call takes some microseconds (up to 0.1 s with emulated tiles),
-// works on kRateMemory bytes that fill() wrote, 64-byte aligned, and returns the number of FLOPs.
+// Loops that measure the benchmark's ceilings. A call takes microseconds (up to 0.1 s with emulated tiles), works on
+// kRateMemory bytes that fill() wrote, 64-byte aligned, and returns its FLOPs.
 struct RateKernels {
   void (*fill)(char* memory);
   int64_t (*registers)(const char* memory);  // products on registers only
@@ -212,8 +201,7 @@ struct RateKernels {
 };
 constexpr size_t kRateMemory = size_t(256) << 10;
 
-const std::vector<GemmKernel>& gemm_table();
-const GemmKernel& find_gemm(Isa isa, Format format, Pass pass);
+Gemm find_gemm(Isa isa, Format format, Pass pass);
 const VectorKernels& vector_kernels(Isa isa);
 const RateKernels& rate_kernels(Isa isa);
 const Int8Kernels* int8_kernels(Isa isa);  // null where there are none

@@ -1,5 +1,5 @@
-// Loops that measure the highest rate at which an ISA multiplies: from registers, and with the GEMMs' own inner loop on
-// operands that stay in L1 and L2, without decoding. The benchmark compares whole layers with these rates.
+// The highest rates at which an ISA multiplies: from registers, and with the GEMMs' own inner loop on operands that
+// stay in L1 and L2, without decoding. The benchmark compares whole layers with them.
 #pragma once
 
 #include "kernels/epilogue-inl.h"
@@ -18,8 +18,10 @@ static inline void fill_rate_memory(char* memory) {
     values[i] = to_bf16((i % 2 ? 1.f : -1.f) * float(i * 37 % 101 + 1) / 4096);
 }
 
-template <class Tiles>
-int64_t tile_register_rate(const char* memory) {
+template <class V>
+  requires(kHasTiles<V>)
+int64_t register_rate(const char* memory) {
+  using Tiles = typename V::Tiles;
   constexpr int kRounds = 1024;  // enough to make the cost of configuring tiles negligible
   Tiles::configure();
   Tiles::template zero<0>();
@@ -41,7 +43,7 @@ int64_t tile_register_rate(const char* memory) {
 }
 
 template <class V>
-int64_t vector_register_rate(const char* memory) {
+int64_t register_rate(const char* memory) {
   constexpr int kRounds = 1 << 16, kChains = 12;  // with two operands, they fit in 16 registers
   const bf16* const values = reinterpret_cast<const bf16*>(memory);
   const typename V::In x = V::load_in(values), w = V::load_in(values + V::kStep);
@@ -55,16 +57,7 @@ int64_t vector_register_rate(const char* memory) {
   return int64_t(kRounds) * kChains * 2 * V::kStep;
 }
 
-template <class V>
-int64_t register_rate(const char* memory) {
-  if constexpr (kHasTiles<V>)
-    return tile_register_rate<typename V::Tiles>(memory);
-  else
-    return vector_register_rate<V>(memory);
-}
-
-// Multiplies one panel of weights by kRateTokens tokens and adds to earlier results: 32 outputs on tiles, 16 on
-// vectors.
+// Adds the products of one panel of weights (32 outputs on tiles, 16 on vectors) and kRateTokens tokens.
 template <class V>
 int64_t hot_rate(char* memory) {
   bf16* const panel = reinterpret_cast<bf16*>(memory);
@@ -93,11 +86,6 @@ int64_t hot_rate(char* memory) {
         });
     return int64_t(kRateTokens) * kTileRows * kRateReduction * 2;
   }
-}
-
-template <class V>
-constexpr RateKernels rate_table() {
-  return {&fill_rate_memory, &register_rate<V>, &hot_rate<V>};
 }
 
 }  // namespace ktft

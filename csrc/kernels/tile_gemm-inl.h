@@ -1,14 +1,12 @@
 // The GEMM on tile registers, 32 x 32 results at a time.
 //
 // Forward computes C^T = W X^T. Tiles of bf16 W are operand A as they are stored; other formats are decoded to bf16
-// once per reduction block. X is operand B, transposed: strips of 16 tokens, each a sequence of 1 KB tiles that hold
-// the transpose of the tokens' column pairs. Backward computes C = X W. Rows of X are operand A as they are stored,
-// tiles of W are decoded into interleaved row pairs.
+// once per reduction block. X is operand B: strips of 16 tokens, each a sequence of 1 KB tiles with their column pairs
+// transposed. Backward computes C = X W: rows of X are operand A, tiles of W are decoded into interleaved row pairs.
 //
-// A panel of W, 32 outputs x kTileReduction, stays in L1 while all tokens stream past it from L2. The previous block's
-// results come from L2 as well. Streamed tiles are loaded with a hint not to keep them in L1, where they would evict
-// the panel. Meanwhile the next results, the next panel and the tokens of the next block are prefetched
-// (docs/dev/kernel-log.md says what each of these gains).
+// A panel of W, 32 outputs x kTileReduction, stays in L1 while all tokens stream past it from L2, with a hint not to
+// keep them in L1; the previous block's results come from L2 too. Meanwhile the next results, the next panel and the
+// tokens of the next block are prefetched (docs/dev/kernel-log.md says what each of these gains).
 #pragma once
 
 #include <algorithm>
@@ -20,7 +18,7 @@
 namespace ktft {
 
 constexpr int kTileReduction = 512;  // 32 x 512 weights x 2 bytes = 32 KB of the 48 KB of L1
-constexpr int kLine = 64;
+constexpr int kLine = kCacheLine;
 
 struct TileOperand {  // two tiles side by side in M or N
   const bf16 *first, *second;
@@ -183,7 +181,7 @@ struct PanelPass {
 };
 
 // With so few tokens that decoding takes longer than multiplying, the next panel's first strip is prefetched while this
-// panel is decoded, and its second strip while this panel is multiplied.
+// one is decoded, its second strip while this one is multiplied.
 constexpr int kFewTokens = 128;
 // Tokens of up to so many bytes stay in L2 while all of W streams past.
 constexpr int64_t kTokensInL2 = 1 << 20;

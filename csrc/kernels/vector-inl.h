@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/kernels.h"
-#include "kernels/math-inl.h"
 
 namespace ktft {
 
@@ -35,13 +34,8 @@ bool finite(int n, const bf16* x) {
   return V::sum(V::add(sums[0], sums[1])) == 0;
 }
 
-template <class V>
-void widen(int n, const bf16* x, float* y) {
-  for (int i = 0; i < n; i += V::kWidth) V::store(y + i, V::load(x + i));
-}
-
-template <class V>
-void narrow(int n, const float* x, bf16* y) {
+template <class V, class From, class To>
+void convert(int n, const From* x, To* y) {
   for (int i = 0; i < n; i += V::kWidth) V::store(y + i, V::load(x + i));
 }
 

@@ -3,22 +3,22 @@
 namespace ktft {
 namespace {
 
-constexpr Projection kGateUp[2] = {Projection::kGate, Projection::kUp};
 constexpr int kDown = int(Projection::kDown);
 
+// Memory of the workspace, or, if `kept` is given, of what forward takes and backward finds.
 template <class T>
-T* take(NodeBuffer& buffer, const Call& call, size_t bytes, int node_id) {
-  buffer = call.runtime.buffers.take(bytes, node_id);
-  return reinterpret_cast<T*>(buffer.data());
+T* place(const Call& call, NodeBuffer* kept, Growing& own, size_t bytes, int node_id) {
+  if (!kept) return own.get<T>(bytes, node_id);
+  if (bytes > kept->size()) *kept = call.runtime.buffers.take(bytes, node_id);
+  return reinterpret_cast<T*>(kept->data());
 }
 
 }  // namespace
 
 Saved::~Saved() {
-  for (NodeBuffer& buffer : low_rank) runtime->buffers.give(std::move(buffer), -1);
-  for (size_t n = 0; n < nodes.size(); n++)
-    for (NodeBuffer* buffer : {&nodes[n].gate, &nodes[n].up, &nodes[n].low_rank_down})
-      runtime->buffers.give(std::move(*buffer), runtime->node_ids[n]);
+  for (NodeBuffer& buffer : low_rank) runtime->buffers.give(std::move(buffer));
+  for (PerNode& node : nodes)
+    for (NodeBuffer* buffer : {&node.gate, &node.up, &node.low_rank_down}) runtime->buffers.give(std::move(*buffer));
 }
 
 size_t Saved::bytes() const {
@@ -34,8 +34,8 @@ Activations place_activations(const Call& call, Saved* saved) {
   if (call.int8) act.int8_x = {ws.x_codes.get<int8_t>(call.sizes.x_codes), ws.x_scales.get<float>(call.sizes.x_scales)};
   for (int p = 0; p < 2; p++) {
     if (!call.pair(kGateUp[p])) continue;
-    act.low_rank[p].rows = saved ? take<float>(saved->low_rank[p], call, low_rank_size(call.dims, kGateUp[p]), -1)
-                                 : ws.low_rank[p].get<float>(call.sizes.low_rank[p]);
+    act.low_rank[p].rows = place<float>(call, saved ? &saved->low_rank[p] : nullptr, ws.low_rank[p],
+                                        low_rank_size(call.dims, kGateUp[p]), -1);
     act.low_rank[p].operand = ws.low_rank_operand[p].get<bf16>(call.sizes.low_rank_operand[p]);
   }
   for (int n = 0; n < call.weights.nodes(); n++) {
@@ -45,16 +45,13 @@ Activations place_activations(const Call& call, Saved* saved) {
     Saved::PerNode* const keep = saved ? &saved->nodes[n] : nullptr;
     Activations::PerNode out;
     out.h = node.h.get<bf16>(sizes.h, id);
-    if (keep) {
-      out.gate = take<bf16>(keep->gate, call, gate_up_size(call.dims, n), id);
-      out.up = take<bf16>(keep->up, call, gate_up_size(call.dims, n), id);
-    } else if (sizes.gate) {
-      out.gate = node.gate.get<bf16>(sizes.gate, id);
-      out.up = node.up.get<bf16>(sizes.up, id);
+    if (keep || sizes.gate) {
+      out.gate = place<bf16>(call, keep ? &keep->gate : nullptr, node.gate, gate_up_size(call.dims, n), id);
+      out.up = place<bf16>(call, keep ? &keep->up : nullptr, node.up, gate_up_size(call.dims, n), id);
     }
     if (call.pair(Projection::kDown)) {
-      out.down.rows = keep ? take<float>(keep->low_rank_down, call, low_rank_size(call.dims, Projection::kDown), id)
-                           : node.low_rank[kDown].get<float>(sizes.low_rank[kDown], id);
+      out.down.rows = place<float>(call, keep ? &keep->low_rank_down : nullptr, node.low_rank[kDown],
+                                   low_rank_size(call.dims, Projection::kDown), id);
       out.down.operand = node.low_rank_operand[kDown].get<bf16>(sizes.low_rank_operand[kDown], id);
     }
     if (call.int8)

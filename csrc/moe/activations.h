@@ -5,14 +5,13 @@
 
 namespace ktft {
 
-// Pointers to one call's intermediate results. Rows are padded as Routes::packed_rows says. gate and up are null if
-// nothing needs them after the call.
+// Pointers to one call's intermediate results.
 struct Activations {
   struct PerNode {
-    bf16* gate = nullptr;  // [packed rows, width], before the activation
-    bf16* up = nullptr;
-    bf16* h = nullptr;  // [packed rows, width], in the forward GEMM's layout
-    LowRank down;       // this node's part of A_down h
+    bf16* gate = nullptr;  // [packed rows, width], before the activation; null if nothing needs it after the call
+    bf16* up = nullptr;    // likewise
+    bf16* h = nullptr;     // [packed rows, width], in the forward GEMM's layout
+    LowRank down;          // this node's part of A_down h
     Int8Rows int8_h{};
   };
   std::vector<PerNode> nodes;
@@ -24,8 +23,6 @@ struct Activations {
 struct Saved {
   Saved(std::shared_ptr<Runtime> runtime, uint64_t layer) : runtime(std::move(runtime)), layer(layer) {}
   ~Saved();
-  Saved(const Saved&) = delete;
-  Saved& operator=(const Saved&) = delete;
 
   std::shared_ptr<Runtime> runtime;  // to which the buffers are returned
   uint64_t layer;                    // number of the layer within the process; no other layer may use this
@@ -41,8 +38,7 @@ struct Saved {
   size_t bytes() const;
 };
 
-// Places what a forward, or a backward that recomputes, needs. Buffers that backward will read are taken for `saved` if
-// it is given; all others are in the workspace.
+// What `retain` keeps is in `saved` if it is given, all else in the workspace.
 Activations place_activations(const Call& call, Saved* saved);
 
 // y [rows, hidden] of each node.

@@ -1,10 +1,8 @@
-#include "moe/by_expert.h"
-
 #include <algorithm>
 #include <atomic>
 
-#include "moe/backward_steps.h"
-#include "moe/forward_steps.h"
+#include "moe/passes.h"
+#include "moe/steps.h"
 #include "moe/w8a8.h"
 
 namespace ktft {
@@ -32,16 +30,12 @@ template <class Fn>
 void each_chunk_of(const RowChunk& rows, Scratch& scratch, const Fn& fn) {
   for (int at = 0; at < rows.rows; at += Routes::kChunkRows) {
     scratch.reset();
-    fn(RowChunk{.slot = rows.slot,
-                .expert = rows.expert,
-                .begin = rows.begin + at,
-                .rows = std::min(Routes::kChunkRows, rows.rows - at),
-                .packed = at});
+    fn(rows.part(at, Routes::kChunkRows));
   }
 }
 
 template <class Fn>
-void each_block(int blocks, Scratch& scratch, const Fn& fn) {
+void each_block_of(int blocks, Scratch& scratch, const Fn& fn) {
   for (int block = 0; block < blocks; block++) {
     scratch.reset();
     fn(block);
@@ -79,19 +73,12 @@ Activations expert_gate_up(const Call& call, const PackedLora& lora, const Token
     own.int8_x = take_int8(memory, rows, call.weights.shape().hidden);
     own.nodes[0].int8_h = take_int8(memory, rows, width);
   }
-  for (Projection p : {Projection::kGate, Projection::kUp})
-    own.low_rank[int(p)] = take_low_rank(call, p, act.low_rank[int(p)], rows, memory);
-  each_chunk_of(local, scratch, [&](const RowChunk& chunk) {
-    bf16* const at = x + activation_elements(chunk.packed, call.weights.shape().hidden);
-    const int token = gather_chunk(call, hidden, {.pass = Pass::kForward, .check = true}, chunk, at, scratch);
-    if (token >= 0) bad = token;
-    if (call.int8) quantize(call, at, call.weights.shape().hidden, chunk, own.int8_x);
-    input_low_rank(call, lora, x, own, chunk, scratch);
-  });
-  each_block(gate_up_blocks(call, 0), scratch,
-             [&](int block) { gate_up_block(call, lora, x, own, 0, local, block, scratch); });
+  for (const Projection p : kGateUp) own.low_rank[int(p)] = take_low_rank(call, p, act.low_rank[int(p)], rows, memory);
+  const ForwardSteps steps{call, lora, own, x};
+  each_chunk_of(local, scratch, [&](const RowChunk& chunk) { steps.gather_x(hidden, chunk, bad, scratch); });
+  each_block_of(gate_up_blocks(call, 0), scratch, [&](int block) { steps.gate_up_block(0, local, block, scratch); });
   if (call.pair(Projection::kDown))
-    each_chunk_of(local, scratch, [&](const RowChunk& chunk) { hidden_low_rank(call, lora, own, 0, chunk, scratch); });
+    each_chunk_of(local, scratch, [&](const RowChunk& chunk) { steps.hidden_low_rank(0, chunk, scratch); });
   if (call.int8) each_chunk_of(local, scratch, [&](const RowChunk& chunk) { quantize_h(call, own, 0, chunk); });
   return own;
 }
@@ -103,39 +90,40 @@ void forward_by_expert(const Call& call, const TokenRows& hidden, const Activati
   each_expert(call, "experts", [&](const RowChunk& rows, const RowChunk& local, Scratch& memory, Scratch& scratch) {
     const PackedLora lora = pack_expert_lora(call, rows.slot, memory, scratch);
     const Activations own = expert_gate_up(call, lora, hidden, act, rows, local, bad, memory, scratch);
-    each_block(hidden_blocks(call), scratch,
-               [&](int block) { down_block(call, lora, own, 0, local, block, y, scratch); });
+    const ForwardSteps steps{call, lora, own, nullptr};
+    each_block_of(hidden_blocks(call, 0), scratch, [&](int block) { steps.down_block(0, local, block, y, scratch); });
   });
   check_finite(call, bad);
 }
 
-void backward_by_expert(const Call& call, const Activations* recompute, const Gradients& at, const TokenRows& hidden,
+void backward_by_expert(const Call& call, bool recompute, const Gradients& at, const TokenRows& hidden,
                         const TokenRows& dy) {
   std::atomic<int> bad{-1};
   const int width = call.weights.width(0);
   if (call.lora) zero_idle_gradients(call);
   each_expert(call, "experts", [&](const RowChunk& rows, const RowChunk& local, Scratch& memory, Scratch& scratch) {
     Gradients own = at;
+    Activations::PerNode& kept = own.act.nodes[0];
     Gradients::PerNode& node = own.nodes[0];
     const PackedLora lora = pack_expert_lora(call, rows.slot, memory, scratch);
     const size_t used = memory.used();
-    if (recompute) expert_gate_up(call, lora, hidden, *recompute, rows, local, bad, memory, scratch);
+    if (recompute) expert_gate_up(call, lora, hidden, at.act, rows, local, bad, memory, scratch);
     memory.reset(used);
-    node.gate += activation_elements(rows.packed, width);
-    node.up += activation_elements(rows.packed, width);
-    node.h = call.pair(Projection::kDown) ? take(memory, rows, width) : nullptr;
-    for (Projection p : {Projection::kGate, Projection::kUp}) {
+    kept.gate += activation_elements(rows.packed, width);
+    kept.up += activation_elements(rows.packed, width);
+    if (call.pair(Projection::kDown)) kept.h = take(memory, rows, width);
+    for (const Projection p : kGateUp) {
       node.grad[int(p)] = take(memory, rows, width);
       node.low_rank[int(p)] = take_low_rank(call, p, node.low_rank[int(p)], rows, memory);
     }
     own.dy = take(memory, rows, call.weights.shape().hidden);
     own.low_rank_dy = take_low_rank(call, Projection::kDown, own.low_rank_dy, rows, memory);
-    each_chunk_of(local, scratch, [&](const RowChunk& chunk) { gather_dy(call, lora, dy, own, chunk, scratch); });
-    each_block(intermediate_blocks(call, 0), scratch,
-               [&](int block) { intermediate_block(call, lora, own, 0, local, block, scratch); });
-    each_chunk_of(local, scratch, [&](const RowChunk& chunk) { grad_low_rank(call, lora, own, 0, chunk, scratch); });
-    each_block(hidden_blocks(call), scratch,
-               [&](int block) { hidden_block(call, lora, own, 0, local, block, scratch); });
+    const BackwardSteps steps{call, lora, own};
+    each_chunk_of(local, scratch, [&](const RowChunk& chunk) { steps.gather_dy(dy, chunk, scratch); });
+    each_block_of(intermediate_blocks(call, 0), scratch,
+                  [&](int block) { steps.intermediate_block(0, local, block, scratch); });
+    each_chunk_of(local, scratch, [&](const RowChunk& chunk) { steps.grad_low_rank(0, chunk, scratch); });
+    each_block_of(hidden_blocks(call, 0), scratch, [&](int block) { steps.hidden_block(0, local, block, scratch); });
     if (call.lora) expert_gradients(call, own, hidden, local, memory, scratch);
   });
 }

@@ -4,7 +4,7 @@ namespace ktft {
 
 CallDims dims_of(const Call& call) {
   CallDims dims{.shape = call.weights.shape(),
-                .widths = call.weights.widths(),
+                .widths = PackedExperts::widths(call.weights.shape(), call.weights.nodes()),
                 .biases = call.weights.biases(),
                 .int8 = call.int8,
                 .drops = call.lora && call.lora->drops(),
@@ -15,10 +15,10 @@ CallDims dims_of(const Call& call) {
   return dims;
 }
 
-void plan(Call& call, const CallWork& work) {
+void plan(Call& call, CallWork work) {
   constexpr int kPerThread = 4, kLeast = 64;
   Runtime& rt = call.runtime;
-  Workspace& workspace = workspace_of(rt);
+  if (!rt.workspace) rt.workspace = std::make_shared<Workspace>(rt.pool.nodes(), rt.pool.threads());
   call.dims = dims_of(call);
   call.by_expert = runs_by_expert(call.dims, rt.pool.threads());
   const int calls = int(call.routes.calls.size()), wanted = kPerThread * rt.pool.threads();
@@ -29,11 +29,11 @@ void plan(Call& call, const CallWork& work) {
   call.sizes = workspace_sizes(call.dims, work, call.by_expert);
   for (Scratch& scratch : rt.scratch) scratch.reserve(scratch_size(call.dims));
   if (!call.by_expert) return;
-  for (Scratch& memory : workspace.expert_memory) memory.reserve(expert_memory_size(call.dims));
+  for (Scratch& memory : rt.workspace->expert_memory) memory.reserve(expert_memory_size(call.dims));
 }
 
 void run_gemm(const Call& call, Format format, Pass pass, const GemmArgs& args) {
-  find_gemm(call.runtime.isa, format, pass).run(args);
+  find_gemm(call.runtime.isa, format, pass)(args);
 }
 
 void count_weights(const Call& call, Pass pass, const GemmArgs& args) {
@@ -50,24 +50,25 @@ void count_weights(const Call& call, Pass pass, const GemmArgs& args) {
   call.runtime.weight_bytes.fetch_add(bytes, std::memory_order_relaxed);
 }
 
-void each_node(const Call& call, const char* name, const std::function<int(int)>& count,
-               const std::function<void(int, int, Scratch&)>& fn) {
-  Runtime& rt = call.runtime;
-  const Phase phase(rt.phases, name);
-  std::vector<int> counts(rt.pool.nodes(), 0);
-  for (int n = 0; n < call.weights.nodes(); n++) counts[n] = count(n);
-  rt.pool.run(counts, [&](int node, int task, int thread) {
-    rt.scratch[thread].reset();
-    fn(node, task, rt.scratch[thread]);
-  });
-}
-
 void each_chunk(const Call& call, const char* name, const std::function<void(const RowChunk&, Scratch&)>& fn) {
   Runtime& rt = call.runtime;
   const Phase phase(rt.phases, name);
   rt.pool.run(int(call.routes.chunks.size()), [&](int task, int thread) {
     rt.scratch[thread].reset();
     fn(call.routes.chunks[task], rt.scratch[thread]);
+  });
+}
+
+void each_block(const Call& call, const char* name, const std::vector<RowChunk>& parts, BlockCount blocks,
+                const std::function<void(int, const RowChunk&, int, Scratch&)>& fn) {
+  Runtime& rt = call.runtime;
+  const Phase phase(rt.phases, name);
+  std::vector<int> counts(rt.pool.nodes(), 0);
+  for (int n = 0; n < call.weights.nodes(); n++) counts[n] = int(parts.size()) * blocks(call, n);
+  rt.pool.run(counts, [&](int node, int task, int thread) {
+    const int each = blocks(call, node);
+    rt.scratch[thread].reset();
+    fn(node, parts[task / each], task % each, rt.scratch[thread]);
   });
 }
 

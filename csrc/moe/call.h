@@ -31,7 +31,7 @@ struct Call {
 
 // Decides how the call's work is divided, and makes every thread's memory large enough for it. A GEMM call computes as
 // many outputs as leave several calls for every thread: large calls read tokens from memory less often.
-void plan(Call& call, const CallWork& work);
+void plan(Call& call, CallWork work);
 
 CallDims dims_of(const Call& call);
 
@@ -39,10 +39,10 @@ void run_gemm(const Call& call, Format format, Pass pass, const GemmArgs& args);
 // Adds the packed weights that one of the experts' own products reads to the runtime's count.
 void count_weights(const Call& call, Pass pass, const GemmArgs& args);
 
-// Runs fn(chunk, scratch) for all chunks, as one phase.
+// Each runs fn as one phase: for all chunks; or, on each node of the weights, for the blocks of each of `parts`.
 void each_chunk(const Call& call, const char* phase, const std::function<void(const RowChunk&, Scratch&)>& fn);
-// Runs fn(node, task, scratch) for count(node) tasks on each node of the weights, as one phase.
-void each_node(const Call& call, const char* phase, const std::function<int(int)>& count,
-               const std::function<void(int, int, Scratch&)>& fn);
+using BlockCount = int (*)(const Call& call, int node);
+void each_block(const Call& call, const char* phase, const std::vector<RowChunk>& parts, BlockCount blocks,
+                const std::function<void(int node, const RowChunk& rows, int block, Scratch&)>& fn);
 
 }  // namespace ktft

@@ -57,23 +57,21 @@ bool usable(const float* scales, size_t count, bool divides) {
 }  // namespace
 
 size_t PackedExperts::canonical_bytes(Projection projection) const {
-  const bool down = projection == Projection::kDown;
-  const int rows = down ? shape_.hidden : shape_.intermediate, cols = down ? shape_.intermediate : shape_.hidden;
+  const int rows = shape_.rows(projection), cols = shape_.cols(projection);
   return rows / kTileRows * strip_bytes(format_, cols) + scale_count(format_, rows, cols) * sizeof(float);
 }
 
 // Calls fn(part, node, unit) on the pool for every unit of every node's slice of one matrix.
 template <class Fn>
 void PackedExperts::each_unit(Pool& pool, int expert, Projection projection, const Fn& fn) const {
-  const bool down = projection == Projection::kDown;
   std::vector<Part> parts;
   std::vector<int> units(pool.nodes(), 0);
   for (int n = 0; n < nodes(); n++) {
     parts.push_back({.matrix = matrix(n, expert, projection),
-                     .rows = down ? shape_.hidden : shape_.intermediate,
-                     .cols = down ? shape_.intermediate : shape_.hidden,
-                     .row_begin = down ? 0 : begin(n),
-                     .col_begin = down ? begin(n) : 0});
+                     .rows = shape_.rows(projection),
+                     .cols = shape_.cols(projection),
+                     .row_begin = row_begin(n, projection),
+                     .col_begin = col_begin(n, projection)});
     units[n] = ceil_div(parts[n].matrix.rows, kUnitRows);
   }
   pool.run(units, [&](int node, int unit, int) { fn(parts[node], node, unit); });

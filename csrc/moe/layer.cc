@@ -3,8 +3,6 @@
 #include <atomic>
 #include <cstring>
 
-#include "moe/forward.h"
-#include "moe/lora_grad.h"
 #include "moe/w8a8.h"
 
 namespace ktft {
@@ -46,41 +44,37 @@ MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format f
              " and its alpha ", swiglu.alpha, ", both must be positive");
 }
 
-void MoeLayer::check_expert(int expert) const {
+ForkLock MoeLayer::lock_for(int expert) const {
   KTFT_CHECK(expert >= 0 && expert < weights_.shape().experts, name_, ": expert ", expert,
              " does not exist, there are ", weights_.shape().experts);
+  return ForkLock(runtime_->mutex);
 }
 
 bool MoeLayer::load(int expert, Projection projection, const SourceMatrix& source) {
-  check_expert(expert);
-  const ForkLock lock(runtime_->mutex);
+  const ForkLock lock = lock_for(expert);
   return weights_.load(runtime_->pool, expert, projection, source);
 }
 
 void MoeLayer::export_canonical(int expert, Projection projection, uint8_t* out) const {
-  check_expert(expert);
-  const ForkLock lock(runtime_->mutex);
+  const ForkLock lock = lock_for(expert);
   weights_.export_canonical(runtime_->pool, expert, projection, out);
 }
 
 void MoeLayer::dequantize(int expert, Projection projection, float* out) const {
-  check_expert(expert);
-  const ForkLock lock(runtime_->mutex);
+  const ForkLock lock = lock_for(expert);
   weights_.dequantize(runtime_->pool, expert, projection, out);
 }
 
 void MoeLayer::import_canonical(int expert, Projection projection, const uint8_t* in) {
-  check_expert(expert);
-  const ForkLock lock(runtime_->mutex);
+  const ForkLock lock = lock_for(expert);
   weights_.import_canonical(runtime_->pool, expert, projection, in);
 }
 
 void MoeLayer::load_bias(int expert, Projection projection, const float* values, int count) {
-  check_expert(expert);
-  const int expected = projection == Projection::kDown ? weights_.shape().hidden : weights_.shape().intermediate;
+  const ForkLock lock = lock_for(expert);
+  const int expected = weights_.shape().rows(projection);
   KTFT_CHECK(weights_.biases(), name_, ": this layer was made without biases");
   KTFT_CHECK(count == expected, "its shape is [", count, "], the model's config says [", expected, "]");
-  const ForkLock lock(runtime_->mutex);
   weights_.load_bias(expert, projection, values);
 }
 
@@ -90,13 +84,10 @@ void MoeLayer::check_lora(const Lora* lora) const {
              ", it must be in [0, 1)");
   for (int p = 0; p < kProjections; p++)
     if (const LoraPair* pair = lora->pair(Projection(p))) {
-      const bool down = Projection(p) == Projection::kDown;
-      const int in = down ? weights_.shape().intermediate : weights_.shape().hidden;
-      const int out = down ? weights_.shape().hidden : weights_.shape().intermediate;
       KTFT_CHECK(pair->rank() >= 1 && pair->rank() <= kMaxRank, name_, ": LoRA rank is ", pair->rank(),
                  ", it must be 1 to ", kMaxRank);
-      check_matrix(name_, "A", pair->a, pair->rank(), in);
-      check_matrix(name_, "B", pair->b, out, pair->rank());
+      check_matrix(name_, "A", pair->a, pair->rank(), weights_.shape().cols(Projection(p)));
+      check_matrix(name_, "B", pair->b, weights_.shape().rows(Projection(p)), pair->rank());
     }
 }
 

@@ -1,12 +1,10 @@
-// One MoE layer's routed experts: the class that the bindings see. Arrays belong to the caller; they must be contiguous
-// and stay alive during the call. Calls on one Runtime take turns.
+// One MoE layer's routed experts. Arrays belong to the caller and are contiguous. Calls on one Runtime take turns.
 #pragma once
 
 #include <memory>
 #include <string>
 
-#include "moe/backward.h"
-#include "moe/memory.h"
+#include "moe/passes.h"
 
 namespace ktft {
 
@@ -29,10 +27,8 @@ class MoeLayer {
 
   const PackedExperts& weights() const { return weights_; }
   const std::string& name() const { return name_; }
-  // Throws if the adapters do not fit the layer.
-  void check_lora(const Lora* lora) const;
-  // Packs the adapters for all forward calls that follow. The memory of `lora` is not read again. Throws like
-  // check_lora.
+  // Packs the adapters for all forward calls that follow. The memory of `lora` is not read again. Throws if the
+  // adapters do not fit the layer, as forward and backward do.
   Lora keep(const Lora& lora) const;
   bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);
@@ -40,8 +36,8 @@ class MoeLayer {
   void dequantize(int expert, Projection projection, float* out) const;
   void import_canonical(int expert, Projection projection, const uint8_t* in);
 
-  // Writes out [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits is
-  // 16 (bf16) or 8 (int8, see w8a8.h).
+  // Writes out [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits are
+  // 16, or 8 (w8a8.h).
   std::shared_ptr<Saved> forward(const LayerInput& input, const Lora* lora, Keep keep, int activation_bits, void* out);
 
   // Returns what forward returns with kRoutes, without computing anything.
@@ -51,7 +47,9 @@ class MoeLayer {
   void backward(Saved& saved, const float* top_k_weights, const Lora* lora, const BackwardArgs& args);
 
  private:
-  void check_expert(int expert) const;
+  // Holds the runtime's mutex. Throws if the expert does not exist.
+  ForkLock lock_for(int expert) const;
+  void check_lora(const Lora* lora) const;
   void check_bits(int activation_bits, Keep keep) const;
   void check_saved(const Saved& saved, const Lora* lora, const BackwardArgs& args) const;
   Call call_of(const Routes& routes, const float* top_k_weights, const Lora* lora) const;

@@ -76,44 +76,11 @@ void pack_b(const Call& call, const LoraPair& pair, const float* row_scale, int 
 
 // LoRA matrices have few rows or columns, so their strips need no padding.
 PackedMatrix dense_matrix(bf16* pieces, int rows, int cols) {
-  return {.format = Format::kBf16,
-          .rows = rows,
-          .cols = cols,
-          .tiles = reinterpret_cast<uint8_t*>(pieces),
-          .strip_bytes = int64_t(cols) * kTileRows * 2};
+  return bf16_matrix(pieces, rows, cols, int64_t(cols) * kTileRows);
 }
 
 // The index of element (t, c) in a piece.
 int piece_index(bool turned, int t, int c) { return turned ? c / 2 * 32 + t * 2 + c % 2 : t * 32 + c; }
-
-}  // namespace
-
-int Lora::max_rank() const {
-  int rank = 0;
-  for (const auto& pair : pairs)
-    if (pair) rank = std::max(rank, pair->rank());
-  return rank;
-}
-
-uint64_t Lora::key(Projection p, int route) const {
-  return mix(mix(seed + 0x9e3779b97f4a7c15ull * (uint64_t(p) + 1)) + uint64_t(route));
-}
-
-PackedMatrix PackedLora::a(const Call& call, Projection p, int slot, int node) const {
-  const int places = split_rank(call.pair(p)->rank());
-  bf16* const at = parts[int(p)].a + (all ? call.routes.active[slot] : slot) * parts[int(p)].a_stride;
-  if (p != Projection::kDown) return dense_matrix(at, places, call.weights.shape().hidden);
-  return dense_matrix(at + size_t(places) * call.weights.begin(node), places, call.weights.width(node));
-}
-
-PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) const {
-  const int places = split_rank(call.pair(p)->rank());
-  bf16* const at = parts[int(p)].b + (all ? call.routes.active[slot] : slot) * parts[int(p)].b_stride;
-  if (p == Projection::kDown) return dense_matrix(at, call.weights.shape().hidden, places);
-  return dense_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
-}
-
-namespace {
 
 // One part of an expert's packing.
 struct Job {
@@ -171,18 +138,6 @@ void pack_part(const Call& call, const Job& job, const PackedLora& packed, int s
   }
 }
 
-}  // namespace
-
-PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch) {
-  if (!call.lora) return {};
-  if (call.lora->kept) return call.lora->kept->packed;
-  const PackedLora packed = place_lora(call, 0, memory.take<bf16>(call.dims.lora_elements()));
-  for (const Job& job : jobs_of(call)) pack_part(call, job, packed, slot, scratch);
-  return packed;
-}
-
-namespace {
-
 void pack_slots(const Call& call, const PackedLora& packed, int slots) {
   const std::vector<Job> jobs = jobs_of(call);
   call.runtime.pool.run(slots * int(jobs.size()), [&](int task, int thread) {
@@ -191,6 +146,32 @@ void pack_slots(const Call& call, const PackedLora& packed, int slots) {
 }
 
 }  // namespace
+
+uint64_t Lora::key(Projection p, int route) const {
+  return mix(mix(seed + 0x9e3779b97f4a7c15ull * (uint64_t(p) + 1)) + uint64_t(route));
+}
+
+PackedMatrix PackedLora::a(const Call& call, Projection p, int slot, int node) const {
+  const int places = split_rank(call.pair(p)->rank());
+  bf16* const at = parts[int(p)].a + (all ? call.routes.active[slot] : slot) * parts[int(p)].a_stride;
+  if (p != Projection::kDown) return dense_matrix(at, places, call.weights.shape().hidden);
+  return dense_matrix(at + size_t(places) * call.weights.begin(node), places, call.weights.width(node));
+}
+
+PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) const {
+  const int places = split_rank(call.pair(p)->rank());
+  bf16* const at = parts[int(p)].b + (all ? call.routes.active[slot] : slot) * parts[int(p)].b_stride;
+  if (p == Projection::kDown) return dense_matrix(at, call.weights.shape().hidden, places);
+  return dense_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
+}
+
+PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch) {
+  if (!call.lora) return {};
+  if (call.lora->kept) return call.lora->kept->packed;
+  const PackedLora packed = place_lora(call, 0, memory.take<bf16>(call.dims.lora_elements()));
+  for (const Job& job : jobs_of(call)) pack_part(call, job, packed, slot, scratch);
+  return packed;
+}
 
 PackedLora pack_lora(const Call& call) {
   if (!call.lora || call.by_expert) return {};

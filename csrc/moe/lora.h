@@ -1,14 +1,11 @@
 // LoRA on every expert: y += scaling * B (A drop(x)), and its gradients. All products use the base GEMMs' kernels.
 //
 // The kernels multiply bf16, so an fp32 parameter is represented by two bf16 values, high + low, which together keep 16
-// bits of it. Rank indices are taken in blocks of 16; each block has 32 places, 16 for the high parts and 16 for the
-// low parts. `split_rank(r)` is the number of places of rank r. For a call, the packed parameters are
-//   A  [split_rank, in]. In forward, x A^T gives high and low sums, which are added (low_rank_product). In backward, A
-//   is
-//      the M of d x.
-//   B  [out, split_rank], divided by the base weight's row scale, because it is added to products without that scale.
-//   In
-//      forward, B is the M of y. In backward, dy B gives high and low sums, which are added.
+// bits of it. Rank indices are taken in blocks of 16; each has 32 places, 16 for high and 16 for low parts.
+// `split_rank(r)` is the number of places of rank r. For a call, the packed parameters are
+//   A  [split_rank, in]: in forward, x A^T gives high and low sums, which are added (low_rank_product); the M of d x
+//   B  [out, split_rank], divided by the base weight's row scale, because it is added to products without that scale:
+//      the M of y in forward; in backward, dy B gives high and low sums, which are added
 // A low-rank activation that is a product's operand is stored twice, once for each part of the parameter.
 #pragma once
 
@@ -38,14 +35,13 @@ struct LoraPair {
 };
 
 struct Lora {
-  std::optional<LoraPair> pairs[kProjections];
+  std::optional<LoraPair> pairs[kProjections] = {};
   float dropout = 0;
   uint64_t seed = 0;
-  const bool* elsewhere = nullptr;       // [experts]: backward leaves the gradients of these alone; or null
-  std::shared_ptr<const KeptLora> kept;  // all experts' parameters packed by keep_lora; null: each call packs its own
+  const bool* elsewhere = nullptr;         // [experts]: backward leaves the gradients of these alone; or null
+  std::shared_ptr<const KeptLora> kept{};  // all experts' parameters packed by keep_lora; null: each call packs its own
 
   const LoraPair* pair(Projection p) const { return pairs[int(p)] ? &*pairs[int(p)] : nullptr; }
-  int max_rank() const;
   bool drops() const { return dropout > 0; }
   float keep_scale() const { return 1.f / (1.f - dropout); }
   // The key of the dropout stream for one route's input to one projection.
@@ -67,13 +63,12 @@ struct PackedLora {
   PackedMatrix a(const Call& call, Projection p, int slot, int node) const;
   PackedMatrix b(const Call& call, Projection p, int slot, int node) const;
 };
-// Packs the parameters of all active experts. Does nothing if the call works expert by expert: pack_expert_lora then
-// packs each one's into its thread's memory, so that they are in L2 when they are used.
+// Packs the parameters of all active experts, unless the call works expert by expert: then pack_expert_lora packs each
+// one's into its thread's memory, so that they are in L2 when they are used.
 PackedLora pack_lora(const Call& call);
 PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch& scratch);
 
-// Adapters that stay unchanged over many calls of a few tokens, for which packing takes as long as a quarter of an
-// expert's products.
+// Adapters unchanged over many calls of a few tokens, where packing takes as long as a quarter of an expert's products.
 struct KeptLora {
   PackedLora packed;
   NodeBuffer memory;
@@ -95,8 +90,7 @@ struct LowRank {
 void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int rank, const bf16* x,
                       const RowChunk& chunk, const LowRank& out, Scratch& scratch);
 
-// Sets dropped elements of x [chunk's rows, cols] to zero. Its first column is column `first` of the projection's
-// input.
+// Sets dropped elements of x [chunk's rows, cols] to zero; `first` is its first column in the projection's input.
 void drop_rows(const Call& call, Projection p, const RowChunk& chunk, bf16* x, int cols, int first, bool turned);
 // c += lora without its dropped elements; both are results of a backward GEMM of the chunk's rows.
 void add_dropped(const Call& call, Projection p, const RowChunk& chunk, const float* lora, int cols, int first,

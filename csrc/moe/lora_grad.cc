@@ -28,7 +28,7 @@ int places(const Call& call, const Product& product) {
 std::vector<Product> products(const Call& call, const Gradients& at) {
   std::vector<Product> all;
   std::vector<Projection> inputs;  // those that multiply the layer's input
-  for (Projection p : {Projection::kGate, Projection::kUp})
+  for (const Projection p : kGateUp)
     if (call.pair(p)) {
       inputs.push_back(p);
       Product b{.projections = {p}, .is_b = true, .sliced = true, .m = {}};
@@ -49,7 +49,7 @@ std::vector<Product> products(const Call& call, const Gradients& at) {
   }
   if (call.pair(kDown)) {
     Product a{.projections = {kDown}, .is_b = false, .sliced = true, .m = {}};
-    for (const Gradients::PerNode& node : at.nodes) a.m.push_back(node.h);
+    for (const Activations::PerNode& node : at.act.nodes) a.m.push_back(node.h);
     all.push_back(a);
     all.push_back({.projections = {kDown}, .is_b = true, .sliced = false, .m = {at.dy}});
   }
@@ -58,44 +58,18 @@ std::vector<Product> products(const Call& call, const Gradients& at) {
 
 std::vector<const float*> low_parts(const Gradients& at, Projection p, bool is_b) {
   if (p == kDown && !is_b) return {at.low_rank_dy.rows};
-  if (p != kDown && is_b) return {at.low_rank[int(p)]};
+  if (p != kDown && is_b) return {at.act.low_rank[int(p)].rows};
   std::vector<const float*> parts;
-  for (const Gradients::PerNode& node : at.nodes)
-    parts.push_back(p == kDown ? node.low_rank_down : node.low_rank[int(p)].rows);
+  for (size_t n = 0; n < at.nodes.size(); n++)
+    parts.push_back(p == kDown ? at.act.nodes[n].down.rows : at.nodes[n].low_rank[int(p)].rows);
   return parts;
 }
 
-// Gathers columns [col, col + cols) of the layer's input for one expert's rows.
-bf16* gather_block(const Call& call, const TokenRows& hidden, const RowChunk& rows, int col, int cols,
-                   Scratch& scratch) {
-  bf16* const out = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
-  bf16* const narrowed = scratch.take<bf16>(size_t(kTileRows) * cols);
-  float* const spare = scratch.take<float>(size_t(cols));
-  const size_t bytes = dtype_bytes(hidden.dtype), pitch = size_t(call.weights.shape().hidden) * bytes;
-  const auto prefetch_strip = [&](int t) {
-    for (int r = t; r < std::min(t + kTileRows, rows.rows); r++)
-      prefetch(static_cast<const char*>(hidden.data) + call.routes.token(rows.begin + r) * pitch + col * bytes,
-               cols * bytes);
-  };
-  prefetch_strip(0);
-  for (int t = 0; t < pad_rows(rows.rows); t += kTileRows) {
-    prefetch_strip(t + kTileRows);
-    const bf16* at[kTileRows] = {};
-    for (int r = 0; r < std::min(kTileRows, rows.rows - t); r++)
-      at[r] =
-          bf16_row(call, hidden, call.routes.token(rows.begin + t + r), col, cols, narrowed + size_t(r) * cols, spare);
-    call.vec().pack_rows(at, cols, out + activation_elements(t, cols));
-  }
-  return out;
-}
-
 // Copies these columns of an activation, which the caller is going to change.
-bf16* copy_block(const bf16* m, int width, const RowChunk& rows, int col, int cols, Scratch& scratch) {
-  bf16* const out = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
+void copy_block(const bf16* m, int width, const RowChunk& rows, int col, int cols, bf16* out) {
   for (int t = 0; t < pad_rows(rows.rows); t += kTileRows)
     std::memcpy(out + activation_elements(t, cols), m + activation_elements(t, width) + size_t(col) * kTileRows,
                 size_t(kTileRows) * cols * sizeof(bf16));
-  return out;
 }
 
 // Adds the high and low parts in columns [col, col + 32) of row j. The result's parts begin at row `first`.
@@ -121,13 +95,17 @@ void gradient_block(const Call& call, const TokenRows& hidden, const Job& job, c
   bf16* m = product.of_tokens() ? nullptr : product.m[job.node] + activation_elements(rows.packed, job.width);
   int col = job.col, width = job.width;
   if (product.of_tokens() || drops) {
-    m = product.of_tokens() ? gather_block(call, hidden, rows, col, cols, scratch)
-                            : copy_block(m, width, rows, col, cols, scratch);
+    bf16* const block = scratch.take<bf16>(activation_elements(pad_rows(rows.rows), cols));
+    if (product.of_tokens())
+      gather_chunk(call, hidden, {.pass = Pass::kBackward, .col = col, .cols = cols}, rows, block, scratch);
+    else
+      copy_block(m, width, rows, col, cols, block);
+    m = block;
     if (drops) drop_rows(call, product.projections[0], rows, m, cols, first, false);
     col = 0;
     width = cols;
   }
-  const PackedMatrix matrix = activation_matrix(m, pad_rows(rows.rows), width);
+  const PackedMatrix matrix = bf16_matrix(m, pad_rows(rows.rows), width, strip_elements(width));
   float* const c = scratch.take<float>(size_t(count) * cols);
   run_gemm(call, Format::kBf16, Pass::kBackward,
            {.terms = {{.w = &matrix, .out_begin = col, .x = transposed, .c = c}},

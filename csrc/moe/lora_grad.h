@@ -1,6 +1,7 @@
 // Gradients of all LoRA matrices. They are computed after the gradients of everything that the matrices multiply.
 #pragma once
 
+#include "moe/activations.h"
 #include "moe/tokens.h"
 
 namespace ktft {
@@ -8,21 +9,17 @@ namespace ktft {
 // Pointers to the intermediate results of one backward. Gradients of gate, up and the output include the row scales of
 // the weights that produced these.
 struct Gradients {
+  Activations act;  // of forward; h is computed again, where down has LoRA
   struct PerNode {
-    bf16* gate = nullptr;  // [packed rows, width], from forward
-    bf16* up = nullptr;
-    bf16* h = nullptr;               // [packed rows, width]; null if down has no LoRA
-    bf16* grad[2] = {};              // [packed rows, width]: d gate, d up
-    LowRank low_rank[2];             // this node's part of B^T d gate, B^T d up
-    float* low_rank_down = nullptr;  // [rows, r]: this node's part of A_down h
-    float* weight_grads = nullptr;   // [width / kDotCols, rows]: parts of <dh, h>
-    bf16* dx = nullptr;              // [rows, hidden]: d hidden
+    bf16* grad[2] = {};             // [packed rows, width]: d gate, d up
+    LowRank low_rank[2];            // this node's part of B^T d gate, B^T d up
+    float* weight_grads = nullptr;  // [width / kDotCols, rows]: parts of <dh, h>
+    bf16* dx = nullptr;             // [rows, hidden]: d hidden
   };
   std::vector<PerNode> nodes;
   bf16* dy = nullptr;          // [packed rows, hidden]
   float* bias_dots = nullptr;  // [rows]: <dy, down's bias>; null without biases
   LowRank low_rank_dy;         // B_down^T dy
-  float* low_rank[2] = {};     // [rows, r]: A_gate x, A_up x
 };
 
 // Writes grad_a and grad_b of all experts that are not elsewhere.

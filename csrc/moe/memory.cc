@@ -40,13 +40,6 @@ size_t CallDims::lora_elements() const {
   return places * size_t(shape.hidden + shape.intermediate);
 }
 
-CallWork CallWork::operator|(const CallWork& other) const {
-  return {.activations = activations || other.activations,
-          .keeps_low_rank = keeps_low_rank || other.keeps_low_rank,
-          .keeps_gate_up = keeps_gate_up || other.keeps_gate_up,
-          .gradients = gradients || other.gradients};
-}
-
 bool runs_by_expert(const CallDims& dims, int threads) {
   constexpr int kPerThread = 4;
   constexpr int64_t kExpertBytes = int64_t(2) << 20;  // an L2 cache
@@ -56,25 +49,25 @@ bool runs_by_expert(const CallDims& dims, int threads) {
          largest <= kExpertBytes;
 }
 
-Buffers<size_t> workspace_sizes(const CallDims& dims, const CallWork& work, bool by_expert) {
+Buffers<size_t> workspace_sizes(const CallDims& dims, CallWork work, bool by_expert) {
   const RowCounts& counts = dims.counts;
   const int hidden = dims.shape.hidden;
   const int64_t packed = by_expert ? 0 : counts.packed_rows;  // rows that are not in the threads' expert memory
-  const auto if_adapted = [&](bool needed, Projection p, size_t bytes) {
-    return needed && dims.ranks[int(p)] ? bytes : 0;
+  // Sets the sizes of A x or, if not `forward`, of B^T dy
+  const auto set_low_rank = [&](auto& at, int p, bool forward) {
+    if (!dims.ranks[p]) return;
+    if (work & (forward ? kKeepsLowRank : kGradients)) at.low_rank[p] = low_rank_size(dims, Projection(p));
+    if (work & (forward ? kActivations : kGradients))
+      at.low_rank_operand[p] = activation_bytes(packed, split_rank(dims.ranks[p]));
   };
-  const auto operand = [&](bool needed, Projection p) {
-    return if_adapted(needed, p, activation_bytes(packed, split_rank(dims.ranks[int(p)])));
-  };
-  const auto low_rank = [&](bool needed, Projection p) { return if_adapted(needed, p, low_rank_size(dims, p)); };
   Buffers<size_t> sizes;
-  if (work.activations && (!dims.int8 || dims.max_rank())) sizes.x = activation_bytes(packed, hidden);
+  if ((work & kActivations) && (!dims.int8 || dims.max_rank())) sizes.x = activation_bytes(packed, hidden);
   if (dims.packs_lora && !by_expert) sizes.lora = size_t(counts.experts) * dims.lora_elements() * sizeof(bf16);
   if (dims.int8) {
     sizes.x_codes = int8_codes_size(packed, hidden);
     sizes.x_scales = size_t(packed) * sizeof(float);
   }
-  if (work.gradients) {
+  if (work & kGradients) {
     sizes.dy = activation_bytes(packed, hidden);
     if (dims.biases) sizes.bias_dots = size_t(counts.rows) * sizeof(float);
     // Every projection has two gradients
@@ -82,32 +75,22 @@ Buffers<size_t> workspace_sizes(const CallDims& dims, const CallWork& work, bool
       if (!by_expert)
         sizes.transposed += 2 * size_t(split_rank(rank)) * (packed + kStripPad * counts.experts) * sizeof(bf16);
   }
-  for (Projection p : {Projection::kGate, Projection::kUp}) {
-    sizes.low_rank[int(p)] = low_rank(work.keeps_low_rank, p);
-    sizes.low_rank_operand[int(p)] = operand(work.activations, p);
-  }
-  sizes.low_rank[int(kDown)] = low_rank(work.gradients, kDown);
-  sizes.low_rank_operand[int(kDown)] = operand(work.gradients, kDown);
+  for (int p = 0; p < kProjections; p++) set_low_rank(sizes, p, Projection(p) != kDown);
   for (size_t n = 0; n < dims.widths.size(); n++) {
     const int width = dims.widths[n];
     NodeBuffers<size_t> node;
     node.h = activation_bytes(packed, width);
     node.y = size_t(counts.rows) * hidden * sizeof(bf16);
-    if (work.keeps_gate_up) node.gate = node.up = gate_up_size(dims, int(n));
+    if (work & kKeepsGateUp) node.gate = node.up = gate_up_size(dims, int(n));
     if (dims.int8) {
       node.h_codes = int8_codes_size(packed, width);
       node.h_scales = size_t(packed) * sizeof(float);
     }
-    if (work.gradients) {
+    if (work & kGradients) {
       node.grad[0] = node.grad[1] = activation_bytes(packed, width);
       node.weight_grads = size_t(counts.rows) * ceil_div(width, kDotCols) * sizeof(float);
     }
-    for (Projection p : {Projection::kGate, Projection::kUp}) {
-      node.low_rank[int(p)] = low_rank(work.gradients, p);
-      node.low_rank_operand[int(p)] = operand(work.gradients, p);
-    }
-    node.low_rank[int(kDown)] = low_rank(work.keeps_low_rank, kDown);
-    node.low_rank_operand[int(kDown)] = operand(work.activations, kDown);
+    for (int p = 0; p < kProjections; p++) set_low_rank(node, p, Projection(p) == kDown);
     sizes.nodes.push_back(node);
   }
   return sizes;
@@ -158,16 +141,26 @@ size_t low_rank_size(const CallDims& dims, Projection p) {
 
 LayerMemory layer_memory(const CallDims& dims, int threads, Keep keep) {
   const bool retained = keep == Keep::kActivations, by_expert = runs_by_expert(dims, threads);
-  CallWork work = CallWork::forward(retained);
-  if (keep != Keep::kNothing) work = work | CallWork::backward(retained);
+  CallWork work = forward_work(retained);
+  if (keep != Keep::kNothing) work |= backward_work(retained);
   LayerMemory memory{.workspace = threads * scratch_size(dims), .retained = 0};
   if (by_expert) memory.workspace += threads * expert_memory_size(dims);
   workspace_sizes(dims, work, by_expert).each([&](size_t bytes) { memory.workspace += bytes; });
   if (!retained) return memory;
-  for (Projection p : {Projection::kGate, Projection::kUp}) memory.retained += low_rank_size(dims, p);
+  for (Projection p : kGateUp) memory.retained += low_rank_size(dims, p);
   for (int n = 0; n < int(dims.widths.size()); n++)
     memory.retained += 2 * gate_up_size(dims, n) + low_rank_size(dims, kDown);
   return memory;
+}
+
+size_t workspace_bytes(const Runtime& runtime) {
+  size_t total = 0;
+  const auto add = [&](const auto& buffer) { total += buffer.bytes(); };
+  for (const Scratch& scratch : runtime.scratch) add(scratch);
+  if (!runtime.workspace) return total;
+  runtime.workspace->each(add);
+  for (const Scratch& memory : runtime.workspace->expert_memory) add(memory);
+  return total;
 }
 
 }  // namespace ktft

@@ -1,13 +1,55 @@
-// How many bytes a layer call needs. The calls allocate what these functions say, and planning asks them before a model
-// exists.
+// The buffers of calls' intermediate results, and how many bytes a call needs: calls allocate what these functions say,
+// and planning asks them.
 #pragma once
 
 #include "moe/lora.h"
 #include "moe/route.h"
 #include "moe/weights.h"
-#include "moe/workspace.h"
+#include "runtime/runtime.h"
 
 namespace ktft {
+
+// The buffers that each node has. `rows` are routes sorted by expert, `packed rows` pad every expert's to kRowPad.
+template <class Buffer>
+struct NodeBuffers {
+  Buffer gate{}, up{}, h{};                 // bf16 [packed rows, width]
+  Buffer grad[2]{};                         // bf16 [packed rows, width]: d gate, d up, times the row scales
+  Buffer h_codes{}, h_scales{};             // Int8Rows of h
+  Buffer y{};                               // bf16 [rows, hidden]: outputs in forward, d hidden in backward
+  Buffer low_rank[kProjections]{};          // fp32 [rows, r]
+  Buffer low_rank_operand[kProjections]{};  // bf16 [packed rows, split_rank]
+  Buffer weight_grads{};                    // fp32 [width / kDotCols, rows]
+};
+
+// The buffers of a whole layer. Buffer is Growing for the memory, and size_t for its sizes in bytes.
+template <class Buffer>
+struct Buffers {
+  Buffer x{}, dy{};                         // bf16 [packed rows, hidden], gathered
+  Buffer x_codes{}, x_scales{};             // Int8Rows of x
+  Buffer lora{};                            // see PackedLora
+  Buffer low_rank[kProjections]{};          // fp32 [rows, r]
+  Buffer low_rank_operand[kProjections]{};  // bf16 [packed rows, split_rank]
+  Buffer bias_dots{};                       // fp32 [rows]
+  Buffer transposed{};                      // bf16 [split_rank, packed rows] of each LoRA gradient
+  std::vector<NodeBuffers<Buffer>> nodes;
+
+  template <class Fn>
+  void each(const Fn& fn) const {
+    for (const Buffer* b : {&x, &dy, &x_codes, &x_scales, &lora, &bias_dots, &transposed}) fn(*b);
+    for (int p = 0; p < kProjections; p++) fn(low_rank[p]), fn(low_rank_operand[p]);
+    for (const NodeBuffers<Buffer>& n : nodes) {
+      for (const Buffer* b : {&n.gate, &n.up, &n.h, &n.grad[0], &n.grad[1], &n.h_codes, &n.h_scales, &n.y}) fn(*b);
+      for (int p = 0; p < kProjections; p++) fn(n.low_rank[p]), fn(n.low_rank_operand[p]);
+      fn(n.weight_grads);
+    }
+  }
+};
+
+struct Workspace : Buffers<Growing> {
+  Workspace(int node_count, int threads) : expert_memory(threads) { nodes.resize(node_count); }
+
+  std::vector<Scratch> expert_memory;  // one for each thread: activations of the expert it works on (by_expert.cc)
+};
 
 // The rows of a call: routes to this layer's experts.
 struct RowCounts {
@@ -38,26 +80,23 @@ struct CallDims {
   size_t lora_elements() const;
 };
 
-// What a call computes, as far as its buffers depend on it.
-struct CallWork {
-  bool activations = false;     // h from x: forward, or backward under `recompute`
-  bool keeps_low_rank = false;  // of the activations, in the workspace
-  bool keeps_gate_up = false;   // likewise
-  bool gradients = false;
+// What a call computes, as far as its buffers depend on it: bits that can be joined.
+using CallWork = unsigned;
+constexpr CallWork kActivations = 1;   // h from x: forward, or backward under `recompute`
+constexpr CallWork kKeepsLowRank = 2;  // of the activations, in the workspace
+constexpr CallWork kKeepsGateUp = 4;   // likewise
+constexpr CallWork kGradients = 8;
+constexpr CallWork forward_work(bool retained) { return retained ? kActivations : kActivations | kKeepsLowRank; }
+constexpr CallWork backward_work(bool retained) {
+  return retained ? kGradients : kGradients | kActivations | kKeepsLowRank | kKeepsGateUp;
+}
 
-  static CallWork forward(bool retained) { return {.activations = true, .keeps_low_rank = !retained}; }
-  static CallWork backward(bool retained) {
-    return {.activations = !retained, .keeps_low_rank = !retained, .keeps_gate_up = !retained, .gradients = true};
-  }
-  CallWork operator|(const CallWork& other) const;
-};
-
-// Whether each expert's whole pass is one task (by_expert.h): where experts are so small that all activations of one
-// stay in a core's L2, and so many that they keep every thread busy.
+// Whether each expert's whole pass is one task: where experts are so small that all activations of one stay in a core's
+// L2, and so many that they keep every thread busy.
 bool runs_by_expert(const CallDims& dims, int threads);
 
 // Bytes of each buffer of the workspace.
-Buffers<size_t> workspace_sizes(const CallDims& dims, const CallWork& work, bool by_expert);
+Buffers<size_t> workspace_sizes(const CallDims& dims, CallWork work, bool by_expert);
 // Bytes of each thread's scratch, and of each thread's expert memory.
 size_t scratch_size(const CallDims& dims);
 size_t expert_memory_size(const CallDims& dims);
@@ -78,5 +117,7 @@ struct LayerMemory {
   size_t retained;   // by one layer, between them
 };
 LayerMemory layer_memory(const CallDims& dims, int threads, Keep keep);
+// Bytes that a runtime's workspace and its threads' scratch take now.
+size_t workspace_bytes(const Runtime& runtime);
 
 }  // namespace ktft

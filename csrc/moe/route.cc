@@ -1,25 +1,18 @@
 #include "moe/route.h"
 
-#include <algorithm>
-
 #include "base/check.h"
 #include "kernels/kernels.h"
 
 namespace ktft {
 namespace {
 
-// Cuts experts' rows into parts of at most `most` rows. The parts of one expert have similar lengths, because a short
-// last part would read the expert's weights for only a few rows.
+// Cuts experts' rows into parts of at most `most` rows, of similar lengths within an expert: a short last part would
+// read the expert's weights for only a few rows.
 std::vector<RowChunk> cut(const std::vector<RowChunk>& experts, int most) {
   std::vector<RowChunk> out;
   for (const RowChunk& e : experts) {
     const int parts = ceil_div(e.rows, most), rows = pad_rows(ceil_div(e.rows, parts));
-    for (int at = 0; at < e.rows; at += rows)
-      out.push_back({.slot = e.slot,
-                     .expert = e.expert,
-                     .begin = e.begin + at,
-                     .rows = std::min(rows, e.rows - at),
-                     .packed = e.packed + at});
+    for (int at = 0; at < e.rows; at += rows) out.push_back(e.part(at, rows));
   }
   return out;
 }

@@ -1,8 +1,8 @@
 // The rows that each expert works on. A route is a pair (token, slot) with the number token * top_k + slot. Rows are
-// the routes sorted by expert, so that one expert's inputs are contiguous. Routes to experts that are computed
-// elsewhere have no row.
+// the routes sorted by expert; those to experts that are computed elsewhere have none.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -12,6 +12,12 @@ struct RowChunk {  // rows of one expert
   int slot;        // index of the expert among the active ones
   int expert, begin, rows;
   int packed;  // its first row in buffers in which every expert's rows are padded to a multiple of kRowPad
+
+  // At most `most` of these rows, from `at` on.
+  RowChunk part(int at, int most) const {
+    return {
+        .slot = slot, .expert = expert, .begin = begin + at, .rows = std::min(most, rows - at), .packed = packed + at};
+  }
 };
 
 constexpr int kElsewhere = -1;  // in place of an expert's or a row's number

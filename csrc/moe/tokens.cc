@@ -7,8 +7,7 @@ namespace {
 
 constexpr int kTokensPerTask = 16, kColsPerTask = 1024;  // of combine; columns are divided if tokens give too few tasks
 
-}  // namespace
-
+// Columns [col, col + cols) of one token as bf16: in place, or converted into `out`. spare [cols] is needed for fp16.
 const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int col, int cols, bf16* out, float* spare) {
   const size_t at = size_t(token) * call.weights.shape().hidden + col;
   if (tokens.dtype == Dtype::kBf16) return static_cast<const bf16*>(tokens.data) + at;
@@ -21,15 +20,17 @@ const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int c
   return out;
 }
 
+}  // namespace
+
 int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, const RowChunk& chunk, bf16* out,
                  Scratch& scratch) {
   const VectorKernels& vec = call.vec();
-  const int hidden = call.weights.shape().hidden, top_k = call.routes.top_k;
-  bf16* const rows = scratch.take<bf16>(size_t(kTileRows) * hidden);
-  bf16* const scaled = scratch.take<bf16>(size_t(kTileRows) * hidden);
-  float* const spare = scratch.take<float>(size_t(hidden));
+  const int hidden = call.weights.shape().hidden, cols = how.cols ? how.cols : hidden;
+  bf16* const rows = scratch.take<bf16>(size_t(kTileRows) * cols);
+  float* const spare = scratch.take<float>(size_t(cols));
   const PackedMatrix down = call.weights.matrix(0, chunk.expert, Projection::kDown);
   const float* const scale = how.scaled ? down.row_scale : nullptr;
+  bf16* const scaled = scale ? scratch.take<bf16>(size_t(kTileRows) * cols) : nullptr;
   const int end = how.pass == Pass::kForward
                       ? chunk.rows
                       : pad_rows(chunk.rows);  // padding rows matter only in backward, which sums over rows
@@ -37,25 +38,27 @@ int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, c
   // Rows are scattered over memory, and a store to a line that is in no cache waits for it as a load does. Both are
   // therefore prefetched one strip ahead.
   const auto prefetch_strip = [&](int t) {
-    const size_t bytes = size_t(hidden) * dtype_bytes(tokens.dtype);
-    for (int r = t; r < std::min(t + kTileRows, chunk.rows); r++)
-      prefetch(static_cast<const char*>(tokens.data) + call.routes.token(chunk.begin + r) * bytes, bytes);
-    prefetch(out + activation_elements(t, hidden), size_t(kTileRows) * hidden * sizeof(bf16));
+    const size_t bytes = dtype_bytes(tokens.dtype);
+    for (int r = t; r < std::min(t + kTileRows, chunk.rows); r++) {
+      const size_t at = size_t(call.routes.token(chunk.begin + r)) * hidden + how.col;
+      prefetch(static_cast<const char*>(tokens.data) + at * bytes, cols * bytes);
+    }
+    if (!how.cols) prefetch(out + activation_elements(t, cols), size_t(kTileRows) * cols * sizeof(bf16));
   };
   prefetch_strip(0);
   for (int t = 0; t < end; t += kTileRows) {
     if (t + kTileRows < end) prefetch_strip(t + kTileRows);
     const bf16* at[kTileRows] = {};
     for (int r = 0; r < std::min(kTileRows, chunk.rows - t); r++) {
-      const int route = call.routes.row_route[chunk.begin + t + r], token = route / top_k;
-      at[r] = bf16_row(call, tokens, token, 0, hidden, rows + size_t(r) * hidden, spare);
+      const int token = call.routes.token(chunk.begin + t + r);
+      at[r] = bf16_row(call, tokens, token, how.col, cols, rows + size_t(r) * cols, spare);
       if (how.check && call.routes.leads(chunk.begin + t + r) && !vec.finite(hidden, at[r])) bad = token;
       if (how.bias_dots) how.bias_dots[chunk.begin + t + r] = vec.dot(hidden, at[r], down.bias);
       if (!scale) continue;
       vec.scale_row(hidden, at[r], scale, scaled + size_t(r) * hidden);
       at[r] = scaled + size_t(r) * hidden;
     }
-    (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, hidden, out + activation_elements(t, hidden));
+    (how.pass == Pass::kForward ? vec.pack_forward : vec.pack_rows)(at, cols, out + activation_elements(t, cols));
     if (how.pass == Pass::kForward && vec.turned && chunk.rows <= kFewRows)
       for (int r = 0; r < chunk.rows; r++) place_few_row(at[r], r, hidden, out);
   }

@@ -1,6 +1,5 @@
 // W8A8: a forward with activations quantized to int8, token by token, so that int8 weights need no decoding. x is
-// quantized while it is gathered, and h between gate/up and down, where each NUMA node's columns have scales of their
-// own. LoRA stays in bf16.
+// quantized as it is gathered, h before down, with scales of its own for each node's columns. LoRA stays in bf16.
 #pragma once
 
 #include "moe/activations.h"

@@ -8,12 +8,6 @@
 
 namespace ktft {
 
-void PackedExperts::matrix_dims(int node, Projection projection, int& rows, int& cols) const {
-  const bool down = projection == Projection::kDown;
-  rows = down ? shape_.hidden : slices_[node].width;
-  cols = down ? slices_[node].width : shape_.hidden;
-}
-
 std::vector<int> PackedExperts::widths(ExpertShape shape, int nodes) {
   const int units = ceil_div(shape.intermediate, kSliceMultiple), count = std::min(units, nodes);
   std::vector<int> widths;
@@ -32,15 +26,15 @@ std::vector<PackedExperts::Slice> PackedExperts::slices_of(ExpertShape shape, Fo
     s.width = width;
     const int n = int(slices.size());
     begin += width;
+    shape.intermediate = width;
     for (int p = 0; p < kProjections; p++) {
-      const bool down = Projection(p) == Projection::kDown;
-      const int rows = down ? shape.hidden : s.width, cols = down ? s.width : shape.hidden;
+      const int rows = shape.rows(Projection(p)), cols = shape.cols(Projection(p));
       s.offset[p] = s.expert_bytes;
-      s.expert_bytes += tiles_bytes(format, rows, cols);
+      s.expert_bytes += size_t(rows / kTileRows) * weight_strip_bytes(format, cols);
       s.scale_offset[p] = s.expert_bytes;
-      s.expert_bytes += (scale_count(format, rows, cols) * sizeof(float) + 63) / 64 * 64;
+      s.expert_bytes += in_lines(scale_count(format, rows, cols) * sizeof(float));
       s.bias_offset[p] = s.expert_bytes;
-      if (has_bias(biases, n, Projection(p))) s.expert_bytes += (size_t(rows) * sizeof(float) + 63) / 64 * 64;
+      if (has_bias(biases, n, Projection(p))) s.expert_bytes += in_lines(size_t(rows) * sizeof(float));
     }
     slices.push_back(std::move(s));
   }
@@ -52,7 +46,6 @@ PackedExperts::PackedExperts(ExpertShape shape, Format format, bool biases, cons
       format_(format),
       biases_(biases),
       slices_(slices_of(shape, format, biases, int(node_ids.size()))),
-      widths_(widths(shape, int(node_ids.size()))),
       loaded_(size_t(shape.experts) * kProjections),
       loaded_biases_(loaded_.size()) {
   for (int n = 0; n < nodes(); n++)
@@ -74,13 +67,12 @@ size_t PackedExperts::bytes() const {
 PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) const {
   const Slice& s = slices_[node];
   char* base = s.memory.data() + s.expert_bytes * expert;
-  int rows, cols;
-  matrix_dims(node, projection, rows, cols);
+  const ExpertShape sliced{.experts = 1, .hidden = shape_.hidden, .intermediate = s.width};
   PackedMatrix m{.format = format_,
-                 .rows = rows,
-                 .cols = cols,
+                 .rows = sliced.rows(projection),
+                 .cols = sliced.cols(projection),
                  .tiles = reinterpret_cast<uint8_t*>(base + s.offset[int(projection)]),
-                 .strip_bytes = weight_strip_bytes(format_, cols)};
+                 .strip_bytes = weight_strip_bytes(format_, sliced.cols(projection))};
   float* const scales = reinterpret_cast<float*>(base + s.scale_offset[int(projection)]);
   if (info(format_).row_scaled) m.row_scale = scales;
   if (info(format_).block_scaled) m.block_scale = scales;
@@ -88,24 +80,8 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
   return m;
 }
 
-SliceView PackedExperts::view(int node) const {
-  const Slice& s = slices_[node];
-  SliceView v{
-      .blocks = s.memory.data(), .expert_bytes = s.expert_bytes, .begin = s.begin, .width = s.width, .matrices = {}};
-  for (int p = 0; p < kProjections; p++) {
-    SliceView::Matrix& m = v.matrices[p];
-    matrix_dims(node, Projection(p), m.rows, m.cols);
-    m.tiles = s.offset[p];
-    m.strip_bytes = weight_strip_bytes(format_, m.cols);
-    m.scales = scale_count(format_, m.rows, m.cols) ? int64_t(s.scale_offset[p]) : -1;
-    m.bias = has_bias(biases_, node, Projection(p)) ? int64_t(s.bias_offset[p]) : -1;
-  }
-  return v;
-}
-
 bool PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
-  const bool down = projection == Projection::kDown;
-  const int rows = down ? shape_.hidden : shape_.intermediate, cols = down ? shape_.intermediate : shape_.hidden;
+  const int rows = shape_.rows(projection), cols = shape_.cols(projection);
   KTFT_CHECK(source.rows == rows && source.cols == cols, "its shape is [", source.rows, ", ", source.cols,
              "], the model's config says [", rows, ", ", cols, "]");
   std::vector<int> units(pool.nodes(), 0);
@@ -113,8 +89,8 @@ bool PackedExperts::load(Pool& pool, int expert, Projection projection, const So
   const bool keep = keeps(source, format_);
   std::atomic<int64_t> bad{-1};
   pool.run(units, [&](int node, int unit, int) {
-    const BadValue v =
-        pack(source, down ? 0 : begin(node), down ? begin(node) : 0, matrix(node, expert, projection), unit, keep);
+    const BadValue v = pack(source, row_begin(node, projection), col_begin(node, projection),
+                            matrix(node, expert, projection), unit, keep);
     if (v.row < 0) return;
     const int64_t at = int64_t(v.row) * cols + v.col;  // the first one of the matrix, whichever thread found it
     for (int64_t seen = bad; (seen < 0 || at < seen) && !bad.compare_exchange_weak(seen, at);) {
@@ -126,23 +102,18 @@ bool PackedExperts::load(Pool& pool, int expert, Projection projection, const So
 }
 
 void PackedExperts::load_bias(int expert, Projection projection, const float* values) {
-  const bool down = projection == Projection::kDown;
-  const int count = down ? shape_.hidden : shape_.intermediate;
-  for (int i = 0; i < count; i++)
+  for (int i = 0; i < shape_.rows(projection); i++)
     KTFT_CHECK(std::isfinite(values[i]), "it holds NaN or Inf, for instance at [", i, "]");
-  for (int n = 0; n < (down ? 1 : nodes()); n++) {
-    const PackedMatrix m = matrix(n, expert, projection);
-    std::copy_n(values + (down ? 0 : begin(n)), m.rows, m.bias);
-  }
+  for (int n = 0; n < nodes(); n++)
+    if (const PackedMatrix m = matrix(n, expert, projection); m.bias)
+      std::copy_n(values + row_begin(n, projection), m.rows, m.bias);
   loaded_biases_[size_t(expert) * kProjections + int(projection)] = true;
 }
 
 void PackedExperts::bias(int expert, Projection projection, float* out) const {
-  const bool down = projection == Projection::kDown;
-  for (int n = 0; n < (down ? 1 : nodes()); n++) {
-    const PackedMatrix m = matrix(n, expert, projection);
-    std::copy_n(m.bias, m.rows, out + (down ? 0 : begin(n)));
-  }
+  for (int n = 0; n < nodes(); n++)
+    if (const PackedMatrix m = matrix(n, expert, projection); m.bias)
+      std::copy_n(m.bias, m.rows, out + row_begin(n, projection));
 }
 
 }  // namespace ktft

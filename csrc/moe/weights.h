@@ -1,7 +1,5 @@
-// The packed experts of one layer, sliced over NUMA nodes along the intermediate dimension.
-//
-// Node n holds the intermediate columns that begin at begin(n) and are width(n) in number: rows of gate and up, columns
-// of down. The nodes' partial results add up to the layer's, so nodes (and, later, processes) share no weights.
+// The packed experts of one layer, sliced over NUMA nodes along the intermediate dimension: node n has the width(n)
+// rows of gate and up, and columns of down, from begin(n) on. The nodes' partial results add up to the layer's.
 #pragma once
 
 #include <string>
@@ -15,19 +13,10 @@ namespace ktft {
 
 struct ExpertShape {
   int experts, hidden, intermediate;
-};
 
-// Where one node's slice is: the blocks of its experts are contiguous. Offsets count from a block's start.
-struct SliceView {
-  const char* blocks;
-  size_t expert_bytes;
-  int begin, width;
-  struct Matrix {
-    int rows, cols;
-    size_t tiles;
-    int64_t strip_bytes;
-    int64_t scales, bias;  // -1 if there are none
-  } matrices[kProjections];
+  // Of one expert's matrix: gate and up are [intermediate, hidden], down is [hidden, intermediate].
+  int rows(Projection p) const { return p == Projection::kDown ? hidden : intermediate; }
+  int cols(Projection p) const { return p == Projection::kDown ? intermediate : hidden; }
 };
 
 class PackedExperts {
@@ -40,15 +29,16 @@ class PackedExperts {
   int nodes() const { return int(slices_.size()); }
   int begin(int node) const { return slices_[node].begin; }
   int width(int node) const { return slices_[node].width; }
-  const std::vector<int>& widths() const { return widths_; }
+  // The blocks of a node's experts, with all three matrices of each, are contiguous.
+  size_t expert_bytes(int node) const { return slices_[node].expert_bytes; }
   size_t bytes() const;
   // The widths of the slices when there are `nodes` nodes; fewer slices if there are too few columns for all.
   static std::vector<int> widths(ExpertShape shape, int nodes);
   // Bytes of each slice when there are `nodes` nodes.
   static std::vector<size_t> packed_bytes(ExpertShape shape, Format format, bool biases, int nodes);
 
-  // Packs one expert's projection from a checkpoint tensor: gate and up are [intermediate, hidden], down is
-  // [hidden, intermediate]. Throws on a wrong shape and on NaN or Inf. Returns whether codes and scales are unchanged.
+  // Packs one expert's projection from a checkpoint tensor. Throws on a wrong shape and on NaN or Inf. Returns whether
+  // codes and scales are unchanged.
   bool load(Pool& pool, int expert, Projection projection, const SourceMatrix& source);
   bool loaded(int expert, Projection projection) const { return loaded_[expert * kProjections + int(projection)]; }
   // Sets one expert's bias of one projection, one value for each output, in layers with biases. Throws on NaN and Inf.
@@ -58,8 +48,8 @@ class PackedExperts {
   }
   bool biases() const { return biases_; }
 
-  // The canonical form of one matrix, which files use: the tiles of the whole matrix, strip after strip without
-  // padding, then its scales (fp32, by row or by block). Its bytes do not depend on nodes, threads or ISA.
+  // The canonical form, which files use: all tiles of a matrix, strip after strip without padding, then its scales
+  // (fp32, by row or by block). It does not depend on nodes, threads or ISA.
   size_t canonical_bytes(Projection projection) const;
   void export_canonical(Pool& pool, int expert, Projection projection, uint8_t* out) const;
   // Replaces load(). Throws on a scale that is NaN or Inf, or not positive if outputs are multiplied by it.
@@ -68,8 +58,6 @@ class PackedExperts {
   // Write the whole matrix as fp32 [rows, cols], and its bias [rows].
   void dequantize(Pool& pool, int expert, Projection projection, float* out) const;
   void bias(int expert, Projection projection, float* out) const;
-
-  SliceView view(int node) const;
 
   // Only node 0 has down's bias, because the nodes' outputs add up.
   PackedMatrix matrix(int node, int expert, Projection projection) const;
@@ -82,7 +70,9 @@ class PackedExperts {
   };
   // Slices without memory, one for each node for which there are columns.
   static std::vector<Slice> slices_of(ExpertShape shape, Format format, bool biases, int nodes);
-  void matrix_dims(int node, Projection projection, int& rows, int& cols) const;
+  // Where a node's slice begins in the whole matrix.
+  int row_begin(int node, Projection p) const { return p == Projection::kDown ? 0 : begin(node); }
+  int col_begin(int node, Projection p) const { return p == Projection::kDown ? begin(node) : 0; }
   static bool has_bias(bool biases, int node, Projection p) { return biases && (node == 0 || p != Projection::kDown); }
   template <class Fn>
   void each_unit(Pool& pool, int expert, Projection projection, const Fn& fn) const;
@@ -91,7 +81,6 @@ class PackedExperts {
   Format format_;
   bool biases_;
   std::vector<Slice> slices_;
-  std::vector<int> widths_;
   std::vector<bool> loaded_, loaded_biases_;
 };
 

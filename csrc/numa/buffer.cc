@@ -27,47 +27,33 @@ int prefer_node(void* at, size_t bytes, int node) {
 
 }  // namespace
 
-NodeBuffer::NodeBuffer(size_t bytes, int node) : size_(bytes) {
+void NodeBuffer::Unmap::operator()(char*) const { munmap(map, bytes); }
+
+NodeBuffer::NodeBuffer(size_t bytes, int node) : size_(bytes), node_(node) {
   if (bytes == 0) return;
   const bool large = bytes >= kHugePage;
-  map_size_ = (bytes + kPage - 1) / kPage * kPage + (large ? kHugePage : 0);
-  void* map = mmap(nullptr, map_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const size_t mapped = (bytes + kPage - 1) / kPage * kPage + (large ? kHugePage : 0);
+  void* const map = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (map == MAP_FAILED) throw OutOfMemory(bytes);
-  map_ = data_ = static_cast<char*>(map);
-  if (large) {
-    data_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(map_) + kHugePage - 1) & ~uintptr_t(kHugePage - 1));
-    madvise(data_, map_size_ - size_t(data_ - map_), MADV_HUGEPAGE);
-  }
-  if (node >= 0) prefer_node(map_, map_size_, node);
-}
-
-NodeBuffer::NodeBuffer(NodeBuffer&& other) noexcept { *this = std::move(other); }
-
-NodeBuffer& NodeBuffer::operator=(NodeBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(map_, other.map_);
-  std::swap(size_, other.size_);
-  std::swap(map_size_, other.map_size_);
-  return *this;
-}
-
-NodeBuffer::~NodeBuffer() {
-  if (map_) munmap(map_, map_size_);
+  const uintptr_t unit = large ? kHugePage : kPage, at = (uintptr_t(map) + unit - 1) / unit * unit;
+  data_ = {reinterpret_cast<char*>(at), Unmap{map, mapped}};
+  if (large) madvise(data(), mapped - (at - uintptr_t(map)), MADV_HUGEPAGE);
+  if (node >= 0) prefer_node(map, mapped, node);
 }
 
 NodeBuffer BufferPool::take(size_t bytes, int node) {
   const ForkLock lock(mutex_);
   int best = -1, smallest = -1;
   for (int i = 0; i < int(free_.size()); i++) {
-    if (free_[i].node != node) continue;
-    const size_t size = free_[i].buffer.size();
-    if (size >= bytes && size <= 2 * bytes && (best < 0 || size < free_[best].buffer.size())) best = i;
-    if (smallest < 0 || size < free_[smallest].buffer.size()) smallest = i;
+    if (free_[i].node() != node) continue;
+    const size_t size = free_[i].size();
+    if (size >= bytes && size <= 2 * bytes && (best < 0 || size < free_[best].size())) best = i;
+    if (smallest < 0 || size < free_[smallest].size()) smallest = i;
   }
   NodeBuffer found;
   const int leaves = best >= 0 ? best : smallest;  // if none fits, one is released to make room for the new one
   if (leaves >= 0) {
-    found = std::move(free_[leaves].buffer);
+    found = std::move(free_[leaves]);
     free_.erase(free_.begin() + leaves);
   }
   if (best >= 0) return found;
@@ -75,10 +61,10 @@ NodeBuffer BufferPool::take(size_t bytes, int node) {
   return NodeBuffer(bytes, node);
 }
 
-void BufferPool::give(NodeBuffer buffer, int node) {
+void BufferPool::give(NodeBuffer buffer) {
   if (buffer.size() == 0) return;
   const ForkLock lock(mutex_);
-  free_.push_back({node, std::move(buffer)});
+  free_.push_back(std::move(buffer));
 }
 
 std::string node_binding_status() {

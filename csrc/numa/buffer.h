@@ -1,7 +1,7 @@
-// Memory on one NUMA node.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -10,40 +10,38 @@
 namespace ktft {
 
 // Owns zeroed memory. Large buffers are aligned to 2 MB and may use transparent huge pages. Pages are placed on `node`
-// when they are first touched, on another node only if that one is full. node < 0 leaves the choice to the operating
-// system. Throws OutOfMemory.
+// when first touched, elsewhere only if it is full; node < 0 leaves the choice to Linux. Throws OutOfMemory.
 class NodeBuffer {
  public:
   NodeBuffer() = default;
   NodeBuffer(size_t bytes, int node);
-  NodeBuffer(NodeBuffer&& other) noexcept;
-  NodeBuffer& operator=(NodeBuffer&& other) noexcept;
-  ~NodeBuffer();
 
-  char* data() const { return data_; }
-  size_t size() const { return size_; }
+  char* data() const { return data_.get(); }
+  size_t size() const { return data_ ? size_ : 0; }
+  int node() const { return node_; }
 
  private:
-  char* data_ = nullptr;
-  char* map_ = nullptr;
-  size_t size_ = 0, map_size_ = 0;
+  struct Unmap {
+    void* map;
+    size_t bytes;
+    void operator()(char*) const;
+  };
+  std::unique_ptr<char, Unmap> data_;
+  size_t size_ = 0;
+  int node_ = -1;
 };
 
-// Buffers that are needed for a while in every step. Returned buffers are used again, since fresh memory costs a page
-// fault for every page. The memory held never exceeds the most that was in use at one time.
+// Buffers needed for a while in every step. They are used again, since fresh memory costs a fault for every page. The
+// memory held never exceeds the most that was in use at one time.
 class BufferPool {
  public:
   // Returns at least `bytes` on `node`. The content is undefined.
   NodeBuffer take(size_t bytes, int node);
-  void give(NodeBuffer buffer, int node);
+  void give(NodeBuffer buffer);
 
  private:
-  struct Free {
-    int node;
-    NodeBuffer buffer;
-  };
   ForkMutex mutex_;
-  std::vector<Free> free_;
+  std::vector<NodeBuffer> free_;
 };
 
 // "ok", or why the operating system refuses to place memory on a node, which is common in containers.

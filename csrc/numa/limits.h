@@ -7,9 +7,7 @@
 
 namespace ktft {
 
-[[noreturn]] void thread_refused(const std::string& what, const char* why, const std::string& cure);
-
-// The system refused memory. Python raises MemoryError with this text.
+// Python raises MemoryError with this text.
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(size_t bytes) noexcept;
@@ -19,8 +17,8 @@ class OutOfMemory : public std::bad_alloc {
   char text_[256];  // this exception must not need memory itself
 };
 
-// Starts a thread. Throws std::runtime_error if the system refuses it. The message begins with `what`, lists the limits
-// that apply to this process, and ends with `cure`, the alternative to raising them.
+// Starts a thread. If the system refuses it, throws an error: `what`, the limits of this process, then `cure`.
+[[noreturn]] void thread_refused(const std::string& what, const char* why, const std::string& cure);
 template <class Body>
 std::thread start_thread(const std::string& what, const std::string& cure, Body body) {
   try {

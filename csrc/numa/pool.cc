@@ -1,13 +1,11 @@
 #include "numa/pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <numeric>
 
 #include "numa/limits.h"
-#include "numa/spin.h"
 
 namespace ktft {
 namespace {

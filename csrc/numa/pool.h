@@ -1,45 +1,55 @@
 // A pool of threads bound to NUMA nodes. It runs one job at a time.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include "numa/topology.h"
-
 namespace ktft {
+
+// Polls done() for up to `most`; returns whether it became true. After 50 us it yields the CPU between polls, because
+// the thread it waits for may need it.
+template <class Done>
+bool spin(std::chrono::nanoseconds most, const Done& done) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  for (auto now = begin; now < begin + most; now = Clock::now()) {
+    for (int i = 0; i < 64; i++) {
+      if (done()) return true;
+      __builtin_ia32_pause();
+    }
+    if (now > begin + std::chrono::microseconds(50)) sched_yield();
+  }
+  return done();
+}
 
 class Pool {
  public:
-  // threads[n] is the number of threads on node n. The first thread of the first node is the one that calls run(), so a
-  // pool of one thread starts none. node_cpus[n] are the CPUs over which node n's threads may float. Throws if a thread
-  // cannot be started.
+  // Node n has threads[n] threads, which may float over node_cpus[n]. The first of all is the one that calls run(), so
+  // a pool of one thread starts none. Throws if a thread cannot be started.
   Pool(const std::vector<std::vector<int>>& node_cpus, const std::vector<int>& threads);
   ~Pool();
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
 
   int threads() const { return total_; }
   int nodes() const { return int(counters_.size()); }
 
-  // Calls fn(node, task, thread) for every task < counts[node]. A thread runs its own node's tasks first, then helps
-  // the other nodes. Results must not depend on which thread runs a task. Rethrows the first exception of a task.
+  // Calls fn(node, task, thread) for every task < counts[node]; the other form is for tasks that belong to no node. A
+  // thread helps other nodes after its own. Results must not depend on that. Rethrows the first exception of a task.
   using Task = std::function<void(int node, int task, int thread)>;
   void run(const std::vector<int>& counts, const Task& fn);
-
-  // The same for tasks that belong to no node.
   void run(int count, const std::function<void(int task, int thread)>& fn);
 
   // Binds the calling thread to the first node's CPUs, like the workers of that node.
   void bind_caller() const;
 
-  // Sets how long a worker spins for the next job before it sleeps, and returns the previous value. Waking all workers
-  // costs as much time as a layer with a few tokens.
+  // Sets how long a worker spins for the next job before it sleeps, since waking all of them costs as much time as a
+  // layer with a few tokens. Returns the previous value.
   std::chrono::nanoseconds spin_for(std::chrono::nanoseconds most);
 
  private:

@@ -98,30 +98,23 @@ int Topology::cores() const {
 
 Topology read_topology() {
   Topology topology{{}, read_quota()};
-  const std::set<int> cpus = allowed_cpus(), mems = allowed_nodes();
-  const std::string base = "/sys/devices/system/node/node";
+  const std::set<int> allowed = allowed_cpus(), mems = allowed_nodes();
+  const auto add = [&](int id, const std::vector<int>& cpus, const std::string& memory) {
+    topology.nodes.push_back({.id = id,
+                              .cpus = cpus,
+                              .cores = count_cores(cpus),
+                              .memory_bytes = meminfo(memory, "MemTotal"),
+                              .free_bytes = meminfo(memory, "MemFree")});
+  };
   for (int id : parse_list(first_line_of("/sys/devices/system/node/online"))) {
-    const std::string dir = base + std::to_string(id);
-    Node node{.id = id,
-              .cpus = {},
-              .cores = 0,
-              .memory_bytes = meminfo(dir + "/meminfo", "MemTotal"),
-              .free_bytes = meminfo(dir + "/meminfo", "MemFree")};
+    const std::string dir = "/sys/devices/system/node/node" + std::to_string(id);
+    std::vector<int> cpus;
     for (int cpu : parse_list(first_line_of(dir + "/cpulist")))
-      if (cpus.count(cpu)) node.cpus.push_back(cpu);
-    if (node.cpus.empty() || !mems.count(id)) continue;
-    node.cores = count_cores(node.cpus);
-    topology.nodes.push_back(node);
+      if (allowed.count(cpu)) cpus.push_back(cpu);
+    if (!cpus.empty() && mems.count(id)) add(id, cpus, dir + "/meminfo");
   }
-  if (topology.nodes.empty()) {  // without sysfs: one node with all allowed CPUs
-    Node node{.id = 0,
-              .cpus = {cpus.begin(), cpus.end()},
-              .cores = 0,
-              .memory_bytes = meminfo("/proc/meminfo", "MemTotal"),
-              .free_bytes = meminfo("/proc/meminfo", "MemFree")};
-    node.cores = count_cores(node.cpus);
-    topology.nodes.push_back(node);
-  }
+  // Without sysfs: one node with all allowed CPUs
+  if (topology.nodes.empty()) add(0, {allowed.begin(), allowed.end()}, "/proc/meminfo");
   return topology;
 }
 

@@ -1,14 +1,13 @@
-#include "optim/adam.h"
-
 #include <algorithm>
 
 #include "base/check.h"
+#include "optim/step.h"
 
 namespace ktft {
 namespace {
 
-// Elements of a task, and of the parts of it that can be skipped. A part's gradient and moments fit in L1, where the
-// kernel finds them again after they have been checked. Both are multiples of every ISA's lanes.
+// Elements of a task, and of the parts of it that can be skipped: a part's gradient and moments fit in L1, where the
+// kernel finds them after they were checked. Both are multiples of every ISA's lanes.
 constexpr int64_t kTask = 32768, kPart = 2048;
 
 // Whether all bits are zero; negative zero does not count. Data that is not zero mostly shows it in the first line.
@@ -25,22 +24,21 @@ bool zeros(const char* at, size_t bytes) {
   return true;
 }
 
-// Whether parts may be skipped: with a gradient and moments of zero, the update is p * decay - size * 0 / eps.
-bool can_rest(const AdamStep& step) { return step.decay == 1 && step.eps > 0 && step.size - step.size == 0; }
-
 template <class T>
 void update(const AdamTensor& tensor, int64_t begin, int64_t end, const AdamKernel<T>& kernel) {
   const T* const grad = static_cast<const T*>(tensor.grad);
   T *const param = static_cast<T*>(tensor.param), *const m = static_cast<T*>(tensor.exp_avg),
            *const v = static_cast<T*>(tensor.exp_avg_sq);
-  const bool may_rest = can_rest(tensor.step);
+  // With a gradient and moments of zero, the update is p * decay - size * 0 / eps
+  const AdamStep& step = tensor.step;
+  const bool may_rest = step.decay == 1 && step.eps > 0 && step.size - step.size == 0;
   for (int64_t i = begin; i < end; i += kPart) {
     const int64_t count = std::min(kPart, end - i);
     const auto zero = [&](const T* at) {
       return zeros(reinterpret_cast<const char*>(at + i), size_t(count) * sizeof(T));
     };
     if (may_rest && zero(grad) && zero(m) && zero(v)) continue;
-    kernel(count, tensor.step, grad + i, param + i, m + i, v + i);
+    kernel(count, step, grad + i, param + i, m + i, v + i);
   }
 }
 

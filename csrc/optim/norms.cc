@@ -1,9 +1,8 @@
-#include "optim/norms.h"
-
 #include <algorithm>
 #include <cmath>
 
 #include "base/check.h"
+#include "optim/step.h"
 
 namespace ktft {
 namespace {

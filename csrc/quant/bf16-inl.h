@@ -9,8 +9,6 @@ struct Bf16Codec {
   static constexpr Format kFormat = Format::kBf16;
   static constexpr const char* kCodes = "bfloat16";
 
-  static float prepare(const float*, int, float*) { return 1.f; }
-
   static void encode(const float* values, int cols, float, const float*, uint8_t* tile, int r) {
     bf16* v = reinterpret_cast<bf16*>(tile + r * kRowBytes);
     for (int c = 0; c < 32; c++) v[c] = c < cols ? to_bf16(values[c]) : bf16{0};

@@ -5,28 +5,24 @@
 #include "quant/with_codec.h"
 
 namespace ktft {
-namespace {
 
-template <class Policy>
-CodeTable table_of(const NibbleCodec<Policy>&) {
-  using Scale = typename Policy::Scale;
-  CodeTable table{NibbleCodec<Policy>::kCodes, Policy::kScaleKind};
-  table.values.assign(std::begin(Policy::kTable), std::end(Policy::kTable));
-  table.unit = Policy::kUnit;
-  if constexpr (sizeof(Scale) == 1)
-    for (int s = 0; s < 256; s++) table.multipliers.push_back(Policy::template multiplier<void>(Scale(s)));
-  return table;
+Format format_from_name(const std::string& name) {
+  return Format(index_of(name, "expert format", kFormats, [](int i) { return kFormatInfo[i].name; }));
 }
-
-template <class Codec>
-CodeTable table_of(const Codec&) {
-  return {Codec::kCodes};
-}
-
-}  // namespace
 
 CodeTable code_table(Format format) {
-  return with_codec(format, []<class Codec>() { return table_of(Codec{}); });
+  return with_codec(format, []<class Codec>() {
+    CodeTable table{.codes = Codec::kCodes};
+    if constexpr (requires { Codec::kTable; }) {
+      table.group_scales = Codec::kScaleKind;
+      table.values.assign(std::begin(Codec::kTable), std::end(Codec::kTable));
+      table.unit = Codec::kUnit;
+      using Scale = typename Codec::Scale;
+      if constexpr (sizeof(Scale) == 1)
+        for (int s = 0; s < 256; s++) table.multipliers.push_back(Codec::template multiplier<void>(Scale(s)));
+    }
+    return table;
+  });
 }
 
 }  // namespace ktft

@@ -1,18 +1,16 @@
 // The memory layout of one weight matrix W [rows, cols].
 //
-// A tile is 16 rows x 64 bytes, row-major, followed by the scales of its 32-column groups where the format has them. 64
-// bytes hold `tile_cols` columns. The tiles of one 16-row strip are contiguous along the columns, and the strips follow
-// each other. Columns are padded to whole tiles, rows are a multiple of 16. Both passes use the same copy and read it
-// through its codec (one file for each format) in pieces: 16 rows x 32 columns of bf16, row-major.
+// A tile is 16 rows x 64 bytes, row-major, which hold `tile_cols` columns, then the scales of its 32-column groups
+// where the format has them. The tiles of a 16-row strip are contiguous, and the strips follow each other. Columns are
+// padded to whole tiles, rows are a multiple of 16. Both passes read this copy through its codec (one file for each
+// format) in pieces: 16 rows x 32 columns of bf16, row-major.
 //
 // A codec has
 //   kFormat, kCodes                    kCodes: the type of a code by torch's name; uint8 holds two 4-bit codes
 //   decode<V>(w, strip, piece, spare)  a piece, without the row scale; in place or in spare. The kernels' side.
-//   prepare, encode, decode_one        one row's scale, one row of a tile, one value. For pack.cc only.
+//   encode, decode_one                 one row of a tile, one value. For pack.cc only, as is
+//   prepare(row, cols, hints)          one row's scale, of row-scaled formats; hints are for encode, one a group
 #pragma once
-
-#include <cstddef>
-#include <string>
 
 #include "base/types.h"
 
@@ -23,10 +21,9 @@ constexpr int kRowBytes = 64;
 constexpr int kCodeBytes = kTileRows * kRowBytes;  // of a tile, without its scales
 constexpr int kGroup = 32;                         // columns that share a scale in the 4-bit formats; width of a piece
 constexpr int kPieceElements = kTileRows * kGroup;
-constexpr int kScaleBlock = 128;  // rows and columns that share a scale in fp8
-constexpr int kDimMultiple = 32;  // hidden and intermediate sizes: one piece of columns, two tiles of rows
-// Slices of a matrix begin at multiples of this, so that each holds whole tiles and whole scale blocks.
-constexpr int kSliceMultiple = 128;
+constexpr int kScaleBlock = 128;     // rows and columns that share a scale in fp8
+constexpr int kDimMultiple = 32;     // hidden and intermediate sizes: one piece of columns, two tiles of rows
+constexpr int kSliceMultiple = 128;  // slices of a matrix begin at these, so they hold whole tiles and scale blocks
 
 struct FormatInfo {
   const char* name;
@@ -46,7 +43,6 @@ constexpr FormatInfo kFormatInfo[kFormats] = {
 };
 
 constexpr const FormatInfo& info(Format format) { return kFormatInfo[int(format)]; }
-Format format_from_name(const std::string& name);  // throws, listing the names
 
 // Rounds to the nearest integer, ties to even, for |v| < 2^22. std::lrintf would keep loops from being vectorized.
 static inline int round_even(float v) {
@@ -74,14 +70,11 @@ struct PackedMatrix {
   }
 };
 
-// Each strip of weights ends with some unused cache lines. If strips were a power of two apart, the lines that backward
-// reads from many strips at once would share a few sets of the cache.
+// Each strip ends with unused cache lines. If strips were a power of two apart, the lines that backward reads from many
+// strips at once would share a few sets of the cache.
 static inline int64_t weight_strip_bytes(Format format, int cols) {
   constexpr int64_t kPad = 256;
   return int64_t(ceil_div(cols, info(format).tile_cols)) * info(format).tile_bytes + kPad;
-}
-static inline size_t tiles_bytes(Format format, int rows, int cols) {
-  return size_t(rows / kTileRows) * weight_strip_bytes(format, cols);
 }
 
 // The number of fp32 scales stored outside of the tiles.

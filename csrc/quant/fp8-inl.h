@@ -1,8 +1,7 @@
 // fp8: 64 columns in a tile, E4M3 codes (OCP: no infinity, largest 448), W = bf16(code * scale[row / 128, col / 128]).
 //
-// Blocks belong to the whole matrix: slices begin at multiples of 128, and the last block of a dimension may be short.
-// scale = absmax / 448 in fp32. The format defines the product as rounded to bf16, which is what casting an FP8
-// checkpoint to BF16 gives, so decoding is exact.
+// The last block of a dimension may be short. scale = absmax / 448 in fp32. The format defines the product as rounded
+// to bf16, which is what casting an FP8 checkpoint to BF16 gives, so decoding is exact.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +15,6 @@ struct Fp8Codec {
   static constexpr Format kFormat = Format::kFp8;
   static constexpr const char* kCodes = "float8_e4m3fn";
   static constexpr float kLargest = 448;
-
-  static float prepare(const float*, int, float*) { return 1.f; }
 
   // |v| <= 448; ties to even.
   static uint8_t encode_one(float v) {

@@ -1,8 +1,7 @@
 // int4: compressed-tensors' pack-quantized, symmetric, group 32: W = bf16(q * s), q in [-8, 7] stored as q + 8, s bf16.
 //
-// The encoder chooses the sign of s so that the group's extreme is negative, because the negative side has one code
-// more. It tries magnitudes of s from extreme / 7 (nothing is clipped) to extreme / 9.5 and keeps the one with the
-// least squared error.
+// The encoder chooses the sign of s so that the group's extreme is negative, where there is one code more. It tries
+// magnitudes from extreme / 7 (nothing is clipped) to extreme / 9.5 and keeps the one with the least squared error.
 #pragma once
 
 #include "quant/nibble-inl.h"
@@ -22,8 +21,6 @@ struct Int4Policy {
   static float multiplier(Scale s) {
     return to_float(s);
   }
-
-  static float prepare(const float*, int, float*) { return 1.f; }
 
   static Scale encode_group(const float* v, float, float, uint8_t* codes) {
     float extreme = 0, least = INFINITY;

@@ -1,9 +1,9 @@
 // k4: 4.25 bits: W = row_scale * bf16(sub * codebook[q]), q 4 bits, sub in [1, 64] for each 32 inputs, row_scale fp32.
 //
-// The rounding to bf16 is part of the format, so decoding is exact. With sub = 64, which is the row's largest group,
-// nothing is rounded. The codebook is the Lloyd-Max quantizer for Gaussian groups of 32 under this encoder's own choice
-// of scale, rounded to integers (tests/scripts/k4_codebook.py computes it). It is symmetric and has no zero: sub = 0
-// makes a group of zeros. Bit 3 of a code is the sign.
+// Decoding is exact, since the rounding to bf16 is part of the format; with sub = 64, the row's largest group, nothing
+// is rounded. The codebook is the Lloyd-Max quantizer for Gaussian groups of 32 under this encoder's own choice of
+// scale, rounded to integers (tests/scripts/k4_codebook.py computes it). It is symmetric, with the sign in bit 3, and
+// has no zero: sub = 0 makes a group of zeros.
 //
 // The encoder takes a group's scale from a few candidates, each refined to the least-squares scale of the codes it
 // gives. The row's scale is the largest group scale / 64. sub is then the best of the three nearest integers.

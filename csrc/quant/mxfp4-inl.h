@@ -29,8 +29,6 @@ struct Mxfp4Policy {
     return power_of_two(e);
   }
 
-  static float prepare(const float*, int, float*) { return 1.f; }
-
   static Scale encode_group(const float* v, float, float, uint8_t* codes) {
     float largest = 0;
     for (int i = 0; i < kGroup; i++) largest = std::max(largest, std::fabs(v[i]));

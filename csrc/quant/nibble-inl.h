@@ -1,15 +1,16 @@
 // Shared by the 4-bit formats: a tile has 128 columns, and a value is bf16(table[code] * the multiplier of its group of
 // 32 columns). The formats define the product as rounded, so decoding is exact.
 //
-// A tile is 16 rows x 64 bytes of codes, then 16 rows x 4 group scales. The 16 bytes of a group hold column i in the
-// low half and column 16 + i in the high half of byte i, so that both halves are whole vectors.
+// A tile is 16 rows x 64 bytes of codes, then 16 rows x 4 group scales. Byte i of a group's 16 holds column i in its
+// low half and column 16 + i in its high half, so that both halves are whole vectors.
 //
-// A policy (one a format, in its own file) has kFormat, Scale (a group's, as stored), kScaleKind (how a scale's bits
-// become its multiplier: "bf16", "integer" or "power_of_two"), kTable[16] (codes' values), multiplier<V>(scale),
-// prepare (see format.h), and
+// A policy (one a format, in its own file) has
+//   kFormat, prepare             as a codec: see format.h
+//   Scale, kScaleKind            a group's, as stored, and how its bits become its multiplier: "bf16", "integer" or
+//                                "power_of_two"; multiplier<V>(scale) does that
+//   kScales                      the number of different scales, or 0 when there are too many for a table
+//   kTable[16], kUnit            codes' values, and a unit of which all are whole multiples, at most 127 times
 //   encode_group(values, row_scale, hint, codes) -> Scale
-// and kScales, the number of different scales, or 0 when there are too many for a table; kUnit, of which all of kTable
-// are whole multiples, at most 127 times.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,7 @@ namespace ktft {
 constexpr float kTiny = 1e-30f;
 
 // For each scale of a policy, the values of all codes as bf16, repeated twice: a look-up uses five bits of an index,
-// and the fifth belongs to the other code of the byte. Each ISA has a table of its own, so that no code compiled for
-// one ISA is shared.
+// and the fifth belongs to the other code of the byte. The ISA is a parameter so that ISAs share no code.
 template <class Policy, class V>
 struct alignas(64) CodeValues {
   bf16 rows[Policy::kScales][32];
@@ -42,13 +42,10 @@ struct alignas(64) CodeValues {
 };
 
 template <class Policy>
-struct NibbleCodec {
-  static constexpr Format kFormat = Policy::kFormat;
+struct NibbleCodec : Policy {
   static constexpr const char* kCodes = "uint8";
-  using Scale = typename Policy::Scale;
-  static_assert(info(kFormat).tile_bytes == kCodeBytes + kTileRows * 4 * sizeof(Scale));
-
-  static float prepare(const float* row, int cols, float* hints) { return Policy::prepare(row, cols, hints); }
+  using typename Policy::Scale;
+  static_assert(info(Policy::kFormat).tile_bytes == kCodeBytes + kTileRows * 4 * sizeof(Scale));
 
   static void encode(const float* values, int cols, float row_scale, const float* hints, uint8_t* tile, int r) {
     Scale* const scales = reinterpret_cast<Scale*>(tile + kCodeBytes) + r * 4;

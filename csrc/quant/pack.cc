@@ -12,48 +12,55 @@ namespace {
 // Rows whose scale would be smaller are packed as zeros: such weights have no effect, and 1 / scale must stay finite.
 constexpr float kLeastRowScale = 1e-30f;
 
-// Scales of the blocks that hold rows [row, row + rows) of the slice; `row` is the first row of a block.
-template <class Codec>
-BadValue scale_blocks(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int row,
-                      int rows) {
-  std::vector<float> values(source.cols), largest(ceil_div(out.cols, kScaleBlock), 0.f);
-  for (int r = row; r < row + rows; r++) {
-    const int bad = widen_row(source, row_begin + r, values.data());
+// Calls fn(row of the slice, its source row as fp32) for a unit's rows, up to the first with NaN or Inf.
+template <class Fn>
+BadValue each_row(const SourceMatrix& source, int row_begin, const PackedMatrix& out, int unit, const Fn& fn) {
+  const int first = unit * pack_rows(out.format), end = std::min(out.rows, first + pack_rows(out.format));
+  std::vector<float> row(source.cols);
+  for (int r = first; r < end; r++) {
+    const int bad = widen_row(source, row_begin + r, row.data());
     if (bad >= 0) return {row_begin + r, bad};
-    for (int c = 0; c < out.cols; c++)
-      largest[c / kScaleBlock] = std::max(largest[c / kScaleBlock], std::fabs(values[col_begin + c]));
+    fn(r, row.data());
   }
-  for (size_t b = 0; b < largest.size(); b++)
-    out.block_scale_at(row, int(b) * kScaleBlock) = largest[b] / Codec::kLargest;
   return {};
+}
+
+// Sets the scales of the blocks that the unit's rows fill.
+template <class Codec>
+BadValue scale_blocks(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit) {
+  std::vector<float> largest(ceil_div(out.cols, kScaleBlock), 0.f);
+  const BadValue bad = each_row(source, row_begin, out, unit, [&](int, const float* row) {
+    for (int c = 0; c < out.cols; c++)
+      largest[c / kScaleBlock] = std::max(largest[c / kScaleBlock], std::fabs(row[col_begin + c]));
+  });
+  for (size_t b = 0; b < largest.size(); b++)
+    out.block_scale_at(unit * kScaleBlock, int(b) * kScaleBlock) = largest[b] / Codec::kLargest;
+  return bad;
 }
 
 template <class Codec>
 BadValue pack_with(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit) {
   constexpr FormatInfo format = info(Codec::kFormat);
-  const int first = unit * pack_rows(out.format), end = std::min(out.rows, first + pack_rows(out.format));
-  std::vector<float> row(source.cols), hints(source.cols / kGroup);
   if constexpr (format.block_scaled) {
-    const BadValue bad = scale_blocks<Codec>(source, row_begin, col_begin, out, first, end - first);
+    const BadValue bad = scale_blocks<Codec>(source, row_begin, col_begin, out, unit);
     if (bad.row >= 0) return bad;
   }
-  for (int r = first; r < end; r++) {
-    const int bad = widen_row(source, row_begin + r, row.data());
-    if (bad >= 0) return {row_begin + r, bad};
-    float scale = Codec::prepare(row.data(), source.cols, hints.data());
-    if (out.row_scale) {
+  std::vector<float> hints(source.cols / kGroup);
+  return each_row(source, row_begin, out, unit, [&](int r, const float* row) {
+    float scale = 1;
+    if constexpr (format.row_scaled) {
       // A row of zeros has scale 1, because LoRA and gradients are divided by row scales
+      scale = Codec::prepare(row, source.cols, hints.data());
       if (scale < kLeastRowScale) scale = 0;
       out.row_scale[r] = scale > 0 ? scale : 1.f;
     }
     for (int c = 0; c < out.cols; c += format.tile_cols) {
       if constexpr (format.block_scaled) scale = out.block_scale_at(r, c);
-      Codec::encode(row.data() + col_begin + c, std::min(format.tile_cols, out.cols - c), scale,
+      Codec::encode(row + col_begin + c, std::min(format.tile_cols, out.cols - c), scale,
                     hints.data() + (col_begin + c) / kGroup, out.tile(r / kTileRows, c / format.tile_cols),
                     r % kTileRows);
     }
-  }
-  return {};
+  });
 }
 
 // Copies the codes of one row of the slice. The formats that can be kept are fp8, int4 and mxfp4.
@@ -89,24 +96,13 @@ void keep_row(const SourceMatrix& source, int source_row, int col_begin, const P
 }
 
 BadValue keep_unit(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit) {
-  const int first = unit * pack_rows(out.format), end = std::min(out.rows, first + pack_rows(out.format));
-  std::vector<float> row(source.cols);
-  for (int r = first; r < end; r++) {
-    const int bad = widen_row(source, row_begin + r, row.data());
-    if (bad >= 0) return {row_begin + r, bad};
-    keep_row(source, row_begin + r, col_begin, out, r);
-  }
+  const int first = unit * pack_rows(out.format);
   if (out.block_scale)
     for (int c = 0; c < out.cols; c += kScaleBlock)
       out.block_scale_at(first, c) =
           static_cast<const float*>(source.scales)[source.scale_at(row_begin + first, col_begin + c)];
-  return {};
-}
-
-template <class Codec>
-void unpack_with(const PackedMatrix& m, float* dst, size_t ld) {
-  for (int r = 0; r < m.rows; r++)
-    for (int c = 0; c < m.cols; c++) dst[size_t(r) * ld + c] = Codec::decode_one(m, r, c);
+  return each_row(source, row_begin, out, unit,
+                  [&](int r, const float*) { keep_row(source, row_begin + r, col_begin, out, r); });
 }
 
 }  // namespace
@@ -118,7 +114,10 @@ BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const Pa
 }
 
 void unpack(const PackedMatrix& matrix, float* dst, size_t ld) {
-  with_codec(matrix.format, [&]<class Codec>() { unpack_with<Codec>(matrix, dst, ld); });
+  with_codec(matrix.format, [&]<class Codec>() {
+    for (int r = 0; r < matrix.rows; r++)
+      for (int c = 0; c < matrix.cols; c++) dst[size_t(r) * ld + c] = Codec::decode_one(matrix, r, c);
+  });
 }
 
 }  // namespace ktft

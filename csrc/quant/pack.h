@@ -9,13 +9,12 @@ struct BadValue {
   int row = -1, col = -1;  // row < 0: none
 };
 
-// The number of rows in a unit: rows that are packed together because they share scales. The last unit may be short.
+// The rows of a unit, which share scales and are packed together. The last unit may be short.
 constexpr int pack_rows(Format format) { return info(format).block_scaled ? kScaleBlock : kTileRows; }
 
 // Packs unit `unit` of `out`, whose first row and column are row_begin and col_begin of the source, multiples of
 // kSliceMultiple. With `keep`, which keeps() must allow, codes and scales stay unchanged. A row's scale comes from the
-// whole source row, so that slices of one matrix agree. Returns the first NaN or Inf found; the unit's content is then
-// undefined.
+// whole source row, so that slices agree. Returns the first NaN or Inf; the unit's content is then undefined.
 BadValue pack(const SourceMatrix& source, int row_begin, int col_begin, const PackedMatrix& out, int unit, bool keep);
 
 // Dequantizes the rows of the matrix into dst, whose row stride is ld.

@@ -24,8 +24,7 @@ struct SourceMatrix {
   }
 };
 
-// Widens row `r` to fp32; code x scale is exact up to fp32's own rounding. Returns the column of the first NaN or Inf,
-// or -1.
+// Widens row `r` to fp32, in which code x scale is rounded once. Returns the column of the first NaN or Inf, or -1.
 int widen_row(const SourceMatrix& source, int r, float* out);
 
 // Whether `format` can hold the source's codes and scales unchanged.

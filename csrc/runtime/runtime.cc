@@ -1,22 +1,23 @@
 #include "runtime/runtime.h"
 
-#include <utility>
-
 #include "base/cpu.h"
+#include "numa/topology.h"
 
 namespace ktft {
 
-Runtime::Runtime(Isa isa, Topology topology, std::vector<int> node_ids, const std::vector<std::vector<int>>& cpus,
-                 const std::vector<int>& threads)
-    : isa(isa),
-      topology(std::move(topology)),
-      node_ids(std::move(node_ids)),
-      pool(cpus, threads),
-      scratch(pool.threads()) {}
+Phase::~Phase() {
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  for (auto& [name, sum] : times_)
+    if (name == name_) {
+      sum += seconds;
+      return;
+    }
+  times_.emplace_back(name_, seconds);
+}
 
 std::shared_ptr<Runtime> Runtime::create(Isa isa, int threads, int nodes) {
   require_isa(isa);
-  Topology topology = read_topology();
+  const Topology topology = read_topology();
   const int real = int(topology.nodes.size()), wanted = nodes > 0 ? nodes : real;
   const int total = threads > 0 ? threads : topology.cores();
   std::vector<int> ids, counts;
@@ -31,7 +32,7 @@ std::shared_ptr<Runtime> Runtime::create(Isa isa, int threads, int nodes) {
     counts.assign(wanted, 0);
     for (int i = 0; i < total; i++) counts[i]++;
   }
-  return std::shared_ptr<Runtime>(new Runtime(isa, std::move(topology), ids, cpus, counts));
+  return std::shared_ptr<Runtime>(new Runtime(isa, ids, cpus, counts));
 }
 
 PhaseTimes Runtime::take_phases() {

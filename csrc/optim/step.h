@@ -1,4 +1,4 @@
-// Norms of gradients, and clipping, on a runtime's threads.
+// The optimizer step over many tensors, on a runtime's threads: norms of gradients, clipping and AdamW.
 #pragma once
 
 #include <vector>
@@ -20,5 +20,18 @@ std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& ten
 
 // Multiplies all elements, in fp32.
 void scale(Runtime& runtime, const std::vector<RowTensor>& tensors, float factor);
+
+// A tensor of `count` elements with its gradient and moments, all of the same dtype (fp32 or bf16), and its step.
+struct AdamTensor {
+  Dtype dtype;
+  int64_t count;
+  const void* grad;
+  void *param, *exp_avg, *exp_avg_sq;
+  AdamStep step;
+};
+
+// Updates all tensors, reading and writing each byte once, except where gradient and moments are zero and the update
+// would change nothing. Throws std::invalid_argument for any other dtype.
+void adam(Runtime& runtime, const std::vector<AdamTensor>& tensors);
 
 }  // namespace ktft
