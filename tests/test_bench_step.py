@@ -84,8 +84,10 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "Worker", LocalWorker)
 
 
-def test_command(tmp_path: Path) -> None:
-    """As a user types it: a process a model, one for the peer."""
+@pytest.mark.parametrize("worker", [LocalWorker, pytest.param(run.Worker, marks=pytest.mark.full)])
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: type[LocalWorker]) -> None:
+    """As a user types it: a process a model, one for the peer, or all in this process."""
+    monkeypatch.setattr(run, "Worker", worker)
     output, plot = tmp_path / "steps.jsonl", tmp_path / "steps.png"
     done = bench("--shape", TINY, "--layers", "1", "--tokens", "32", "--format", "int8", "--placement", "cpu", "--runs",
                  "1", "--threads", "1", "--peer", "hf-resident", "--peer", "zero3-offload", "--output", str(output),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,11 +63,15 @@ def test_yaml_trains_another_deepseek_by_its_two_lines(
     assert "eval_loss" in json.loads((tmp_path / "out" / "eval_results.json").read_text())
 
 
-def test_trainer_api(tiny_checkpoint: Callable[[str], Path], functions: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "trainer_api.py"), "--steps", "2"]
+def test_trainer_api(
+    tiny_checkpoint: Callable[[str], Path],
+    functions: Path,
+    tmp_path: Path,
+    fork_cli: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    command = [str(ROOT / "examples" / "trainer_api.py"), "--steps", "2"]
     command += ["--model", str(tiny_checkpoint("dsv3")), "--data", str(functions), "--out", str(tmp_path / "adapter")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout
+    done = fork_cli(command)
     assert "before step 1" in done.stdout and "reloaded from" in done.stdout
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 

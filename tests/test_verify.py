@@ -96,9 +96,9 @@ def test_a_split_over_nodes(tmp_path: Path) -> None:
     assert status == 0 and report["numa_nodes"] == 2
 
 
-def test_tables_for_a_person(tiny_checkpoint: Checkpoint, run_cli: Callable[..., Any]) -> None:
+def test_tables_for_a_person(tiny_checkpoint: Checkpoint, fork_cli: Callable[..., Any]) -> None:
     options = ["--threads", "1", "--layers", "2,0", "--tokens", "8"]
-    out = run_cli(["ktft", "verify", str(tiny_checkpoint("qwen3moe")), *options]).stdout
+    out = fork_cli(["ktft", "verify", str(tiny_checkpoint("qwen3moe")), *options]).stdout
     assert "(limit 0.5%)" in out and "The whole model" not in out
     assert out.splitlines()[-1].endswith("NUMA nodes: pass")
 
