@@ -172,9 +172,10 @@ def make_table(records: list[Record]) -> Table:
     return table
 
 
-def explain(record: Record) -> str:
+def explain(records: list[Record]) -> Iterator[str]:
     """The machine and what was updated, in one line."""
-    return (
-        f"{record.cpu}, {record.isa}, {record.threads} threads, {record.nodes} NUMA nodes: {record.parameters:,} fp32 "
-        f"parameters, LoRA of rank {record.rank} on {record.layers} layers of {record.shape}, {record.tensors} tensors"
+    first = records[0]
+    yield (
+        f"{first.cpu}, {first.isa}, {first.threads} threads, {first.nodes} NUMA nodes: {first.parameters:,} fp32 "
+        f"parameters, LoRA of rank {first.rank} on {first.layers} layers of {first.shape}, {first.tensors} tensors"
     )
