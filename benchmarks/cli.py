@@ -136,11 +136,12 @@ def kernels(
         shapes = [parse_shape(text) for text in shape or ["small"]]
 
     from benchmarks import report
-    from benchmarks.kernels import Plan, run
+    from benchmarks.kernels import run
     from benchmarks.peers import LIBRARIES, PEERS
     from ktft import native
 
-    plan = Plan(
+    measured = partial(
+        run,
         shapes=shapes,
         tokens=tokens or [64, 1024],
         routings=_chosen("--routing", routing, ROUTINGS, ROUTINGS[:1]),
@@ -152,7 +153,7 @@ def kernels(
         peers=_peers(peer, (each.name for each in PEERS), (each.name for each in LIBRARIES)),
     )
     with _refusing():
-        records, _ = _recorded(console, output, partial(run, plan))
+        records, _ = _recorded(console, output, measured)
     _show(console, report, records, plot)
 
 
@@ -270,7 +271,7 @@ def serve(
     from benchmarks.serve.checkpoint import describe, write_checkpoint
     from benchmarks.serve.client import ServerFailed
     from benchmarks.serve.run import Plan, run, take_turns
-    from benchmarks.serve.servers import PEERS, Running
+    from benchmarks.serve.servers import PEERS, running
 
     names = [each.name for each in PEERS]
     peers = _peers(peer, names, names if url is None else ())
@@ -285,7 +286,7 @@ def serve(
             held, vocabulary = describe(directory)
             title = chosen.name if model is None else model.name
         else:
-            title = Running(str(url), served_model_name).client.model
+            title = running(str(url), served_model_name).model
         loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]
         job = Job(directory, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads)
         plan = Plan(job, url, served_model_name, peers, loads, rounds, take_turns(together), title, held)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import time
 from abc import abstractmethod
 from itertools import pairwise
@@ -17,6 +16,7 @@ from benchmarks import layers
 from benchmarks.cases import Case
 from benchmarks.peer import Job as KernelJob
 from benchmarks.peer_kt import KT_KERNEL
+from benchmarks.process import free_port
 from benchmarks.step.cases import Job, Times
 from benchmarks.step.models import fix_routing, set_checkpointing, stock_model
 from benchmarks.step.runners import (
@@ -57,10 +57,7 @@ class Offload(ModelRunner):
 
 def one_process() -> None:
     """What a launcher would set, for one process on a port that is free."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 class Zero3Offload(Offload):
