@@ -27,12 +27,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Record:
-    """Medians of one optimizer's step, as printed.
-
-    `gbs` is the least traffic, 28 bytes per parameter, over the time. `read_gbs` and `mix_gbs` are measured before each
-    step, with reads only and with AdamW's mix (of four lines read, three are written back). The percentages are paired
-    with them. `ratio` is the optimizer's median time over ktft's.
-    """
+    """Medians of one optimizer's step, as printed; docs/reference/measuring.md, "The optimizer", says what each is."""
 
     optimizer: str
     shape: str
