@@ -187,10 +187,10 @@ def test_peers_compute_the_same_layer(peer: Any) -> None:
 
 def test_kt_kernel_says_why_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kt_kernel", None)
-    assert "does not import" in peer_kt.KtKernel().absent()
+    assert "does not import" in peer_kt.KT_KERNEL.absent()
     bare = SimpleNamespace(kt_kernel_ext=SimpleNamespace(moe=SimpleNamespace()))
     monkeypatch.setitem(sys.modules, "kt_kernel", bare)
-    assert "no AMX experts" in peer_kt.KtKernel().absent()
+    assert "no AMX experts" in peer_kt.KT_KERNEL.absent()
     assert peer_kt.thread_counts(16) == [16, 15, 12, 8]
     assert peer_kt.thread_counts(1) == [1]
 

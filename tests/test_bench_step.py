@@ -311,7 +311,7 @@ class OneLayer:
 @pytest.mark.usefixtures("in_process")
 def test_kernels_of_one_layer_beside_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its figure is of one layer, and is not divided by the layers of the model."""
-    monkeypatch.setattr(peers, "KtKernel", OneLayer)
+    monkeypatch.setattr(peers, "KT_KERNEL", OneLayer())
     monkeypatch.setattr(KtKernelLayer, "absent", staticmethod(lambda: ""))
     monkeypatch.setattr(machine, "MAX_COPIES", 2)
     output, plot = tmp_path / "steps.jsonl", tmp_path / "steps.png"

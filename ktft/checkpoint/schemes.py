@@ -357,10 +357,6 @@ def _compressed_weights(layout: _Config, weights: _Config) -> Scheme:
     return PackedInt4(weights.group("group_size") if strategy == "group" else None)
 
 
-def _mxfp4(config: _Config) -> Scheme:
-    return Mxfp4()
-
-
 def _gptq(config: _Config) -> Scheme:
     config.one_of("bits", (4,))
     written = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
@@ -378,7 +374,7 @@ def _awq(config: _Config) -> Scheme:
     return Awq(config.group("group_size"))
 
 
-METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq}
+METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": lambda _: Mxfp4(), "gptq": _gptq, "awq": _awq}
 """`quant_method` of config.json -> function that reads the rest of the quantization config."""
 
 
