@@ -30,7 +30,7 @@ REQUIRED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth
 def seal(directory: Path, facts: Mapping[str, Any]) -> int:
     """Make a written checkpoint durable, then list its files' sizes and SHA-256 beside `facts`. Returns their bytes."""
     sync_tree(directory)
-    files = _describe(directory, sorted(_files(directory)))
+    files = _describe_all(directory, _files(directory))
     write_whole(directory / MANIFEST, to_json({"version": VERSION, **facts, "files": files}))
     return sum(file["bytes"] for file in files.values())
 
@@ -103,7 +103,7 @@ def damage(directory: Path) -> str | None:
     for name, file in listed.items():
         if (size := (directory / name).stat().st_size) != file["bytes"]:
             return f"{name} has {size} bytes, {file['bytes']} were written"
-    for name, file in _describe(directory, sorted(listed)).items():
+    for name, file in _describe_all(directory, listed).items():
         if file["sha256"] != listed[name]["sha256"]:
             return f"{name} has SHA-256 {file['sha256']}, what was written had {listed[name]['sha256']}"
     return None
@@ -126,14 +126,16 @@ def _files(directory: Path) -> set[str]:
     return found - {MANIFEST}
 
 
-def _describe(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    def one(name: str) -> tuple[str, dict[str, Any]]:
-        with (directory / name).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return name, {"bytes": (directory / name).stat().st_size, "sha256": digest}
+def describe(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
+
+def _describe_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    names = sorted(names)
     with ThreadPoolExecutor(4) as threads:  # hashing leaves the GIL to others
-        return dict(threads.map(one, names))
+        return dict(zip(names, threads.map(describe, map(directory.joinpath, names)), strict=True))
 
 
 # --- facts of a run ---------------------------------------------------------------------------------------------------
