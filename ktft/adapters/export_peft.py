@@ -45,11 +45,9 @@ class Stacked:
 
     @property
     def projections(self) -> list[str]:
-        """The parameter's projections that have LoRA."""
         return [each for each in self.adapter.expert_projections(self.experts) if each in PARAMETERS[self.parameter]]
 
     def place(self, expert: int, projection: str) -> Place:
-        """The place of one projection of one expert."""
         return self.adapter.expert_place(self.experts, expert, projection)
 
     @property

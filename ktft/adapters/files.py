@@ -1,8 +1,7 @@
 """Adapters on disk: directories as PEFT writes them, with a standard name for every expert's tensors.
 
-An adapter file written by ktft keeps, in its safetensors metadata, a CRC-32 of every tensor and the settings that
-decide what the tensors mean, so that ktft notices a damaged file or an edited configuration. Other software ignores
-this metadata.
+The safetensors metadata of a file that ktft wrote has a CRC-32 of every tensor and the settings that decide what the
+tensors mean, so that ktft notices a damaged file or an edited configuration. Other software ignores it.
 """
 
 from __future__ import annotations

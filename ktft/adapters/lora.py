@@ -85,8 +85,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     `[E, out, r]`, where E counts the experts that the process holds. They are fp32 unless cast, and always on the CPU.
     On disk each expert has its standard name, `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
 
-    `ranks` has those of the first adapter, by projection. `kwargs` are PEFT's LoRA options, as `check_options` lets
-    them pass.
+    `ranks` are the first adapter's, by projection; `kwargs` are PEFT's LoRA options, which `check_options` may refuse.
     """
 
     def __init__(self, base_layer: KtftExperts, adapter_name: str, ranks: dict[str, Rank], **kwargs: Any) -> None:

@@ -105,8 +105,7 @@ class Merge:
     def run(self) -> Iterator[tuple[str, int]]:
         """Write what is missing. Yields (what was worked on, bytes that are finished).
 
-        Raises ValueError if the adapter or the base holds NaN, a file is damaged, or the disk is full. Finished files
-        stay.
+        Raises ValueError if adapter or base hold NaN, a file is damaged, or the disk is full. Finished files stay.
         """
         for nbytes in self.adapter.check_values():
             yield "checking the adapter", nbytes

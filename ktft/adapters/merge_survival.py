@@ -79,17 +79,11 @@ class Survival:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One merged weight.
+    """One merged weight."""
 
-    Attributes:
-        name: the module's name, or the tensor's if the adapter replaces it.
-        group: the layer and projection; weights are judged by group.
-        rounding: `nearest` or `dithered`.
-    """
-
-    name: str
-    group: tuple[str, str]
-    rounding: str
+    name: str  # the module's, or the tensor's if the adapter replaces it
+    group: tuple[str, str]  # the layer and projection; weights are judged by group
+    rounding: str  # `nearest` or `dithered`
     survival: Survival
 
     @classmethod

@@ -144,11 +144,14 @@ def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts
     stored = {place.name: f"{place.name}.weight" for place in adapter.linears} | {each: each for each in adapter.whole}
     for name, tensor in stored.items():
         layer, _, projection = name.removesuffix(".weight").rpartition(".")
-        part = Part(name, (layer, projection), slice(None), partial(adapter.delta, name))
-        change(_stored(plan, tensor)).parts.append(part)
-    if with_experts:
-        for matrix in plan.experts.matrices:
-            for part in _expert_parts(plan, adapter, matrix):
+        matrix = _stored(plan, tensor)
+        change(matrix).parts.append(Part(name, (layer, projection), slice(None), partial(adapter.delta, name)))
+    for matrix in plan.experts.matrices if with_experts else ():
+        for target in matrix.targets:
+            module = plan.layers[target.layer].name
+            name = f"{module}.{target.expert}.{target.projection}"
+            if name in adapter.places:
+                part = Part(name, (module, target.projection), target.rows, partial(adapter.delta, name))
                 change(matrix).parts.append(part)
     if storage == BF16:
         for matrix in _quantized(plan):
@@ -176,14 +179,6 @@ def _stored(plan: LoadPlan, name: str) -> Matrix:
     if stored is None:
         raise ValueError(f"the adapter changes {name}, which {plan.backbone.checkpoint.directory} holds no tensor of")
     return Matrix(*stored, index=None, transposed=False)
-
-
-def _expert_parts(plan: LoadPlan, adapter: SavedAdapter, matrix: Matrix) -> Iterator[Part]:
-    for target in matrix.targets:
-        module = plan.layers[target.layer].name
-        name = f"{module}.{target.expert}.{target.projection}"
-        if name in adapter.places:
-            yield Part(name, (module, target.projection), target.rows, partial(adapter.delta, name))
 
 
 def _quantized(plan: LoadPlan) -> Iterator[Matrix]:

@@ -23,9 +23,7 @@ _REGEX = set(r"\*+?()[]|^$")
 
 
 def linear_names(model: Any) -> set[str]:
-    """The last name components of everything that LoRA can train: linear layers and the experts' projections, except
-    the output layer and the modules in the family's `without_lora`.
-    """
+    """The last parts of the names of what LoRA can train: without the output layer and the family's `without_lora`."""
     unused = set(experts_family(model).without_lora)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = set(PROJECTIONS)

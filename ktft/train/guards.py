@@ -52,42 +52,27 @@ class GroupProof:
 
 @dataclass
 class Step:
-    """One optimizer step as the guards see it, its number from 1.
+    """One optimizer step as the guards see it."""
 
-    Attributes:
-        norms: norms of gradients, see `GradientWatch`, without a gradient scaler's factor.
-        reached: name of routed experts -> for each expert, the (token, expert) pairs that the loss depends on.
-        rates: id of a parameter -> its learning rate.
-        scaled: whether a gradient scaler may skip this step.
-        loss: the mean over the step's batches; None if it is not known.
-    """
-
-    number: int
-    norms: dict[str, Tensor]
-    reached: dict[str, Tensor]
-    rates: dict[int, float]
-    scaled: bool = False
-    loss: float | None = None
+    number: int  # from 1
+    norms: dict[str, Tensor]  # norms of gradients, see `GradientWatch`, without a gradient scaler's factor
+    reached: dict[str, Tensor]  # routed experts -> for each expert, the (token, expert) pairs that the loss depends on
+    rates: dict[int, float]  # id of a parameter -> its learning rate
+    scaled: bool = False  # whether a gradient scaler may skip this step
+    loss: float | None = None  # the mean over the step's batches, if it is known
 
 
 @dataclass
 class Guards:
-    """The checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order.
-
-    Attributes:
-        proofs: group -> what has been seen of it.
-        steps: the number of finished steps in the window.
-        closed_step: the step at which the window closed; None while it is open.
-        failure: the message of the error that was raised.
-    """
+    """The checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order."""
 
     parameters: dict[str, Trained]
     life: LifeSigns = field(default_factory=lambda: LifeSigns(None))
-    proofs: dict[str, GroupProof] = field(default_factory=dict)
-    steps: int = 0
+    proofs: dict[str, GroupProof] = field(default_factory=dict)  # group -> what has been seen of it
+    steps: int = 0  # finished ones in the window
     skipped: int = 0
-    closed_step: int | None = None
-    failure: str | None = None
+    closed_step: int | None = None  # the step at which the window closed
+    failure: str | None = None  # the message of the error that was raised
     _bits: dict[str, Tensor] = field(default_factory=dict)
     _moved: dict[str, Tensor] = field(default_factory=dict)  # layer -> whether a B of each expert moved
     _step: Step | None = None

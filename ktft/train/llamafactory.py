@@ -307,7 +307,8 @@ def _experts_kept(config: Any) -> Iterator[None]:
 
 def create_muon_optimizer(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Make Muon also update the LoRA of routed experts, which is three-dimensional and would otherwise go to AdamW."""
-    optimizer, layers = original(model, *args, **kwargs), expert_layers(model).values()
+    optimizer = original(model, *args, **kwargs)
+    layers = expert_layers(model).values()
     stacked = [t for layer in layers for name in layer.lora_A for _, _, t in layer.tensors(name) if t.requires_grad]
     if stacked:
         take_stacked(optimizer, stacked)

@@ -42,15 +42,12 @@ class Run:
     """A training run on a model with ktft's experts, from `on_train_begin` on.
 
     Attributes:
-        records: name of a routed experts module, any LoRA on it included -> the counts that the module keeps.
-        norms: gradient norms by group, of step `norms_step`.
         loss: the current step's loss, summed over its batches so far; None at steps whose gradients are not checked.
         mark: time at which the last step, or the last work outside training (logging, saving, evaluating), ended.
         began: time at which the current step began, reading its data included.
-        optimizer: the span of the current optimizer step.
     """
 
-    records: dict[str, Record]
+    records: dict[str, Record]  # name of a routed experts module, with any LoRA on it -> the counts that it keeps
     guards: Guards
     watch: GradientWatch
     report: RunReport
@@ -58,7 +55,7 @@ class Run:
     trace: Trace | None
     runtime: Runtime
     lanes: Lanes | None = None
-    norms: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
     since: Since = field(default_factory=Since)
     loss: Tensor | None = None
@@ -171,7 +168,6 @@ class RunCallback(TrainerCallback):
         self.told = Told()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Start counting and checking gradients."""
         self.run = Run.of(args, state, self.told, **kwargs)
         if self.run is not None and self.resume_from is not None:
             self.run.report.resume(Path(self.resume_from), state.global_step, state.log_history)
@@ -195,12 +191,10 @@ class RunCallback(TrainerCallback):
             self.run.begin_step(self.run.guards.open or _looked_at(state.global_step + 1, args, state))
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Check gradients if this step checks them."""
         if self.run is not None:
             self.run.before_optimizer(state.global_step + 1, kwargs["optimizer"])
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """End the optimizer's span."""
         if self.run is not None and self.run.optimizer is not None:
             self.run.optimizer.end()
             self.run.optimizer = None

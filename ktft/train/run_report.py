@@ -82,11 +82,6 @@ class Series:
         self.stride = int(self.rows[0]["merged"] or 1) if self.rows else 1
 
 
-def _is_measure(name: str, value: Any) -> bool:
-    speed = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
-    return name.startswith("eval_") and not name.endswith(speed) and isinstance(value, Real)
-
-
 def _finite(value: float | None) -> float | None:
     """The value, or None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
@@ -103,19 +98,15 @@ class RunReport:
     """The report of a run so far.
 
     Attributes:
-        facts: facts that do not change, see `ktft.train.facts`.
-        layers: the numbers of the layers with experts, one for each row of `expert_tokens`.
-        expert_tokens: `[layers, experts]` int64, counts of (token, expert) pairs.
         steps: one row per optimizer step: seconds in all and by `TIMES` and `BUSY`, tokens, memory.
         logged: one row each time the Trainer logs: loss, learning rate, and gradient norm in all and by group.
         evaluated: one row per evaluation of the Trainer: its measures without those of speed.
         resumed: the checkpoints from which this run resumed, and the source of the values of earlier steps.
-        ended: how the run ended, or `running`.
     """
 
-    facts: dict[str, Any]
-    layers: list[int]
-    expert_tokens: Tensor
+    facts: dict[str, Any]  # see `ktft.train.facts`
+    layers: list[int]  # the numbers of the layers with experts
+    expert_tokens: Tensor  # [layers, experts] int64, counts of (token, expert) pairs
     steps: Series = field(default_factory=_steps)
     spans: RunSums = field(default_factory=RunSums)
     logged: Series = field(default_factory=Series)
@@ -175,8 +166,9 @@ class RunReport:
 
     def evaluate(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the measures of the Trainer's evaluation after a step."""
-        found = {name: float(value) for name, value in metrics.items() if _is_measure(name, value)}
-        if found:
+        speed = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
+        names = [name for name in metrics if name.startswith("eval_") and not name.endswith(speed)]
+        if found := {name: float(metrics[name]) for name in names if isinstance(metrics[name], Real)}:
             self.evaluated.add({"step": step, **found})
 
     def note_guards(self, guards: Guards) -> None:
