@@ -38,11 +38,12 @@ def reasons_against(model: nn.Module) -> Iterator[tuple[str, str]]:
         if reason := _of_server(model, server, family, leaves, whole):
             yield target, reason
     row = ARCHITECTURES.get(family.name)
-    unapplied = [] if row is None else [leaf for leaf in sorted(leaves) if leaf in row.unapplied]
     if row is None:
         yield "gguf", f"the family {family.name}"
-    elif whole or unapplied:
-        yield "gguf", "modules trained whole" if whole else f"LoRA on {', '.join(unapplied)}"
+    elif whole:
+        yield "gguf", "modules trained whole"
+    elif unapplied := leaves.keys() & set(row.unapplied):
+        yield "gguf", f"LoRA on {', '.join(sorted(unapplied))}"
 
 
 def _leaves(model: nn.Module) -> dict[str, set[str]]:
@@ -50,8 +51,7 @@ def _leaves(model: nn.Module) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, KtftExpertsLora):
-            projections = {projection for ranks in module.ranks.values() for projection in ranks}
-            for projection in projections:
+            for projection in (projection for ranks in module.ranks.values() for projection in ranks):
                 found.setdefault(projection, set())
         elif isinstance(module, LoraLayer):
             parent, _, leaf = name.rpartition(".")

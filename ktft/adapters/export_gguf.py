@@ -8,13 +8,12 @@ where it calls `build_lora_mm`; llama.cpp also loads a pair for any other matrix
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ktft.adapters.files import LazyTensor
+from ktft.adapters.files import LazyTensor, Progress
 from ktft.adapters.lora import KINDS
 from ktft.adapters.saved import Place, SavedAdapter
 from ktft.model.experts import experts_family
@@ -45,8 +44,7 @@ ARCHITECTURES = {
 def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
     """The name of llama.cpp's architecture, alpha, and the tensors by their GGUF names.
 
-    Raises:
-        ValueError: gguf is not installed, or llama.cpp does not have the model or would not apply a tensor.
+    Raises ValueError if gguf is not installed, or llama.cpp does not have the model or would not apply a tensor.
     """
     try:
         import gguf
@@ -95,13 +93,10 @@ def _stacked(adapter: SavedAdapter, places: list[Place], kind: str, alpha: float
     shape = first.shape(kind)
     factor = first.scaling * first.r / alpha if kind == "lora_B" else 1.0
     whole = shape if first.experts is None else (len(places), *shape)
-
     return LazyTensor(torch.float32, whole, lambda: adapter.stack(places, kind).mul_(factor).view(whole))
 
 
-def write(
-    directory: Path, arch: str, alpha: float, tensors: dict[str, LazyTensor], progress: Callable[[str, int], None]
-) -> None:
+def write(directory: Path, arch: str, alpha: float, tensors: dict[str, LazyTensor], progress: Progress) -> None:
     """Write `FILE` into a directory, one tensor in memory at a time."""
     import gguf
 

@@ -62,7 +62,6 @@ class Since:
     totals: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
-        """Add a step's row."""
         self.steps += 1
         for name in ("seconds", "tokens", "wait", *BUSY):
             self.totals[name] = self.totals.get(name, 0.0) + (row[name] or 0.0)
@@ -91,7 +90,6 @@ class RunSums:
     sums: Sums = field(default_factory=dict)
 
     def add(self, sums: Sums) -> None:
-        """Add the sums of a step."""
         for key, more in sums.items():
             self.sums.setdefault(key, Sum()).add(more)
 
@@ -99,13 +97,15 @@ class RunSums:
         """Name -> columns with one value per layer; the layer is null for spans that belong to no layer."""
         content: dict[str, Any] = {}
         for name in NAMES:
-            rows = sorted(((layer, s) for (n, layer), s in self.sums.items() if n == name), key=_by_layer)
-            if rows:
+            rows = {layer: found for (n, layer), found in self.sums.items() if n == name}
+            layers = sorted(rows, key=lambda layer: -1 if layer is None else layer)
+            if layers:
+                found = [rows[layer] for layer in layers]
                 content[name] = {
-                    "layers": [layer for layer, _ in rows],
-                    "count": [s.count for _, s in rows],
-                    **{key: [round(getattr(s, key), 6) for _, s in rows] for key in ("seconds", "waited", "expected")},
-                    **{key: [int(getattr(s, key)) for _, s in rows] for key in ("bytes", "flops")},
+                    "layers": layers,
+                    "count": [s.count for s in found],
+                    **{key: [round(getattr(s, key), 6) for s in found] for key in ("seconds", "waited", "expected")},
+                    **{key: [int(getattr(s, key)) for s in found] for key in ("bytes", "flops")},
                 }
         return content
 
@@ -117,16 +117,10 @@ class RunSums:
                 self.add({(name, layer): Sum(**dict(zip(keys, values, strict=True)))})
 
 
-def _by_layer(row: tuple[int | None, Sum]) -> int:
-    return -1 if row[0] is None else row[0]
-
-
 def lane_rates(spans: Mapping[str, Any], seconds: float) -> dict[str, dict[str, float | None]]:
     """For each lane that ran: busy and expected seconds, share of the run's time, and GB/s and TFLOPS while busy.
 
-    Args:
-        spans: the result of `RunSums.content`.
-        seconds: the time of all steps.
+    `spans` is the result of `RunSums.content`, `seconds` the time of all steps.
     """
     rates: dict[str, dict[str, float | None]] = {}
     for name in PARALLEL:
