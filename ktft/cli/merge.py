@@ -68,7 +68,7 @@ def merge(
                         f"rounding moves the logits by {found.error:.2%}, more than the adapter does "
                         f"({found.effect:.2%})"
                     )
-            merged.publish(found and found.to_dict())
+            merged.publish(found.to_dict() if found else None)
     except KeyboardInterrupt:
         raise refuse("interrupted; what is finished is kept, run the same command again") from None
     for warning in warnings:

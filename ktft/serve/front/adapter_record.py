@@ -55,11 +55,7 @@ class AdapterRecord:
             raise NotRecorded(error.strerror or str(error)) from None
 
     def read(self) -> Named | None:
-        """The adapter that is recorded; None for the base model.
-
-        Raises:
-            ValueError: the record cannot be read.
-        """
+        """The adapter that is recorded; None for the base model. Raises ValueError if the record cannot be read."""
         assert self.path is not None
         try:
             found = json.loads(self.path.read_bytes())

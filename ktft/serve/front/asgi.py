@@ -14,6 +14,10 @@ Send = Callable[[Message], Awaitable[None]]
 MAX_BODY = 64 << 20  # bytes; images come as base64
 
 
+class Gone(Exception):
+    """The client disconnected before its request was answered."""
+
+
 class Refusal(Exception):
     """An error that answers a request.
 
@@ -67,10 +71,11 @@ def path_of(scope: Scope) -> str:
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> bytes | None:
-    """The whole body of a request; None if the client left before its end.
+async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> bytes:
+    """The whole body of a request.
 
     Raises:
+        Gone: the client left before its end.
         Refusal: the body is longer than `limit` bytes.
     """
     too_large = Refusal(413, f"the body has more than {limit} bytes")
@@ -81,7 +86,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> by
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
+            raise Gone
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         if size > limit:

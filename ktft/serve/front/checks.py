@@ -16,17 +16,12 @@ from ktft.serve.runtime.settings import ServeSettings
 
 
 def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings:
-    """Check everything, the cheapest first.
-
-    Raises:
-        ValueError, FileNotFoundError: with a message for the user.
-    """
+    """Check everything, the cheapest first. Raises ValueError or FileNotFoundError, with a message for the user."""
     gpu = check_installed(engine)
     engine.check_extra(options.extra)
     check_keys(options)
     engine.allowed_origins(options.extra)
     check_port(options.host, options.port)
-    notes = (*host_notes(options), *key_notes(settings, options))
     from ktft import native
 
     native.check_machine(settings.threads, settings.numa_nodes)
@@ -43,7 +38,8 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
     if settings.adapter is not None:
         check_adapter(settings, model)
     max_model_len, kv_cache, more = size_up(engine, settings, options, model, gpu=gpu)
-    return Findings(engine, model.config.model_type, gpu, max_model_len, kv_cache, (*notes, *more))
+    notes = (*host_notes(options), *key_notes(settings, options), *more)
+    return Findings(engine, model.config.model_type, gpu, max_model_len, kv_cache, notes)
 
 
 def check_installed(engine: Engine) -> bool:

@@ -77,11 +77,7 @@ class Metrics(Collector):
         }
 
     def routing(self) -> Routing:
-        """What was routed since the start, as `ktft serve --routing-profile` takes it.
-
-        Raises:
-            Refusal: 503, the engine has not answered.
-        """
+        """What was routed since the start, as `ktft serve --routing-profile` takes it. Refusal without a status."""
         if self._status is None:
             raise Refusal(503, "the engine has not answered; try again", retry_after=5)
         return Routing({int(layer): counts for layer, counts in self._status["heat"].items()})

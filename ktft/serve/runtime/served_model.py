@@ -22,7 +22,6 @@ class ServedExperts:
 
     Args:
         layer: the packed experts.
-        number: the layer's number in the model.
         activation_bits: see `ktft.native.ExpertLayer.forward`.
 
     Attributes:
@@ -31,8 +30,8 @@ class ServedExperts:
         seconds: the time that they took.
     """
 
-    def __init__(self, layer: ExpertLayer, number: int, activation_bits: int = 16) -> None:
-        self.layer, self.number, self.activation_bits = layer, number, activation_bits
+    def __init__(self, layer: ExpertLayer, activation_bits: int = 16) -> None:
+        self.layer, self.activation_bits = layer, activation_bits
         self.lora: ExpertLora | None = None
         self.heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
         self.seconds = 0.0

@@ -73,7 +73,7 @@ class KtftLinearMethod(UnquantizedLinearMethod):
         return out
 
     def stacked(self, slices: Sequence[SliceLora]) -> AB:
-        """The tensors for `put`, in CPU memory, for LoRA on these rows of the output; zeros or nothing without rows."""
+        """Zeros, or nothing where the rank follows the adapter, for no rows."""
         rank = self.fixed or max((len(each.a) for each in slices), default=0)
         bounds = self.slot.bounds
         a = torch.zeros(len(self.slot.parts) * rank, self.slot.input_size, dtype=torch.float32, device="cpu")
@@ -85,17 +85,14 @@ class KtftLinearMethod(UnquantizedLinearMethod):
         return a, b
 
     def ready(self, tensors: AB) -> AB:
-        """The same tensors where `put` needs no more memory of the device for them."""
         a, b = tensors
         return (a, b) if self.fixed else (a.to(self.device), b.to(self.device))
 
     def held(self) -> AB:
-        """What is applied now, so that `put` can apply it again, whatever was put in between."""
         a, b = getattr(self.layer, A), getattr(self.layer, B)
         return (a.to("cpu", copy=True), b.to("cpu", copy=True)) if self.fixed else (a, b)
 
     def put(self, tensors: AB) -> None:
-        """Apply these tensors from now on. Nothing may be computing. Tensors that are `ready` take no memory."""
         for name, tensor in zip((A, B), self.ready(tensors), strict=True):
             if self.fixed:
                 getattr(self.layer, name).copy_(tensor)
