@@ -106,8 +106,6 @@ class Conversation:
         errors: where errors and notes go; answers go to standard output.
         name: the model's name; None takes the model that is served.
         sampling: OpenAI's parameters; the server chooses where the value is None.
-        system: the system prompt.
-        messages: the conversation so far.
     """
 
     client: Any
@@ -118,14 +116,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> int:
-        """Talk until the input ends or the user leaves.
-
-        Returns:
-            The number of messages that failed.
-
-        Raises:
-            ValueError: the server does not answer.
-        """
+        """Talk until the input ends or the user leaves. Returns the number of messages that failed."""
         if self.name is None:
             try:
                 self.name = self.client.models.list().data[0].id

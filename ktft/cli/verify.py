@@ -240,7 +240,7 @@ def _layer_table(report: Report) -> Table:
         worst = max(gradients, key=lambda error: comparable(error.worst_relative))
         table.add_row(
             str(result.layer),
-            _verdict(not result.problems),
+            Text("off", style="bold red") if result.problems else Text("pass", style="green"),
             f"{percent(output.relative)}\nexpert {output.worst_expert}: {percent(output.worst_relative)}",
             f"{percent(worst.relative)} {worst.quantity.removesuffix(' gradient')}\n"
             f"expert {worst.worst_expert}: {percent(worst.worst_relative)}",
@@ -283,7 +283,3 @@ def _whole_table(whole: WholeResult) -> Table:
                 percent(distance.top1),
             )
     return table
-
-
-def _verdict(passed: bool) -> Text:
-    return Text("pass", style="green") if passed else Text("off", style="bold red")

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def require_fitting(url: str | None, own: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Refuse options that do not fit the presence or absence of `--serve`.
-
-    Args:
-        url: the value of `--serve`, if it is given.
-        own, others: options that need `--serve`, and those that cannot be combined with it, with their values.
-    """
+    """Refuse options of `own`, which need `--serve`, without its value `url`, and those of `others` with it."""
     wrong = [name for name, value in (own if url is None else others).items() if value is not None]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: {'only with' if url is None else 'not with'} --serve URL")
@@ -42,12 +37,7 @@ def verify(
 ) -> int:
     """Compare, and print the findings. Returns the exit code.
 
-    Args:
-        url, name: the server, and its name for the model; None takes its only one.
-        directory, settings, adapter: the model as trained.
-        prompts: a file of texts; None takes built-in ones.
-        tokens: length of each greedy continuation.
-        as_json: whether the findings are printed as JSON.
+    Without `name`, the server's only model is asked for; without `prompts`, built-in texts.
     """
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} is not a directory with a config.json; it must be the model as trained")

@@ -19,11 +19,7 @@ class NotRecorded(Exception):
 
 
 class AdapterRecord:
-    """A JSON file with the name and directory of an adapter, or null for the base model.
-
-    Args:
-        path: the file; None keeps no record.
-    """
+    """A JSON file with the name and directory of an adapter, or null for the base model; none without `path`."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

@@ -22,8 +22,7 @@ class Refusal(Exception):
     """An error that answers a request.
 
     Args:
-        status: of HTTP.
-        message: for the person who sent the request.
+        status, message: of HTTP, and for the person who sent the request.
         param: the field of the request that is wrong.
         retry_after: seconds after which the same request may work.
     """

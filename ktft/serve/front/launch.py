@@ -35,11 +35,7 @@ _CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|error: argum
 
 
 class Failed(Exception):
-    """The server could not start, or has died.
-
-    Attributes:
-        lines: the end of its log.
-    """
+    """The server could not start, or has died. `lines` are the end of its log."""
 
     def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -77,13 +73,7 @@ class Place:
 
 
 class Server:
-    """One start of a server.
-
-    Args:
-        settings, options, found: what to start.
-        place: the directory for its files.
-        verbose: whether its log goes to this process's standard error instead of a file.
-    """
+    """One start of a server. Its log goes to `place`, or if `verbose` to this process's standard error."""
 
     def __init__(
         self, settings: ServeSettings, options: Options, found: Findings, place: Place, verbose: bool = False
@@ -219,10 +209,8 @@ def run(
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        settings, options, found: what to start.
-        place: the directory for the server's files.
+        settings, options, found, place, verbose: see `Server`.
         watcher: is told what happens.
-        verbose: see `Server`.
         supervise: whether to start again after a crash, with the adapter that was loaded last; see `TRIES`.
 
     Raises:

@@ -46,14 +46,7 @@ cache."""
 
 
 class HybridExperts:
-    """One layer's routed experts.
-
-    Args:
-        model: the model that the layer belongs to.
-        number: the layer's number in the model.
-        place: the layer's place among the layers with experts.
-        layer: the packed experts.
-    """
+    """The routed experts of layer `number`, which is at `place` among the model's layers with experts."""
 
     def __init__(self, model: HybridModel, number: int, place: int, layer: ExpertLayer) -> None:
         self.model, self.place, self.layer = model, place, layer

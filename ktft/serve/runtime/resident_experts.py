@@ -110,13 +110,13 @@ def operations(device: torch.device) -> HotOperations:
 
 
 class HotExperts:
-    """A model's residents for calls with few tokens. Prefill's lane uses the same blocks.
+    """A model's residents for calls with few tokens.
 
     Blocks change between steps only: `follow` shows an expert after its bytes have arrived, and hides one before its
     block goes to another.
 
     Args:
-        lane: the lane that multiplies the same blocks in prefill.
+        lane: multiplies the same blocks in prefill.
         budget: bytes for blocks and adapters.
         layers: the model's layers with experts, in order.
         max_rank: the largest rank of adapters; 0 if none will be served.
@@ -213,9 +213,7 @@ class HotExperts:
         self._ranks.copy_(self._pinned(ranks), non_blocking=True)
 
     def _write(self, number: int, experts: Sequence[int]) -> None:
-        """Copy the adapters of these experts to the stacks, without more memory of the device. What lies beyond a rank
-        is never read.
-        """
+        """Copy their adapters to the stacks, without more memory of the device. No kernel reads beyond a rank."""
         lora, hot = self._lora.get(number), self.layers[number]
         if lora is None or hot.stack is None or not experts or self.stacks is None:
             return

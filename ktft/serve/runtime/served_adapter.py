@@ -104,9 +104,6 @@ class ServedAdapter:
         checkpoint: the base model that is served.
         target: the engine's model.
 
-    Attributes:
-        saved: the adapter.
-
     Raises:
         ValueError: `SavedAdapter` refuses the adapter; it does not belong on this base model; or the engine would not
             apply one of its tensors. The message names the tensor and the cure.

@@ -21,9 +21,6 @@ from ktft.serve.runtime.settings import ServeSettings
 class ServedWeights:
     """A whole checkpoint. Its headers are compared with the model that transformers makes of its config.json.
 
-    Args:
-        settings: which checkpoint, and how its experts are held.
-
     Attributes:
         layers: layer number -> its experts, without weights until `load_experts`.
 

@@ -40,8 +40,7 @@ def swap_adapter(
     adapter before is put back.
 
     Args:
-        adapter: what to serve.
-        experts: the model's routed experts.
+        adapter, experts: what to serve, and the model's routed experts.
         slots: the linear layers that apply LoRA, by the engine's names.
 
     Returns:

@@ -102,11 +102,7 @@ class KtftLinearMethod(UnquantizedLinearMethod):
 
 
 def add_slots(model: nn.Module, config: VllmConfig, max_rank: int) -> None:
-    """Give every linear layer that can have LoRA a `KtftLinearMethod`.
-
-    Raises:
-        ValueError: the model is spread over several processes.
-    """
+    """Give every linear layer that can have LoRA a `KtftLinearMethod`. Raises ValueError for several processes."""
     if config.parallel_config.world_size > 1:
         raise ValueError(f"adapters are served by one process, not by {config.parallel_config.world_size}")
     compilation = config.compilation_config
@@ -131,13 +127,7 @@ def slots_of(model: nn.Module) -> dict[str, Any]:
 
 
 def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
-    """Where the tensors of adapters go in a loaded model.
-
-    Args:
-        model: vLLM's model, with slots.
-        max_rank: the largest rank that a slot takes.
-        experts: layer number -> (number of experts, hidden size, intermediate size).
-    """
+    """Where the tensors of adapters go in a loaded model with slots. The arguments are those of `Target`."""
     slots, absorbed = slots_of(model), _absorbed(model)
     refused = {
         name: absorbed.get(name) or _refusal(layer) or NO_SLOTS

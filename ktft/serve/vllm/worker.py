@@ -39,13 +39,7 @@ class KtftWorker:
 def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
     """Put an adapter into the model that this process computes, in place of the one before; None takes that out.
 
-    Returns:
-        `ServedAdapter.describe` of the adapter.
-
-    Raises:
-        ValueError: the adapter is damaged, belongs to another model, or holds what cannot be served; see
-            `ServedAdapter`. The one before is still served.
-        RuntimeError: memory ran out, for instance; see `swap_adapter`.
+    Returns what `swap_adapter` does, and raises what it and `ServedAdapter` do.
     """
     experts, adapter = current(), None
     if path is not None:
