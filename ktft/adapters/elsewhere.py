@@ -8,7 +8,6 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ktft.adapters.export_gguf import ARCHITECTURES
 from ktft.adapters.export_serving import SGLANG, VLLM, Server
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import SEPARATE, Family
@@ -37,9 +36,8 @@ def reasons_against(model: nn.Module) -> Iterator[tuple[str, str]]:
     for target, server in SERVERS.items():
         if reason := _of_server(model, server, family, leaves, whole):
             yield target, reason
-    row = ARCHITECTURES.get(family.name)
-    unapplied = [] if row is None else [leaf for leaf in sorted(leaves) if leaf in row.unapplied]
-    if row is None:
+    unapplied = [] if family.gguf is None else [leaf for leaf in sorted(leaves) if leaf in family.gguf.unapplied]
+    if family.gguf is None:
         yield "gguf", f"the family {family.name}"
     elif whole or unapplied:
         yield "gguf", "modules trained whole" if whole else f"LoRA on {', '.join(unapplied)}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktft.native.codes import CODED
 from ktft.native.packed import PACKED_FORMATS
 
 E2M1 = PACKED_FORMATS["mxfp4"].values
@@ -40,11 +41,7 @@ class Encoded:
     @property
     def native_format(self) -> str | None:
         """The expert format that can hold these codes; None for plain floats."""
-        if self.scales is None:
-            return None
-        if self.values.dtype != torch.uint8:
-            return "fp8"
-        return "mxfp4" if self.scales.dtype == torch.uint8 else "int4"
+        return None if self.scales is None else CODED[self.values.dtype, self.scales.dtype]
 
     def load_arguments(self) -> dict[str, Any]:
         """What `ExpertLayer.load` takes beside expert and projection."""

@@ -30,6 +30,8 @@ from ktft.cli.serve import serve
 ORDER = ("doctor", "plan", "train", "convert", "verify", "merge", "export", "serve", "chat", "bench", "version")
 """The commands as a newcomer needs them."""
 
+_PACKED = ", ".join(name for name in config.EXPERT_FORMATS if name != "bf16")
+
 
 class Commands(TyperGroup):
     """All commands. An error that is for the user ends any of them with its message alone."""
@@ -240,7 +242,7 @@ def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory of the adapter.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
     storage: Annotated[
-        str, typer.Option("--format", help="same as BASE; bf16; or packed for ktft: int8, k4, fp8, int4, mxfp4.")
+        str, typer.Option("--format", help=f"same as BASE; bf16; or packed for ktft: {_PACKED}.")
     ] = "same",
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare logits with base and adapter.")] = True,
     allow_drowned: Annotated[

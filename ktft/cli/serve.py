@@ -15,14 +15,15 @@ from rich.console import Console
 from rich.text import Text
 
 from ktft.cli.progress import Phases
-from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV
+from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV, DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
 
 if TYPE_CHECKING:
     from ktft.serve.engine import Findings, Options
     from ktft.serve.front.launch import Failed, Place, Watcher
     from ktft.serve.runtime.settings import ServeSettings
 
-FORMATS = "bf16, int8, fp8, k4, int4 or mxfp4. [a converted MODEL's own, else int8]"
+FORMATS = f"{', '.join(EXPERT_FORMATS[:-1])} or {EXPERT_FORMATS[-1]}. [a converted MODEL's own, else "
+FORMATS += f"{DEFAULT_EXPERT_FORMAT}]"
 
 
 def serve(
