@@ -41,7 +41,11 @@ class Encoded:
     @property
     def native_format(self) -> str | None:
         """The expert format that can hold these codes; None for plain floats."""
-        return None if self.scales is None else CODED[self.values.dtype, self.scales.dtype]
+        if self.scales is None:
+            return None
+        # transformers hands over E4M3 codes widened to a floating-point type
+        codes = torch.float8_e4m3fn if self.values.dtype.is_floating_point else self.values.dtype
+        return CODED[codes, self.scales.dtype]
 
     def load_arguments(self) -> dict[str, Any]:
         """What `ExpertLayer.load` takes beside expert and projection."""
