@@ -22,8 +22,9 @@ from torch import Tensor
 from ktft import native, reference
 from ktft.config import PROJECTIONS
 from ktft.model.autograd import routed_experts
+from ktft.native.packed import PACKED_FORMATS
 
-FORMATS = ("k4", "int4", "mxfp4")
+FORMATS = [name for name, form in PACKED_FORMATS.items() if form.values]  # those of 4 bits
 FEW_CASES = [(isa, fmt) for isa, fmt in CASES if fmt in FORMATS and isa in ("amx_emu", "avx512_bf16", "amx_bf16")]
 ROWS = (1, 4, 0, 3, 2)
 # Hidden and intermediate size: less than a tile's 128 columns, whole tiles, whole tiles and 1 to 3 groups of 32

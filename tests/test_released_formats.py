@@ -5,6 +5,7 @@ as its authors do, against stock transformers with the dequantized weights, and 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,7 +186,15 @@ def check_contract(watch: Watch, layer: Any, stock: Any) -> None:
 
 def test_every_family_has_its_formats() -> None:
     released = {(FAMILIES | MORE_FAMILIES)[release.family][0].model_type for release in RELEASES}
-    assert {row.name for row in ROWS if not released & set(row.model_types)} == PLAIN_ONLY
+    plain = {row.name for row in ROWS if not released & set(row.model_types)}
+    assert plain == PLAIN_ONLY, "give the family a Release for each format it is released in, or name it in PLAIN_ONLY"
+
+
+def test_the_page_has_every_family() -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/formats.md").read_text()
+    table = page.partition("| Family | Besides BF16 |")[2].partition("\n\n")[0]
+    named = {name for cell in re.findall(r"^\| (.+?) \| .+\|$", table, re.MULTILINE) for name in cell.split(", ")}
+    assert named == {row.name for row in ROWS}
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=str)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from quantize import SCHEMES, quantize, read_all, write
+from quantize import ALL_SCHEMES, SCHEMES, quantize, read_all, write
 from tiny import write_checkpoint
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ktft
-from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, scheme_of
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, Scheme, scheme_of
 from ktft.config import PROJECTIONS, Settings
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
@@ -149,6 +149,14 @@ def test_rounding_once_more_is_said_once(plain: Path, tmp_path: Path, caplog: py
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def test_every_scheme_is_tested() -> None:
+    def below(scheme: type[Scheme]) -> set[type[Scheme]]:
+        return {scheme}.union(*(below(each) for each in scheme.__subclasses__()))
+
+    tested = {type(scheme_of({"quantization_config": config}, "c")) for _, config in ALL_SCHEMES.values()}
+    assert tested | {Scheme} == below(Scheme), "add it to tests/quantize.py"
 
 
 def test_schemes_by_configuration() -> None:

@@ -3,7 +3,7 @@
 
 namespace ktft {
 
-#define KTFT_FORMAT(name, Codec)                                                                                     \
+#define KTFT_FORMAT(name, Codec, ...)                                                                                \
   {Isa::kAmxBf16, Codec::kFormat, Pass::kForward, "amx_bf16_" #name "_forward", &tile_gemm_forward<AmxBf16, Codec>}, \
       {Isa::kAmxBf16, Codec::kFormat, Pass::kBackward, "amx_bf16_" #name "_backward",                                \
        &tile_gemm_backward<AmxBf16, Codec>},

@@ -4,7 +4,7 @@
 
 namespace ktft {
 
-#define KTFT_FORMAT(name, Codec)                                                                                  \
+#define KTFT_FORMAT(name, Codec, ...)                                                                             \
   {Isa::kAmxEmu, Codec::kFormat, Pass::kForward, "amx_emu_" #name "_forward", &tile_gemm_forward<AmxEmu, Codec>}, \
       {Isa::kAmxEmu, Codec::kFormat, Pass::kBackward, "amx_emu_" #name "_backward",                               \
        &tile_gemm_backward<AmxEmu, Codec>},

@@ -4,7 +4,7 @@
 
 namespace ktft {
 
-#define KTFT_FORMAT(name, Codec)                                                                      \
+#define KTFT_FORMAT(name, Codec, ...)                                                                 \
   {Isa::kAvx2, Codec::kFormat, Pass::kForward, "avx2_" #name "_forward", &gemm_forward<Avx2, Codec>}, \
       {Isa::kAvx2, Codec::kFormat, Pass::kBackward, "avx2_" #name "_backward", &gemm_backward<Avx2, Codec>},
 

@@ -4,7 +4,7 @@
 
 namespace ktft {
 
-#define KTFT_FORMAT(name, Codec)                                                                            \
+#define KTFT_FORMAT(name, Codec, ...)                                                                       \
   {Isa::kAvx512, Codec::kFormat, Pass::kForward, "avx512_" #name "_forward", &gemm_forward<Avx512, Codec>}, \
       {Isa::kAvx512, Codec::kFormat, Pass::kBackward, "avx512_" #name "_backward", &gemm_backward<Avx512, Codec>},
 

@@ -4,7 +4,7 @@
 
 namespace ktft {
 
-#define KTFT_FORMAT(name, Codec)                                                            \
+#define KTFT_FORMAT(name, Codec, ...)                                                       \
   {Isa::kAvx512Bf16, Codec::kFormat, Pass::kForward, "avx512_bf16_" #name "_forward",       \
    &gemm_forward<Avx512Bf16, Codec>},                                                       \
       {Isa::kAvx512Bf16, Codec::kFormat, Pass::kBackward, "avx512_bf16_" #name "_backward", \

@@ -4,7 +4,7 @@
 
 namespace ktft {
 
-#define KTFT_FORMAT(name, Codec)                                                                            \
+#define KTFT_FORMAT(name, Codec, ...)                                                                       \
   {Isa::kScalar, Codec::kFormat, Pass::kForward, "scalar_" #name "_forward", &gemm_forward<Scalar, Codec>}, \
       {Isa::kScalar, Codec::kFormat, Pass::kBackward, "scalar_" #name "_backward", &gemm_backward<Scalar, Codec>},
 

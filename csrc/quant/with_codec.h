@@ -9,7 +9,7 @@ namespace ktft {
 // Calls f.template operator()<Codec>() with the format's codec.
 template <class Fn>
 auto with_codec(Format format, const Fn& f) {
-#define KTFT_FORMAT(name, Codec) \
+#define KTFT_FORMAT(name, Codec, ...) \
   if (format == Codec::kFormat) return f.template operator()<Codec>();
 #include "quant/formats.inc"
 #undef KTFT_FORMAT

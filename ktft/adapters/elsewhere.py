@@ -8,7 +8,6 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ktft.adapters.export_gguf import ARCHITECTURES
 from ktft.adapters.export_serving import SGLANG, VLLM, Server
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import SEPARATE, Family
@@ -37,7 +36,7 @@ def reasons_against(model: nn.Module) -> Iterator[tuple[str, str]]:
     for target, server in SERVERS.items():
         if reason := _of_server(model, server, family, leaves, whole):
             yield target, reason
-    row = ARCHITECTURES.get(family.name)
+    row = family.gguf
     if row is None:
         yield "gguf", f"the family {family.name}"
     elif whole:

@@ -15,8 +15,8 @@ from ktft.adapters.deltas import Delta
 from ktft.adapters.merge_records import Records
 from ktft.adapters.merge_survival import WEAK, Outcome, Survival
 from ktft.adapters.saved import SavedAdapter
+from ktft.checkpoint.addition import ADDERS, add, rounded
 from ktft.checkpoint.convert import Output
-from ktft.checkpoint.encode import ENCODERS, add, rounded
 from ktft.checkpoint.files import NewTensor, writing
 from ktft.checkpoint.identity import read_chunks
 from ktft.checkpoint.load import ExpertPlan, Matrix, locate, naming
@@ -157,17 +157,17 @@ def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts
         for matrix in _quantized(plan):
             change(matrix)
     for each in found.values():
-        _require_encoder(each)
+        _require_writable(each)
     order = {file: number for number, file in enumerate(plan.backbone.checkpoint.files)}
     return sorted(
         found.values(), key=lambda c: (order[c.matrix.codes.file], c.matrix.codes.offset, c.matrix.index or 0)
     )
 
 
-def _require_encoder(change: Change) -> None:
+def _require_writable(change: Change) -> None:
     """Raise ValueError, before anything is written, if the sum cannot be stored in the requested format."""
     scheme = change.matrix.scheme
-    if not change.dequantized and type(scheme) not in ENCODERS:
+    if not change.dequantized and type(scheme) not in ADDERS:
         raise ValueError(
             f"{change.matrix.codes.file}: {change.matrix.codes.name} is {scheme.name}, whose codes are calibrated on "
             "data: ktft does not write such codes anew. Merge with --format bf16, and quantize the result if need be"

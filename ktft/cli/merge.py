@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ktft.verify.merged import MergeCheck
 
 FORMATS = ("same", *EXPERT_FORMATS)
+PACKED = ", ".join(name for name in EXPERT_FORMATS if name != "bf16")
 SHOWN = 12  # the most rows of the table
 
 
@@ -31,7 +32,7 @@ def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory of the adapter.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
     storage: Annotated[
-        str, typer.Option("--format", help="same as BASE; bf16; or packed for ktft: int8, k4, fp8, int4, mxfp4.")
+        str, typer.Option("--format", help=f"same as BASE; bf16; or packed for ktft: {PACKED}.")
     ] = "same",
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare logits with base and adapter.")] = True,
     allow_drowned: Annotated[

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ktft.checkpoint.routing_profile import find_routing
 from ktft.cli.progress import Phases
-from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV
+from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV, DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
 from ktft.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ktft.serve.front.launch import Failed, Place, Watcher
     from ktft.serve.runtime.settings import ServeSettings
 
-FORMATS = "bf16, int8, fp8, k4, int4 or mxfp4. [a converted MODEL's own, else int8]"
+FORMATS = f"{', '.join(EXPERT_FORMATS[:-1])} or {EXPERT_FORMATS[-1]}. [a converted MODEL's own, else "
+FORMATS += f"{DEFAULT_EXPERT_FORMAT}]"
 
 
 def serve(

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ktft.checkpoint.cache import PackedCache
 from ktft.checkpoint.reader import BITS, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointReader
-from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, Scheme, scheme_of
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
 from ktft.config import Settings
 from ktft.model.experts import experts_family
 from ktft.model.shape import ModelShape, MoeShape, shape_of
@@ -77,7 +77,7 @@ def read_source(path: Path, settings: Settings, name: str | None = None) -> Mode
         packed.check_model(config.model_type, shape.moe)
     if reader is None:
         plain = weight_bytes_of(config)
-        other_bytes = shape.other_parameters * (1 if isinstance(scheme, Fp8) else plain)
+        other_bytes = shape.other_parameters * (plain if scheme.dense_bytes is None else scheme.dense_bytes)
         expert_bytes = sum(_expert_bytes(moe, scheme, plain) for moe in shape.moe.values())
     else:
         is_expert = experts_family(model).expert_pattern()

@@ -28,9 +28,6 @@ from ktft.verify.whole import AMPLIFIED, Choices, load_model, logits_of, outermo
 
 EXACT_LIMIT = 0.01
 """The limit of the logits' relative error for weights stored in 16 bits or more."""
-KINDS = {"fp8": "fp8", "compressed-tensors float-quantized": "fp8", "mxfp4": "mxfp4"}
-KINDS |= {"compressed-tensors pack-quantized": "int4"}
-"""Source scheme -> the expert format with the same typical error."""
 TOKENS = 64
 
 
@@ -77,8 +74,8 @@ def limit_of(storage: str, scheme: Scheme, noise: float = 0.0) -> float:
         noise: the relative error of the same output computed in bf16, because some models amplify every rounding.
     """
     kinds = {storage} - {"same", "bf16"}
-    if storage != "bf16":
-        kinds |= {KINDS[scheme.name]} if scheme.name in KINDS else set()
+    if storage != "bf16" and scheme.rounds_as is not None:
+        kinds.add(scheme.rounds_as)
     amplified = max(AMPLIFIED, noise / FORMAT_TRAITS["bf16"].error)
     return max([EXACT_LIMIT, noise, *(amplified * FORMAT_TRAITS[kind].error for kind in kinds)])
 

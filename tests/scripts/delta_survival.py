@@ -20,7 +20,7 @@ from quantize import fp8, int4, mxfp4
 
 from ktft import native
 from ktft.adapters.merge_survival import Survival
-from ktft.checkpoint.encode import add
+from ktft.checkpoint.addition import add
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, Mxfp4, PackedInt4, Scheme
 
 RANK, SIZES = 8, (0.001, 0.003, 0.01, 0.03)
