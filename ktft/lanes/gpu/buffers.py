@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ktft.lanes.gpu.rings import Place, Ring, Source, aligned, row_bytes
 from ktft.lanes.gpu.transfer import Transfer
-from ktft.lanes.ops.decode import ChunkWeights
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 from ktft.native.packed import PackedSlice
@@ -47,30 +46,25 @@ class ChunkLayout:
     def decoded(self, experts: int) -> ChunkWeights:
         """The part of `weights` for a chunk of so many experts."""
         if experts not in self._decoded:
-            first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
-            self._decoded[experts] = replace(self.weights, **first)
+            self._decoded[experts] = self.weights.changed(lambda tensor: tensor[:experts])
         return self._decoded[experts]
-
-
-def tensors(weights: ChunkWeights) -> dict[str, Tensor]:
-    """The tensors that these weights have, by attribute."""
-    found = {each.name: getattr(weights, each.name) for each in fields(weights)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def decoded_bytes(weights: ChunkWeights) -> int:
     """How many bytes of a buffer `laid_over` needs."""
-    return sum(aligned(tensor.nbytes) for tensor in tensors(weights).values())
+    return sum(aligned(tensor.nbytes) for tensor in (*weights.gate_up.tensors, *weights.down.tensors))
 
 
 def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
     """Weights of the same shapes as views of a buffer, uint8 `[decoded_bytes]` or more."""
-    placed: dict[str, Any] = {}
-    at = 0
-    for name, tensor in tensors(weights).items():
-        placed[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        at += aligned(tensor.nbytes)
-    return replace(weights, **placed)
+    left = memory
+
+    def view(tensor: Tensor) -> Tensor:
+        nonlocal left
+        found, left = left[: tensor.nbytes], left[aligned(tensor.nbytes) :]
+        return found.view(tensor.dtype).view(tensor.shape)
+
+    return weights.changed(view)
 
 
 class Buffers:
@@ -155,12 +149,13 @@ class Buffers:
         weights = shapes(capacity)
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
+        ranks = [*weights.gate_up.places.items(), *weights.down.places.items()]
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
             self._layouts.clear()
         weights = laid_over(weights, self._decoded)
         return ChunkLayout(
             slices,
-            (layer.format, capacity, self._decoded.data_ptr(), *weights.places.items(), *parts, *rows),
+            (layer.format, capacity, self._decoded.data_ptr(), *ranks, *parts, *rows),
             capacity,
             self.packed.places(blocks, capacity),
             self.adapters.places(adapters, capacity) if adapters else [],

@@ -11,7 +11,8 @@ from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_pro
 from ktft.lanes.decide.costs import LayerKind, Rates
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import ChunkWeights, decode, place
+from ktft.lanes.ops.decode import decode, place
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes, lay_out
 from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora, LoraPair
