@@ -6,17 +6,16 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ktft import spans
 from ktft.config import PROJECTIONS, Settings
 from ktft.device import ACCELERATORS, device_of
-from ktft.lanes.gpu.crossing import Arriving, Crossing
+from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import TrainingResidents
 from ktft.lanes.kept import KeptOutputs
@@ -25,9 +24,6 @@ from ktft.lanes.routes import Routes
 from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Lanes:
@@ -107,16 +103,17 @@ class DeviceLanes:
         layers: of the model, in order; more may be appended later.
 
     Attributes:
-        device: of hidden states.
         gpu: runs streamed and resident experts.
+        cpu: the CPU lane's own thread, which does not hold the GIL while it waits.
+        crossing: carries hidden states, routing and gradients between host and device.
     """
 
     def __init__(self, device: torch.device, settings: Settings, layers: Sequence[ExpertLayer]) -> None:
         self.device, self.gpu = device, GpuLane(device)
-        self._layers, self._crossing = layers, Crossing(device)
+        self.cpu, self.crossing = ThreadPoolExecutor(1, "ktft-cpu-lane"), Crossing(device)
+        self._layers = layers
         self._passes = Passes(self.gpu, settings.placement)
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
-        self._cpu = ThreadPoolExecutor(1, "ktft-cpu-lane")
         self._mutex = threading.RLock()
 
     # --- one pass -----------------------------------------------------------------------------------------------------
@@ -141,10 +138,6 @@ class DeviceLanes:
             run = self._passes.again(before)
         run.expect()
         return run
-
-    def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Begin work on the CPU lane's own thread, which does not hold the GIL while it waits."""
-        return self._cpu.submit(work, *args, **kwargs)
 
     def forward(self, run: Pass, routes: Routes, hidden: Tensor, top_k_weights: Tensor, out: Tensor) -> None:
         """Give the GPU its experts of a forward; the arguments are those of `GpuLane.forward`."""
@@ -174,10 +167,6 @@ class DeviceLanes:
                 given = routes, hidden, grad_output, top_k_weights
                 self.gpu.backward(run.layer, run.on_gpu, *given, run.lora, grad_hidden, grad_weights, lora_grads)
         self._end(run, -1)
-
-    def finish(self) -> None:
-        """Wait until LoRA's gradients of all backwards so far are in host memory."""
-        self.gpu.finish()
 
     @contextlib.contextmanager
     def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
@@ -212,26 +201,6 @@ class DeviceLanes:
             before = self._passes.last(layer, work)
             if before is not None and before.placement.ahead:
                 self.gpu.prefetch(layer, before.placement.ahead, before.lora)
-
-    # --- hidden states and gradients between host and device ----------------------------------------------------------
-
-    def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory whose copies to and from the device run beside everything else."""
-        return self._crossing.pinned(shape, dtype)
-
-    def to_host(self, *tensors: Tensor) -> Arriving:
-        """Begin to copy device tensors to host memory."""
-        return self._crossing.to_host(*tensors)
-
-    def rows_to_host(self, number: int, *tensors: Tensor) -> Arriving:
-        """The same for hidden states or gradients of decoder layer `number`, with a span."""
-        with spans.device("copy_out", number, self._crossing.out, bytes=sum(t.nbytes for t in tensors)):
-            return self._crossing.to_host(*tensors)
-
-    def rows_to_device(self, number: int, *tensors: Tensor) -> list[Tensor]:
-        """Copy what the CPU lane computed for decoder layer `number`. Later work on the current stream waits for it."""
-        with spans.device("copy_in", number, self._crossing.into, bytes=sum(t.nbytes for t in tensors)):
-            return self._crossing.to_device(*tensors)
 
     # --- steps of training --------------------------------------------------------------------------------------------
 
