@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,20 +119,20 @@ class DeviceLanes:
 
     def needs_cpu(self, layer: ExpertLayer) -> bool:
         """Whether the layer's next forward probably has work for the CPU, as its last one had."""
-        before = self._passes.last(layer, Work.FORWARD)
+        before = self._passes.last.get((layer, Work.FORWARD))
         return before is None or bool(before.placement.cpu)
 
     def begin(
         self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
     ) -> Pass:
-        """Decide where the experts of a pass run. `number` is the decoder layer's, `counts` are its rows by expert."""
+        """See `Passes.begin`."""
         with self._mutex:
             run = self._passes.begin(layer, number, counts, top_k, lora, work)
         run.expect()
         return run
 
     def again(self, before: Pass) -> Pass:
-        """Begin the backward of a forward whose CPU lane retained what it needs: each expert runs where it ran."""
+        """See `Passes.again`."""
         with self._mutex:
             run = self._passes.again(before)
         run.expect()
@@ -172,16 +171,19 @@ class DeviceLanes:
     def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
         """A block that gives the GPU its part of a pass, with events that time it, and spans if it has experts."""
         copies, compute = self.gpu.transfer.into, self.gpu.transfer.compute()
-        streams = (copies, compute) if self.device.type in ACCELERATORS else ()
-        for stream in streams:
-            run.events.append(_event(self.device, stream))
+
+        def time_streams() -> None:
+            for stream in (copies, compute) if self.device.type in ACCELERATORS else ():
+                run.events.append(device_of(self.device).event(timing=True))
+                run.events[-1].record(stream)
+
+        time_streams()
         if run.on_gpu:
             with run.copy_span(copies), run.gpu_span(products, compute):
                 yield
         else:
             yield
-        for stream in streams:
-            run.events.append(_event(self.device, stream))
+        time_streams()
 
     def _end(self, run: Pass, following: int) -> None:
         """Note that the GPU has its part of a pass, and begin to copy experts that the next pass probably streams.
@@ -198,7 +200,7 @@ class DeviceLanes:
                 layer, work = self._layers[at], Work.BACKWARD if following < 0 else run.work
             else:
                 work = Work.BACKWARD if following > 0 else Work.FORWARD
-            before = self._passes.last(layer, work)
+            before = self._passes.last.get((layer, work))
             if before is not None and before.placement.ahead:
                 self.gpu.prefetch(layer, before.placement.ahead, before.lora)
 
@@ -225,9 +227,3 @@ class DeviceLanes:
         with self._mutex:
             self._passes.end_step()
             self._residents.end_step(self._layers)
-
-
-def _event(device: torch.device, stream: Any) -> Any:
-    event = device_of(device).event(timing=True)
-    event.record(stream)
-    return event

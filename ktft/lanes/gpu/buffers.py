@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -68,15 +68,8 @@ def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
 
 
 class Buffers:
-    """A lane's buffers: two for packed bytes, two for LoRA tensors, one for residents' packed bytes, one for decoded
-    weights.
-
-    Args:
-        transfer: copies to the device.
-        chunk_bytes, limit: see `GpuLane`.
-
-    Attributes:
-        packed, adapters, gathered: the rings of the first three.
+    """A lane's buffers: two for packed bytes, two for LoRA tensors (`adapters`), one for residents' packed bytes
+    (`gathered`), one for decoded weights. `GpuLane` explains `chunk_bytes` and `limit`.
     """
 
     def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
@@ -87,7 +80,7 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
-        """How much memory of the device the buffers take."""
+        """Size of all buffers."""
         return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
 
     def forget(self) -> None:
@@ -99,10 +92,7 @@ class Buffers:
     ) -> ChunkLayout:
         """The layer's layout, which is made in its first call, and again when the adapters have other tensors.
 
-        Args:
-            layer: the packed experts.
-            lora: adapters, CPU tensors.
-            residents: gives the sources of a layer's residents.
+        `residents` gives the sources of a layer's residents.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
@@ -114,17 +104,14 @@ class Buffers:
         found = self._layouts.get(layer)
         if found is None or found[0] != signature:
             with torch.inference_mode(False):  # a later call that trains writes there as well
-                found = signature, self._make(layer, lora, parameters, residents)
+                found = signature, self._make(layer, lora, residents)
             self._layouts[layer] = found
         return found[1]
 
     def _make(
-        self,
-        layer: ExpertLayer,
-        lora: ExpertLora | None,
-        parameters: Sequence[Tensor],
-        residents: Callable[[ExpertLayer], list[Source]] | None,
+        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
     ) -> ChunkLayout:
+        parameters = lora.parameters() if lora is not None else []
         for tensor in parameters:
             if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.shape[0] != layer.num_experts:
                 raise ValueError(
@@ -134,7 +121,7 @@ class Buffers:
         slices, locks = layer.slices(), self._transfer.locks
         locked = locks.layer(layer)
         blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
-        adapters = [Source.of(tensor, locks.tensor(tensor)) for tensor in parameters]
+        adapters = [Source(t.data_ptr(), tuple(t.shape[1:]), t.dtype, locks.tensor(t)) for t in parameters]
 
         def shapes(experts: int) -> ChunkWeights:
             sizes = experts, layer.hidden_size, layer.intermediate_size
