@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import ChunkWeights, decode, place
+from ktft.lanes.ops.decode import decode, place
 from ktft.lanes.ops.interface import Operations
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer

@@ -72,9 +72,8 @@ def test_torch_decodes_every_code_as_the_native_core_does(fmt: str) -> None:
     layer = make_layer(160, 288, fmt, native.default_isa(), nodes=2)
     random_codes(layer)
     weights = decoded(layer, [3, 0], None, torch.device("cpu"), torch_ops)
-    scales = weights.gate_up_scale, weights.down_scale
-    for ours, scale, theirs in zip((weights.gate_up, weights.down), scales, exact(layer, [3, 0]), strict=True):
-        values = ours.float() if scale is None else ours.float() * scale[..., None]
+    for ours, theirs in zip((weights.gate_up, weights.down), exact(layer, [3, 0]), strict=True):
+        values = ours.values.float() if ours.scale is None else ours.values.float() * ours.scale[..., None]
         assert torch.equal(bits(values), bits(theirs))
 
 

@@ -29,8 +29,9 @@ from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
 from ktft.lanes.ops import torch_ops
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import ChunkWeights, decode, place
+from ktft.lanes.ops.decode import decode, place
 from ktft.lanes.ops.interface import Operations, has_triton
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes, lay_out
 
 ISA = native.default_isa()
@@ -137,7 +138,7 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
         weights = ChunkWeights.empty(fmt, len(experts), hidden, intermediate, lora, False, device)
         ms, host = timed(lambda w=weights, o=ops: decode(fmt, parts, packed, w, o))
         place(lora, weights, ops)
-        moved = weights.bytes + sum(block.nbytes for block in packed)
+        moved = weights.gate_up.values.nbytes + weights.down.values.nbytes + sum(block.nbytes for block in packed)
         print(f"{fmt:6} {kind:7} decode             {ms:8.3f} ms  host {host:6.3f} ms  {moved / ms / 1e6:7.0f} GB/s")
         for rows in args.rows:
             index = torch.arange(rows * len(experts)).view(-1, 1) % len(experts)
