@@ -20,16 +20,12 @@ from ktft.native import ExpertLayer
 
 def blocks(layer: ExpertLayer, experts: list[int], device: torch.device) -> list[Tensor]:
     """These experts' packed bytes, a tensor for each slice."""
+
+    def packed(address: int, size: int) -> Tensor:
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
     return [
-        torch.stack(
-            [
-                torch.frombuffer(
-                    (ctypes.c_uint8 * part.expert_bytes).from_address(part.address + e * part.expert_bytes),
-                    dtype=torch.uint8,
-                )
-                for e in experts
-            ]
-        ).to(device)
+        torch.stack([packed(part.address + e * part.expert_bytes, part.expert_bytes) for e in experts]).to(device)
         for part in layer.slices()
     ]
 

@@ -7,6 +7,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from ktft.lanes.ops import torch_ops
 from ktft.native import ExpertLayer
 from ktft.native.codes import CODED
 from ktft.native.extension import core
-from ktft.native.packed import CODE_BYTES, PACKED_FORMATS, TILE_ROWS, PackedFormat, PackedMatrix
+from ktft.native.packed import CODE_BYTES, PACKED_FORMATS, TILE_ROWS
 from ktft.serve.runtime import torch_resident
 
 __all__ = ["toy"]
@@ -44,22 +45,15 @@ def random_codes(layer: ExpertLayer) -> None:
     """Overwrite all codes, which an encoder does not use all of, and leave the scales."""
     form, generator = PACKED_FORMATS[layer.format], torch.Generator().manual_seed(7)
     for part in layer.slices():
-        for expert in range(layer.num_experts):
-            for matrix in part.matrices.values():
-                tiles = [s * matrix.strip_bytes + t * form.tile_bytes for s, t in tiles_of(form, matrix)]
-                for at in tiles:
-                    address = part.address + expert * part.expert_bytes + matrix.tiles + at
-                    memory = torch.frombuffer((ctypes.c_uint8 * CODE_BYTES).from_address(address), dtype=torch.uint8)
-                    codes = torch.randint(256, (CODE_BYTES,), generator=generator, dtype=torch.uint8)
-                    # E4M3 has two codes for NaN, bf16 has many: no encoder writes them
-                    unused = codes & 127 == 127 if form.code_dtype.is_floating_point else codes == 256
-                    memory.copy_(codes.masked_fill(unused, 0))
-
-
-def tiles_of(form: PackedFormat, matrix: PackedMatrix) -> list[tuple[int, int]]:
-    """Strip and place in it of each tile."""
-    strips, across = matrix.rows // TILE_ROWS, -(-matrix.cols // form.tile_cols)
-    return [(strip, tile) for strip in range(strips) for tile in range(across)]
+        for expert, matrix in product(range(layer.num_experts), part.matrices.values()):
+            tiles = part.address + expert * part.expert_bytes + matrix.tiles
+            for strip, tile in product(range(matrix.rows // TILE_ROWS), range(-(-matrix.cols // form.tile_cols))):
+                address = tiles + strip * matrix.strip_bytes + tile * form.tile_bytes
+                memory = torch.frombuffer((ctypes.c_uint8 * CODE_BYTES).from_address(address), dtype=torch.uint8)
+                codes = torch.randint(256, (CODE_BYTES,), generator=generator, dtype=torch.uint8)
+                # E4M3 has two codes for NaN, bf16 has many: no encoder writes them
+                unused = codes & 127 == 127 if form.code_dtype.is_floating_point else codes == 256
+                memory.copy_(codes.masked_fill(unused, 0))
 
 
 def bits(values: Tensor) -> Tensor:
