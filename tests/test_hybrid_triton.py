@@ -7,6 +7,7 @@ import torch
 from contract import (
     EXPERTS,
     GPT_OSS,
+    OUTPUT_TOLERANCE,
     dequantized,
     gated_oracle,
     make_gated,
@@ -18,8 +19,8 @@ from contract import (
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from test_hybrid_resident import ISA, TOLERANCE, check_mix, hot_experts, routing, start
-from test_lanes_triton import DEVICE, bf16_in_the_interpreter
+from hot import ISA, check_mix, hot_experts, routing, start
+from interpreted import DEVICE, bf16_in_the_interpreter
 from toy_format import check_products, toy
 
 from ktft import reference
@@ -63,4 +64,4 @@ def test_one_projection_has_an_adapter_and_all_had_one_before(name: str) -> None
     blocks, _ = triton_resident.route(hot.layers[0], index.to(DEVICE))
     out = triton_resident.forward(hot.layers[0], x.to(DEVICE), blocks, weights.to(DEVICE))
     expected = reference.moe(x.float(), index, weights, *dequantized(layer), lora)
-    assert relative(out.cpu(), expected) < TOLERANCE
+    assert relative(out.cpu(), expected) < OUTPUT_TOLERANCE

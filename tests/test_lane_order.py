@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contract import EXPERTS, TAILS, inputs_for, make_layer, make_lora
-from test_lane_stream import _run
+from gpu_lane import run_layer
 from torch import Tensor
 
 from ktft import native
@@ -108,7 +108,7 @@ def outcome(lane: GpuLane, fmt: str, resident: bool, ahead: bool) -> list[Tensor
         for layer, lora in zip(layers, loras, strict=True):
             if ahead:
                 lane.prefetch(layer, [0, 1, 2, 3], lora)
-            found += _run(lane, layer, lora, *inputs)
+            found += run_layer(lane, layer, lora, *inputs)
             for parameter in lora.parameters():  # the optimizer's step: what was copied before must not be used
                 parameter.data.mul_(0.5)
         if resident and step == 0:
@@ -160,17 +160,17 @@ def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs_for(TAILS[1], 64),
     )
     lane = GpuLane("cpu", chunk_bytes=60_000)
-    expected = _run(lane, layer, lora, *inputs)
+    expected = run_layer(lane, layer, lora, *inputs)
     with monkeypatch.context() as patch:
         patch.setattr(lane, "finish", lambda: None)
-        found = _run(lane, layer, lora, *inputs)
+        found = run_layer(lane, layer, lora, *inputs)
         assert not all(torch.equal(a, b) for a, b in zip(found[3:], expected[3:], strict=True))
     with monkeypatch.context() as patch:
         patch.setattr(Place, "wait", lambda self, stream: self.views)
-        found = _run(lane, layer, lora, *inputs)
+        found = run_layer(lane, layer, lora, *inputs)
     assert not torch.equal(found[0], expected[0])
     late.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(_run(lane, layer, lora, *inputs), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run_layer(lane, layer, lora, *inputs), expected, strict=True))
 
 
 def test_steps_after_a_checkpoint_are_those_of_a_run_that_resumes_there(monkeypatch: pytest.MonkeyPatch) -> None:

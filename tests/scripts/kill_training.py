@@ -17,18 +17,15 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from killing import JumpingTimes, jump_clock
+from killing import JumpingTimes, jump_clock, kill, wait
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 STEPS, SAVE_STEPS = 12, 2
@@ -94,17 +91,6 @@ def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def wait(child: int, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
-    """Its exit status, minus the signal if one ended it; None if it runs on after these seconds, or when `until`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not until():
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    return None
 
 
 def result(output: Path) -> dict[str, Any]:
@@ -174,8 +160,7 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
             status = wait(child, chance.uniform(0, took[cli] / 4))
         resumed += begun > 0
         if status is None:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            kill(child)
             done, half, now = done + 1, half + saving(), checkpoints(output)
             print(f"kill {done}: {', '.join(p.name for p in now) or 'none'}{', while saving' * saving()}", flush=True)
             if newest() < seen:
