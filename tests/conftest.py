@@ -34,7 +34,7 @@ import yaml
 from fake_cuda import Fake, build
 from forked import Forks
 from plots import without_plots
-from tiny import write_checkpoint, write_data
+from tiny import factory_settings, write_checkpoint, write_data
 
 import ktft_autoload
 from ktft import hosts, native
@@ -104,30 +104,18 @@ def train_yaml(tiny_checkpoint: Callable[[str], Path], data_dir: Path, tmp_path:
     """`train_yaml("dsv3", stage="sft", **overrides)` -> LLaMA-Factory settings: 2 steps with ktft's experts."""
 
     def make(family: str = "qwen3moe", stage: str = "sft", **overrides: Any) -> dict[str, Any]:
-        return {
-            "model_name_or_path": str(tiny_checkpoint(family)),
+        own = {
             "stage": stage,
-            "do_train": True,
-            "finetuning_type": "lora",
-            "lora_target": "all",
             "lora_rank": 4,
             "lora_alpha": 8,
-            "use_kt": True,
-            "kt_config": {"expert_format": "bf16", "threads": 1},
-            "dataset_dir": str(data_dir),
             "dataset": {"rm": "dpo"}.get(stage, stage),
-            "template": "default",
-            "cutoff_len": 64,
-            "output_dir": str(tmp_path / "out"),
             "per_device_train_batch_size": 2,
             "learning_rate": 1e-3,
             "lr_scheduler_type": "constant",
             "max_steps": 2,
             "logging_steps": 1,
-            "report_to": "none",
-            "use_cpu": True,
-            **overrides,
         }
+        return factory_settings(tiny_checkpoint(family), data_dir, tmp_path / "out", **own | overrides)
 
     return make
 

@@ -34,19 +34,10 @@ STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state
 
 def settings(folder: Path) -> dict[str, Any]:
     """LLaMA-Factory's; a model and data are written to `folder`."""
-    from tiny import write_checkpoint, write_data
+    from tiny import factory_settings, write_checkpoint, write_data
 
-    return {
-        "model_name_or_path": str(write_checkpoint("dsv3", folder / "model")),
-        "dataset_dir": str(write_data(folder / "data")),
-        "dataset": "sft",
-        "template": "default",
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "lora_target": "all",
+    own = {
         "lora_dropout": 0.1,
-        "use_kt": True,
         "kt_config": {"expert_format": "int8", "threads": 1},
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
@@ -55,9 +46,10 @@ def settings(folder: Path) -> dict[str, Any]:
         "save_steps": SAVE_STEPS,
         "save_total_limit": 2,
         "logging_steps": 3,
-        "report_to": "none",
-        "use_cpu": True,
     }
+    return factory_settings(
+        write_checkpoint("dsv3", folder / "model"), write_data(folder / "data"), folder / "output", **own
+    )
 
 
 def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:

@@ -21,18 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from measuring import memory
 from rich.console import Console
 from rich.table import Table
 
 HIDDEN, INTER, EXPERTS = 7168, 2048, 16
 SHARE_OF_DISK, SHARE_OF_PACKING, SLACK = 0.6, 0.9, 10**9
 CHUNK = 16 << 20
-
-
-def memory(field: str) -> int:
-    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def make(folder: Path, layers: int) -> None:

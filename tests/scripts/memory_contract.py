@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from measuring import memory
 
 SLACK = 1.15
 SIZES = {
@@ -22,12 +22,6 @@ SIZES = {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 11,
 }
-
-
-def memory(field: str) -> int:
-    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def make(path: Path) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from measuring import memory
 
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.10, 0.30
 WARM_STEPS = 2
@@ -82,12 +82,6 @@ def make(case: Case, path: Path) -> None:
         for at in range(0, flat.numel(), noise.numel()):
             flat[at : at + noise.numel()] = noise[: flat.numel() - at]
     model.save_pretrained(path)
-
-
-def memory(name: str) -> int:
-    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict[str, Any]]) -> None:

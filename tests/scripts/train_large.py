@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import yaml
 from safetensors.torch import save_file
-from tiny import tokenizer
+from tiny import factory_settings, tokenizer
 
 from benchmarks.cases import Shape
 from benchmarks.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
@@ -147,21 +147,11 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     kt_config = {"threads": args.threads, "verify_checksums": args.verify}
     kt_config |= {"placement": args.placement, "gpu_expert_memory": args.gpu_expert_memory}
-    return {
-        "model_name_or_path": str(root / "model"),
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "lora_target": "all",
+    own = {
         "lora_rank": args.rank,
         "lora_alpha": 2 * args.rank,
-        "use_kt": True,
         "kt_config": kt_config,
-        "dataset_dir": str(root / "data"),
-        "dataset": "sft",
-        "template": "default",
         "cutoff_len": args.cutoff,
-        "output_dir": str(root / "out"),
         "overwrite_output_dir": True,
         "per_device_train_batch_size": args.batch,
         "learning_rate": 1e-4,
@@ -170,9 +160,10 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "disable_gradient_checkpointing": not args.checkpointing,
         "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": "none",
         "bf16": on_gpu,
+        "use_cpu": False,
     }
+    return factory_settings(root / "model", root / "data", root / "out", **own)
 
 
 def train(args: argparse.Namespace, root: Path) -> bool:
