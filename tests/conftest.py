@@ -41,7 +41,7 @@ from ktft import hosts, native
 from ktft.hosts import llamafactory
 from ktft.system import available_memory
 
-pytest.register_assert_rewrite("commands", "contract", "hot", "runs")
+pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
 MEMORY_PER_WORKER = 3 << 30
 """What a worker of pytest-xdist and the training process that its test starts hold at most, with room to spare."""

@@ -9,13 +9,12 @@ import pytest
 import torch
 from contract import EXPERTS, TAILS, inputs_for, make_layer, make_lora
 from gpu_lane import run_layer
+from lanes import no_calibration
 from torch import Tensor
 
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
-from ktft.lanes import passes
-from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu import residents as resident_module
 from ktft.lanes.gpu.lane import GpuLane
@@ -24,6 +23,8 @@ from ktft.lanes.gpu.rings import Place
 from ktft.lanes.gpu.transfer import Locks, Transfer
 from ktft.lanes.lanes import Lanes
 from ktft.model.experts import KtftExperts
+
+__all__ = ["no_calibration"]
 
 ISA = native.default_isa()
 
@@ -154,12 +155,8 @@ def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are not there before `finish`, and products that do not wait take what was in the buffers before."""
     late = LateTransfer(torch.device("cpu"))
     monkeypatch.setattr(lane_module, "transfer", lambda device: late)
-    layer, lora, inputs = (
-        make_layer(64, 160, "int8", ISA),
-        make_lora(64, 160, 4, torch.float32),
-        inputs_for(TAILS[1], 64),
-    )
-    lane = GpuLane("cpu", chunk_bytes=60_000)
+    layer, lora = make_layer(64, 160, "int8", ISA), make_lora(64, 160, 4, torch.float32)
+    lane, inputs = GpuLane("cpu", chunk_bytes=60_000), inputs_for(TAILS[1], 64)
     expected = run_layer(lane, layer, lora, *inputs)
     with monkeypatch.context() as patch:
         patch.setattr(lane, "finish", lambda: None)
@@ -173,10 +170,8 @@ def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(run_layer(lane, layer, lora, *inputs), expected, strict=True))
 
 
-def test_steps_after_a_checkpoint_are_those_of_a_run_that_resumes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_after_a_checkpoint_are_those_of_a_run_that_resumes_there(no_calibration: None) -> None:
     """What one step sent ahead for the next is multiplied first, and sums then have other last bits."""
-    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
     layers = [make_layer(64, 160, "int8", ISA) for _ in range(2)]
     loras = [make_lora(64, 160, 4, torch.float32) for _ in layers]
 

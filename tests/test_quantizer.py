@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adapted
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from quantize import read_all
+from safetensors.torch import save_file
 from tiny import FAMILIES, write_checkpoint
 from torch import Tensor
 from transformers import (
@@ -26,13 +28,13 @@ from transformers import (
 from ktft.checkpoint.families import FAMILIES as ROWS
 from ktft.checkpoint.families import group_of
 from ktft.checkpoint.reader import INDEX_NAME, SINGLE_NAME
-from ktft.config import Settings
+from ktft.config import PROJECTIONS, Settings
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import KtftConfig, configure
 
 Checkpoint = Callable[[str], Path]
 IDS = torch.arange(24).reshape(2, 12)
-EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+EXPERT, NORM = "model.layers.1.mlp.experts.3.up_proj.weight", "model.norm.weight"
 
 
 def load(path: Path, expert_format: str = "bf16", **kwargs: Any) -> PreTrainedModel:
@@ -48,7 +50,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 def rewrite(source: Path, target: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
     """Copy a checkpoint to `target` as a single file, with its tensors changed."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", INDEX_NAME))
-    tensors = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = read_all(source)
     change(tensors)
     save_file(tensors, target / SINGLE_NAME, metadata={"format": "pt"})
     return target
@@ -66,9 +68,7 @@ def test_lanes_that_need_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=words):
-        AutoModelForCausalLM.from_pretrained(
-            tiny_checkpoint("qwen3moe"), quantization_config=KtftConfig(threads=1, **settings)
-        )
+        adapted.load(tiny_checkpoint("qwen3moe"), **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,10 +87,10 @@ def test_no_expert_weight_is_a_tensor_of_the_model(tiny_checkpoint: Checkpoint, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dequantized_experts_are_those_of_the_checkpoint(tiny_checkpoint: Checkpoint, family: str) -> None:
-    stored = {k: v for f in tiny_checkpoint(family).glob("*.safetensors") for k, v in load_file(f).items()}
+    stored = read_all(tiny_checkpoint(family))
     for expert_format, tolerance in (("bf16", 0.0), ("int8", 0.5 / 127)):
         for name, module in find_experts(load(tiny_checkpoint(family), expert_format)).items():
-            for projection in ("gate_proj", "up_proj", "down_proj"):
+            for projection in PROJECTIONS:
                 weight = stored[f"{name}.5.{projection}.weight"].float()
                 error = (module.layer.dequantize(5, projection) - weight).abs()
                 assert (error <= tolerance * weight.abs().amax(1, keepdim=True) + 1e-6).all()
@@ -158,8 +158,7 @@ def test_experts_from_another_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: 
         tensors.update({name: tensor / 2 for name, tensor in tensors.items() if ".experts." in name})
 
     other = rewrite(path, tmp_path / "other", halve_experts)
-    config = KtftConfig(expert_format="bf16", expert_checkpoint=str(other))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
+    model = adapted.load(path, expert_checkpoint=str(other))
     torch.testing.assert_close(logits(model), logits(load(other)))
     assert not torch.allclose(logits(model), logits(load(path)), atol=1e-2)
 
@@ -177,13 +176,10 @@ def test_bad_checkpoints(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
             f"{EXPERT} is F8_E4M3; weights are read from BF16, F16, F32",
         ),
         "norm shape": (
-            lambda t: t.update({"model.norm.weight": torch.ones(32)}),
-            "model.norm.weight has shape (32,), the model's config needs (64,)",
+            lambda t: t.update({NORM: torch.ones(32)}),
+            f"{NORM} has shape (32,), the model's config needs (64,)",
         ),
-        "norm dtype": (
-            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-            "model.norm.weight is I8; weights are read from",
-        ),
+        "norm dtype": (lambda t: t.update({NORM: t[NORM].char()}), f"{NORM} is I8; weights are read from"),
         "NaN": (lambda t: t[EXPERT][3].fill_(float("nan")), f"{EXPERT}: "),
         "infinity": (lambda t: t[EXPERT][0].fill_(float("inf")), f"{EXPERT}: "),
         "bias": (
@@ -191,10 +187,7 @@ def test_bad_checkpoints(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
             "holds expert tensors that this model has no place for: " + EXPERT[:-6] + "bias",
         ),
         "more experts": (lambda t: t.update({EXPERT.replace("3", "8"): t[EXPERT].clone()}), "has no place for"),
-        "missing norm": (
-            lambda t: t.pop("model.norm.weight"),
-            "lacks tensors that the model needs: model.norm.weight;",
-        ),
+        "missing norm": (lambda t: t.pop(NORM), f"lacks tensors that the model needs: {NORM};"),
         "missing head": (lambda t: t.pop("lm_head.weight"), "lacks tensors that the model needs: lm_head.weight;"),
         "left over": (
             lambda t: t.update({"model.layers.1.self_attn.extra.weight": torch.zeros(1)}),

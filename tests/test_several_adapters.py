@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,11 @@ from ktft.adapters.several import stand_on
 from ktft.lora import MAX_RANK
 
 Checkpoint = Callable[[str], Path]
+TrainYaml = Callable[..., dict[str, Any]]
+RunExp = Callable[[dict[str, Any]], None]
 FIRST: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["experts", "q_proj"]}
 SECOND: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["down_proj", "o_proj"], "use_rslora": True}
+IDS = torch.arange(3, 43).reshape(2, 20)
 SCALING = {"default": 8 / 4, "second": 5 / 3**0.5}
 
 
@@ -52,6 +55,19 @@ def save_small(checkpoint: Path, path: Path, seed: int, **options: Any) -> Path:
             torch.nn.init.normal_(parameter.data, std=0.1)
     model.save_pretrained(path)
     return path
+
+
+def pairs_of(both: Any, one: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Kind of a tensor of experts' LoRA; it in the two adapters of a model, and in the one of another."""
+    for layer, joined in zip(expert_layers(both).values(), expert_layers(one).values(), strict=True):
+        tensors = (layer.tensors("default"), layer.tensors("second"), joined.tensors("default"))
+        for (kind, _, first), (_, _, second), (_, _, whole) in zip(*tensors, strict=True):
+            yield kind, first, second, whole
+
+
+def first_loss(output: Path) -> float:
+    """Of a run in this folder."""
+    return float(json.loads((output / "trainer_state.json").read_text())["log_history"][0]["loss"])
 
 
 # --- active together --------------------------------------------------------------------------------------------------
@@ -96,47 +112,35 @@ def test_gradients_are_those_of_one_adapter_of_both_ranks(tiny_checkpoint: Check
     both.set_requires_grad("default", False)
     assert trainable(both) == {"second"}
     one = ktft.get_peft_model(load(tiny_checkpoint("qwen3moe")), lora(r=16, lora_alpha=32, target_modules=["experts"]))
-    pairs = list(zip(expert_layers(both).values(), expert_layers(one).values(), strict=True))
-    for layer, joined in pairs:
-        for (kind, projection, first), (_, _, second), (_, _, whole) in zip(
-            layer.tensors("default"), layer.tensors("second"), joined.tensors("default"), strict=True
-        ):
-            # In the order in which they are active, or sums over ranks are rounded otherwise and bf16 carries it on
-            whole.data.copy_(torch.cat([second, first], dim=1 if kind == "lora_A" else 2))
-            assert projection in joined.ranks["default"]
-    ids = torch.arange(3, 43).reshape(2, 20)
+    for kind, first, second, whole in pairs_of(both, one):
+        # In the order in which they are active, or sums over ranks are rounded otherwise and bf16 carries it on
+        whole.data.copy_(torch.cat([second, first], dim=1 if kind == "lora_A" else 2))
     for model in (both, one):
-        model.train()(input_ids=ids, labels=ids).loss.backward()
-    for layer, joined in pairs:
-        for (kind, _, first), (_, _, second), (_, _, whole) in zip(
-            layer.tensors("default"), layer.tensors("second"), joined.tensors("default"), strict=True
-        ):
-            assert first.grad is None
-            expected = whole.grad[:, :8] if kind == "lora_A" else whole.grad[..., :8]
-            assert expected.abs().max() > 0
-            assert distance(second.grad, expected) < 1e-5
+        model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    for kind, first, second, whole in pairs_of(both, one):
+        assert first.grad is None
+        expected = whole.grad[:, :8] if kind == "lora_A" else whole.grad[..., :8]
+        assert expected.abs().max() > 0
+        assert distance(second.grad, expected) < 1e-5
 
 
 def test_dropout_of_adapters_active_together(tiny_checkpoint: Checkpoint) -> None:
-    ids = torch.arange(3, 43).reshape(2, 20)
     model = two_adapters(tiny_checkpoint("qwen3moe"), lora_dropout=0.2)
     model.set_adapter(["default", "second"])
     still = logits(model)
     model.train()
-    assert distance(model(input_ids=ids).logits, still) > 0.01
+    assert distance(model(input_ids=IDS).logits, still) > 0.01
     assert torch.equal(logits(model), still)
     model.add_adapter("third", lora())
     model.set_adapter(["default", "third"])
     logits(model)
     with pytest.raises(ValueError, match=r"differ in lora_dropout: default 0\.2, third 0"):
-        model.train()(input_ids=ids)
+        model.train()(input_ids=IDS)
 
 
 def test_too_high_ranks_and_unknown_names_are_refused(tiny_checkpoint: Checkpoint) -> None:
     path = tiny_checkpoint("qwen3moe")
-    with pytest.raises(
-        ValueError, match=rf"rank of gate_proj on the routed experts .* is 257; it must be 1 to {MAX_RANK}"
-    ):
+    with pytest.raises(ValueError, match=rf"rank of gate_proj on the routed .* is 257; it must be 1 to {MAX_RANK}"):
         ktft.get_peft_model(load(path), lora(r=MAX_RANK + 1, target_modules=["experts"]))
     model = ktft.get_peft_model(load(path), lora(r=200, target_modules=["experts"]))
     model.add_adapter("second", lora(r=56, target_modules=["experts"]))
@@ -272,11 +276,7 @@ def eval_loss(run_exp: Any, config: dict[str, Any], output: Path, adapters: str)
 
 
 def test_llamafactory_chains_adapters(
-    train_yaml: Callable[..., dict[str, Any]],
-    run_exp: Callable[[dict[str, Any]], None],
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    train_yaml: TrainYaml, run_exp: RunExp, tiny_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """Train on a frozen adapter, then go on with both, then evaluate with both and with one alone."""
     first = save_small(tiny_checkpoint("qwen3moe"), tmp_path / "first", 1)
@@ -291,15 +291,13 @@ def test_llamafactory_chains_adapters(
     assert all(t.any() for name, t in trained.items() if "v_proj.lora_B" in name)
     assert trained["base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"].shape == (4, 64)
 
-    history = json.loads((second / "trainer_state.json").read_text())["log_history"]
     alone = eval_loss(run_exp, config, tmp_path / "alone", str(first))
     both = eval_loss(run_exp, config, tmp_path / "both", f"{first},{second}")
-    assert history[0]["loss"] == pytest.approx(alone, rel=1e-3)  # starts where the first one ended
+    assert first_loss(second) == pytest.approx(alone, rel=1e-3)  # starts where the first one ended
     assert both < alone
 
     run_exp(config | {"adapter_name_or_path": f"{first},{second}", "output_dir": str(third)})
-    history = json.loads((third / "trainer_state.json").read_text())["log_history"]
-    assert history[0]["loss"] == pytest.approx(both, rel=1e-3)
+    assert first_loss(third) == pytest.approx(both, rel=1e-3)
     went_on = load_file(third / "adapter_model.safetensors")
     assert went_on.keys() == trained.keys()
     assert any(not torch.equal(went_on[name], tensor) for name, tensor in trained.items())
@@ -326,11 +324,7 @@ def test_chat_applies_all_adapters(tiny_checkpoint: Checkpoint, tmp_path: Path) 
 
 
 def test_dpo_reference_keeps_the_adapters_below(
-    train_yaml: Callable[..., dict[str, Any]],
-    run_exp: Callable[[dict[str, Any]], None],
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_yaml: TrainYaml, run_exp: RunExp, tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
 
@@ -350,5 +344,4 @@ def test_dpo_reference_keeps_the_adapters_below(
     assert len(found) >= 2
     for reference, expected in found:
         assert torch.allclose(reference, expected, rtol=1e-4)
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # policy = reference before the first update
+    assert first_loss(tmp_path / "out") == pytest.approx(0.6931, abs=1e-3)  # policy = reference before the first update
