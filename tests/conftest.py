@@ -76,6 +76,12 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 
 @pytest.fixture(scope="session")
+def base(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    """A checkpoint, where any family would do."""
+    return tiny_checkpoint("qwen3moe")
+
+
+@pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA-Factory's `dataset_dir`: sets `sft`, `pt`, `dpo` (rm too) and `kto`."""
     return write_data(tmp_path_factory.mktemp("data"))

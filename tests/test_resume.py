@@ -32,11 +32,6 @@ FIVE = {"max_steps": 5, "save_steps": 3}
 
 
 @pytest.fixture(scope="module")
-def base(tiny_checkpoint: Checkpoint) -> Path:
-    return tiny_checkpoint("qwen3moe")
-
-
-@pytest.fixture(scope="module")
 def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> transformers.Trainer:
     """A run of seven steps with checkpoints 3 (in the first epoch), 6 (in the second) and 7."""
     run = trainer(base, tmp_path_factory.mktemp("whole"))

@@ -20,11 +20,6 @@ SAVED = {"max_steps": 3, "save_steps": 2}
 
 
 @pytest.fixture(scope="module")
-def base(tiny_checkpoint: Checkpoint) -> Path:
-    return tiny_checkpoint("qwen3moe")
-
-
-@pytest.fixture(scope="module")
 def done(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three steps, saved at the second and the last."""
     output = tmp_path_factory.mktemp("done")

@@ -25,11 +25,6 @@ FILE = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def base(tiny_checkpoint: Checkpoint) -> Path:
-    return tiny_checkpoint("qwen3moe")
-
-
-@pytest.fixture(scope="module")
 def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter on everything; it stands on nothing."""
     return write_adapter(base, tmp_path_factory.mktemp("plain"))

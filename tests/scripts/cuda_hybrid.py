@@ -54,6 +54,11 @@ class Inputs:
         return layer.forward(self.x.cpu(), self.index.cpu(), self.weights.cpu(), lora, "none")[0]
 
 
+def host_of(runtime: native.Runtime, hidden: int, **options: Any) -> HostExperts:
+    sizes = {"max_tokens": 32, "hidden_size": hidden, "top_k": TOP_K, "dtype": torch.bfloat16}
+    return HostExperts(runtime, "cuda", **sizes, **options)
+
+
 def through(host: HostExperts, layer: ExpertLayer, at: Inputs, between: Callable[[], None] = lambda: None) -> Tensor:
     stream = torch.cuda.current_stream().cuda_stream
     host.submit(layer, at.x, at.index, at.weights, stream=stream)
@@ -121,11 +126,10 @@ def refuse(host: HostExperts, layer: ExpertLayer) -> None:
 def correctness(runtime: native.Runtime, way: str) -> None:
     """Formats x tokens x adapters."""
     shape, compared = (16, 512, 256), 0
-    sizes = {"max_tokens": 32, "hidden_size": shape[1], "top_k": TOP_K, "dtype": torch.bfloat16}
     for fmt in ("bf16", "int8", "k4"):
         layer = random_layer(runtime, fmt, *shape)
         loras = [None, random_lora(layer, RANK), random_lora(layer, RANK)]
-        host = HostExperts(runtime, "cuda", **sizes, through=way)
+        host = host_of(runtime, shape[1], through=way)
         compared += sum(compare(host, layer, tokens, loras) for tokens in range(1, 33))
         refuse(host, layer)
         host.close()
@@ -136,8 +140,7 @@ def overhead(runtime: native.Runtime, way: str) -> None:
     """Layers whose experts are all elsewhere, in one graph."""
     shape = (16, HIDDEN, 256)
     layer = random_layer(runtime, "k4", *shape)
-    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
-    host = HostExperts(runtime, "cuda", **sizes, through=way)
+    host = host_of(runtime, HIDDEN, through=way)
     for tokens in (1, 8, 32):
         at = Inputs(tokens, shape[0], HIDDEN, torch.int32)
         at.index.fill_(ELSEWHERE)
@@ -181,8 +184,7 @@ def copies_alone() -> None:
 
 def overlap(runtime: native.Runtime, layers: list[ExpertLayer]) -> None:
     """GPU work between submit and wait runs beside the CPU's."""
-    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
-    host, at = HostExperts(runtime, "cuda", **sizes), Inputs(8, EXPERTS, HIDDEN)
+    host, at = host_of(runtime, HIDDEN), Inputs(8, EXPERTS, HIDDEN)
     square, out = torch.randn(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
 
     def multiply() -> None:
@@ -204,8 +206,7 @@ def bandwidth(fmt: str, threads: int, layers: list[ExpertLayer], lora: bool, tok
     """A layer's time in a replayed graph and of direct calls, against the bytes of its chosen experts."""
     runtime = layers[0].runtime
     read = max(StreamedMemory(runtime, 1 << 30).read() for _ in range(2))
-    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
-    host = HostExperts(runtime, "cuda", **sizes)
+    host = host_of(runtime, HIDDEN)
     adapters = random_lora(layers[0], RANK) if lora else None
     for layer in layers:
         host.set_lora(layer, adapters)

@@ -13,10 +13,9 @@ still run; the script then exits 1.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,8 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def small_layer(fmt: str, hidden: int, intermediate: int) -> ExpertLayer:
     """Of five experts, over as many NUMA nodes as there are."""
-    return kernels.make_layer(hidden, intermediate, fmt, native.default_isa(), *_machine())
-
-
-@functools.cache
-def _machine() -> tuple[int, int]:
     runtime = native.runtime()
-    return runtime.threads, runtime.nodes
+    return kernels.make_layer(hidden, intermediate, fmt, native.default_isa(), runtime.threads, runtime.nodes)
 
 
 def batch(tokens: int, hidden: int, seed: int) -> Batch:
@@ -182,22 +176,18 @@ def zipf(tokens: int, experts: int, top_k: int, exponent: float, generator: torc
     return torch.multinomial(popularity.expand(tokens, -1), top_k, generator=generator)
 
 
-def decode_graphs(model: HybridModel, args: argparse.Namespace, tokens: int) -> Iterator[Callable[[], None]]:
+def big_batch(args: argparse.Namespace, tokens: int, generator: torch.Generator) -> Batch:
+    """Of the shape that is timed, on the GPU."""
+    index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).int()
+    x = torch.randn(tokens, args.hidden, generator=generator).bfloat16()
+    return on("cuda", (x, index, torch.rand(tokens, args.top_k, generator=generator)))
+
+
+def decode_graphs(model: HybridModel, args: argparse.Namespace, tokens: int) -> Iterator[Captured]:
     """Graphs of all layers with routing of their own: enough of them that no CPU cache holds the experts."""
     generator = torch.Generator().manual_seed(tokens)
     for _ in range(args.graphs):
-        batches = []
-        for _ in model.layers:
-            index = zipf(tokens, args.experts, args.top_k, args.zipf, generator)
-            x = torch.randn(tokens, args.hidden, generator=generator).bfloat16()
-            batches.append(on("cuda", (x, index.int(), torch.rand(tokens, args.top_k, generator=generator))))
-        graph = Captured(model, batches)
-        yield functools.partial(_replay, graph)
-
-
-def _replay(graph: Captured) -> None:
-    assert graph.graph is not None
-    graph.graph.replay()
+        yield Captured(model, [big_batch(args, tokens, generator) for _ in model.layers])
 
 
 def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> None:
@@ -212,8 +202,8 @@ def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: s
     for tokens in args.tokens:
         found = {}
         for count, model in models.items():
-            calls = itertools.cycle(list(decode_graphs(model, args, tokens)))
-            found[count] = milliseconds(lambda c=calls: next(c)(), seconds=args.seconds) / len(layers)
+            graphs = itertools.cycle(list(decode_graphs(model, args, tokens)))
+            found[count] = milliseconds(lambda g=graphs: next(g).graph.replay(), seconds=args.seconds) / len(layers)
             model.check()
         alone = hot_alone(models[resident], args, tokens)
         gain = found[0] / found[resident]
@@ -230,10 +220,7 @@ def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: s
 
 def hot_alone(model: HybridModel, args: argparse.Namespace, tokens: int) -> float:
     """Milliseconds a layer of routing's split and the residents' products, without the CPU."""
-    generator = torch.Generator().manual_seed(1)
-    index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).to("cuda")
-    x = torch.randn(tokens, args.hidden, generator=generator).bfloat16().to("cuda")
-    weights = torch.rand(tokens, args.top_k, generator=generator).to("cuda")
+    x, index, weights = big_batch(args, tokens, torch.Generator().manual_seed(1))
 
     def run() -> None:
         for hot in model.hot.layers:
@@ -253,14 +240,11 @@ def time_prefill(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: 
     model = make(layers, "cuda", args.experts // 5, top_k=args.top_k)
     model.warm_up()
     for tokens in args.prefill:
-        generator = torch.Generator().manual_seed(tokens)
-        index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).to("cuda")
-        x = torch.randn(tokens, args.hidden, generator=generator).bfloat16().to("cuda")
-        weights = torch.rand(tokens, args.top_k, generator=generator).to("cuda")
+        given = big_batch(args, tokens, torch.Generator().manual_seed(tokens))
 
-        def step(x: torch.Tensor = x, index: torch.Tensor = index, weights: torch.Tensor = weights) -> None:
+        def step(given: Batch = given) -> None:
             for experts in model.layers.values():
-                experts(x, index, weights)
+                experts(*given)
 
         for _ in range(8):  # auto tries its ways
             step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import random
 import shutil
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from measuring import in_a_process
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -69,13 +68,6 @@ def make_model(path: Path, **sizes: int) -> None:
     shape = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8}
     write_checkpoint("qwen3moe", path, **shape | sizes)
     torch.set_default_dtype(torch.float32)
-
-
-def in_a_process(make: Callable[..., None], *arguments: Any) -> None:
-    """So that this one's memory stays as it is."""
-    maker = multiprocessing.get_context("spawn").Process(target=make, args=arguments)
-    maker.start()
-    maker.join()
 
 
 def start(*arguments: str, jumping: bool = False) -> int:

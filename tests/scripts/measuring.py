@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,12 @@ def milliseconds(call: Callable[[], Any], repeats: int = 5, seconds: float = 0.0
         torch.cuda.synchronize()
         taken.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(taken)
+
+
+def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function gives in a new process, whose memory is its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def memory(field: str) -> int:

@@ -7,12 +7,11 @@ pages included) with what it has to hold. Exits 1 when that is exceeded.
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
 
-from measuring import memory
+from measuring import in_a_process, memory
 
 SLACK = 1.15
 SIZES = {
@@ -33,8 +32,8 @@ def make(path: Path) -> None:
     write_checkpoint("qwen3moe", path, **SIZES)
 
 
-def measure(path: Path, expert_format: str, result: multiprocessing.Queue[tuple[bool, str]]) -> None:
-    """Load, train two steps, and report."""
+def measure(path: Path, expert_format: str) -> tuple[bool, str]:
+    """Load, train two steps; whether the peak is within the contract, and a line that says so."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -70,28 +69,19 @@ def measure(path: Path, expert_format: str, result: multiprocessing.Queue[tuple[
     parts |= {"other weights": other}
     parts |= {"peak after loading": loaded, "peak": peak, "allowed": int(allowed)}
     figures = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in parts.items())
-    result.put((peak <= allowed, f"{expert_format}: {(peak - imports) / needed:.3f}x of what it holds; {figures}"))
+    return peak <= allowed, f"{expert_format}: {(peak - imports) / needed:.3f}x of what it holds; {figures}"
 
 
 def main() -> int:
     """Returns the exit status."""
-    spawn = multiprocessing.get_context("spawn")
-    result: multiprocessing.Queue[tuple[bool, str]] = spawn.Queue()
     kept = True
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        maker = spawn.Process(target=make, args=(path,))
-        maker.start()
-        maker.join()
+        in_a_process(make, path)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         print(f"checkpoint: {size / 2**30:.2f} GiB")
         for expert_format in ("int8", "bf16"):
-            process = spawn.Process(target=measure, args=(path, expert_format, result))
-            process.start()
-            process.join()
-            if process.exitcode:
-                return 1
-            within, line = result.get()
+            within, line = in_a_process(measure, path, expert_format)
             print("ok  " if within else "OVER", line)
             kept = kept and within
     return 0 if kept else 1

@@ -37,16 +37,7 @@ from tiny import factory_settings, tokenizer
 from benchmarks.cases import Shape
 from benchmarks.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
 from ktft import native
-from ktft.checkpoint.cache import (
-    MANIFEST,
-    ExpertShape,
-    Manifest,
-    describe_file,
-    layer_file,
-    layer_metadata,
-    layer_tensors,
-    sha256,
-)
+from ktft.checkpoint import cache
 from ktft.checkpoint.convert import check_space
 from ktft.checkpoint.files import to_json, write_safetensors, write_whole
 from ktft.checkpoint.identity import identify
@@ -92,23 +83,23 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
     with part(f"packing {DISTINCT} experts"):
         packed = {place: tensor.numpy().data for place, tensor in pack_some(layer).items()}
     model_type = json.loads((path / "config.json").read_text())["model_type"]
-    shapes = {number: ExpertShape.of(layer) for number in range(args.layers)}
+    shapes = {number: cache.ExpertShape.of(layer) for number in range(args.layers)}
     source = identify([path / SHARD])
-    manifest = Manifest(args.format, model_type, source, shapes, {}, sha256(path / "config.json"))
-    tensors = layer_tensors(layer)
+    manifest = cache.Manifest(args.format, model_type, source, shapes, {}, cache.sha256(path / "config.json"))
+    tensors = cache.layer_tensors(layer)
 
     def write(number: int) -> None:
         content = ([packed[expert % DISTINCT, name]] for expert, name in tensors.values())
-        metadata = layer_metadata(manifest, number, "0" * 64)
-        write_safetensors(path / layer_file(number), list(tensors), metadata, content)
+        metadata = cache.layer_metadata(manifest, number, "0" * 64)
+        write_safetensors(path / cache.layer_file(number), list(tensors), metadata, content)
 
     size = args.layers * sum(tensor.nbytes for tensor in tensors)
     check_space(path, size)
     with part(f"packed experts, {size / 1e9:.1f} GB"):
         with ThreadPoolExecutor(layer.runtime.threads) as pool:
             list(pool.map(write, range(args.layers)))
-        files = {name: describe_file(path / name) for name in (SHARD, *map(layer_file, range(args.layers)))}
-        write_whole(path / MANIFEST, to_json(replace(manifest, files=files).to_dict()))
+        files = {name: cache.describe_file(path / name) for name in (SHARD, *map(cache.layer_file, range(args.layers)))}
+        write_whole(path / cache.MANIFEST, to_json(replace(manifest, files=files).to_dict()))
 
 
 def write_backbone(args: argparse.Namespace, shape: Shape, path: Path) -> None:
@@ -224,7 +215,7 @@ def main() -> int:
     """Returns the exit status."""
     args = arguments()
     root = args.directory
-    if not (root / "model" / MANIFEST).is_file():
+    if not (root / "model" / cache.MANIFEST).is_file():
         write_checkpoint(args, root / "model")
     write_data(args, root / "data")
     report = root / "out" / "ktft_report.json"

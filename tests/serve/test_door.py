@@ -6,7 +6,7 @@ Around vLLM's server in small there is what vLLM puts there: `CORSMiddleware`, a
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +23,24 @@ pytestmark = pytest.mark.anyio
 FOREIGN = {"Origin": "https://evil.example"}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 ASK = {"model": "base", "messages": HELLO}
-Http = Callable[..., tuple[Server, AsyncClient]]
 
 
-@pytest.fixture
-def over_http(serve: Serve) -> Http:
-    """`over_http(**settings)` -> a new server, and a client of HTTP."""
+class Client(AsyncClient):
+    """Of HTTP, for a server in this process."""
 
-    def make(**settings: Any) -> tuple[Server, AsyncClient]:
-        server = serve(**settings)
+    def __init__(self, server: Server) -> None:
         inner = server.gate.app
         server.gate.app = CORSMiddleware(inner, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-        transport = ASGITransport(app=server.gate)
-        return server, AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=None)
-
-    return make
+        super().__init__(transport=ASGITransport(app=server.gate), base_url="http://127.0.0.1:8000", timeout=None)
+        self.server = server
 
 
 @pytest.fixture
-def both(over_http: Http) -> tuple[Server, AsyncClient]:
-    return over_http()
+def client(serve: Serve) -> Client:
+    return Client(serve())
 
 
-@pytest.fixture
-def server(both: tuple[Server, AsyncClient]) -> Server:
-    return both[0]
-
-
-@pytest.fixture
-def client(both: tuple[Server, AsyncClient]) -> AsyncClient:
-    return both[1]
-
-
-def load(client: AsyncClient, path: str, name: str = "tuned", **headers: str) -> Awaitable[httpx.Response]:
+def load(client: Client, path: str, name: str = "tuned", **headers: str) -> Awaitable[httpx.Response]:
     body = {"lora_name": name, "lora_path": path}
     return client.post("/v1/load_lora_adapter", json=body, headers=headers)
 
@@ -70,9 +55,7 @@ def message(response: httpx.Response) -> str:
 # --- origins ----------------------------------------------------------------------------------------------------------
 
 
-async def test_no_page_of_another_origin_reads_or_changes_anything(
-    server: Server, client: AsyncClient, tmp_path: Path
-) -> None:
+async def test_no_page_of_another_origin_reads_or_changes_anything(client: Client, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     for origin in ("https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null"):
@@ -91,7 +74,7 @@ async def test_no_page_of_another_origin_reads_or_changes_anything(
             assert answer.status_code == 403, (origin, answer.request.url)
             assert "access-control-allow-origin" not in answer.headers
         assert f"""-- --allowed-origins '["{origin}"]'""" in message(answers[1])
-    assert not server.seen and not server.engine.calls
+    assert not client.server.seen and not client.server.engine.calls
 
     own = {"Origin": "http://127.0.0.1:8000"}  # vLLM's /docs
     for page in (own, {}):  # and curl, openai
@@ -99,8 +82,8 @@ async def test_no_page_of_another_origin_reads_or_changes_anything(
     assert (await load(client, path, **own)).status_code == 200
 
 
-async def test_an_origin_that_was_allowed_reads_answers_and_refusals(over_http: Http) -> None:
-    _, client = over_http(origins=["https://good.example"])
+async def test_an_origin_that_was_allowed_reads_answers_and_refusals(serve: Serve) -> None:
+    client = Client(serve(origins=["https://good.example"]))
     page = {"Origin": "https://good.example"}
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     assert (await client.options(CHAT, headers=page | asked)).status_code == 200
@@ -111,8 +94,8 @@ async def test_an_origin_that_was_allowed_reads_answers_and_refusals(over_http: 
     assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 403
 
 
-async def test_any_origin_if_the_user_says_so(over_http: Http) -> None:
-    _, client = over_http(origins=["*"])
+async def test_any_origin_if_the_user_says_so(serve: Serve) -> None:
+    client = Client(serve(origins=["*"]))
     assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 200
 
 
@@ -120,17 +103,17 @@ async def test_any_origin_if_the_user_says_so(over_http: Http) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "LocalHost", "proxy.lan"])
-async def test_names_of_this_server(over_http: Http, host: str) -> None:
-    _, client = over_http(hosts=[*LOCAL_NAMES, "proxy.lan"])
+async def test_names_of_this_server(serve: Serve, host: str) -> None:
+    client = Client(serve(hosts=[*LOCAL_NAMES, "proxy.lan"]))
     assert (await client.post(CHAT, json=ASK, headers={"Host": host})).status_code == 200
     assert (await client.post(CHAT, json=ASK, headers={"Host": host, "Origin": f"http://{host}"})).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "@"])
-async def test_a_name_that_was_bound_to_this_machine(over_http: Http, tmp_path: Path, host: str) -> None:
+async def test_a_name_that_was_bound_to_this_machine(serve: Serve, tmp_path: Path, host: str) -> None:
     """Its page is of the origin that it asks: nothing but the host gives it away."""
     path = adapter(tmp_path / "tuned")
-    server, client = over_http(hosts=LOCAL_NAMES)
+    client = Client(serve(hosts=LOCAL_NAMES))
     page = {"Host": host, "Origin": f"http://{host}"}
     for answer in (
         await load(client, path, **page),
@@ -138,7 +121,7 @@ async def test_a_name_that_was_bound_to_this_machine(over_http: Http, tmp_path: 
         await client.get("/health", headers={"Host": host}),
     ):
         assert answer.status_code == 403 and "--allowed-host" in message(answer)
-    assert not server.seen and not server.engine.calls
+    assert not client.server.seen and not client.server.engine.calls
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -149,18 +132,18 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def test_an_admin_key_is_apart_from_the_users(
-    over_http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "user")
     monkeypatch.setenv("KTFT_ADMIN_KEY", "admin")
     path = adapter(tmp_path / "tuned")
-    server, client = over_http()
+    client = Client(serve())
     for changing in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests", "/start_profile"):
         for headers, status in ((bearer("user"), 403), (bearer("wrong"), 401), ({}, 401)):
             answer = await client.post(changing, json={"lora_name": "tuned", "lora_path": path}, headers=headers)
             assert answer.status_code == status, (changing, headers)
             assert "admin key" in message(answer)
-    assert not server.engine.calls and not server.seen
+    assert not client.server.engine.calls and not client.server.seen
     assert (await load(client, path, **bearer("admin"))).status_code == 200
     ask = ASK | {"model": "tuned"}
     for key in ("user", "admin"):
@@ -170,12 +153,12 @@ async def test_an_admin_key_is_apart_from_the_users(
 
 
 async def test_an_admin_key_alone_leaves_users_without_one(
-    over_http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("KTFT_ADMIN_KEY", "admin")
     path = adapter(tmp_path / "tuned")
-    _, client = over_http()
+    client = Client(serve())
     assert (await load(client, path)).status_code == 401
     assert (await client.post(CHAT, json=ASK)).status_code == 200
     assert (await load(client, path, **bearer("admin"))).status_code == 200
@@ -212,15 +195,13 @@ MANY = 10**30
     ],
     ids=str,
 )
-async def test_a_limit_holds_whatever_the_type_of_json(
-    server: Server, client: AsyncClient, changes: dict[str, Any]
-) -> None:
+async def test_a_limit_holds_whatever_the_type_of_json(client: Client, changes: dict[str, Any]) -> None:
     for path in (CHAT, "/inference/v1/generate", "/invocations"):
         answer = await client.post(path, json=ASK | changes)
         assert answer.status_code == 400
         field = next(iter(changes.get("sampling_params", changes)))
         assert field in message(answer) and " from " in message(answer)
-    assert not server.seen
+    assert not client.server.seen
 
 
 @pytest.mark.parametrize(
@@ -235,22 +216,20 @@ async def test_a_limit_holds_whatever_the_type_of_json(
     ],
     ids=["texts", "tokens", "times n", "embeddings", "conversations", "items"],
 )
-async def test_the_answers_of_a_request_are_counted(
-    server: Server, client: AsyncClient, path: str, changes: dict[str, Any]
-) -> None:
+async def test_the_answers_of_a_request_are_counted(client: Client, path: str, changes: dict[str, Any]) -> None:
     answer = await client.post(path, json={"model": "base"} | changes)
     assert answer.status_code == 400 and "may have 2048 in all" in message(answer)
-    assert not server.seen
+    assert not client.server.seen
 
 
-async def test_numbers_that_hold_pass_as_they_came(server: Server, client: AsyncClient) -> None:
+async def test_numbers_that_hold_pass_as_they_came(client: Client) -> None:
     for changes in (
         {"n": "2", "temperature": "1.5", "top_k": -1},
         {"n": 3.0, "temperature": True, "sampling_params": {"n": 128}},
         {"n": None, "temperature": 0, "prompt": list(range(5000)), "logprobs": True},
     ):
         assert (await client.post(CHAT, json=ASK | changes)).status_code == 200
-        assert json.loads(server.seen[-1][1]) == ASK | changes
+        assert json.loads(client.server.seen[-1][1]) == ASK | changes
 
 
 # --- paths and names of adapters --------------------------------------------------------------------------------------
@@ -267,7 +246,7 @@ async def test_numbers_that_hold_pass_as_they_came(server: Server, client: Async
     ],
     ids=["long", "nul", "surrogate", "device", "below a device"],
 )
-async def test_paths_that_are_none(client: AsyncClient, path: str, words: str) -> None:
+async def test_paths_that_are_none(client: Client, path: str, words: str) -> None:
     body = json.dumps({"lora_name": "x", "lora_path": path}).encode()
     answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and words in message(answer)
@@ -276,7 +255,7 @@ async def test_paths_that_are_none(client: AsyncClient, path: str, words: str) -
 
 @pytest.mark.parametrize("missing", ["stat", "access"], ids=["directory", "file"])
 async def test_a_path_without_permission(
-    server: Server, client: AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     """Whoever runs the tests, root included."""
     path = adapter(tmp_path / "secret")
@@ -293,11 +272,11 @@ async def test_a_path_without_permission(
         monkeypatch.setattr("os.access", lambda at, mode: Path(at).parent.name != "secret" and may(at, mode))
     answer = await load(client, path)
     assert answer.status_code == 403 and "permission denied" in message(answer)
-    assert not server.engine.calls
+    assert not client.server.engine.calls
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "a\nb", "\ud800", "\0"], ids=["long", "line", "surrogate", "nul"])
-async def test_names_that_no_metric_could_have(client: AsyncClient, tmp_path: Path, name: str) -> None:
+async def test_names_that_no_metric_could_have(client: Client, tmp_path: Path, name: str) -> None:
     path = adapter(tmp_path / "tuned")
     body = json.dumps({"lora_name": name, "lora_path": path}).encode()
     answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
@@ -309,7 +288,7 @@ async def test_names_that_no_metric_could_have(client: AsyncClient, tmp_path: Pa
 
 
 async def test_a_full_disk_refuses_before_anything_changes(
-    server: Server, client: AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
 
@@ -322,13 +301,13 @@ async def test_a_full_disk_refuses_before_anything_changes(
         answer = await load(client, paths[1], "two")
     assert answer.status_code == 503
     assert "No space left on device" in message(answer) and "Nothing has changed: one is served" in message(answer)
-    assert server.engine.adapter == paths[0]
+    assert client.server.engine.adapter == paths[0]
     assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
     assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
 
 
 async def test_a_record_that_could_not_change_is_told(
-    server: Server, client: AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = adapter(tmp_path / "one")
 
@@ -345,24 +324,22 @@ async def test_a_record_that_could_not_change_is_told(
     assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
 
 
-async def test_a_failed_change_leaves_the_record(server: Server, client: AsyncClient, tmp_path: Path) -> None:
+async def test_a_failed_change_leaves_the_record(client: Client, tmp_path: Path) -> None:
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
     assert (await load(client, paths[0], "one")).status_code == 200
-    server.engine.failure = "out of memory"
+    client.server.engine.failure = "out of memory"
     assert (await load(client, paths[1], "two")).status_code == 400
     assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter.json", "base", "one", "two"]
 
 
-async def test_a_model_with_parts_of_two_adapters_serves_nothing(
-    server: Server, client: AsyncClient, tmp_path: Path
-) -> None:
+async def test_a_model_with_parts_of_two_adapters_serves_nothing(client: Client, tmp_path: Path) -> None:
     path = adapter(tmp_path / "one")
-    server.engine.failure = "parts of two adapters are in the model: out of memory"
+    client.server.engine.failure = "parts of two adapters are in the model: out of memory"
     assert (await load(client, path)).status_code == 400
     answer = await client.post(CHAT, json=ASK)
     assert answer.status_code == 503 and "parts of two adapters" in message(answer)
-    server.engine.failure = None
+    client.server.engine.failure = None
     assert (await load(client, path)).status_code == 200
     assert (await client.post(CHAT, json=ASK | {"model": "tuned"})).status_code == 200
 
