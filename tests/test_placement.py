@@ -240,18 +240,6 @@ class Truth:
         own = lanes(costs(KIND, RATES, work), KIND, counts, of(placed))
         return {lane: own[lane] * self.factors[lane] * float(self.rng.lognormal(0, noise)) for lane in Lane}
 
-    def observed(self, placer: Placer, counts: list[int], work: str, **instead: float) -> Placement:
-        """What a placer decided, and was then told; `instead` of some lanes' times it is told others."""
-        placed = placer.decide(counts, (), work)
-        took = {lane: seconds for lane, seconds in self.run(placed, counts, work).items() if seconds}
-        placer.observe(work, placed, took | instead)
-        return placed
-
-    def over(self, placed: Placement, counts: list[int], work: str) -> float:
-        """How much longer that takes than the best cut, as this machine truly is."""
-        exact = lanes(costs(KIND, RATES, work).corrected(self.factors), KIND, counts, of(placed))
-        return max(exact.values()) / self.best(counts, work)
-
     def best(self, counts: list[int], work: str) -> float:
         cost = costs(KIND, RATES, work).corrected(self.factors)
         used = sorted(range(128), key=lambda e: (-counts[e], e))
@@ -268,9 +256,12 @@ def test_corrections_converge_and_do_not_oscillate(cpu: float, copy: float) -> N
     placer, truth, streamed, over = Placer(KIND, RATES), Truth(cpu=cpu, copy=copy, gpu=1.0), [], []
     for layer in range(96):
         counts = draw(layer)
-        placed = truth.observed(placer, counts, "backward")
+        placed = placer.decide(counts, (), "backward")
+        took = truth.run(placed, counts, "backward")
+        placer.observe("backward", placed, took)
         streamed.append(len(placed.stream))
-        over.append(truth.over(placed, counts, "backward"))
+        exact = lanes(costs(KIND, RATES, "backward").corrected(truth.factors), KIND, counts, of(placed))
+        over.append(max(exact.values()) / truth.best(counts, "backward"))
     assert max(over[48:]) < 1.06  # measured times have 5% of noise
     assert max(streamed[48:]) - min(streamed[48:]) <= 12
     assert placer.corrections("backward")["cpu"] == pytest.approx(cpu, rel=0.08)
@@ -287,7 +278,8 @@ def test_corrections_follow_a_drift_and_survive_hiccups() -> None:
         if layer % 25 == 13:
             took["copy"] *= 20  # somebody else's moment
         placer.observe("forward", placed, took)
-        over.append(truth.over(placed, counts, "forward"))
+        exact = lanes(costs(KIND, RATES, "forward").corrected(truth.factors), KIND, counts, of(placed))
+        over.append(max(exact.values()) / truth.best(counts, "forward"))
     assert sum(over[20:]) / len(over[20:]) < 1.06
     assert max(over[20:]) < 1.25
 
@@ -306,10 +298,13 @@ def test_a_bad_moment_does_not_shut_a_lane_for_ever() -> None:
     placer, truth = Placer(KIND, RATES), Truth(cpu=1.0, copy=1.0, gpu=1.0)
     counts = [256] * 128
     for _ in range(40):  # the CPU looks hopeless
-        truth.observed(placer, counts, "forward", cpu=10.0)
+        placed = placer.decide(counts, (), "forward")
+        placer.observe("forward", placed, truth.run(placed, counts, "forward") | {"cpu": 10.0})
     assert not placer.decide(counts, (), "forward").cpu
     for _ in range(4000):
-        truth.observed(placer, counts, "forward")
+        placed = placer.decide(counts, (), "forward")
+        took = truth.run(placed, counts, "forward")
+        placer.observe("forward", placed, {lane: seconds for lane, seconds in took.items() if seconds})
     assert placer.decide(counts, (), "forward").cpu
     assert placer.corrections("forward")["cpu"] < 2
 

@@ -64,9 +64,9 @@ def test_every_family_s_layers_can_be_timed(family: str) -> None:
 
 
 @pytest.mark.usefixtures("untimed_experts")
-def test_layers_that_do_not_fit_are_estimated(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_do_not_fit_are_estimated(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backbone, "available_memory", lambda: 1000)
-    told = plan(tiny_checkpoint("qwen3moe"))
+    told = plan(base)
     (note,) = told["notes"]
     assert note.startswith("the time of attention is estimated, not measured: it would take ")
     assert all(row["step"]["other"] > 0 for row in told["formats"])
@@ -112,8 +112,8 @@ def test_a_machine_that_suffices(recipe: Recipes) -> None:
     assert by_format(faster)["k4"]["step_seconds"] < k4["step_seconds"]
 
 
-def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, recipe: Recipes) -> None:
-    path, generator = tiny_checkpoint("qwen3moe"), torch.get_rng_state()
+def test_this_machine_from_shards(base: Path, recipe: Recipes) -> None:
+    path, generator = base, torch.get_rng_state()
     told = plan(path, recipe("cutoff_len: 64\nuse_cpu: true\nkt_config: {expert_format: bf16, kt_num_threads: 1}\n"))
     assert torch.equal(torch.get_rng_state(), generator), "what is timed draws from a generator of its own"
     assert told["fits"]
@@ -127,17 +127,17 @@ def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, recipe: Recipes) 
 
 
 @pytest.mark.usefixtures("untimed")
-def test_the_table(tiny_checkpoint: Checkpoint, recipe: Recipes) -> None:
+def test_the_table(base: Path, recipe: Recipes) -> None:
     chosen = recipe("cutoff_len: 64\nkt_config: {expert_format: bf16}\n")
-    status, table = run("plan", tiny_checkpoint("qwen3moe"), chosen)
+    status, table = run("plan", base, chosen)
     assert status == 0 and "bf16 *" in table and "estimate" in table
     # without a word about the format it is the default
-    assert f"{config.DEFAULT_EXPERT_FORMAT} *" in run("plan", tiny_checkpoint("qwen3moe"))[1]
+    assert f"{config.DEFAULT_EXPERT_FORMAT} *" in run("plan", base)[1]
 
 
 @pytest.mark.usefixtures("untimed")
-def test_a_converted_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path, recipe: Recipes) -> None:
-    source, target = tiny_checkpoint("qwen3moe"), tmp_path / "packed"
+def test_a_converted_checkpoint(base: Path, tmp_path: Path, recipe: Recipes) -> None:
+    source, target = base, tmp_path / "packed"
     assert run("convert", source, target, "--format", "k4")[0] == 0
     told = plan(target)
     assert told["model"]["converted_to"] == "k4"
@@ -176,12 +176,12 @@ def test_nothing_fits(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("untimed")
-def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_of_the_machine(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 8 * GIB)
     monkeypatch.setattr(system, "transparent_hugepages", lambda: "never")
     real = native.topology()
     monkeypatch.setattr(native, "topology", lambda: real | {"cgroup_cpus": 0.5})
-    told = " ".join(plan(tiny_checkpoint("qwen3moe"))["warnings"])
+    told = " ".join(plan(base)["warnings"])
     for words in ("a cgroup allows 8.0 GiB", "huge pages are never", "0.5 of"):
         assert words in told
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,11 +65,11 @@ def rewrite(source: Path, target: Path, change: Callable[[dict[str, Tensor]], An
     ],
 )
 def test_lanes_that_need_a_gpu(
-    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
+    base: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=words):
-        adapted.load(tiny_checkpoint("qwen3moe"), **settings)
+        adapted.load(base, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,8 +106,8 @@ def test_device_maps(tiny_checkpoint: Checkpoint, device_map: Any, capsys: pytes
 
 
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
-def test_moves_and_casts(tiny_checkpoint: Checkpoint, device: str) -> None:
-    model = load(tiny_checkpoint("qwen3moe"))
+def test_moves_and_casts(base: Path, device: str) -> None:
+    model = load(base)
     expected = logits(model)
     torch.testing.assert_close(logits(model.to(device)), expected, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(logits(copy.deepcopy(model)), expected, atol=1e-3, rtol=1e-3)
@@ -126,13 +127,12 @@ def test_one_config_loads_twice(tiny_checkpoint: Checkpoint) -> None:
     configure(config, Settings())  # again, over ktft's own
 
 
-def test_base_model_without_head(tiny_checkpoint: Checkpoint) -> None:
-    path = tiny_checkpoint("qwen3moe")
-    model = AutoModel.from_pretrained(path, dtype=torch.float32, quantization_config=KtftConfig(expert_format="bf16"))
-    stock = AutoModel.from_pretrained(path, dtype=torch.float32)
-    config = AutoConfig.from_pretrained(path)
+def test_base_model_without_head(base: Path) -> None:
+    model = AutoModel.from_pretrained(base, dtype=torch.float32, quantization_config=KtftConfig(expert_format="bf16"))
+    stock = AutoModel.from_pretrained(base, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(base)
     configure(config, Settings())
-    again = AutoModel.from_pretrained(path, dtype=torch.float32, config=config)
+    again = AutoModel.from_pretrained(base, dtype=torch.float32, config=config)
     assert {p.dtype for p in again.parameters()} == {torch.float32}, "transformers alone leaves renamed ones in bf16"
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).last_hidden_state, stock(IDS).last_hidden_state, atol=2e-2, rtol=2e-2)
@@ -226,43 +226,34 @@ def test_bad_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     ],
 )
 def test_models_the_kernels_cannot_take(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         load(write_checkpoint("qwen3moe", tmp_path, **overrides))
-    assert message in str(error.value)
 
 
 def test_unknown_family_does_not_fall_back(tmp_path: Path) -> None:
-    config = NemotronHConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        layers_block_type=["moe", "attention"],
-        num_attention_heads=2,
-        n_routed_experts=2,
-        mamba_num_heads=2,
-        mamba_head_dim=32,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    mamba = {"mamba_num_heads": 2, "mamba_head_dim": 32}
+    config = NemotronHConfig(**sizes, **mamba, layers_block_type=["moe", "attention"], n_routed_experts=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model_type 'nemotron_h' has no row in .*no gate projection"):
         load(tmp_path)
 
 
-def test_bad_settings(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bad_settings(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown key 'expert_fmt'; the nearest valid key is 'expert_format'"):
         KtftConfig(expert_fmt="int8")
     with pytest.raises(ValueError, match="expert_format is 'fp4'; supported: bf16, int8"):
         KtftConfig(expert_format="fp4")
-    path = tiny_checkpoint("qwen3moe")
     with pytest.raises(ValueError, match="device_map puts modules on disk"):
-        load(path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path)
+        load(base, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one process in this release, but WORLD_SIZE is 2"):
-        load(path)
+        load(base)
 
 
-def test_base_weights_are_not_saved(tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: Any) -> None:
+def test_base_weights_are_not_saved(base: Path, tmp_path: Path, caplog: Any) -> None:
     with pytest.raises(ValueError, match="quantized with ktft and is not serializable"):
-        load(tiny_checkpoint("qwen3moe")).save_pretrained(tmp_path)
+        load(base).save_pretrained(tmp_path)
     assert "save the adapter" in caplog.text
 
 
@@ -273,8 +264,8 @@ def test_expert_lora_that_peft_would_drop(tiny_checkpoint: Checkpoint) -> None:
         model.load_state_dict({key: torch.zeros(4, 64)}, strict=False)
 
 
-def test_tensor_parallel_plan_leaves_experts_alone(tiny_checkpoint: Checkpoint) -> None:
-    config = load(tiny_checkpoint("qwen3moe")).config
+def test_tensor_parallel_plan_leaves_experts_alone(base: Path) -> None:
+    config = load(base).config
     assert config.base_model_tp_plan
     assert not [key for key in config.base_model_tp_plan if ".experts" in key]
     assert [key for key in type(config)().base_model_tp_plan if ".experts" in key], "the class's own plan is unchanged"

@@ -25,7 +25,6 @@ from ktft.train import checkpoints
 from ktft.train.checkpoints import STAGING
 from ktft.train.manifest import MANIFEST, damage
 
-Checkpoint = Callable[[str], Path]
 TrainYaml = Callable[..., dict[str, Any]]
 ADAPTER = "adapter_model.safetensors"
 FIVE = {"max_steps": 5, "save_steps": 3}

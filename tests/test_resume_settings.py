@@ -15,7 +15,6 @@ from runs import trainer
 
 from ktft.train import checkpoints
 
-Checkpoint = Callable[[str], Path]
 SAVED = {"max_steps": 3, "save_steps": 2}
 
 

@@ -56,8 +56,8 @@ def test_plain_trainer_trains_reports_and_resumes_exactly(
     assert all(torch.equal(resumed[name], tensor) for name, tensor in tensors.items())
 
 
-def test_ktft_trainer_trains_int8_with_gradient_checkpointing(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = load(tiny_checkpoint("qwen3moe"), expert_format="int8", activation="recompute")
+def test_ktft_trainer_trains_int8_with_gradient_checkpointing(base: Path, tmp_path: Path) -> None:
+    model = load(base, expert_format="int8", activation="recompute")
     model = ktft.get_peft_model(model, lora_config(target_modules=["experts"]))
     options = {"gradient_checkpointing": True, "bf16": True, "max_steps": 16, "learning_rate": 2e-2}
     trainer = ktft.Trainer(model, arguments(tmp_path, **UNSAVED | options), train_dataset=DATA)
@@ -81,8 +81,8 @@ def test_report_counts_what_trains(tiny_checkpoint: Checkpoint) -> None:
     assert examine(torch.nn.Linear(2, 2)) is None
 
 
-def test_frozen_or_forgotten_lora_is_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = adapted(tiny_checkpoint("qwen3moe"))
+def test_frozen_or_forgotten_lora_is_refused(base: Path, tmp_path: Path) -> None:
+    model = adapted(base)
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if p.requires_grad and ".experts." not in n])
 
     def train(**options: Any) -> None:
@@ -117,17 +117,15 @@ def test_adapter_that_passes_the_experts_by_is_refused(
     train("q_a_proj")
 
 
-def test_precision_that_a_cpu_has_not_is_told(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_precision_that_a_cpu_has_not_is_told(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(tmp_path, **UNSAVED, fp16=True, max_steps=1)
-    transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA).train()
+    transformers.Trainer(adapted(base), args, train_dataset=DATA).train()
     assert "fp16: true has no effect on a CPU" in caplog.text
     report = json.loads((tmp_path / "ktft_report.json").read_text())
     assert report["training"]["precision"] == "float32, as the model is; fp16 was asked for and has no effect on a CPU"
 
 
-def test_what_is_logged_is_explained(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_what_is_logged_is_explained(base: Path, tmp_path: Path) -> None:
     class Keys(transformers.TrainerCallback):
         def __init__(self) -> None:
             self.seen: set[str] = set()
@@ -136,14 +134,14 @@ def test_what_is_logged_is_explained(tiny_checkpoint: Checkpoint, tmp_path: Path
             self.seen |= {key.removeprefix("ktft/") for key in logs if key.startswith("ktft/")}
 
     args, keys = arguments(tmp_path, **UNSAVED, max_steps=2), Keys()
-    transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA, callbacks=[keys]).train()
+    transformers.Trainer(adapted(base), args, train_dataset=DATA, callbacks=[keys]).train()
     assert keys.seen and all(name in LOGGED for name in keys.seen)
 
 
-def test_several_gpus_are_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_several_gpus_are_refused(base: Path, tmp_path: Path) -> None:
     args = arguments(tmp_path)
     args._n_gpu = 2  # what a machine with two GPUs gives: transformers would wrap the model in DataParallel
-    model = adapted(tiny_checkpoint("qwen3moe"))
+    model = adapted(base)
     for trainer in (transformers.Trainer, ktft.Trainer):
         with pytest.raises(ValueError, match="DataParallel over 2 GPUs.*CUDA_VISIBLE_DEVICES"):
             trainer(model, args, train_dataset=DATA)
@@ -159,8 +157,8 @@ def test_unsupported_launches(launch: dict[str, Any], message: str) -> None:
         check_launch(**launch)
 
 
-def test_stock_models_are_left_alone_and_told_apart(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"), dtype=torch.float32)
+def test_stock_models_are_left_alone_and_told_apart(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     transformers.Trainer(model, arguments(tmp_path, **UNSAVED, max_steps=1), train_dataset=DATA).train()
     with pytest.raises(ValueError, match="no experts held by ktft"):
         ktft.Trainer(model, arguments(tmp_path))

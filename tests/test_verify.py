@@ -46,10 +46,10 @@ def fp8(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def converted(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`qwen3moe` in k4. Copy it before changing it."""
     target = tmp_path_factory.mktemp("converted") / "k4"
-    status, said = run("convert", tiny_checkpoint("qwen3moe"), target, "--format", "k4", "--threads", "1")
+    status, said = run("convert", base, target, "--format", "k4", "--threads", "1")
     assert status == 0, said
     return target
 
@@ -86,8 +86,8 @@ def test_a_split_over_nodes(tmp_path: Path) -> None:
     assert status == 0 and report["numa_nodes"] == 2
 
 
-def test_tables_for_a_person(tiny_checkpoint: Checkpoint) -> None:
-    done = invoke("verify", tiny_checkpoint("qwen3moe"), "--threads", "1", "--layers", "2,0", "--tokens", "8")
+def test_tables_for_a_person(base: Path) -> None:
+    done = invoke("verify", base, "--threads", "1", "--layers", "2,0", "--tokens", "8")
     out = done.stdout
     assert done.exit_code == 0 and "(limit 0.5%)" in out and "The whole model" not in out
     assert out.splitlines()[-1].endswith("NUMA nodes: pass")
@@ -135,22 +135,22 @@ def wrong_outputs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
     return install
 
 
-def test_a_wrong_output_of_one_expert(tiny_checkpoint: Checkpoint, wrong_outputs: Callable[[Change], None]) -> None:
+def test_a_wrong_output_of_one_expert(base: Path, wrong_outputs: Callable[[Change], None]) -> None:
     def change(layer: Any, out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return out * (1 + 0.01 * (index == 3).any(1, keepdim=True)) if ".layers.1." in layer.name else out
 
     wrong_outputs(change)
-    status, report = verify(tiny_checkpoint("qwen3moe"), "--format", "k4")
+    status, report = verify(base, "--format", "k4")
     assert status == 1 and not report["passed"] and report["whole"] is None
     assert places(report, "contract") == {(1, 3)}
     (problem,) = report["problems"]
     assert problem["quantity"] == "output" and problem["text"].startswith("layer 1, expert 3: output is ")
-    done = invoke("verify", tiny_checkpoint("qwen3moe"), "--layers", "1", "--threads", "1")
+    done = invoke("verify", base, "--layers", "1", "--threads", "1")
     assert done.exit_code == 1 and "off, 1 over the limit" in done.stdout
     assert "layer 1, expert 3: output is " in done.stderr
 
 
-def test_a_wrong_gradient_of_one_expert(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_of_one_expert(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = native.ExpertLayer.backward
 
     def wrong(self: Any, *arguments: Any) -> Any:
@@ -160,31 +160,31 @@ def test_a_wrong_gradient_of_one_expert(tiny_checkpoint: Checkpoint, monkeypatch
         return grads
 
     monkeypatch.setattr(native.ExpertLayer, "backward", wrong)
-    status, report = verify(tiny_checkpoint("qwen3moe"))
+    status, report = verify(base)
     assert status == 1
     (problem,) = report["problems"]
     assert (problem["layer"], problem["expert"], problem["projection"]) == (2, 5, "up_proj")
     assert problem["quantity"] == "up_proj lora_B gradient"
 
 
-def test_nan_is_off(tiny_checkpoint: Checkpoint, wrong_outputs: Callable[[Change], None]) -> None:
+def test_nan_is_off(base: Path, wrong_outputs: Callable[[Change], None]) -> None:
     wrong_outputs(lambda layer, out, index: out.masked_fill((index == 4).any(1, keepdim=True), float("nan")))
-    status, report = verify(tiny_checkpoint("qwen3moe"), "--layers", "0")
+    status, report = verify(base, "--layers", "0")
     assert status == 1 and (0, 4) in places(report, "contract")
     assert {p["error"] for p in report["problems"] if p["quantity"] == "output"} == {"nan"}
 
 
-def test_wrong_experts_in_the_whole_model(tiny_checkpoint: Checkpoint, wrong_outputs: Callable[[Change], None]) -> None:
+def test_wrong_experts_in_the_whole_model(base: Path, wrong_outputs: Callable[[Change], None]) -> None:
     """The layer's check uses no routing of the model's own; this one does."""
     wrong_outputs(lambda layer, out, index: out * 1.1 if ".layers.1." in layer.name else out)
-    status, report = verify(tiny_checkpoint("qwen3moe"), "--whole")
+    status, report = verify(base, "--whole")
     assert status == 1
     whole = [problem for problem in report["problems"] if problem["check"] == "whole model"]
     assert whole[0]["layer"] == 1 and 0.05 < whole[0]["error"] < 0.15
 
 
-def test_corrupted_weights_with_valid_checksums(tiny_checkpoint: Checkpoint, converted: Path, tmp_path: Path) -> None:
-    source, target = tiny_checkpoint("qwen3moe"), tmp_path / "k4"
+def test_corrupted_weights_with_valid_checksums(base: Path, converted: Path, tmp_path: Path) -> None:
+    source, target = base, tmp_path / "k4"
     shutil.copytree(converted, target)
     assert verify(target, "--source", source)[0] == 0
     file = target / layer_file(1)
@@ -226,9 +226,9 @@ def test_bad_input(tiny_checkpoint: Checkpoint, converted: Path, tmp_path: Path)
     assert "holds experts in k4" in refused("verify", converted, "--format", "int8")
 
 
-def test_a_model_that_does_not_fit(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KTFT_MEMORY_LIMIT", "1M")
-    status, report = verify(tiny_checkpoint("qwen3moe"))
+    status, report = verify(base)
     assert status == 0 and report["whole"] is None and "1.0 MiB are free" in report["notes"][0]
-    assert verify(tiny_checkpoint("qwen3moe"), "--whole", "--layers", "1")[1]["whole"] is not None
-    assert verify(tiny_checkpoint("qwen3moe"), "--layers-only")[1]["notes"] == []
+    assert verify(base, "--whole", "--layers", "1")[1]["whole"] is not None
+    assert verify(base, "--layers-only")[1]["notes"] == []

@@ -266,7 +266,6 @@ def _made_up_rates(*_: Any) -> Rates:
 
 
 def main() -> None:
-    """Check, then time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu checks the script itself, without times")
     parser.add_argument("--skip-times", action="store_true")

@@ -152,7 +152,6 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Check, then time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu checks the script itself, without times")
     parser.add_argument("--skip-times", action="store_true")

@@ -208,7 +208,6 @@ def neighbours(lane: GpuLane) -> None:
 
 
 def measure(fmt: str, tokens: list[int], threads: int) -> None:
-    """All of one format."""
     layer, busy = (random_layer(native.runtime(threads), fmt, EXPERTS, HIDDEN, INTERMEDIATE) for _ in range(2))
     lora = random_lora(layer, RANK)
     lane, rate = GpuLane("cuda"), 50.0
@@ -244,7 +243,6 @@ def measure(fmt: str, tokens: list[int], threads: int) -> None:
 
 
 def main() -> None:
-    """Parse, measure, count failures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--formats", nargs="+", default=["int8", "k4"], choices=config.EXPERT_FORMATS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 4096, 16384])

@@ -69,13 +69,11 @@ def batch(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def evaluated(experts: KtftExperts, lora: ExpertLora, given: tuple[Tensor, ...]) -> list[Tensor]:
-    """One layer's output."""
     with torch.no_grad():
         return [experts(*given, lora)]
 
 
 def trained(experts: KtftExperts, lora: ExpertLora, given: tuple[Tensor, ...]) -> list[Tensor]:
-    """One layer's output and gradients."""
     hidden, index, weights = given
     hidden = hidden.detach().requires_grad_()
     out = experts(hidden, index, weights, lora)
@@ -171,7 +169,6 @@ def check_adapters_after(calls: int = 50) -> int:
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=10_000)
     calls = parser.parse_args().calls

@@ -71,7 +71,6 @@ def settings(seed: int, steps: int, output: Path) -> dict[str, Any]:
 
 
 def through_factory(stage: str, seed: int, steps: int, model: Path, data: Path, output: Path, norms: Norms) -> None:
-    """One run of LLaMA-Factory's."""
     from llamafactory.train.tuner import run_exp
 
     own = {"stage": stage, "dataset": stage, "lora_rank": 4, "lora_dropout": (0.0, 0.1)[seed % 2]}
@@ -104,7 +103,6 @@ def masked(seed: int, steps: int, model: Path, output: Path, norms: Norms) -> No
 
 
 def main() -> int:
-    """Run them all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=10)

@@ -13,19 +13,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from killing import hunt, make_model
+from killing import hunt
+from measuring import make_model
 
 
 def make(folder: Path, hidden_size: int) -> None:
-    """Write checkpoint and adapter."""
     from merging import write_adapter
 
-    make_model(folder / "base", hidden_size=hidden_size, num_experts=16, num_experts_per_tok=4)
+    make_model(folder / "base", 16, 4, hidden_size=hidden_size)
     write_adapter(folder / "base", folder / "adapter")
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--format", default="same")
     parser.add_argument("--kills", type=int, default=30)

@@ -94,7 +94,6 @@ def result(output: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--cli", type=int, default=6, help="kills of llamafactory-cli train")

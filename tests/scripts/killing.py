@@ -59,17 +59,6 @@ class JumpingTimes:
                 continue
 
 
-def make_model(path: Path, **sizes: int) -> None:
-    """Write a Qwen3-MoE checkpoint whose experts are nearly all of it."""
-    import torch
-    from tiny import write_checkpoint
-
-    torch.set_default_dtype(torch.bfloat16)
-    shape = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8}
-    write_checkpoint("qwen3moe", path, **shape | sizes)
-    torch.set_default_dtype(torch.float32)
-
-
 def start(*arguments: str, jumping: bool = False) -> int:
     """Begin a `ktft` command, or go on with it, without output. Returns the process."""
     from ktft.cli.main import app
@@ -101,7 +90,6 @@ def wait(child: int, seconds: float, until: Callable[[], bool] = lambda: False) 
 
 
 def kill(child: int) -> None:
-    """At once."""
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

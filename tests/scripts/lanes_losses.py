@@ -53,7 +53,6 @@ def losses(folder: Path, name: str, family: str, steps: int, kt_config: dict[str
 
 
 def main() -> int:
-    """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="dsv3", help="qwen3moe, dsv2 or dsv3")
     parser.add_argument("--format", default="int8")

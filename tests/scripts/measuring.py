@@ -63,6 +63,17 @@ def random_lora(layer: Any, rank: int) -> Any:
     return make_lora(layer.hidden_size, layer.intermediate_size, rank, torch.float32, experts=layer.num_experts)
 
 
+def make_model(path: Path, experts: int, top_k: int, layers: int = 8, hidden_size: int = 1024) -> None:
+    """Write a Qwen3-MoE checkpoint whose experts are nearly all of it."""
+    import torch
+    from tiny import write_checkpoint
+
+    sizes = {"hidden_size": hidden_size, "moe_intermediate_size": 512, "num_hidden_layers": layers}
+    torch.set_default_dtype(torch.bfloat16)
+    write_checkpoint("qwen3moe", path, num_experts=experts, num_experts_per_tok=top_k, **sizes)
+    torch.set_default_dtype(torch.float32)
+
+
 def milliseconds(call: Callable[[], Any], repeats: int = 5, seconds: float = 0.0) -> float:
     """Median of a call, which the GPU has done, of so many at least and for so long."""
     import torch

@@ -11,25 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import in_a_process, memory
+from measuring import in_a_process, make_model, memory
 
 SLACK = 1.15
-SIZES = {
-    "hidden_size": 1024,
-    "moe_intermediate_size": 512,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 11,
-}
-
-
-def make(path: Path) -> None:
-    """Write the checkpoint."""
-    import torch
-    from tiny import write_checkpoint
-
-    torch.set_default_dtype(torch.bfloat16)
-    write_checkpoint("qwen3moe", path, **SIZES)
 
 
 def measure(path: Path, expert_format: str) -> tuple[bool, str]:
@@ -49,14 +33,8 @@ def measure(path: Path, expert_format: str) -> tuple[bool, str]:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = ktft.get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
     rows = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 2
-    arguments = TrainingArguments(
-        str(path / "out"),
-        max_steps=2,
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-    )
+    settings = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(path / "out"), report_to="none", **settings)
     Trainer(model, arguments, train_dataset=rows).train()
 
     layers = [experts.layer for experts in find_experts(model).values()]
@@ -73,11 +51,10 @@ def measure(path: Path, expert_format: str) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     kept = True
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        in_a_process(make, path)
+        in_a_process(make_model, path, 64, 8, 11)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         print(f"checkpoint: {size / 2**30:.2f} GiB")
         for expert_format in ("int8", "bf16"):

@@ -239,7 +239,6 @@ def show(lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", action="store_true", help="add the case that runs on the GPU")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each case")

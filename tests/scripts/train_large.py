@@ -60,7 +60,6 @@ TOKENIZER_SIZE = 320
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """Print the seconds."""
     began = time.perf_counter()
     yield
     print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
@@ -212,7 +211,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns the exit status."""
     args = arguments()
     root = args.directory
     if not (root / "model" / cache.MANIFEST).is_file():

@@ -24,12 +24,7 @@ from ktft.checkpoint.routing_profile import ROUTING_NAME, Routing
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
-FLAG = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
+FLAG = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 TOOL: Any = {"type": "function", "function": {"name": "answer", "strict": True, "parameters": FLAG}}
 
 
