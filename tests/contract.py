@@ -92,12 +92,14 @@ def dequantized(layer: native.ExpertLayer) -> list[Tensor]:
     return [torch.stack([layer.dequantize(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS]
 
 
-def make_lora(hidden: int, intermediate: int, rank: int, dtype: torch.dtype, names=PROJECTIONS, **kwargs) -> ExpertLora:
+def make_lora(
+    hidden: int, intermediate: int, rank: int, dtype: torch.dtype, names=PROJECTIONS, experts: int = EXPERTS, **kwargs
+) -> ExpertLora:
     pairs = {}
     for name in names:
         inputs, outputs = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
-        a = torch.randn(EXPERTS, rank, inputs) / inputs**0.5
-        b = torch.randn(EXPERTS, outputs, rank) / rank**0.5
+        a = torch.randn(experts, rank, inputs) / inputs**0.5
+        b = torch.randn(experts, outputs, rank) / rank**0.5
         pairs[name] = LoraPair(a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), 0.5)
     return ExpertLora(pairs, **kwargs)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from ktft.config import PROJECTIONS
+from ktft.lanes import passes
+from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
 from ktft.lanes.ops.decode import decode, place
 from ktft.lanes.ops.interface import Operations
@@ -49,6 +52,13 @@ def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) 
         for name, pair in lora.pairs.items()
     }
     return ExpertLora(pairs, lora.dropout, lora.seed)
+
+
+@pytest.fixture
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timings have no say in where experts run."""
+    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
+    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
 
 
 class Lane:

@@ -7,25 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commands
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from stock import matrices
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import ktft
-from ktft.cli.main import app
 
 IDS = torch.arange(3, 67).reshape(4, 16)
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    """The command, in this process: exit status and output, whose lines are not wrapped."""
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["merge", *map(str, arguments), "--threads", "1"])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+    """`ktft merge` with one thread: exit status and output."""
+    return commands.run("merge", *arguments, "--threads", "1")
 
 
 def merge(*arguments: str | Path) -> Path:

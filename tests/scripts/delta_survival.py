@@ -49,7 +49,6 @@ def packed(weight: Tensor, expert_format: str) -> Moved:
 
 
 def main() -> None:
-    """Print the table."""
     size = int(sys.argv[1]) if len(sys.argv) > 1 else 2048
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(size, size, generator=generator) * 0.02
