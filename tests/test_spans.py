@@ -132,7 +132,7 @@ def test_split_counts_each_moment_once(recorder: Recorder) -> None:
     inner, outer = sums["wait", 4], sums["attention", 4]
     assert outer.seconds == pytest.approx(outer.waited + inner.waited)
     row = times_of(seconds, sums)
-    assert sum(row[name] or 0.0 for name in (*spans.NAMES, "other")) == pytest.approx(seconds)
+    assert sum(row[name] or 0.0 for name in (*spans.KINDS, "other")) == pytest.approx(seconds)
     assert (row["cpu"], row["stream"]) == (0, 0)
     assert row["busy_cpu"] == sums["cpu", 4].seconds and (row["other"] or 0.0) >= 0
 

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ktft.spans import PARALLEL
+from ktft.spans import KINDS, PARALLEL
 from ktft.system import readable
 from ktft.train.run_times import ROOM, TIMES
 
@@ -48,19 +48,10 @@ _STYLE: Any = {
 }
 _MANY = 60  # with more rows than this, lines and areas replace markers and bars
 _MOST = 300  # the most rows drawn; more are averaged
-_TIME_STYLES = {
-    "attention": ("attention", _COLOURS[3]),
-    "cpu": ("experts: CPU", _COLOURS[0]),
-    "stream": ("experts: streamed", _COLOURS[1]),
-    "resident": ("experts: resident", "#c9a227"),
-    "copy_in": ("copies to the GPU", "#3aa6a6"),
-    "copy_out": ("copies from the GPU", "#a0704a"),
-    "wait": ("waiting", _COLOURS[5]),
-    "optimizer": ("optimizer", _COLOURS[2]),
-    "data": ("data loading", "#d583b0"),
-    "other": ("other modules", _COLOURS[4]),
+_TIME_STYLES = {name: (kind.label, kind.colour) for name, kind in KINDS.items()} | {
+    "other": ("other modules", _COLOURS[4])
 }
-"""Name of spans -> their label and colour on the page."""
+"""The label and colour of each part of a step's time."""
 _MISSING = "-"
 
 Columns = Mapping[str, list[float | None]]

@@ -8,11 +8,11 @@ from typing import Any
 
 from ktft import system
 from ktft.device import accelerator
-from ktft.spans import NAMES, PARALLEL, Sum, Sums
+from ktft.spans import KINDS, PARALLEL, Sum, Sums
 
 Row = dict[str, float | None]
 
-TIMES = (*NAMES, "other")
+TIMES = (*KINDS, "other")
 """Parts of a step in seconds, as the training thread spent them. They add up to `seconds`."""
 BUSY = tuple(f"busy_{name}" for name in PARALLEL)
 """Seconds of a step in which each lane was busy, alone or beside others."""
@@ -30,7 +30,7 @@ LOGGED = (
 
 def times_of(seconds: float, sums: Sums) -> Row:
     """The values of `TIMES` and `BUSY` for one step."""
-    times, busy = dict.fromkeys(NAMES, 0.0), dict.fromkeys(PARALLEL, 0.0)
+    times, busy = dict.fromkeys(KINDS, 0.0), dict.fromkeys(PARALLEL, 0.0)
     for (name, _), found in sums.items():
         times[name] += found.waited
         if name in busy:
@@ -96,7 +96,7 @@ class RunSums:
     def content(self) -> dict[str, Any]:
         """Name -> columns with one value per layer; the layer is null for spans that belong to no layer."""
         content: dict[str, Any] = {}
-        for name in NAMES:
+        for name in KINDS:
             rows = {layer: found for (n, layer), found in self.sums.items() if n == name}
             layers = sorted(rows, key=lambda layer: -1 if layer is None else layer)
             if layers:

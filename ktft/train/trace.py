@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from ktft.config import TRACE_STEPS
-from ktft.spans import NAMES, ON_HOST, Interval
+from ktft.spans import KINDS, ON_HOST, Interval
 from ktft.train.report import logger
 
-ROWS = ("steps", *dict.fromkeys(NAMES.values()), ON_HOST)
+ROWS = ("steps", *dict.fromkeys(kind.row for kind in KINDS.values()), ON_HOST)
 MAX_EVENTS = 500_000
 """The most spans of a trace, about 90 MB. With very many layers or micro-batches it ends before its last step."""
 
