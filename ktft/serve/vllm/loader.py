@@ -131,7 +131,7 @@ class _Experts:
 
 
 def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
-    """Raise ValueError if vLLM's and transformers' models differ in the layers, sizes or activation of routed experts."""
+    """Raise ValueError if vLLM's and transformers' models differ in layers, sizes or activation of routed experts."""
     found = {}
     for module in model.modules():
         if isinstance(module, RoutedExperts):
