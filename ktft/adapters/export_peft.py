@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ktft.adapters.files import LazyTensor
 from ktft.adapters.lora import KINDS
-from ktft.adapters.saved import FROZEN, PREFIX, Place, SavedAdapter, plain
+from ktft.adapters.saved import FROZEN, PREFIX, Place, SavedAdapter, int_if_whole
 from ktft.model.meta import meta_model
 
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -145,6 +145,6 @@ def _configure(adapter: SavedAdapter, stacked: dict[str, Stacked]) -> dict[str, 
         "target_parameters": list(stacked) or None,
         # PEFT sorts patterns when it saves and takes the first that matches; only full names match one module each
         "rank_pattern": {name: each for name, each in ranks.items() if each != r},
-        "alpha_pattern": {name: plain(each) for name, each in alphas.items() if not math.isclose(each, alpha)},
+        "alpha_pattern": {name: int_if_whole(each) for name, each in alphas.items() if not math.isclose(each, alpha)},
         **FROZEN,
     }

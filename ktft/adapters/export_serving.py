@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ktft.adapters.files import LazyTensor
-from ktft.adapters.saved import FROZEN, Place, SavedAdapter, plain
+from ktft.adapters.saved import FROZEN, Place, SavedAdapter, int_if_whole
 from ktft.checkpoint.families import SEPARATE
 from ktft.config import PROJECTIONS
 from ktft.model.experts import experts_family
@@ -77,7 +77,7 @@ def even_out(adapter: SavedAdapter, server: Server) -> tuple[dict[str, Any], dic
             tensors[place.tensor(kind)] = _padded(adapter, stored, shape, factor, own)
     config = adapter.config.to_dict() | {
         "r": r,
-        "lora_alpha": plain(scaling * r),
+        "lora_alpha": int_if_whole(scaling * r),
         "use_rslora": False,
         "rank_pattern": {},
         "alpha_pattern": {},

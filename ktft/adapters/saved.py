@@ -46,7 +46,7 @@ FROZEN = {
 """Fields of an exported configuration, whose targets are full names and which nobody trains further."""
 
 
-def plain(value: float) -> float | int:
+def int_if_whole(value: float) -> float | int:
     """A whole number as an int, for a configuration."""
     return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
