@@ -34,12 +34,12 @@ CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 demo: native
 	$(BIN)/python examples/demo/run.py
 
-# Both halves run, even if the first one fails. Files of the second start servers, so each file stays with one worker.
+# Both halves run, even if the first one fails. Tests of the second start servers: tests/serve/conftest.py groups them.
 test-all: MARKS := -m ''
 test test-all: native serving
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
-	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) --dist loadfile tests/serve || failed=1; \
+	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) --dist loadgroup tests/serve || failed=1; \
 	exit $$failed
 
 lint: native

@@ -13,20 +13,13 @@ from ktft import reference
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.autograd import routed_experts
+from ktft.verify.contract import relative_error
 
 SAMPLES = 4
 
 
-def _error(value: Tensor, exact: Tensor) -> float:
-    return float((value.float() - exact.float()).norm() / exact.float().norm().clamp_min(1e-30))
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_()
-
-
-def _parameters(lora: ExpertLora | None) -> list[Tensor]:
-    return [tensor for pair in lora.pairs.values() for tensor in (pair.a, pair.b)] if lora else []
 
 
 def _token(ktft: Ktft, batch: Batch, token: int) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -44,7 +37,9 @@ def _token(ktft: Ktft, batch: Batch, token: int) -> tuple[Tensor, list[Tensor], 
         lora = ExpertLora({n: LoraPair(_leaf(p.a[experts]), _leaf(p.b[experts]), p.scaling) for n, p in pairs})
     x, weights = _leaf(batch.x[token, None].float()), _leaf(batch.weights[token, None])
     out = reference.moe(x, torch.arange(len(experts))[None], weights, gate, up, down, lora)
-    grads = torch.autograd.grad(out, [x, weights, *_parameters(lora)], batch.grad_output[token, None].float())
+    grads = torch.autograd.grad(
+        out, [x, weights, *(lora.parameters() if lora else [])], batch.grad_output[token, None].float()
+    )
     return out.detach(), list(grads), experts
 
 
@@ -57,7 +52,7 @@ def errors(ktft: Ktft, batch: Batch) -> dict[str, float]:
     mask = torch.zeros(len(batch.x), 1, dtype=batch.x.dtype)
     mask[tokens] = 1
     sampled = replace(batch, grad_output=batch.grad_output * mask)
-    leaves = [_leaf(batch.x), _leaf(batch.weights), *_parameters(ktft.lora)]
+    leaves = [_leaf(batch.x), _leaf(batch.weights), *(ktft.lora.parameters() if ktft.lora else [])]
     out = routed_experts(ktft.layers[0], leaves[0], batch.index, leaves[1], ktft.lora)
     grads = torch.autograd.grad(out, leaves, sampled.grad_output)
     exact = [torch.zeros(grad.shape) for grad in grads]
@@ -66,12 +61,12 @@ def errors(ktft: Ktft, batch: Batch) -> dict[str, float]:
     forward_w8a8: list[float] = []
     for token in tokens:
         y, wanted, experts = _token(ktft, sampled, token)
-        forward.append(_error(out[token].detach(), y[0]))
+        forward.append(relative_error(out[token].detach(), y[0]))
         if out_w8a8 is not None:
-            forward_w8a8.append(_error(out_w8a8[token], y[0]))
+            forward_w8a8.append(relative_error(out_w8a8[token], y[0]))
         exact[0][token], exact[1][token] = wanted[0][0], wanted[1][0]
         for total, part in zip(exact[2:], wanted[2:], strict=True):
             total[experts] += part
-    backward = [_error(grad, total) for grad, total in zip(grads, exact, strict=True)]
+    backward = [relative_error(grad, total) for grad, total in zip(grads, exact, strict=True)]
     found = {"forward": max(forward), "backward": max(backward), "forward+backward": max(forward + backward)}
     return found | {W8A8_STEP: max(forward_w8a8)} if forward_w8a8 else found

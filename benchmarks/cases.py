@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Shape:
         """`[out_features, in_features]` of one expert's projection."""
         dims = (self.intermediate_size, self.hidden_size)
         return dims[::-1] if projection == "down_proj" else dims
+
+    def in_record(self) -> dict[str, Any]:
+        """The shape as fields of a record."""
+        sizes = asdict(self)
+        return {"shape": sizes.pop("name")} | sizes
 
 
 SHAPES = {
@@ -80,13 +86,7 @@ class PeerFigure:
 
 @dataclass(frozen=True)
 class Record:
-    """Medians of one step of one case, as printed; None where a figure does not apply.
-
-    `percent_of_registers`, `percent_of_hot` and `percent_of_streamed` are paired with the ceilings measured just before
-    each run. `gbs` is the packed bytes of the experts in use, counted once per pass, over the time. `weight_reads` is
-    how often products read them per pass. `max_error` is the largest relative L2 error, against the fp32 reference, of
-    the output or of any gradient over the sampled tokens.
-    """
+    """Medians of one step of one case, as printed; docs/reference/measuring.md, "Kernels", says what each is."""
 
     shape: str
     num_experts: int

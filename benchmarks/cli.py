@@ -6,10 +6,11 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -27,12 +28,36 @@ LARGEST_RANK = 256
 TABLE_WIDTH = 120
 STEP_TABLE_WIDTH = 160
 
+Output = Annotated[Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")]
+Peers = Annotated[
+    list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
+]
+Routings = Annotated[list[str] | None, typer.Option(help=f"{' or '.join(ROUTINGS)}; repeatable.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")]
+
 
 def _chosen(option: str, given: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> list[str]:
     for name in given or ():
         if name not in known:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
     return given or list(default)
+
+
+def _peers(given: list[str] | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
+    return [] if given == ["none"] else _chosen("--peer", given, tuple(known), tuple(default))
+
+
+@contextmanager
+def _refusing(option: str | None = None, errors: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Show errors within the block as those of a wrong option."""
+    try:
+        yield
+    except errors as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _console(width: int = TABLE_WIDTH) -> Console:
+    return Console(stderr=True, width=None if sys.stderr.isatty() else width)
 
 
 def _require_matplotlib(plot: Path | None) -> None:
@@ -59,41 +84,64 @@ def _lines(output: Path | None) -> Iterator[TextIO]:
             os.dup2(file.fileno(), 1)
 
 
+def _recorded(
+    console: Console, output: Path | None, run: Callable[[Callable[[str], None]], Iterator[Any]]
+) -> tuple[list[Any], list[str]]:
+    """What `run` yields: records, printed as JSON lines as they come, and what could not be measured, as text."""
+    from benchmarks.report import json_line
+
+    records: list[Any] = []
+    failed: list[str] = []
+    with _lines(output) as file, console.status("starting ...") as status:
+        for found in run(status.update):
+            if isinstance(found, str):
+                failed.append(found)
+            else:
+                records.append(found)
+                print(json_line(found), file=file, flush=True)
+    return records, failed
+
+
+def _show(console: Console, report: Any, records: list[Any], plot: Path | None = None) -> None:
+    """Show records as `report`, a module, does: a table, lines below it, and a picture if `plot` names a file."""
+    console.print(report.make_table(records))
+    for line in report.explain(records):
+        console.print(line, highlight=False, markup=False)
+    if plot is not None:
+        report.plot(records, plot)
+
+
 @app.command()
 def kernels(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or E,k,H,I; repeatable.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens in the batch; repeatable.")] = None,
     fmt: Annotated[list[str] | None, typer.Option("--format", help="Expert format; repeatable. [all]")] = None,
-    routing: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(ROUTINGS)}; repeatable.")] = None,
+    routing: Routings = None,
     rank: Annotated[int, typer.Option(min=0, max=LARGEST_RANK, help="LoRA rank, 0 for none.")] = 8,
     runs: Annotated[int, typer.Option(min=1, help="Timed runs a case; medians are reported.")] = 7,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    threads: Threads = None,
     peer: Annotated[
         list[str] | None, typer.Option(help="Another library to time beside ktft, or none; repeatable. [those found]")
     ] = None,
     w8a8: Annotated[
         bool, typer.Option("--w8a8", help="Format int8's forward with 8-bit activations too; needs AMX.")
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
-    ] = None,
+    output: Output = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of TFLOPS over tokens; needs matplotlib.")] = None,
 ) -> None:
     """Time one layer's experts, forward and backward, beside the machine's ceilings and the peers installed."""
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    console = _console()
     _require_matplotlib(plot)
-    try:
+    with _refusing("--shape"):
         shapes = [parse_shape(text) for text in shape or ["small"]]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shape") from None
 
     from benchmarks import report
-    from benchmarks.kernels import Plan, run
+    from benchmarks.kernels import run
     from benchmarks.peers import LIBRARIES, PEERS
     from ktft import native
 
-    names, libraries = tuple(p.name for p in PEERS), tuple(p.name for p in LIBRARIES)
-    plan = Plan(
+    measured = partial(
+        run,
         shapes=shapes,
         tokens=tokens or [64, 1024],
         routings=_chosen("--routing", routing, ROUTINGS, ROUTINGS[:1]),
@@ -102,20 +150,11 @@ def kernels(
         runs=runs,
         threads=threads,
         w8a8=w8a8,
-        peers=[] if peer == ["none"] else _chosen("--peer", peer, names, libraries),
+        peers=_peers(peer, (each.name for each in PEERS), (each.name for each in LIBRARIES)),
     )
-    records = []
-    with _lines(output) as file, console.status("starting ...") as status:
-        try:
-            for record in run(plan, status.update):
-                records.append(record)
-                print(report.json_line(record), file=file, flush=True)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    console.print(report.make_table(records))
-    report.explain(records, console)
-    if plot is not None:
-        report.plot(records, plot)
+    with _refusing():
+        records, _ = _recorded(console, output, measured)
+    _show(console, report, records, plot)
 
 
 @app.command()
@@ -126,39 +165,22 @@ def optimizer(
         str, typer.Option(help="LoRA parameters, rounded up to whole layers: 16 bytes each, for instance 500M.")
     ] = "200M",
     runs: Annotated[int, typer.Option(min=1, help="Timed steps of each; medians are reported.")] = 7,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
-    peer: Annotated[
-        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
-    ] = None,
+    threads: Threads = None,
+    peer: Peers = None,
+    output: Output = None,
 ) -> None:
     """Time one AdamW step over expert LoRA on the CPU, beside memory bandwidth and other AdamWs."""
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
-    try:
+    console = _console()
+    with _refusing():
         chosen, count = parse_shape(shape), parse_count(parameters)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
     from benchmarks import optimizer as bench
-    from benchmarks import report
 
-    ours, *peers = bench.OPTIMIZERS
-    wanted = [ours, *([] if peer == ["none"] else _chosen("--peer", peer, tuple(peers), tuple(peers)))]
-    records, absent = [], []
-    with _lines(output) as file, console.status("starting ...") as status:
-        try:
-            for found in bench.run(chosen, rank, count, threads, runs, wanted, status.update):
-                if isinstance(found, str):
-                    absent.append(found)
-                else:
-                    records.append(found)
-                    print(report.json_line(found), file=file, flush=True)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    console.print(bench.make_table(records))
-    console.print(bench.explain(records[0]), highlight=False)
+    ours, *others = bench.OPTIMIZERS
+    wanted = [ours, *_peers(peer, others, others)]
+    with _refusing():
+        records, absent = _recorded(console, output, partial(bench.run, chosen, rank, count, threads, runs, wanted))
+    _show(console, bench, records)
     for line in absent:
         console.print(f"without {line}", highlight=False, markup=False)
 
@@ -173,59 +195,39 @@ def step(
         list[str] | None, typer.Option(help=f"{', '.join(PLACEMENTS)}: where experts run; repeatable. [auto]")
     ] = None,
     gpu_expert_memory: Annotated[str, typer.Option(help="For experts that stay on the GPU: a size, or auto.")] = "0",
-    routing: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(ROUTINGS)}; repeatable.")] = None,
+    routing: Routings = None,
     rank: Annotated[int, typer.Option(min=1, max=LARGEST_RANK, help="LoRA rank.")] = 8,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing, as LLaMA-Factory does.")] = True,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps a case; medians are reported.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
-    peer: Annotated[
-        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
-    ] = None,
+    threads: Threads = None,
+    peer: Peers = None,
+    output: Output = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of ms a layer over tokens; needs matplotlib.")] = None,
 ) -> None:
     """Time training steps of a few layers beside the machine's limits and other ways to train them."""
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else STEP_TABLE_WIDTH)
+    console = _console(STEP_TABLE_WIDTH)
     _require_matplotlib(plot)
     formats = _chosen("--format", fmt, EXPERT_FORMATS, ("k4", "int8"))
     placements = _chosen("--placement", placement, PLACEMENTS, ("auto",))
     routings = _chosen("--routing", routing, ROUTINGS, ROUTINGS[:1])
-    try:
+    with _refusing():
         shapes = [parse_step_shape(text) for text in shape or STEP_SHAPES[:1]]
         memory = Settings(gpu_expert_memory=gpu_expert_memory).gpu_expert_memory
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
-    from benchmarks import report as common
     from benchmarks.step import report
     from benchmarks.step.peers import PEERS
     from benchmarks.step.process import WorkerError
     from benchmarks.step.run import Plan, run
 
-    names = tuple(each.name for each in PEERS)
-    peers = [] if peer == ["none"] else _chosen("--peer", peer, names, names)
+    names = [each.name for each in PEERS]
     plan = Plan(shapes, layers or [2], tokens or [512, 4096], routings, formats, placements, memory, rank,
-                checkpointing, runs, threads, peers)  # fmt: skip
-    records, failed = [], []
-    with _lines(output) as file, console.status("starting ...") as status:
-        try:
-            for found in run(plan, status.update):
-                if isinstance(found, str):
-                    failed.append(found)
-                else:
-                    records.append(found)
-                    print(common.json_line(found), file=file, flush=True)
-        except (ValueError, WorkerError) as error:
-            raise typer.BadParameter(str(error)) from None
+                checkpointing, runs, threads, _peers(peer, names, names))  # fmt: skip
+    with _refusing(errors=(ValueError, WorkerError)):
+        records, failed = _recorded(console, output, partial(run, plan))
     for line in failed:
         console.print(f"failed: {line}", style="red", highlight=False, markup=False)
     if records:
-        console.print(report.make_table(records))
-        report.explain(records, console)
-    if records and plot is not None:
-        report.plot(records, plot)
+        _show(console, report, records, plot)
     if failed:
         raise typer.Exit(1)
 
@@ -250,62 +252,50 @@ def serve(
     option: Annotated[
         list[str] | None, typer.Option(help="For ktft serve, as --option=--format=k4; repeatable.")
     ] = None,
-    peer: Annotated[
-        list[str] | None, typer.Option(help="What to time beside ktft, by name, or none; repeatable. [what runs here]")
-    ] = None,
+    peer: Peers = None,
     together: Annotated[
         bool | None,
         typer.Option("--together/--one-by-one", help="All servers at once, taking turns. [unless there is a GPU]"),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File for the JSON lines. [stdout, if that is no terminal]")
-    ] = None,
+    output: Output = None,
     plot: Annotated[Path | None, typer.Option(help="Picture over the number of clients; needs matplotlib.")] = None,
 ) -> None:
     """Time a server: prefill, decode, time to first token, time between tokens; beside other servers."""
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    console = _console()
     _require_matplotlib(plot)
-    try:
+    with _refusing("--shape"):
         chosen = parse_step_shape(shape)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shape") from None
 
-    from benchmarks import report as common
     from benchmarks.serve import report
-    from benchmarks.serve.cases import Job, Load
+    from benchmarks.serve.cases import Job, Load, ServeRecord
     from benchmarks.serve.checkpoint import describe, write_checkpoint
     from benchmarks.serve.client import ServerFailed
     from benchmarks.serve.run import Plan, run, take_turns
-    from benchmarks.serve.servers import PEERS, Running
+    from benchmarks.serve.servers import PEERS, running
 
-    names = tuple(each.name for each in PEERS)
-    peers = [] if peer == ["none"] else _chosen("--peer", peer, names, names if url is None else ())
+    names = [each.name for each in PEERS]
+    peers = _peers(peer, names, names if url is None else ())
     counts = sorted(set(clients or [1, 4, 16]))
-    records = []
-    with _lines(output) as file, console.status("starting ...") as status, tempfile.TemporaryDirectory() as scratch:
-        title, held, vocabulary = chosen.name, None, Load.vocabulary
-        try:
-            if model is not None:
-                title = model.name
-            elif url is None or peers:
-                status.update(f"writing {layers} layers of {shape} ...")
-                model = write_checkpoint(chosen, layers, Path(scratch))
-            else:
-                title = Running(url, served_model_name).client.model
-            if model is not None:
-                held, vocabulary = describe(model)
-            loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]
-            job = Job(model, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads)
-            plan = Plan(job, url, served_model_name, peers, loads, rounds, take_turns(together), title, held)
-            for record in run(plan, status.update):
-                records.append(record)
-                print(common.json_line(record), file=file, flush=True)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        except ServerFailed as error:
-            console.print(Text(str(error), style="red"), soft_wrap=True)
-            raise typer.Exit(1) from None
-    console.print(report.make_table(records))
-    report.explain(records, console)
-    if plot is not None:
-        report.plot(records, plot)
+
+    def measured(scratch: Path, say: Callable[[str], None]) -> Iterator[ServeRecord]:
+        directory, held, vocabulary = model, None, Load.vocabulary
+        if directory is None and (url is None or peers):
+            say(f"writing {layers} layers of {shape} ...")
+            directory = write_checkpoint(chosen, layers, scratch)
+        if directory is not None:
+            held, vocabulary = describe(directory)
+            title = chosen.name if model is None else model.name
+        else:
+            title = running(str(url), served_model_name).model
+        loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]
+        job = Job(directory, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads)
+        plan = Plan(job, url, served_model_name, peers, loads, rounds, take_turns(together), title, held)
+        yield from run(plan, say)
+
+    try:
+        with _refusing(), tempfile.TemporaryDirectory() as scratch:
+            records, _ = _recorded(console, output, partial(measured, Path(scratch)))
+    except ServerFailed as error:
+        console.print(Text(str(error), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    _show(console, report, records, plot)

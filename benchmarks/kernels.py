@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -15,23 +14,6 @@ from benchmarks.peer import Job
 from benchmarks.peers import PEERS
 from benchmarks.report import NOT_ASKED
 from ktft import native
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The cases of one command: all combinations, with `runs` runs each. `threads` None means one per physical core.
-    With `w8a8`, int8's forward is also timed with 8-bit activations.
-    """
-
-    shapes: list[Shape]
-    tokens: list[int]
-    routings: list[str]
-    formats: list[str]
-    rank: int
-    runs: int
-    threads: int | None
-    peers: list[str]
-    w8a8: bool = False
 
 
 def _make_peers(job: Job, wanted: list[str], say: Callable[[str], None]) -> tuple[dict[str, Runner], dict[str, str]]:
@@ -51,28 +33,45 @@ def _make_peers(job: Job, wanted: list[str], say: Callable[[str], None]) -> tupl
     return made, absent
 
 
-def run(plan: Plan, say: Callable[[str], None]) -> Iterator[Record]:
-    """Yield records as they are measured. `say` gets the name of each step.
+def run(
+    say: Callable[[str], None],
+    *,
+    shapes: list[Shape],
+    tokens: list[int],
+    routings: list[str],
+    formats: list[str],
+    rank: int,
+    runs: int,
+    threads: int | None,
+    peers: list[str],
+    w8a8: bool,
+) -> Iterator[Record]:
+    """Yield the records of all combinations as they are measured. `say` gets the name of each step.
+
+    Args:
+        runs: timed runs of each case.
+        threads: None means one per physical core.
+        w8a8: whether int8's forward is also timed with 8-bit activations.
 
     Raises:
         ValueError: the kernels do not support a shape or the number of threads.
     """
     torch.manual_seed(0)
-    runtime = native.runtime(plan.threads)
+    runtime = native.runtime(threads)
     torch.set_num_threads(runtime.threads)
     say("read bandwidth ...")
     memory = native.StreamedMemory(runtime, machine.read_bytes())
-    for shape in plan.shapes:
+    for shape in shapes:
         say(f"{shape.name}: weights ...")
-        weights, lora = layers.make_weights(shape), layers.make_lora(shape, plan.rank)
-        for fmt in plan.formats:
+        weights, lora = layers.make_weights(shape), layers.make_lora(shape, rank)
+        for fmt in formats:
             say(f"{shape.name}: packing {fmt} ...")
-            ktft = Ktft(shape, fmt, runtime, weights, lora, w8a8=plan.w8a8 and fmt == "int8")
-            cases = [Case(shape, t, routing, fmt, plan.rank) for t in plan.tokens for routing in plan.routings]
+            ktft = Ktft(shape, fmt, runtime, weights, lora, w8a8=w8a8 and fmt == "int8")
+            cases = [Case(shape, t, routing, fmt, rank) for t in tokens for routing in routings]
             largest = max(cases, key=lambda case: case.tokens)
             job = Job(largest, weights, lora, layers.make_batch(largest), ktft)
-            peers, absent = _make_peers(job, plan.peers, say)
+            made, absent = _make_peers(job, peers, say)
             for case in cases:
                 say(f"{shape.name}, {case.tokens} tokens, {case.routing}, {fmt} ...")
-                yield from measure(case, ktft, layers.make_batch(case), peers, absent, memory, plan.runs)
-            del ktft, peers
+                yield from measure(case, ktft, layers.make_batch(case), made, absent, memory, runs)
+            del ktft, made

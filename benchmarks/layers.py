@@ -117,28 +117,24 @@ class Ktft:
         lora: ExpertLora | None,
         w8a8: bool = False,
     ) -> None:
-        self.lora, self.w8a8, self._turn = lora, w8a8, 0
+        self.lora, self.w8a8 = lora, w8a8
         self.layers = [_pack(shape, fmt, runtime, weights)]
         copies = machine.copies(self.layers[0].packed_bytes)
         self.layers += [_pack(shape, fmt, runtime, weights) for _ in range(copies - 1)]
+        self._copies = itertools.cycle(self.layers)
 
     @property
     def layer_bytes(self) -> int:
         """Packed bytes of one copy."""
         return self.layers[0].packed_bytes
 
-    def _next(self) -> native.ExpertLayer:
-        self._turn += 1
-        return self.layers[self._turn % len(self.layers)]
-
     def forward(self, batch: Batch) -> Tensor:
-        """The output `[T, H]` of a forward without a backward."""
         with torch.no_grad():
-            return routed_experts(self._next(), batch.x, batch.index, batch.weights, self.lora)
+            return routed_experts(next(self._copies), batch.x, batch.index, batch.weights, self.lora)
 
     def forward_w8a8(self, batch: Batch) -> Tensor:
         """`forward` with 8-bit activations. Raises ValueError where the layer cannot."""
-        layer = self._next()
+        layer = next(self._copies)
         return layer.forward(batch.x, batch.index, batch.weights, self.lora, "none", activation_bits=8)[0]
 
     def train(self, batch: Batch) -> Callable[[], object]:
@@ -146,5 +142,5 @@ class Ktft:
         for pair in self.lora.pairs.values() if self.lora else ():
             pair.a.grad = pair.b.grad = None
         x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
-        out = routed_experts(self._next(), x, batch.index, weights, self.lora)
+        out = routed_experts(next(self._copies), x, batch.index, weights, self.lora)
         return lambda: out.backward(batch.grad_output)

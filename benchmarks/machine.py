@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ktft import system
 from ktft.sizes import parse_count
 
 ROOT = Path("/")
@@ -27,10 +28,9 @@ def cache_bytes(root: Path = ROOT) -> int:
     return sum(caches.values()) or NO_CACHE_FILES
 
 
-def free_bytes(root: Path = ROOT) -> int:
+def free_bytes() -> int:
     """Bytes of memory that Linux can give without swapping. Limits of cgroups are ignored."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return system.memory()["MemAvailable"]
 
 
 def read_bytes() -> int:

@@ -119,18 +119,14 @@ def _record(
     weight_bytes: int,
     absent: dict[str, str],
 ) -> Record:
-    shape, runtime = case.shape, ktft.layers[0].runtime
+    runtime = ktft.layers[0].runtime
     passes = STEPS.get(step, 1)
     flops, seconds = case.pass_flops * passes, _median(runs, lambda run: run.ktft[step])
-    used = len(batch.index.unique()) / shape.num_experts
+    used = len(batch.index.unique()) / case.shape.num_experts
     least = ktft.layer_bytes * used * passes
     bandwidth = least / seconds
     return Record(
-        shape=shape.name,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        **case.shape.in_record(),
         tokens=case.tokens,
         routing=case.routing,
         format=case.format,

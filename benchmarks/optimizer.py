@@ -27,12 +27,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Record:
-    """Medians of one optimizer's step, as printed.
-
-    `gbs` is the least traffic, 28 bytes per parameter, over the time. `read_gbs` and `mix_gbs` are measured before each
-    step, with reads only and with AdamW's mix (of four lines read, three are written back). The percentages are paired
-    with them. `ratio` is the optimizer's median time over ktft's.
-    """
+    """Medians of one optimizer's step, as printed; docs/reference/measuring.md, "The optimizer", says what each is."""
 
     optimizer: str
     shape: str
@@ -172,9 +167,10 @@ def make_table(records: list[Record]) -> Table:
     return table
 
 
-def explain(record: Record) -> str:
+def explain(records: list[Record]) -> Iterator[str]:
     """The machine and what was updated, in one line."""
-    return (
-        f"{record.cpu}, {record.isa}, {record.threads} threads, {record.nodes} NUMA nodes: {record.parameters:,} fp32 "
-        f"parameters, LoRA of rank {record.rank} on {record.layers} layers of {record.shape}, {record.tensors} tensors"
+    first = records[0]
+    yield (
+        f"{first.cpu}, {first.isa}, {first.threads} threads, {first.nodes} NUMA nodes: {first.parameters:,} fp32 "
+        f"parameters, LoRA of rank {first.rank} on {first.layers} layers of {first.shape}, {first.tensors} tensors"
     )

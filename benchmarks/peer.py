@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from benchmarks.cases import Case
 from benchmarks.layers import Batch, Ktft, Runner, Weights
@@ -33,15 +33,16 @@ class Job:
         return self.ktft.layers[0].runtime.threads
 
 
-class Peer(Protocol):
-    """One row of `benchmarks.peers.PEERS`."""
+@dataclass(frozen=True)
+class Peer:
+    """One row of `benchmarks.peers.PEERS`.
 
-    @property
-    def name(self) -> str:
-        """The peer's name for `--peer`."""
+    Attributes:
+        name: the peer's name for `--peer`.
+        make: makes the layer, ready to run. It raises ValueError with the reason if the peer cannot run this case.
+        absent: gives the reason why the peer cannot run here; empty if it can.
+    """
 
-    def absent(self) -> str:
-        """Why it cannot run here; empty if it can."""
-
-    def make(self, job: Job) -> Runner:
-        """Make the layer, ready to run. Raises ValueError with the reason if the peer cannot run this case."""
+    name: str
+    make: Callable[[Job], Runner]
+    absent: Callable[[], str] = str

@@ -10,13 +10,14 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, ClassVar
+from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.layers import Batch, Runner
-from benchmarks.peer import Job
+from benchmarks.layers import Batch
+from benchmarks.peer import Job, Peer
 from ktft.config import PROJECTIONS
 
 MODES = {"bf16": "AMXBF16", "int8": "AMXInt8"}  # ktft format -> prefix of the peer's class names
@@ -43,8 +44,7 @@ class KtRunner:
         self._lora: list[Tensor] = []
         self._grads: list[Tensor] = []
         make = self._make_sft if self.has_backward else self._make_inference
-        self._moes = [make(ext, job) for _ in range(job.copies)]
-        self._turn = 0
+        self._moes = cycle([make(ext, job) for _ in range(job.copies)])
 
     def _make_pool(self, ext: Any, threads: int) -> Any:
         config = ext.WorkerPoolConfig()
@@ -83,22 +83,17 @@ class KtRunner:
         moe.load_weights()
         return moe
 
-    def _next(self) -> Any:
-        self._turn += 1
-        return self._moes[self._turn % len(self._moes)]
-
     def _inputs(self, batch: Batch, out: Tensor) -> tuple[int, ...]:
         self._count[0] = len(batch.x)
         tensors = (batch.index, batch.weights, batch.x, out)
         return (self._count.data_ptr(), self._case.shape.top_k, *(tensor.data_ptr() for tensor in tensors))
 
     def forward(self, batch: Batch) -> Tensor:
-        """`[T, H]`, when no backward follows."""
         out = torch.empty_like(batch.x)
         if self.has_backward:
-            self._next().forward_sft(*self._inputs(batch, out), False)
+            next(self._moes).forward_sft(*self._inputs(batch, out), False)
         else:
-            self._pool.submit(self._next().forward_task(*self._inputs(batch, out), False))
+            self._pool.submit(next(self._moes).forward_task(*self._inputs(batch, out), False))
             self._pool.sync()
         return out
 
@@ -106,7 +101,7 @@ class KtRunner:
         """Forward, keeping activations; the backward gives gradients of everything ktft's gives."""
         out, grad_x = torch.empty_like(batch.x), torch.empty_like(batch.x)
         grad_weights = torch.empty_like(batch.weights)
-        moe = self._next()
+        moe = next(self._moes)
         moe.forward_sft(*self._inputs(batch, out), True)
         addresses = [tensor.data_ptr() for tensor in (batch.grad_output, grad_x, *self._grads, grad_weights)]
         # Base weight gradients: none. INT8's backward takes two arguments more.
@@ -128,29 +123,28 @@ def _trial(ext: Any, job: Job, threads: int) -> float:
     return statistics.median(times[1:])
 
 
-class KtKernel:
-    """kt-kernel at its best thread count."""
-
-    name: ClassVar[str] = "kt-kernel"
-
-    def absent(self) -> str:
-        """The package must import, and its build for this CPU must have the AMX experts."""
-        try:
-            ext = import_module("kt_kernel").kt_kernel_ext
-        except Exception as error:
-            # It probes the CPU and loads a binary for it: many things can be missing.
-            return f"kt_kernel does not import: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        if not hasattr(ext.moe, "AMXBF16_SFT_MOE"):
-            return "kt_kernel's build for this CPU has no AMX experts"
-        return ""
-
-    def make(self, job: Job) -> Runner:
-        """The fastest of several thread counts. Raises ValueError for formats and sizes the peer lacks."""
-        if job.case.format not in MODES:
-            raise ValueError(f"kt-kernel has no counterpart of {job.case.format}")
+def _absent() -> str:
+    """The package must import, and its build for this CPU must have the AMX experts."""
+    try:
         ext = import_module("kt_kernel").kt_kernel_ext
-        try:
-            times = {threads: _trial(ext, job, threads) for threads in thread_counts(job.threads)}
-            return KtRunner(ext, job, min(times, key=lambda threads: times[threads]))
-        except RuntimeError as error:
-            raise ValueError(f"kt-kernel refuses this layer: {error}") from error
+    except Exception as error:
+        # It probes the CPU and loads a binary for it: many things can be missing.
+        return f"kt_kernel does not import: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    if not hasattr(ext.moe, "AMXBF16_SFT_MOE"):
+        return "kt_kernel's build for this CPU has no AMX experts"
+    return ""
+
+
+def _make(job: Job) -> KtRunner:
+    """The fastest of several thread counts. Raises ValueError for formats and sizes the peer lacks."""
+    if job.case.format not in MODES:
+        raise ValueError(f"kt-kernel has no counterpart of {job.case.format}")
+    ext = import_module("kt_kernel").kt_kernel_ext
+    try:
+        times = {threads: _trial(ext, job, threads) for threads in thread_counts(job.threads)}
+        return KtRunner(ext, job, min(times, key=lambda threads: times[threads]))
+    except RuntimeError as error:
+        raise ValueError(f"kt-kernel refuses this layer: {error}") from error
+
+
+KT_KERNEL = Peer("kt-kernel", _make, _absent)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks import layers
 from benchmarks.layers import Batch, Ktft, Runner
-from benchmarks.peer import Job
+from benchmarks.peer import Job, Peer
 from ktft import native
 
 
@@ -50,21 +50,9 @@ def _with_a_thread_less(job: Job) -> Runner:
     return Ktft(job.case.shape, job.case.format, runtime, job.weights, job.lora)
 
 
-@dataclass(frozen=True)
-class Itself:
-    """A row of `SELF_PEERS`."""
-
-    name: str
-    make: Callable[[Job], Runner]
-
-    def absent(self) -> str:
-        """Always empty, because it runs everywhere."""
-        return ""
-
-
 SELF_PEERS = (
-    Itself("no-lora", _without_lora),
-    Itself("uniform", _EvenlyRouted),
-    Itself("thread-less", _with_a_thread_less),
+    Peer("no-lora", _without_lora),
+    Peer("uniform", _EvenlyRouted),
+    Peer("thread-less", _with_a_thread_less),
 )
 """These are timed only on request. The ratio is the condition's time over ktft's; below 1, it shows the cost."""

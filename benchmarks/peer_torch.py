@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from functools import partial
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.layers import Batch, Runner, Weights
-from benchmarks.peer import Job
+from benchmarks.layers import Batch, Weights
+from benchmarks.peer import Job, Peer
 
 Experts = Callable[[Weights, Tensor, Tensor, Tensor], Tensor]
 
@@ -47,54 +48,32 @@ class TorchRunner:
     has_backward = True
 
     def __init__(self, experts: Experts, job: Job) -> None:
-        self.experts, self._turn = experts, 0
+        self.experts = experts
         more = [{name: tensor.clone() for name, tensor in job.weights.items()} for _ in range(job.copies - 1)]
-        self.copies = [job.weights, *more]
-
-    def _next(self) -> Weights:
-        self._turn += 1
-        return self.copies[self._turn % len(self.copies)]
+        self.copies = cycle([job.weights, *more])
 
     def forward(self, batch: Batch) -> Tensor:
-        """`[T, H]`, when no backward follows."""
         with torch.no_grad():
-            return self.experts(self._next(), batch.x, batch.index, batch.weights)
+            return self.experts(next(self.copies), batch.x, batch.index, batch.weights)
 
     def train(self, batch: Batch) -> Callable[[], object]:
         """Forward under autograd; the backward gives gradients of hidden states and routing weights."""
         x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
-        out = self.experts(self._next(), x, batch.index, weights)
+        out = self.experts(next(self.copies), x, batch.index, weights)
         return lambda: out.backward(batch.grad_output)
 
 
-class TorchEager:
-    """torch's own bf16 matmul per expert."""
-
-    name: ClassVar[str] = "torch-eager"
-
-    def absent(self) -> str:
-        """Never absent."""
-        return ""
-
-    def make(self, job: Job) -> Runner:
-        """Takes every case."""
-        return TorchRunner(eager, job)
+def _no_grouped_mm() -> str:
+    """torch's private function must exist and take bf16 on the CPU."""
+    rows, weights = torch.zeros(16, 32, dtype=torch.bfloat16), torch.zeros(2, 32, 32, dtype=torch.bfloat16)
+    try:
+        torch._grouped_mm(rows, weights, offs=torch.tensor([16, 16], dtype=torch.int32))
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        return f"torch {torch.__version__} has no CPU _grouped_mm: {str(error).splitlines()[0]}"
+    return ""
 
 
-class TorchGrouped:
-    """`torch._grouped_mm` over all experts."""
-
-    name: ClassVar[str] = "torch-grouped"
-
-    def absent(self) -> str:
-        """torch's private function must exist and take bf16 on the CPU."""
-        rows, weights = torch.zeros(16, 32, dtype=torch.bfloat16), torch.zeros(2, 32, 32, dtype=torch.bfloat16)
-        try:
-            torch._grouped_mm(rows, weights, offs=torch.tensor([16, 16], dtype=torch.int32))
-        except (AttributeError, RuntimeError, NotImplementedError) as error:
-            return f"torch {torch.__version__} has no CPU _grouped_mm: {str(error).splitlines()[0]}"
-        return ""
-
-    def make(self, job: Job) -> Runner:
-        """Takes every case."""
-        return TorchRunner(grouped, job)
+TORCH_PEERS = (
+    Peer("torch-eager", partial(TorchRunner, eager)),
+    Peer("torch-grouped", partial(TorchRunner, grouped), _no_grouped_mm),
+)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cases import W8A8_STEP, Record
@@ -46,51 +45,55 @@ def gpu_words(device: str) -> str:
     return "no GPU" if device == "cpu" else f"GPU: {device}"
 
 
-def make_table(records: Iterable[Record]) -> Table:
-    """A row a record; the last columns are the peers' times over ktft's."""
+def new_table(first: str, texts: Sequence[str], numbers: Sequence[str], width: int = 16) -> Table:
+    """A table without rows: a first column of at most `width` characters, then columns of texts and of numbers."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold")
-    table.add_column("shape", overflow="ellipsis", no_wrap=True, max_width=16)
-    for heading in ("T", "routing", "format", "step"):
+    table.add_column(first, overflow="ellipsis", no_wrap=True, max_width=width)
+    for heading in texts:
         table.add_column(heading, no_wrap=True)
-    records = list(records)
-    peers = sorted({name for r in records for name in r.peers}, key=lambda name: (name not in PEER_NAMES, name))
-    figures = ("ms", "TFLOPS", "%P", "%H", "%S", "GB/s", "%read", "reads", "err%")
-    for heading in (*figures, *(f"{PEER_NAMES.get(name, name)} x" for name in peers)):
+    for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
-    for r in records:
-        ceilings = (r.percent_of_registers, r.percent_of_hot, r.percent_of_streamed)
-        speeds = (r.ms, r.tflops, *ceilings, r.gbs, r.percent_of_read, r.weight_reads)
-        ratios = [f"{r.peers[name].ratio:.2f}" if name in r.peers else "-" for name in peers]
-        table.add_row(
-            r.shape,
-            str(r.tokens),
-            r.routing,
-            r.format,
-            STEP_NAMES[r.step],
-            *(short(value) for value in speeds),
-            f"{100 * r.max_error:.2f}",
-            *ratios,
-        )
     return table
 
 
-def explain(records: Sequence[Record], console: Console) -> None:
-    """The machine, the ceilings' medians, and the peers that did not run, below the table."""
+def ratios(peers: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """The cells of a record's peers: their times over ktft's."""
+    return [f"{peers[name].ratio:.2f}" if name in peers else "-" for name in names]
+
+
+def absent(records: Iterable[Any]) -> list[str]:
+    """Lines about the peers that were asked for and did not run."""
+    reasons = {(name, reason) for record in records for name, reason in record.absent_peers.items()}
+    return [f"without {name}: {reason}" for name, reason in sorted(reasons) if reason != NOT_ASKED]
+
+
+def make_table(records: Sequence[Record]) -> Table:
+    """A row a record; the last columns are the peers' times over ktft's."""
+    peers = sorted({name for r in records for name in r.peers}, key=lambda name: (name not in PEER_NAMES, name))
+    figures = ("ms", "TFLOPS", "%P", "%H", "%S", "GB/s", "%read", "reads", "err%")
+    headings = [*figures, *(f"{PEER_NAMES.get(name, name)} x" for name in peers)]
+    table = new_table("shape", ("T", "routing", "format", "step"), headings)
+    for r in records:
+        ceilings = (r.percent_of_registers, r.percent_of_hot, r.percent_of_streamed)
+        speeds = (r.ms, r.tflops, *ceilings, r.gbs, r.percent_of_read, r.weight_reads)
+        cells = (*(short(value) for value in speeds), f"{100 * r.max_error:.2f}", *ratios(r.peers, peers))
+        table.add_row(r.shape, str(r.tokens), r.routing, r.format, STEP_NAMES[r.step], *cells)
+    return table
+
+
+def explain(records: Sequence[Record]) -> Iterator[str]:
+    """Lines below the table: the machine, the ceilings' medians, and the peers that did not run."""
     first = records[0]
     registers, hot, streamed, read = (
         statistics.median(getattr(record, name) for record in records)
         for name in ("registers_tflops", "hot_tflops", "streamed_tflops", "read_gbs")
     )
-    console.print(
+    yield (
         f"{first.cpu}, {first.isa}, {first.threads} threads, {first.nodes} NUMA nodes, rank {first.rank}: "
-        f"P {registers:.3g} TFLOPS, H {hot:.3g} TFLOPS, S {streamed:.3g} TFLOPS, read {read:.3g} GB/s",
-        highlight=False,
+        f"P {registers:.3g} TFLOPS, H {hot:.3g} TFLOPS, S {streamed:.3g} TFLOPS, read {read:.3g} GB/s"
     )
-    console.print(LEGEND, highlight=False, markup=False)
-    absent = {f"{name}: {reason}" for record in records for name, reason in record.absent_peers.items()}
-    absent = {line for line in absent if not line.endswith(NOT_ASKED)}
-    for line in sorted(absent):
-        console.print(f"without {line}", highlight=False, markup=False)
+    yield LEGEND
+    yield from absent(records)
 
 
 def plot(records: Iterable[Record], path: Path) -> None:

@@ -21,6 +21,8 @@ from ktft.checkpoint.families import ROWS
 from ktft.checkpoint.schemes import Scheme
 from ktft.cli.main import app
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, KT_KEYS, SETTINGS, KtKey
+from ktft.formats import FORMAT_TRAITS
+from ktft.native.packed import PACKED_FORMATS, PackedFormat
 from ktft.serve.vllm.families import SERVED
 from ktft.versions import SERVING_VERSIONS, TESTED_VERSIONS
 
@@ -70,6 +72,29 @@ def formats() -> str:
             ("Instruction sets of the kernels, chosen at run time, each with every format", code(sets)),
         ),
     )
+
+
+def limits() -> str:
+    """The largest error of an expert's weights, for each format."""
+    rows = ["relative RMS", *(f"{100 * traits.error_limit:.3g}%" for traits in FORMAT_TRAITS.values())]
+    return table(("Limit of weights", *(f"`{name}`" for name in FORMAT_TRAITS)), [rows])
+
+
+def tiles() -> str:
+    """The sizes by which a packed weight is cut."""
+    forms = PACKED_FORMATS.values()
+    return table(
+        ("", *(f"`{form.name}`" for form in forms)),
+        (
+            ("c, columns of a tile", *(form.tile_cols for form in forms)),
+            ("b, bytes of a tile", *(form.tile_bytes for form in forms)),
+            ("scales outside of tiles", *(_scales(form) for form in forms)),
+        ),
+    )
+
+
+def _scales(form: PackedFormat) -> str:
+    return "of rows" if form.row_scaled else "of blocks" if form.block_scaled else "none"
 
 
 def _schemes(scheme: type[Scheme]) -> list[str]:
@@ -145,6 +170,8 @@ def _condition(convert: Callable[[Any], Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "formats": formats,
+    "limits": limits,
+    "tiles": tiles,
     "versions": versions,
     "commands": commands,
     "imports": imports,

@@ -1,8 +1,8 @@
 """The devices that ktft runs on: CUDA GPUs, and the CPU, which can stand in for a GPU.
 
-`device_of` gives the `Device` of a torch device. Another vendor's accelerator needs one more class and one more row of
-`ACCELERATORS`: no other file names torch.cuda. Calls of the driver itself, such as locking memory and batches of
-copies, are in `ktft.native.cuda`.
+`device_of` gives the `Device` of a torch device. Another vendor's accelerator is one more class and one more row of
+`ACCELERATORS`, because no other file names torch.cuda, and a driver of its own: locking memory and batches of copies
+are calls of CUDA's driver, in `ktft.native.cuda`.
 """
 
 from __future__ import annotations

@@ -20,24 +20,42 @@ import torch
 
 from ktft.device import HostStream, accelerator
 
-NAMES = {
-    "attention": "GPU",
-    "cpu": "CPU experts",
-    "stream": "GPU",
-    "resident": "GPU",
-    "copy_in": "PCIe in",
-    "copy_out": "PCIe out",
-    "wait": "waiting",
-    "optimizer": "optimizer",
-    "data": "data",
+
+class Kind(NamedTuple):
+    """A kind of span: the row of a trace in which it is drawn, its label and colour on the report's page, and whether
+    such spans may run beside others.
+    """
+
+    row: str
+    label: str
+    colour: str
+    parallel: bool = False
+
+
+KINDS = {
+    "attention": Kind("GPU", "attention", "#b36bc4", parallel=True),
+    "cpu": Kind("CPU experts", "experts: CPU", "#4c8dd6", parallel=True),
+    "stream": Kind("GPU", "experts: streamed", "#e08a3c", parallel=True),
+    "resident": Kind("GPU", "experts: resident", "#c9a227", parallel=True),
+    "copy_in": Kind("PCIe in", "copies to the GPU", "#3aa6a6", parallel=True),
+    "copy_out": Kind("PCIe out", "copies from the GPU", "#a0704a", parallel=True),
+    "wait": Kind("waiting", "waiting", "#d65f5f"),
+    "optimizer": Kind("optimizer", "optimizer", "#4fa870"),
+    "data": Kind("data", "data loading", "#d583b0"),
 }
-"""The name of a span -> the row of a trace in which it is drawn."""
-PARALLEL = ("attention", "cpu", "stream", "resident", "copy_in", "copy_out")
+"""The name of a span -> its kind."""
+PARALLEL = tuple(name for name, kind in KINDS.items() if kind.parallel)
 """The names of spans that may run at the same time."""
 ON_HOST = "torch on the CPU"
 """The row of a GPU's work on a machine without a GPU."""
 
 _FOLDED = 8192  # the number of finished spans that are kept before they are added up, between two calls of `take`
+
+
+def _kind(name: str) -> Kind:
+    if name not in KINDS:
+        raise ValueError(f"no span is called {name!r}; names: {', '.join(KINDS)}")
+    return KINDS[name]
 
 
 @dataclass(slots=True)
@@ -347,8 +365,7 @@ class Recorder:
         key = name, layer
         found = self._sums.get(key)
         if found is None:
-            if name not in NAMES:
-                raise ValueError(f"no span is called {name!r}; names: {', '.join(NAMES)}")
+            _kind(name)
             found = self._sums[key] = Sum()
         return found
 
@@ -363,10 +380,11 @@ class Recorder:
             begin = self._anchor[1] + self._anchor[0].elapsed_time(first) * 1e-3
             end = begin + first.elapsed_time(last) * 1e-3
             self._events += first, last
-            self._count(Interval(name, layer, NAMES.get(name, ""), begin, end, size, flops), 0.0, done)
+            self._count(Interval(name, layer, _kind(name).row, begin, end, size, flops), 0.0, done)
         for _ in range(len(self._done)):
             name, layer, begin, end, waited, size, flops, done = self._done.popleft()
-            row = ON_HOST if NAMES.get(name) == "GPU" else NAMES.get(name, "")
+            row = _kind(name).row
+            row = ON_HOST if row == "GPU" else row
             self._count(Interval(name, layer, row, begin, end, size, flops), waited, done)
 
     def _count(self, over: Interval, waited: float, done: Callable[[float], None] | None) -> None:

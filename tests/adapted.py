@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from merging import write_into
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,29 +16,28 @@ from transformers import AutoModelForCausalLM
 import ktft
 
 
-def load(path: Path, **settings: Any) -> torch.nn.Module:
-    """In fp32, experts in bf16 if the settings of ktft do not name another format."""
+def load(path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> torch.nn.Module:
+    """Experts in bf16 if the settings of ktft do not name another format."""
     config = ktft.KtftConfig(**{"expert_format": "bf16", "threads": 1} | settings)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
 
 
 def load_as_stored(path: Path, **options: Any) -> torch.nn.Module:
     """In the checkpoint's data type."""
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=ktft.KtftConfig(expert_format="bf16", threads=1), **options
-    )
+    config = ktft.KtftConfig(expert_format="bf16", threads=1)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **options)
 
 
 def lora_config(**overrides: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | overrides)
 
 
-def randomize(model: torch.nn.Module) -> torch.nn.Module:
+def randomize(model: torch.nn.Module, std: float = 0.1) -> torch.nn.Module:
     """B starts at zero; make every adapter matter."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter.data, std=0.1)
+            torch.nn.init.normal_(parameter.data, std=std)
     return model
 
 
@@ -55,25 +55,11 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def tensors_of(adapter: Path) -> dict[str, Tensor]:
+    """All that it saved."""
+    return load_file(adapter / "adapter_model.safetensors")
+
+
 def merged_stock_model(checkpoint: Path, adapter: Path, scaling: Callable[[str], float]) -> torch.nn.Module:
     """transformers' own model with W + s·B·A written into its weights, from standard names alone."""
     return write_into(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), adapter, scaling)
-
-
-def write_into(model: torch.nn.Module, adapter: Path, scaling: Callable[[str], float]) -> torch.nn.Module:
-    weights, fused = (
-        model.state_dict(),
-        {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"},
-    )
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
-        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        delta = scaling(name) * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
-        if ".experts." not in name:
-            weights[f"{name}.weight"] += delta
-            continue
-        layer, expert, projection = name.rsplit(".", 2)
-        target = weights[f"{layer}.{fused[projection]}"][int(expert)]
-        half = target.shape[0] // 2
-        {"gate_proj": target[:half], "up_proj": target[half:], "down_proj": target}[projection].add_(delta)
-    return model

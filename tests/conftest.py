@@ -34,14 +34,14 @@ import yaml
 from fake_cuda import Fake, build
 from forked import Forks
 from plots import without_plots
-from tiny import write_checkpoint, write_data
+from tiny import factory_settings, write_checkpoint, write_data
 
 import ktft_autoload
 from ktft import hosts, native
 from ktft.hosts import llamafactory
 from ktft.system import available_memory
 
-pytest.register_assert_rewrite("contract", "runs")
+pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
 MEMORY_PER_WORKER = 3 << 30
 """What a worker of pytest-xdist and the training process that its test starts hold at most, with room to spare."""
@@ -76,6 +76,12 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 
 @pytest.fixture(scope="session")
+def base(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    """A checkpoint, where any family would do."""
+    return tiny_checkpoint("qwen3moe")
+
+
+@pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA-Factory's `dataset_dir`: sets `sft`, `pt`, `dpo` (rm too) and `kto`."""
     return write_data(tmp_path_factory.mktemp("data"))
@@ -104,30 +110,18 @@ def train_yaml(tiny_checkpoint: Callable[[str], Path], data_dir: Path, tmp_path:
     """`train_yaml("dsv3", stage="sft", **overrides)` -> LLaMA-Factory settings: 2 steps with ktft's experts."""
 
     def make(family: str = "qwen3moe", stage: str = "sft", **overrides: Any) -> dict[str, Any]:
-        return {
-            "model_name_or_path": str(tiny_checkpoint(family)),
+        own = {
             "stage": stage,
-            "do_train": True,
-            "finetuning_type": "lora",
-            "lora_target": "all",
             "lora_rank": 4,
             "lora_alpha": 8,
-            "use_kt": True,
-            "kt_config": {"expert_format": "bf16", "threads": 1},
-            "dataset_dir": str(data_dir),
             "dataset": {"rm": "dpo"}.get(stage, stage),
-            "template": "default",
-            "cutoff_len": 64,
-            "output_dir": str(tmp_path / "out"),
             "per_device_train_batch_size": 2,
             "learning_rate": 1e-3,
             "lr_scheduler_type": "constant",
             "max_steps": 2,
             "logging_steps": 1,
-            "report_to": "none",
-            "use_cpu": True,
-            **overrides,
         }
+        return factory_settings(tiny_checkpoint(family), data_dir, tmp_path / "out", **own | overrides)
 
     return make
 

@@ -64,19 +64,27 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
 
 
-def make_layer(hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1, **options):
+def empty_layer(
+    hidden: int, intermediate: int, fmt: str, isa: str | None = None, threads: int = 1, nodes: int = 1, **options
+) -> native.ExpertLayer:
+    """Without weights yet. `options` are those of `ExpertLayer`."""
+    sizes = {"num_experts": EXPERTS, "hidden_size": hidden, "intermediate_size": intermediate, "format": fmt}
+    return native.ExpertLayer(native.runtime(threads, nodes, isa), **sizes | options)
+
+
+def make_weights(hidden: int, intermediate: int) -> dict[tuple[int, str], Tensor]:
+    """By expert and projection. They leave torch's generator where these sizes alone say."""
     torch.manual_seed(hidden + intermediate)
-    layer = native.ExpertLayer(
-        native.runtime(threads, nodes, isa),
-        num_experts=EXPERTS,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        format=fmt,
-        **options,
-    )
-    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
-        shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
-        layer.load(expert, name, torch.randn(shape) / shape[1] ** 0.5)
+    shapes = {name: (hidden, intermediate) if name == "down_proj" else (intermediate, hidden) for name in PROJECTIONS}
+    places = itertools.product(range(EXPERTS), shapes)
+    return {(expert, name): torch.randn(shapes[name]) / shapes[name][1] ** 0.5 for expert, name in places}
+
+
+def make_layer(hidden: int, intermediate: int, *args, weights=None, **options) -> native.ExpertLayer:
+    """`empty_layer`, filled with `make_weights` or with others."""
+    layer = empty_layer(hidden, intermediate, *args, **options)
+    for key, weight in (weights or make_weights(hidden, intermediate)).items():
+        layer.load(*key, weight)
     return layer
 
 
@@ -84,12 +92,14 @@ def dequantized(layer: native.ExpertLayer) -> list[Tensor]:
     return [torch.stack([layer.dequantize(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS]
 
 
-def make_lora(hidden: int, intermediate: int, rank: int, dtype: torch.dtype, names=PROJECTIONS, **kwargs) -> ExpertLora:
+def make_lora(
+    hidden: int, intermediate: int, rank: int, dtype: torch.dtype, names=PROJECTIONS, experts: int = EXPERTS, **kwargs
+) -> ExpertLora:
     pairs = {}
     for name in names:
         inputs, outputs = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
-        a = torch.randn(EXPERTS, rank, inputs) / inputs**0.5
-        b = torch.randn(EXPERTS, outputs, rank) / rank**0.5
+        a = torch.randn(experts, rank, inputs) / inputs**0.5
+        b = torch.randn(experts, outputs, rank) / rank**0.5
         pairs[name] = LoraPair(a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), 0.5)
     return ExpertLora(pairs, **kwargs)
 

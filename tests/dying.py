@@ -1,10 +1,10 @@
-"""Child processes that are killed before one of the changes that they make to a folder, whichever that is."""
+"""Child processes that die, and what a death at any change to a folder leaves there."""
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,52 +13,42 @@ from typing import Any
 
 AUDITED = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 """Python's audit events of changes to folders; `os.replace` is a rename. Files opened for writing come to these."""
+RELATIVE = ("os.remove", "os.rmdir")
+"""Those whose path may be relative to an open folder, as in `shutil.rmtree`."""
 CALLS = ("fsync", "pwrite")
 """Functions of `os` that have no such event. Of a `pwrite` that is killed, the first half is written."""
 
 
 def deaths(folder: Path, begin: Callable[[], Any], work: Callable[[], Any]) -> Iterator[int]:
-    """Kill `work` before its first change to `folder`, before its second one, and so on, until it ends by itself.
+    """Yield with `folder` as a kill before the first change to it would leave it, before the second one, and so on.
 
-    Each time is a fork of this process, and `begin` is called before it. Yields the number of changes made before.
+    `begin` is called, and `work` runs to its end in one fork of this process, which copies the folder before each
+    change: what the kernel then has is what a killed process leaves, since buffers of its own are lost with it.
+    Yields the number of changes made before; `folder` is complete after the last one.
     """
-    number = 0
-    while True:
-        begin()
-        if _forked(folder, work, number) == 0:
-            assert number > 3, "changes to the folder were not seen"
-            return
-        yield number
-        number += 1
+    begin()
+    states = folder.with_name(f"{folder.name}-states")
+    log = folder.with_name("work.log")
+    assert forked(lambda: _record(folder, states, work), log) == 0, log.read_text()
+    whole = states / "whole"
+    shutil.copytree(folder, whole, symlinks=True)
+    changes = len(os.listdir(states)) - 1
+    assert changes > 3, "changes to the folder were not seen"
+    for state in [*map(str, range(changes)), whole.name]:
+        shutil.rmtree(folder)
+        shutil.copytree(states / state, folder, symlinks=True)
+        if state != whole.name:
+            yield int(state)
+    shutil.rmtree(states)
 
 
-def _forked(folder: Path, work: Callable[[], Any], last: int) -> int:
-    """Returns 0 if it ended before change number `last`, -9 if that killed it."""
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            _die_at(folder, last)
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, -signal.SIGKILL), f"exit status {status}"
-    return status
-
-
-def _die_at(folder: Path, last: int) -> None:
-    prefix, made = str(folder), 0
+def _record(folder: Path, states: Path, work: Callable[[], Any]) -> None:
+    prefix, made = str(folder) + os.sep, 0
 
     def change(half: Callable[[], Any] = lambda: None) -> None:
         nonlocal made
-        if made == last:
-            half()
-            os.kill(os.getpid(), signal.SIGKILL)
+        half()
+        shutil.copytree(folder, states / str(made), symlinks=True)
         made += 1
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -66,7 +56,8 @@ def _die_at(folder: Path, last: int) -> None:
             changes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         else:
             changes = event in AUDITED
-        if changes and not isinstance(args[0], int) and os.fsdecode(args[0]).startswith(prefix):
+        relative = event in RELATIVE and args[1] >= 0
+        if changes and not isinstance(args[0], int) and (relative or os.fsdecode(args[0]).startswith(prefix)):
             change()
 
     pwrite, fsync = os.pwrite, os.fsync
@@ -81,6 +72,7 @@ def _die_at(folder: Path, last: int) -> None:
 
     os.pwrite, os.fsync = counted_pwrite, counted_fsync  # type: ignore[assignment]
     sys.addaudithook(hook)
+    work()
 
 
 def forked(function: Callable[[], Any], log: Path) -> int:
@@ -93,6 +85,8 @@ def forked(function: Callable[[], Any], log: Path) -> int:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             status = function() or 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

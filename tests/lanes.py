@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from ktft.config import PROJECTIONS
+from ktft.lanes import passes
+from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import ChunkWeights, decode, place
+from ktft.lanes.ops.decode import decode, place
 from ktft.lanes.ops.interface import Operations
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
@@ -19,16 +23,12 @@ from ktft.native import ExpertLayer
 
 def blocks(layer: ExpertLayer, experts: list[int], device: torch.device) -> list[Tensor]:
     """These experts' packed bytes, a tensor for each slice."""
+
+    def packed(address: int, size: int) -> Tensor:
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
     return [
-        torch.stack(
-            [
-                torch.frombuffer(
-                    (ctypes.c_uint8 * part.expert_bytes).from_address(part.address + e * part.expert_bytes),
-                    dtype=torch.uint8,
-                )
-                for e in experts
-            ]
-        ).to(device)
+        torch.stack([packed(part.address + e * part.expert_bytes, part.expert_bytes) for e in experts]).to(device)
         for part in layer.slices()
     ]
 
@@ -52,6 +52,13 @@ def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) 
         for name, pair in lora.pairs.items()
     }
     return ExpertLora(pairs, lora.dropout, lora.seed)
+
+
+@pytest.fixture
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timings have no say in where experts run."""
+    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
+    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
 
 
 class Lane:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commands
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from stock import matrices
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import ktft
-from ktft.cli.main import app
 
 IDS = torch.arange(3, 67).reshape(4, 16)
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    """The command, in this process: exit status and output, whose lines are not wrapped."""
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["merge", *map(str, arguments), "--threads", "1"])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+    """`ktft merge` with one thread: exit status and output."""
+    return commands.run("merge", *arguments, "--threads", "1")
 
 
 def merge(*arguments: str | Path) -> Path:
@@ -70,18 +68,19 @@ def scaling(adapter: Path, name: str) -> float:
 
 
 def merged_by_hand(plain: Path, adapter: Path) -> Any:
-    """transformers' model of a dequantized checkpoint, with W + s B A written into its weights by their names."""
-    model = stock(plain)
+    """transformers' model of a dequantized checkpoint, with the adapter in its weights."""
+    return write_into(stock(plain), adapter, lambda name: scaling(adapter, name))
+
+
+def write_into(model: Any, adapter: Path, scaling: Callable[[str], float]) -> Any:
+    """Write W + s B A into the weights of a stock model, and modules that were trained whole, by their names alone."""
     tensors = load_file(adapter / "adapter_model.safetensors")
-    for key in tensors:
+    for key, tensor in tensors.items():
         name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        if key.endswith(".lora_B.weight"):
-            continue
-        if not key.endswith(".lora_A.weight"):
-            model.get_parameter(name).data.copy_(tensors[key])
-            continue
-        delta = scaling(adapter, name) * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
-        weight_of(model, name).data += delta
+        if key.endswith(".lora_A.weight"):
+            weight_of(model, name).add_(scaling(name) * tensors[key.replace("lora_A", "lora_B")] @ tensor)
+        elif not key.endswith(".lora_B.weight"):
+            model.get_parameter(name).data.copy_(tensor)
     return model
 
 

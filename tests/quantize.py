@@ -27,13 +27,9 @@ Stored = tuple[dict[str, Tensor], Tensor]
 
 def blocks_of(weight: Tensor, rows: int, cols: int, largest: float) -> Tensor:
     """A scale for each block of rows x cols."""
-    height, width = weight.shape
-    return torch.stack(
-        [
-            torch.stack([weight[r : r + rows, c : c + cols].abs().max() for c in range(0, width, cols)])
-            for r in range(0, height, rows)
-        ]
-    ).clamp_min(1e-6) * (SLACK / largest)
+    strips = weight.abs().split(rows)
+    extremes = torch.stack([torch.stack([block.max() for block in strip.split(cols, dim=1)]) for strip in strips])
+    return extremes.clamp_min(1e-6) * (SLACK / largest)
 
 
 def spread(scales: Tensor, rows: int, cols: int, shape: torch.Size) -> Tensor:
@@ -68,12 +64,8 @@ def int4(weight: Tensor, group: int = 32, scale_dtype: torch.dtype = torch.bfloa
     scales = blocks_of(weight, 1, group, 7).to(scale_dtype)
     wide = spread(scales.float(), 1, group, weight.shape)
     q = (weight / wide).round().clamp(-8, 7)
-    tensors = {
-        "weight_packed": pack_words(q + 8),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(weight.shape),
-    }
-    return tensors, q * wide
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": pack_words(q + 8), "weight_scale": scales, "weight_shape": shape}, q * wide
 
 
 def mxfp4(weight: Tensor) -> Stored:
@@ -115,11 +107,8 @@ def awq(weight: Tensor, group: int = 32) -> Stored:
     groups = torch.arange(inputs) // group
     scales = tensors["scales"].float()
     q = (values / scales.T[:, groups]).round() + zeros.T[:, groups]
-    return {
-        "qweight": pack_words(q.T, AWQ_ORDER),
-        "qzeros": pack_words(zeros, AWQ_ORDER),
-        "scales": tensors["scales"],
-    }, values
+    words = {"qweight": pack_words(q.T, AWQ_ORDER), "qzeros": pack_words(zeros, AWQ_ORDER)}
+    return words | {"scales": tensors["scales"]}, values
 
 
 def compressed(weights: dict[str, Any], written: str) -> dict[str, Any]:

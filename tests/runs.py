@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from adapted import load
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from adapted import load, lora_config
+from transformers import TrainerCallback, TrainingArguments
 
 import ktft
 
@@ -17,13 +16,16 @@ DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshap
 STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
-def adapted(path: Path, **options: Any) -> torch.nn.Module:
+def adapted(
+    path: Path, dtype: torch.dtype = torch.float32, settings: dict[str, Any] | None = None, **lora: Any
+) -> torch.nn.Module:
+    """A model with new LoRA. `settings` are those of ktft."""
+    model = load(path, dtype, **settings or {})
     torch.manual_seed(0)
-    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
-    return ktft.get_peft_model(load(path), LoraConfig(**lora))
+    return ktft.get_peft_model(model, lora_config(**lora))
 
 
-def arguments(output: Path, **overrides: Any) -> TrainingArguments:
+def arguments(output: Path, cls: type[TrainingArguments] = TrainingArguments, **overrides: Any) -> TrainingArguments:
     settings: dict[str, Any] = {
         "output_dir": str(output),
         "use_cpu": True,
@@ -36,7 +38,15 @@ def arguments(output: Path, **overrides: Any) -> TrainingArguments:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return TrainingArguments(**settings | overrides)
+    return cls(**settings | overrides)
+
+
+def reduce_loss(run: transformers.Trainer, reduction: str) -> None:
+    """Have the loss of a batch be the sum or the mean over its labels, whatever their number in a step."""
+    run.model_accepts_loss_kwargs = False
+    run.compute_loss_func = lambda out, labels, num_items_in_batch=None: torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction
+    )
 
 
 def losses(trainer: transformers.Trainer) -> list[float]:
@@ -54,24 +64,11 @@ def trainer(
     **overrides: Any,
 ) -> transformers.Trainer:
     """On a new model, with dropout, two batches a step, four steps an epoch, logs every other step."""
-    config = ktft.KtftConfig(**{"expert_format": "int8", "threads": 1} | (settings or {}))
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
-    torch.manual_seed(0)
-    options = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
-    model = ktft.get_peft_model(model, LoraConfig(**options | (lora or {})))
-    arguments = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "max_steps": 7,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 5e-3,
-        "logging_steps": 2,
-        "save_steps": 3,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    args = TrainingArguments(**arguments | overrides)
+    options = {"r": 2, "lora_dropout": 0.1} | (lora or {})
+    model = adapted(base, settings={"expert_format": "int8"} | (settings or {}), **options)
+    batches = {"max_steps": 7, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    steps = batches | {"lr_scheduler_type": "linear", "logging_steps": 2, "save_steps": 3}
+    args = arguments(output, **steps | overrides)
     return cls(model, args, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=callbacks)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,9 +40,6 @@ class Native:
 
     def tensors(self) -> list[Tensor]:
         return [*self.params, *self.exp_avgs, *self.exp_avg_sqs]
-
-    def digest(self) -> str:
-        return hashlib.sha256(b"".join(t.float().numpy().tobytes() for t in self.tensors())).hexdigest()
 
 
 class Torch:
@@ -100,15 +96,15 @@ def test_bf16_is_torchs_fused_to_one_rounding(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_whatever_threads_nodes_and_vector_isa(dtype: torch.dtype) -> None:
-    digests = set()
+    results = []
     isas = VECTOR_ISAS or native.isas()
     for threads, nodes, isa in [(1, 1, isas[-1]), (2, 1, isas[-1]), (5, 2, isas[-1]), *((2, 1, isa) for isa in isas)]:
         torch.manual_seed(0)
         ours = Native(random_tensors(SIZES, dtype), native.runtime(threads, nodes, isa))
         for _ in range(4):
             ours.step(gradients(SIZES, dtype))
-        digests.add(ours.digest())
-    assert len(digests) == 1
+        results.append(ours.tensors())
+    assert all(all(map(torch.equal, results[0], other)) for other in results[1:])
     # nor how a tensor is cut: the same elements as one tensor, and in pieces of odd lengths
     torch.manual_seed(0)
     (whole,), grads = random_tensors([5000], dtype), [gradients([5000], dtype)[0] for _ in range(3)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapted import distance, load, logits, lora_config, merged_stock_model, randomize
+from adapted import adapted, distance, load, logits, lora_config, merged_stock_model, randomize
+from given import Checkpoint
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
@@ -20,8 +21,8 @@ from ktft.adapters.lora import Rank
 from ktft.adapters.peft import expert_layers, get_peft_model, load_adapter
 from ktft.config import PROJECTIONS
 
-Checkpoint = Callable[[str], Path]
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+IDS = torch.arange(3, 35).reshape(2, 16)
+KEY = "base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_B.weight"
 
 
 @pytest.fixture
@@ -29,10 +30,12 @@ def qwen(tiny_checkpoint: Checkpoint) -> torch.nn.Module:
     return load(tiny_checkpoint("qwen3moe"))
 
 
-@pytest.fixture
-def saved(qwen: torch.nn.Module, tmp_path: Path) -> Path:
-    randomize(get_peft_model(qwen, lora_config())).save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
+@pytest.fixture(scope="module")
+def saved(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of `qwen`. Copy it before changing it."""
+    path = tmp_path_factory.mktemp("adapter")
+    adapted(tiny_checkpoint("qwen3moe")).save_pretrained(path)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_saved_adapter_is_standard_and_exact(
 ) -> None:
     """The file alone, applied by hand to stock transformers, gives the same logits; so does loading it again."""
     torch.manual_seed(0)  # whatever ran before: some random lora_A make a token choose another expert in bf16
-    model = randomize(get_peft_model(load(tiny_checkpoint(family)), lora_config(**options)))
+    model = adapted(tiny_checkpoint(family), **options)
     trained = logits(model)
     with model.disable_adapter():
         base = logits(model)
@@ -133,47 +136,33 @@ def test_stock_model_is_refused(tiny_checkpoint: Checkpoint) -> None:
         get_peft_model(model, lora_config())
 
 
-KEY = "base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_B.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(KEY), f"1 tensors of the model are missing, the first is {KEY}"),
-        (
-            lambda t: t.update({KEY.replace(".5.", ".8."): t[KEY].clone()}),
-            r"left over, the first is .*experts\.8\.up_proj",
-        ),
-        (lambda t: t.update({KEY: t[KEY][:, :2].contiguous()}), r"has shape \(32, 2\) in the adapter and \(32, 4\)"),
-        (lambda t: t[KEY].fill_(float("nan")), f"{KEY} holds NaN"),
-        (
-            lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}),
-            "left over, the first is base_model.model.lm_head",
-        ),
-    ],
-    ids=["missing", "left over", "shape", "nan", "another module"],
-)
-def test_loading_is_strict(
-    tiny_checkpoint: Checkpoint, saved: Path, change: Callable[[dict[str, Tensor]], Any], message: str
-) -> None:
-    file = saved / "adapter_model.safetensors"
+def test_loading_is_strict(qwen: torch.nn.Module, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    file, head = tmp_path / "adapter_model.safetensors", "base_model.model.lm_head"
     tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=message):
-        load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
+    changes: dict[str, dict[str, Tensor | None]] = {
+        f"1 tensors of the model are missing, the first is {KEY}": {KEY: None},
+        r"left over, the first is .*experts\.8\.up_proj": {KEY.replace(".5.", ".8."): tensors[KEY].clone()},
+        r"has shape \(32, 2\) in the adapter and \(32, 4\)": {KEY: tensors[KEY][:, :2].contiguous()},
+        f"{KEY} holds NaN": {KEY: torch.full((32, 4), torch.nan)},
+        f"left over, the first is {head}": {f"{head}.lora_A.weight": torch.zeros(4, 64)},
+    }
+    for message, change in changes.items():
+        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load_adapter(qwen, tmp_path)
 
 
-def test_bad_paths(tmp_path: Path, tiny_checkpoint: Checkpoint) -> None:
-    fresh = load(tiny_checkpoint("qwen3moe"))
+def test_bad_paths(tmp_path: Path, qwen: torch.nn.Module) -> None:
     with pytest.raises(ValueError, match="no such directory"):
-        load_adapter(fresh, tmp_path / "absent")
+        load_adapter(qwen, tmp_path / "absent")
     with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
-        load_adapter(fresh, tmp_path)
+        load_adapter(qwen, tmp_path)
 
 
-def test_several_adapters_one_active(tiny_checkpoint: Checkpoint, saved: Path) -> None:
-    model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
+def test_several_adapters_one_active(qwen: torch.nn.Module, saved: Path) -> None:
+    model = load_adapter(qwen, saved)
     first = logits(model)
     model.add_adapter("second", lora_config(target_modules=["experts"]))
     assert torch.equal(logits(model), first)
@@ -186,8 +175,8 @@ def test_several_adapters_one_active(tiny_checkpoint: Checkpoint, saved: Path) -
     assert torch.equal(logits(model), first)
 
 
-def test_merging_is_refused_and_changes_nothing(tiny_checkpoint: Checkpoint, saved: Path) -> None:
-    model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved)
+def test_merging_is_refused_and_changes_nothing(qwen: torch.nn.Module, saved: Path) -> None:
+    model = load_adapter(qwen, saved)
     before = logits(model)
     for merge in (model.merge_and_unload, model.merge_adapter):
         with pytest.raises(ValueError, match="keeps adapters unmerged"):
@@ -234,8 +223,7 @@ def test_dropout_repeats_in_recomputation_and_rests_in_eval(
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     model.train()
-    ids = torch.arange(3, 19).reshape(1, 16)
-    model(input_ids=ids, labels=ids).loss.backward()
+    model(input_ids=IDS, labels=IDS).loss.backward()
     assert len(seen) == 6
     assert seen[:3] == seen[:2:-1]  # backward recomputes the last layer first
     assert len({seed for _, seed in seen}) == 3
@@ -249,11 +237,10 @@ def test_training_continues_from_a_saved_adapter(tiny_checkpoint: Checkpoint, sa
     model = load_adapter(load(tiny_checkpoint("qwen3moe")), saved, is_trainable=True).train()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.1)
-    ids = torch.arange(3, 35).reshape(2, 16)
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(input_ids=IDS, labels=IDS).loss
         loss.backward()
         losses.append(loss.item())
         assert all(p.grad is not None for p in trainable)
@@ -263,15 +250,13 @@ def test_training_continues_from_a_saved_adapter(tiny_checkpoint: Checkpoint, sa
     assert torch.equal(logits(load_adapter(load(tiny_checkpoint("qwen3moe")), tmp_path / "next")), logits(model))
 
 
-def test_plain_load_state_dict_checks_experts(qwen: torch.nn.Module, saved: Path) -> None:
+def test_plain_load_state_dict_checks_experts(tiny_checkpoint: Checkpoint, saved: Path) -> None:
     """Not through load_adapter: the layer itself still refuses to drop or mix up experts."""
-    path = Path(qwen.config._name_or_path)
-    model, other = (get_peft_model(load(path), lora_config(r=r)) for r in (4, 2))
-    tensors = {
-        k.replace(".weight", ".default.weight"): v for k, v in load_file(saved / "adapter_model.safetensors").items()
-    }
+    model, other = (adapted(tiny_checkpoint("qwen3moe"), r=r) for r in (4, 2))
+    found = load_file(saved / "adapter_model.safetensors").items()
+    tensors = {name.replace(".weight", ".default.weight"): tensor for name, tensor in found if ".experts." in name}
     with pytest.raises(ValueError, match=r"shape \(4, \d\d\) in the adapter and \(2, \d\d\) in the model"):
-        other.load_state_dict({k: v for k, v in tensors.items() if ".experts." in k}, strict=False)
+        other.load_state_dict(tensors, strict=False)
     del tensors[KEY.replace(".weight", ".default.weight")]
     with pytest.raises(ValueError, match=r"experts\.5\.up_proj\.lora_B\.default\.weight is missing: .* 7 experts"):
-        model.load_state_dict({k: v for k, v in tensors.items() if ".experts." in k}, strict=False)
+        model.load_state_dict(tensors, strict=False)

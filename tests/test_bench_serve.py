@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from benchmarks.cases import Shape
 from benchmarks.serve import run as bench
@@ -21,7 +21,6 @@ from benchmarks.serve.cases import Job, Load, Timing
 from benchmarks.serve.checkpoint import describe, write_checkpoint
 from benchmarks.serve.client import Client, ServerFailed
 from benchmarks.serve.servers import PEERS, Process, Row
-from ktft.cli.main import app
 
 FIRST, BETWEEN = 0.1, 0.02  # seconds
 
@@ -58,20 +57,17 @@ def streaming(per_piece: int = 1, broken: bool = False) -> Iterator[tuple[str, l
         def log_message(self, *_: Any) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", requests
-    finally:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", requests
         server.shutdown()
-        server.server_close()
 
 
 def test_the_command(tmp_path: Path) -> None:
     options = ["--prompt-tokens", "9", "--output-tokens", "6", "--rounds", "2", "--clients", "3", "--clients", "1"]
     out = tmp_path / "records.jsonl"
     with streaming() as (url, requests):
-        done = CliRunner().invoke(app, ["bench", "serve", "--url", url, *options, "--output", str(out)])
+        done = invoke("bench", "serve", "--url", url, *options, "--output", out)
     assert done.exit_code == 0, done.output
     one, three = (json.loads(line) for line in out.read_text().splitlines())
     assert (one["clients"], three["clients"], one["rounds"]) == (1, 3, 2)
@@ -108,10 +104,10 @@ def test_figures_of_a_round() -> None:
 
 def test_a_server_that_fails(tmp_path: Path) -> None:
     with streaming(broken=True) as (url, _):
-        done = CliRunner().invoke(app, ["bench", "serve", "--url", url, "--clients", "1"])
-    assert done.exit_code == 1 and "the engine died" in done.output
-    done = CliRunner().invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:9"])
-    assert done.exit_code == 1 and "http://127.0.0.1:9/v1/models" in done.output
+        status, said = run("bench", "serve", "--url", url, "--clients", "1")
+    assert status == 1 and "the engine died" in said
+    status, said = run("bench", "serve", "--url", "http://127.0.0.1:9")
+    assert status == 1 and "http://127.0.0.1:9/v1/models" in said
     row = Row("gone", lambda job: "", lambda job, port: ["sh", "-c", "echo no such model; exit 3"])
     with pytest.raises(ServerFailed, match="gone ended with 3: no such model"):
         Process(row, Job(tmp_path, None, 1, 8), str)

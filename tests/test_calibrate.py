@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contract import EXPERTS, make_layer
 
-from ktft import native
 from ktft.lanes.decide import calibrate as module
 from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_probe, gpu_probe
 from ktft.lanes.decide.costs import LayerKind, Rate, Rates
@@ -35,21 +35,24 @@ class Machine:
 
     def cpu(self, work: str, experts: int, rows: int) -> float:
         rate = TRUE.cpu[work]
-        row, expert = KIND.row_flops / rate.flops, KIND.expert_bytes / rate.reading
-        return self.told(rate.call + experts * max(expert, rows * row))
+        reading, products = KIND.expert_bytes / rate.reading, rows * KIND.row_flops / rate.flops
+        return self.told(rate.call + experts * max(reading, products))
 
     def gpu(self, work: str, experts: int, rows: int) -> float:
         rate = TRUE.gpu[work]
-        row, expert = KIND.row_flops / rate.flops, KIND.expert_bytes / rate.reading
-        return self.told(rate.call + experts * (expert + rows * row))
+        reading, products = KIND.expert_bytes / rate.reading, rows * KIND.row_flops / rate.flops
+        return self.told(rate.call + experts * (reading + products))
 
     def copy(self, into: bool, nbytes: int) -> float:
         return self.told(TRUE.copy_call + nbytes / (TRUE.copy_in if into else TRUE.copy_out))
 
+    def probes(self) -> Probes:
+        return Probes(self.cpu, self.gpu, self.copy)
+
 
 def test_rates_are_found_again() -> None:
     machine = Machine()
-    found = calibrate(KIND, Probes(machine.cpu, machine.gpu, machine.copy))
+    found = calibrate(KIND, machine.probes())
     for true, own in ((TRUE.cpu, found.cpu), (TRUE.gpu, found.gpu)):
         for work in PASSES:
             assert own[work].flops == pytest.approx(true[work].flops, rel=0.03)
@@ -60,8 +63,7 @@ def test_rates_are_found_again() -> None:
     assert machine.seconds < 5  # at DeepSeek-V3's size
     line = str(found)
     assert "\n" not in line
-    for words in ("CPU 12 and 7 TFLOPS", "75 GB/s; PCIe 54 GB/s; GPU 400 and 200 TFLOPS"):
-        assert words in line
+    assert "CPU 12 and 7 TFLOPS" in line and "75 GB/s; PCIe 54 GB/s; GPU 400 and 200 TFLOPS" in line
 
 
 def test_noise_cannot_make_a_rate_free_or_negative() -> None:
@@ -74,41 +76,29 @@ def test_noise_cannot_make_a_rate_free_or_negative() -> None:
 
 def test_after_half_of_the_budget_nothing_is_measured_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
     quick, slow = Machine(), Machine()
-    calibrate(KIND, Probes(quick.cpu, quick.gpu, quick.copy))
+    calibrate(KIND, quick.probes())
     clock = iter(range(10**6))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
-    calibrate(KIND, Probes(slow.cpu, slow.gpu, slow.copy), budget=2.0)
+    calibrate(KIND, slow.probes(), budget=2.0)
     assert slow.calls < 0.75 * quick.calls
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_s_own_passes(recompute: bool) -> None:
-    experts, hidden, inner = 5, 64, 32
-    layer = native.ExpertLayer(
-        native.runtime(1), num_experts=experts, hidden_size=hidden, intermediate_size=inner, format="int8"
-    )
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        for expert in range(experts):
-            layer.load(expert, name, torch.randn((hidden, inner) if name == "down_proj" else (inner, hidden)))
-    lora = ExpertLora({"up_proj": LoraPair(torch.randn(experts, 4, hidden), torch.randn(experts, inner, 4), 2.0)})
-    before = [tensor.clone() for pair in lora.pairs.values() for tensor in (pair.a, pair.b)]
+    hidden, inner = 64, 32
+    layer = make_layer(hidden, inner, "int8")
+    a, b = torch.randn(EXPERTS, 4, hidden), torch.randn(EXPERTS, inner, 4)
+    lora = ExpertLora({"up_proj": LoraPair(a.clone(), b.clone(), 2.0)})
     run = cpu_probe(layer, lora, recompute=recompute)
     kind = LayerKind.of(layer, 2, lora)
-    assert kind == LayerKind(experts, 2, hidden, inner, layer.packed_bytes // experts, 4 * (hidden + inner))
+    assert kind == LayerKind(EXPERTS, 2, hidden, inner, layer.packed_bytes // EXPERTS, 4 * (hidden + inner))
     device = torch.device("cpu")
     ran: list[tuple[str, int, int]] = []
     on_device = gpu_probe(device, lambda *what: ran.append(what))
     rates = calibrate(kind, Probes(run, on_device, copy_seconds(device)), budget=0.5)
     assert {work for work, *_ in ran} == set(PASSES)
-    assert {experts for _, experts, _ in ran} == {5, 1}
+    assert {experts for _, experts, _ in ran} == {EXPERTS, 1}
     assert all(rate.flops > 0 for rate in rates.cpu.values())
-    assert all(
-        torch.equal(old, new)
-        for old, new in zip(before, (t for p in lora.pairs.values() for t in (p.a, p.b)), strict=True)
-    )
-    assert sum(map(len, _where(Placer(kind, rates), [3] * experts))) == experts
-
-
-def _where(placer: Placer, counts: list[int]) -> tuple[list[int], ...]:
-    placed = placer.decide(counts, (), "backward")
-    return placed.cpu, placed.stream, placed.resident
+    assert torch.equal(lora.pairs["up_proj"].a, a) and torch.equal(lora.pairs["up_proj"].b, b)
+    placed = Placer(kind, rates).decide([3] * EXPERTS, (), "backward")
+    assert len(placed.cpu) + len(placed.stream) + len(placed.resident) == EXPERTS

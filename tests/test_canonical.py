@@ -6,38 +6,22 @@ from itertools import product
 
 import pytest
 import torch
+from contract import empty_layer, make_layer, make_weights
 
 from ktft import native
-from ktft.config import PROJECTIONS
 
 
 @pytest.mark.parametrize("expert_format", native.FORMATS)
 def test_packed_bytes_do_not_depend_on_the_split(expert_format: str) -> None:
-    torch.manual_seed(0)
-    hidden, intermediate = 160, 288
-    weights = {
-        (e, p): torch.randn((hidden, intermediate) if p == "down_proj" else (intermediate, hidden))
-        for e, p in product(range(2), PROJECTIONS)
+    sizes, weights = (160, 288, expert_format), make_weights(160, 288)
+    layers = {
+        nodes: make_layer(*sizes, threads=threads, nodes=nodes, weights=weights)
+        for nodes, threads in ((1, 1), (2, 2), (3, 2))
     }
-
-    def make(nodes: int, threads: int) -> native.ExpertLayer:
-        return native.ExpertLayer(
-            native.runtime(threads, nodes),
-            num_experts=2,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            format=expert_format,
-        )
-
-    layers = {}
-    for nodes, threads in ((1, 1), (2, 2), (3, 2)):
-        layers[nodes] = make(nodes, threads)
-        for key, weight in weights.items():
-            layers[nodes].load(*key, weight)
     for (exporting, other), key in product(product(layers, layers), weights):
         assert torch.equal(layers[exporting].export_packed(*key), layers[other].export_packed(*key))
     for nodes in (1, 2, 3):
-        layer = make(nodes, 2)
+        layer = empty_layer(*sizes, threads=2, nodes=nodes)
         for key in weights:
             layer.import_packed(*key, layers[4 - nodes].export_packed(*key))
             assert torch.equal(layer.dequantize(*key), layers[1].dequantize(*key))
@@ -45,12 +29,7 @@ def test_packed_bytes_do_not_depend_on_the_split(expert_format: str) -> None:
 
 
 def test_packed_bytes_that_cannot_be() -> None:
-    def make() -> native.ExpertLayer:
-        return native.ExpertLayer(
-            native.runtime(1, 1), num_experts=1, hidden_size=32, intermediate_size=32, format="int8"
-        )
-
-    layer, other = make(), make()
+    layer, other = (empty_layer(32, 32, "int8", num_experts=1) for _ in range(2))
     with pytest.raises(ValueError, match="expert 0 was not loaded"):
         layer.export_packed(0, "up_proj")
     layer.load(0, "up_proj", torch.ones(32, 32))

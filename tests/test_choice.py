@@ -29,16 +29,18 @@ class Machine:
         self.modes.append(way)
         return way
 
+    def steps(self, count: int, tokens: int = 512) -> None:
+        for _ in range(count):
+            self.step(tokens)
+
 
 @pytest.mark.parametrize("fastest", TRIED)
 def test_the_fastest_way_is_found(fastest: str) -> None:
     machine = Machine({way: 1.0 if way == fastest else 1.1 for way in TRIED})
-    for _ in range(200):
-        machine.step(512)
+    machine.steps(200)
     tried = 2 + TRIALS + MORE
     assert machine.modes[tried * len(TRIED) :].count(fastest) >= 200 - tried * len(TRIED) - tried
-    for _ in range(2000):
-        machine.step(512)
+    machine.steps(2000)
     assert machine.modes[200:].count(fastest) >= 2000 - (2000 // AT_MOST + 2) * tried
 
 
@@ -51,26 +53,21 @@ def test_what_the_rates_rule_out_is_not_tried() -> None:
 
 def test_sizes_of_batches_are_apart() -> None:
     machine = Machine({"auto": 1.0, "stream": 2.0, "cpu": 3.0})
-    for _ in range(20):
-        machine.step(512)
+    machine.steps(20)
     machine.seconds = {"auto": 5.0, "stream": 2.0, "cpu": 3.0}
-    for _ in range(20):
-        machine.step(8192)
+    machine.steps(20, 8192)
     assert machine.step(8192) == "stream" and machine.step(520) == "auto"
 
 
 def test_a_change_of_the_machine_is_noticed() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
-    for _ in range(30):
-        machine.step(512)
+    machine.steps(30)
     assert machine.step(512) == "auto"
     machine.seconds["auto"] = 1.3
-    for _ in range(30):
-        machine.step(512)
+    machine.steps(30)
     assert machine.step(512) == "stream"
     machine.seconds["auto"] = 0.8
-    for _ in range(8 * AGAIN):
-        machine.step(512)
+    machine.steps(8 * AGAIN)
     assert machine.modes[-10:].count("auto") >= 9
 
 
@@ -79,18 +76,15 @@ def test_steps_that_others_disturb_do_not_decide() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
     machine.noise = random.Random(1)
     machine.noise.uniform = lambda *_: machine.noise.choices((1.0, 1.35, 0.85), (13, 5, 2))[0]  # type: ignore[method-assign]
-    for _ in range(300):
-        machine.step(512)
+    machine.steps(300)
     assert machine.modes[-100:].count("auto") > 95
 
 
 def test_a_machine_that_slows_down_for_a_while_does_not_change_the_choice() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
-    for _ in range(40):
-        machine.step(512)
+    machine.steps(40)
     machine.seconds = {"auto": 1.5, "stream": 1.65, "cpu": 4.5}
-    for _ in range(60):
-        machine.step(512)
+    machine.steps(60)
     assert machine.modes[40:].count("stream") <= 2 * (2 + TRIALS + MORE)
 
 
@@ -113,8 +107,7 @@ def test_evaluation_between_steps_has_no_part_in_their_time() -> None:
 
 def test_near_ways_are_tried_more_often_than_far_ones() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.05, "cpu": 3.0})
-    for _ in range(3 * (1 + TRIALS) + 2 * (1 + MORE)):
-        machine.step(512)
+    machine.steps(3 * (1 + TRIALS) + 2 * (1 + MORE))
     assert machine.modes.count("auto") == machine.modes.count("stream") == TRIALS + MORE + 2
     assert machine.modes.count("cpu") == TRIALS + 1
 
@@ -123,16 +116,14 @@ def test_a_way_is_judged_by_steps_that_follow_its_own() -> None:
     """Streaming finds experts where the step before left them, if that streamed too."""
     machine = Machine({"auto": 1.0, "stream": 0.8, "cpu": 3.0})
     machine.first = {"auto": 1.0, "stream": 1.6, "cpu": 3.0}
-    for _ in range(40):
-        machine.step(512)
+    machine.steps(40)
     assert machine.modes[-10:] == ["stream"] * 10
 
 
 def test_a_step_after_a_pause_says_nothing() -> None:
     """Each second step follows a save that leaves caches cold, half as long again."""
     machine = Machine({"auto": 1.1, "stream": 1.0, "cpu": 3.0})
-    for _ in range(20):
-        machine.step(512)
+    machine.steps(20)
     for _ in range(30):
         machine.now += 100.0
         machine.seconds = {"auto": 1.6, "stream": 1.5, "cpu": 3.0}

@@ -6,21 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, refused
+from given import Checkpoint, RunCli
 
 from ktft import native, system, versions
 from ktft.cli import doctor
 from ktft.cli.doctor import Row
-from ktft.cli.main import app
 
-runner = CliRunner()
 DATA = Path(__file__).parent / "data" / "deepseek-v3"
 
 
@@ -59,12 +57,10 @@ def test_cgroup_memory_limit(tmp_path: Path, files: dict[str, str], limit: int |
     assert system.cgroup_memory_limit(write(tmp_path, files)) == limit
 
 
-@pytest.mark.parametrize(
-    ("text", "chosen"), [("always [madvise] never\n", "madvise"), ("[never]\n", "never"), ("", None)]
-)
-def test_transparent_hugepages(tmp_path: Path, text: str, chosen: str | None) -> None:
-    write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
-    assert system.transparent_hugepages(tmp_path) == chosen
+def test_transparent_hugepages(tmp_path: Path) -> None:
+    for text, chosen in (("always [madvise] never\n", "madvise"), ("[never]\n", "never"), ("", None)):
+        write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
+        assert system.transparent_hugepages(tmp_path) == chosen
 
 
 @pytest.mark.parametrize(("name", "status"), [("scalar", "warn"), ("z80", "fail")])
@@ -96,9 +92,8 @@ def test_memory_warns_of_a_limit_and_of_hugepages_off(monkeypatch: pytest.Monkey
 
 
 def test_packages_outside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        versions, "TESTED_VERSIONS", {"torch": ("9.0", "9.1"), "trl": ("0", "99"), "no-such-thing": ("1", "2")}
-    )
+    tested = {"torch": ("9.0", "9.1"), "trl": ("0", "99"), "no-such-thing": ("1", "2")}
+    monkeypatch.setattr(versions, "TESTED_VERSIONS", tested)
     rows = by_check(doctor.packages())
     assert (rows["torch"].status, rows["trl"].status, rows["no-such-thing"].status) == ("fail", "ok", "fail")
     assert rows["torch"].cure == "pip install 'torch>=9.0,<9.1'"
@@ -131,13 +126,13 @@ def test_hook_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_finds_every_name_that_ktft_replaces(stock_hosts: None) -> None:
-    done = runner.invoke(app, ["doctor", "--patches", "--json"])
+    done = invoke("doctor", "--patches", "--json")
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert done.exit_code == 0, done.stdout
     assert rows["transformers.trainer.Trainer.train"]["here"] == "installed when needed"
     assert rows["transformers.models.*.modeling_*.apply_rotary_pos_emb"]["here"] == "in the code of models"
     assert rows["peft.tuners.lora.layer.Linear.forward"]["here"] == "on single objects"
-    shown = runner.invoke(app, ["doctor", "--patches"], env={"COLUMNS": "300"}).stdout
+    shown = invoke("doctor", "--patches").stdout
     assert all(row["tested"].partition(",")[0] in shown for row in rows.values())
 
 
@@ -156,7 +151,7 @@ def test_several_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_problem_has_a_cure_and_doctor_exits_by_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = runner.invoke(app, ["doctor", "--json"])
+    done = invoke("doctor", "--json")
     rows = [Row(**row) for row in json.loads(done.stdout)]
     assert all(row.cure for row in rows if row.status != "ok")
     assert done.exit_code == int(any(row.status == "fail" for row in rows))
@@ -165,14 +160,12 @@ def test_every_problem_has_a_cure_and_doctor_exits_by_status(monkeypatch: pytest
         raise RuntimeError("boom")
 
     monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.ranks))
-    done = runner.invoke(app, ["doctor"])
-    assert done.exit_code == 1
-    assert "boom" in done.stdout
-    assert "one process" in done.stdout
+    done = invoke("doctor")
+    assert done.exit_code == 1 and "boom" in done.stdout and "one process" in done.stdout
 
 
 def test_version_names_everything_a_report_needs() -> None:
-    done = runner.invoke(app, ["version"])
+    done = invoke("version")
     assert done.exit_code == 0
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert names == ["ktft", "isa", "python", "torch", "transformers", "peft", "accelerate", "llamafactory"]
@@ -188,18 +181,15 @@ def test_train_refuses_without_a_traceback(
     if not name.startswith("absent"):
         write(tmp_path, {name: "stage: sft\n"})
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    done = runner.invoke(app, ["train", str(tmp_path / name)])
-    assert done.exit_code == 2
-    words = done.output.replace("│", " ").split()  # where lines end, and their frame stands, is up to the path
-    assert message in " ".join(words)
-    assert "Traceback" not in done.output
+    said = refused("train", tmp_path / name)
+    assert message in said and "Traceback" not in said
 
 
 def test_train_hands_over_to_llamafactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"a.yaml": "stage: sft\n"})
     seen: list[Any] = []
     monkeypatch.setattr("os.execve", lambda *call: seen.append(call))
-    runner.invoke(app, ["train", str(tmp_path / "a.yaml"), "max_steps=3", "kt_config.threads=1"])
+    invoke("train", tmp_path / "a.yaml", "max_steps=3", "kt_config.threads=1")
     ((program, command, environment),) = seen
     assert program == sys.executable
     assert command[-4:] == ["train", str(tmp_path / "a.yaml"), "max_steps=3", "kt_config.threads=1"]
@@ -211,7 +201,7 @@ def test_train_hands_over_to_llamafactory(tmp_path: Path, monkeypatch: pytest.Mo
     [({}, 2), pytest.param({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}, 1, marks=pytest.mark.full)],
     ids=["one-process", "torchrun"],
 )
-def test_train_ends_as_llamafactory_does(run_cli: Callable[..., Any], env: dict[str, str], code: int) -> None:
+def test_train_ends_as_llamafactory_does(run_cli: RunCli, env: dict[str, str], code: int) -> None:
     done = run_cli(["ktft", "train"], {"stage": "sft"}, check=False, env=env)
     assert done.returncode == code
     assert "Please provide `model_name_or_path`" in done.stdout
@@ -222,61 +212,53 @@ def test_train_ends_as_llamafactory_does(run_cli: Callable[..., Any], env: dict[
 
 
 def test_commands_are_listed_as_they_are_needed() -> None:
-    listed = [line.split()[1] for line in runner.invoke(app, ["--help"], env={"COLUMNS": "200"}).output.splitlines()
-              if line.startswith("│ ") and line[2].isalpha()]  # fmt: skip
-    assert listed == [
-        "doctor",
-        "plan",
-        "train",
-        "convert",
-        "verify",
-        "merge",
-        "export",
-        "serve",
-        "chat",
-        "bench",
-        "version",
-    ]
+    lines = invoke("--help").output.splitlines()
+    listed = [line.split()[1] for line in lines if line.startswith("│ ") and line[2].isalpha()]
+    assert " ".join(listed) == "doctor plan train convert verify merge export serve chat bench version"
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["plan", "nowhere"], "no such directory from here"),
-        (["plan", "."], "has no config.json"),
-        (["plan", str(DATA), "nowhere.yaml"], "nowhere.yaml"),
-        (["plan", str(DATA), "--ram", "512"], "write 512G"),
-        (["plan", str(DATA), "--gpu", "24G"], "needs --ram"),
-        (["plan", str(DATA), "--routing", "even"], "'even'"),
-        (["plan", "Qwen/Qwen3-30B-A3B"], "hf download Qwen/Qwen3-30B-A3B config.json --local-dir Qwen3-30B-A3B"),
-        (["export", "nowhere", "out", "--to", "peft"], "no such directory from here"),
-        (["export", str(DATA), "out", "--to", "ollama"], "'ollama'"),
-        (["merge", str(DATA), "nowhere", "out", "--format", "int3"], "--format is 'int3'"),
-        (["convert", str(DATA), "out", "--format", "int3"], "expert_format is 'int3'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value[:1] + value[2:]),
+WRONG = (
+    (["plan", "nowhere"], "no such directory from here"),
+    (["plan", "."], "has no config.json"),
+    (["plan", str(DATA), "nowhere.yaml"], "nowhere.yaml"),
+    (["plan", str(DATA), "--ram", "512"], "write 512G"),
+    (["plan", str(DATA), "--gpu", "24G"], "needs --ram"),
+    (["plan", str(DATA), "--routing", "even"], "'even'"),
+    (["plan", "Qwen/Qwen3-30B-A3B"], "hf download Qwen/Qwen3-30B-A3B config.json --local-dir Qwen3-30B-A3B"),
+    (["export", "nowhere", "out", "--to", "peft"], "no such directory from here"),
+    (["export", str(DATA), "out", "--to", "ollama"], "'ollama'"),
+    (["merge", str(DATA), "nowhere", "out", "--format", "int3"], "--format is 'int3'"),
+    (["convert", str(DATA), "out", "--format", "int3"], "expert_format is 'int3'"),
 )
-def test_wrong_arguments_are_refused_before_torch_is_imported(args: list[str], words: str) -> None:
-    code = (
-        "import sys, atexit\natexit.register(lambda: print('torch:', 'torch' in sys.modules))\n"
-        f"from ktft.cli.main import app; app({args!r})"
-    )
+COMMANDS = """
+import contextlib, io, json, sys
+from ktft.cli.main import app
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            app(words)
+        except SystemExit as end:
+            print(json.dumps([end.code, "torch" in sys.modules, said.getvalue()]))
+"""
+
+
+def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
+    command = [sys.executable, "-c", COMMANDS, json.dumps([arguments for arguments, _ in WRONG])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 2, done.stderr
-    assert words in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-    assert done.stdout.split() == ["torch:", "False"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    for (arguments, message), line in zip(WRONG, done.stdout.splitlines(), strict=True):
+        status, torch_is_there, said = json.loads(line)
+        assert (status, torch_is_there) == (2, False), arguments
+        assert message in " ".join(said.split()), arguments
 
 
-def test_plan_fetches_config_json_alone(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+def test_plan_fetches_config_json_alone(tmp_path: Path, run_cli: RunCli) -> None:
     """A hub that has nothing else, at an address of this machine."""
     asked: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
         def do_GET(self) -> None:
             asked.append(self.path)
             found = self.path == "/deepseek-ai/DeepSeek-V3/resolve/main/config.json"
@@ -288,27 +270,23 @@ def test_plan_fetches_config_json_alone(tmp_path: Path, run_cli: Callable[..., A
             if self.command == "GET":
                 self.wfile.write(body)
 
+        do_HEAD = do_GET
+
         def log_message(self, *args: Any) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        environment = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(tmp_path),
-        }
-        done = run_cli(
-            ["ktft", "plan", "deepseek-ai/DeepSeek-V3", "--ram", "64G", "--json"], check=False, env=environment
-        )
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        done = run_cli(["ktft", "plan", "deepseek-ai/DeepSeek-V3", "--ram", "64G", "--json"], check=False, env=hub)
         server.shutdown()
     assert done.returncode == 1, done.stdout  # 64 GB are too little
     assert json.loads(done.stdout[done.stdout.index("{") :])["model"]["name"] == "deepseek-ai/DeepSeek-V3"
     assert {path for path in asked if "DeepSeek" in path} == {"/deepseek-ai/DeepSeek-V3/resolve/main/config.json"}
 
 
-def test_what_to_do_next_is_said(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    done = runner.invoke(app, ["convert", str(tiny_checkpoint("qwen3moe")), str(tmp_path / "a b"), "--format", "k4"])
+def test_what_to_do_next_is_said(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    done = invoke("convert", tiny_checkpoint("qwen3moe"), tmp_path / "a b", "--format", "k4")
     assert done.exit_code == 0, done.output
     place = f"'{tmp_path / 'a b'}'"
     for command in (f"ktft verify {place}", f"model_name_or_path={place}", f"ktft serve {place}"):

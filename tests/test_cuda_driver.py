@@ -23,6 +23,10 @@ def in_thread(work: object) -> None:
     thread.join()
 
 
+def copies(fake: Fake) -> list[str]:
+    return [call for call in fake.calls if "stream" in call]
+
+
 def test_registration_makes_the_primary_context_current_and_restores_the_threads_own(fake: Fake) -> None:
     driver = Driver(fake.path)
     assert driver.devices == 2
@@ -54,21 +58,18 @@ def test_batches_copy_the_rows_and_merge_neighbours(fake: Fake) -> None:
     driver, rows = Driver(fake.path), [2, 3, 4, 7, 0, 1]
     weights, adapter = torch.randint(0, 99, (9, 64), dtype=torch.uint8), torch.randn(9, 5, 3)
     on_device = torch.zeros(6, 64, dtype=torch.uint8), torch.zeros(6, 5, 3)
-    matrices = [
-        Rows(weights.data_ptr(), on_device[0].data_ptr(), 64),
-        Rows(adapter.data_ptr(), on_device[1].data_ptr(), 60),
-    ]
+    sizes = zip((weights, adapter), on_device, (64, 60), strict=True)
+    matrices = [Rows(matrix.data_ptr(), batch.data_ptr(), size) for matrix, batch, size in sizes]
     fake.reset()
     assert driver.copy_to_device(0, rows, matrices, 77) == 6
-    copies = [call for call in fake.calls if "stream" in call]
-    assert copies == [f"in {n * size} stream 77" for size in (64, 60) for n in (3, 1, 2)]
+    assert copies(fake) == [f"in {n * size} stream 77" for size in (64, 60) for n in (3, 1, 2)]
     assert torch.equal(on_device[0], weights[rows]) and torch.equal(on_device[1], adapter[rows])
 
     back = torch.zeros_like(adapter)
     fake.reset()
     assert driver.copy_to_host(0, rows, [Rows(back.data_ptr(), on_device[1].data_ptr(), 60)], 5) == 3
     assert torch.equal(back[rows], adapter[rows]) and not back[[5, 6, 8]].any()
-    assert [call for call in fake.calls if "stream" in call] == [f"out {n * 60} stream 5" for n in (3, 1, 2)]
+    assert copies(fake) == [f"out {n * 60} stream 5" for n in (3, 1, 2)]
 
     fake.reset()
     wide = torch.zeros(6, 100, dtype=torch.uint8)  # blocks with something between them cannot merge
@@ -80,15 +81,13 @@ def test_errors_name_the_call_the_sizes_and_what_the_driver_says(fake: Fake) -> 
     driver = Driver(fake.path)
     driver.register(0, 4096, 1)  # the context is there
     fake.reset(fail_after=0, failure=712)
-    with pytest.raises(
-        CudaError, match="cuMemHostRegister of 12345 bytes at 0x1000 failed: CUDA_ERROR_HOST_MEMORY_ALR"
-    ):
+    message = "cuMemHostRegister of 12345 bytes at 0x1000 failed: CUDA_ERROR_HOST_MEMORY_ALR"
+    with pytest.raises(CudaError, match=message):
         driver.register(0, 4096, 12345)
     source, target = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.uint8)
     fake.reset(fail_after=1, failure=999)
-    with pytest.raises(
-        CudaError, match=r"cuMemcpyHtoDAsync of 8 bytes from 0x\w+ to 0x\w+ \(copy 2 of 2\) failed: error 999"
-    ):
+    message = r"cuMemcpyHtoDAsync of 8 bytes from 0x\w+ to 0x\w+ \(copy 2 of 2\) failed: error 999"
+    with pytest.raises(CudaError, match=message):
         driver.copy_to_device(0, [0, 2], [Rows(source.data_ptr(), target.data_ptr(), 8)], 0)
     fake.reset()
     with pytest.raises(CudaError, match="there is no CUDA device 2, the driver has 2"):

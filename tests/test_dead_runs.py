@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +17,25 @@ import pytest
 import torch
 import transformers
 import yaml
+from adapted import load, lora_config
 from datasets import Dataset
-from peft import LoraConfig
+from given import Checkpoint, RunCli, TrainYaml
+from runs import DATA, adapted, arguments, reduce_loss
 from tiny import tokenizer
-from transformers import AutoModelForCausalLM, TrainingArguments
 
-import ktft
 from ktft.train.dead import DEAD_STEPS, LOST_STEPS, WITHOUT_GRADIENT, LifeSigns, Look
 from ktft.train.guards import GuardError
 from ktft.train.run_report import JSON_NAME, PAGE_NAME
 
-Checkpoint = Callable[[str], Path]
-TrainYaml = Callable[..., dict[str, Any]]
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 ADAPTER = "adapter_model.safetensors"
-DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
 TOO_LARGE = 10000
 """A learning rate whose minus sign was lost."""
 DEAD = r"step (\d+): the run is dead: the gradient of every trained tensor is exactly 0 .*learning_rate, which is 10000"
 
 
-def load(path: Path) -> Any:
-    config = ktft.KtftConfig(expert_format="bf16", threads=1)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
-
-
 def trainer(path: Path, output: Path, data: Any = DATA, **overrides: Any) -> transformers.Trainer:
-    settings: dict[str, Any] = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "max_steps": 20,
-        "per_device_train_batch_size": 2,
-        "learning_rate": TOO_LARGE,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 10,
-        "save_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    torch.manual_seed(0)
-    model = ktft.get_peft_model(load(path), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return transformers.Trainer(model, TrainingArguments(**settings | overrides), train_dataset=data)
+    settings = {"max_steps": 20, "learning_rate": TOO_LARGE, "logging_steps": 10, "save_steps": 1} | overrides
+    return transformers.Trainer(adapted(path), arguments(output, **settings), train_dataset=data)
 
 
 def check_dead(output: Path, message: str) -> None:
@@ -107,22 +84,10 @@ def test_trainer_of_trl_reports_and_ends(
     from trl import SFTConfig, SFTTrainer
 
     texts = Dataset.from_list([{"text": f"add {i} and {i + 1}: {2 * i + 1}"} for i in range(16)])
-    args = SFTConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        max_steps=20,
-        per_device_train_batch_size=2,
-        learning_rate=TOO_LARGE,
-        lr_scheduler_type="constant",
-        logging_steps=5,
-        report_to="none",
-        save_strategy="no",
-    )
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    run = SFTTrainer(
-        load(tiny_checkpoint("qwen3moe")), args, train_dataset=texts, processing_class=tokenizer(), peft_config=lora
-    )
+    options = {"max_steps": 20, "learning_rate": TOO_LARGE, "save_strategy": "no"}
+    args = arguments(tmp_path, cls=SFTConfig, bf16=False, **options)
+    model, words = load(tiny_checkpoint("qwen3moe")), tokenizer()
+    run = SFTTrainer(model, args, train_dataset=texts, processing_class=words, peft_config=lora_config())
     with caplog.at_level(logging.INFO, "ktft"), pytest.raises(GuardError, match=DEAD) as raised:
         run.train()
     check_dead(tmp_path, str(raised.value))
@@ -137,10 +102,7 @@ def test_run_whose_labels_are_all_masked_does_not_finish(
     """Its loss is 0 or NaN, and transformers leaves NaN out of the log."""
     data = [{**each, "labels": torch.full((16,), -100)} for each in DATA]
     run = trainer(tiny_checkpoint("qwen3moe"), tmp_path, data, max_steps=WITHOUT_GRADIENT + 1, learning_rate=1e-3)
-    run.model_accepts_loss_kwargs = False
-    run.compute_loss_func = lambda out, labels, num_items_in_batch=None: torch.nn.functional.cross_entropy(
-        out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction
-    )
+    reduce_loss(run, reduction)
     message = f"in any of {WITHOUT_GRADIENT + 1} steps.*do all labels say -100.*cutoff_len"
     with pytest.raises(GuardError, match=message):
         run.train()
@@ -160,12 +122,12 @@ def looks(*losses: float | None, norms: list[float] | None = None, rate: float =
     return signs.end(), signs
 
 
-GUESS = math.log(320)
+GUESS, LN2 = math.log(320), math.log(2)
 HEALTHY: dict[str, dict[str, Any]] = {
     "pretraining from a random model": {"losses": [GUESS] * 300},
     "learned by heart": {"losses": [2.0, 1.0, *[1e-9] * 300], "norms": [1.0, 1.0, *[0.0] * 300]},
-    "DPO at ln 2, then saturated": {"losses": [math.log(2), *[0.0] * 300], "norms": [1.0, *[0.0] * 300]},
-    "pairs that are cut off alike": {"losses": [math.log(2)] * 300, "norms": [1.0, *[0.0] * 9] * 30},
+    "DPO at ln 2, then saturated": {"losses": [LN2, *[0.0] * 300], "norms": [1.0, *[0.0] * 300]},
+    "pairs that are cut off alike": {"losses": [LN2] * 300, "norms": [1.0, *[0.0] * 9] * 30},
     "batches without labels": {"losses": [0.0, math.nan, 5.0] * 100, "norms": [0.0, 0.0, 1.0] * 100},
     "a loss that nobody told": {"losses": [None] * 300, "norms": [1.0, *[0.0] * 299]},
     "a peak after a restart": {"losses": [2.0, 2.0, 2.0, *[GUESS + 1] * (LOST_STEPS - 1), 3.0, 2.0], "rate": 0.1},
@@ -185,24 +147,12 @@ def test_healthy_signs(kind: str) -> None:
     ("losses", "norms", "rate", "steps", "message"),
     [
         ([2.0] + [GUESS] * 9, [1.0] + [0.0] * 9, 3.0, 1 + DEAD_STEPS, "guess among its 320 tokens.*which is 3; LoRA"),
-        (
-            [0.7] + [math.log(2)] * 9,
-            [1.0] + [0.0] * 9,
-            3.0,
-            1 + DEAD_STEPS,
-            r"0.6931, ln\(2\), that of a model which pr",
-        ),
+        ([0.7] + [LN2] * 9, [1.0] + [0.0] * 9, 3.0, 1 + DEAD_STEPS, r"0.6931, ln\(2\), that of a model which pr"),
         ([2.0] * 99, [1.0] + [0.0] * 99, 1e-4, 1 + 10 * DEAD_STEPS, "learning_rate is 0.0001, which is not unusual"),
         ([2.0] * 99, [0.0] * 99, 1e-4, 10 * DEAD_STEPS, "There never was a gradient.*cuts the graph"),
         ([2.0] * 20, [1.0] + [0.0] * 19, 1e-4, 20, "step 20: the run is dead.*in steps 2 to 20"),
         ([2.0, 0.0, 2.0, 2.0], [1.0] + [0.0] * 3, 3.0, 4, "step 4: the run is dead.*in steps 3 to 4"),
-        (
-            [2.0] + [9.0] * 50,
-            [1.0] * 51,
-            3.0,
-            1 + LOST_STEPS,
-            "was 2 at first and is 9 now.*In steps 2 to 11.*which is 3",
-        ),
+        ([2.0] + [9.0] * 50, [1.0] * 51, 3.0, 11, "was 2 at first and is 9 now.*In steps 2 to 11.*which is 3"),
         ([2.0] * 3 + [9.0] * 150, [1.0] * 153, 1e-4, 3 + 10 * LOST_STEPS, "lost what it knew.*not unusual"),
         ([2.0] + [9.0] * 5, [1.0] * 6, 3.0, 6, "step 6: the model has lost what it knew"),
     ],

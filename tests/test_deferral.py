@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from typer.testing import CliRunner
+from commands import invoke, refused
+from given import Checkpoint
 
-from ktft.cli.main import app
 from ktft.config import Settings
 from ktft.deferral import lowest
 from ktft.verify.deferral import deferral_effect, deferred
 from ktft.verify.whole import load_model, outermost_experts, random_tokens
-
-
-def run(*arguments: str | Path) -> tuple[int, str, str]:
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, list(map(str, arguments)))
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_lowest() -> None:
@@ -27,7 +21,7 @@ def test_lowest() -> None:
     assert lowest(weights, 2).tolist() == [[False, True, True], [True, True, False]]
 
 
-def test_the_next_layer_adds_what_one_defers(tiny_checkpoint: Callable[[str], Path]) -> None:
+def test_the_next_layer_adds_what_one_defers(tiny_checkpoint: Checkpoint) -> None:
     model = load_model(tiny_checkpoint("qwen3moe"), Settings(threads=1), None)
     ids, seen, calls = random_tokens(model, 7), {}, {}
     experts = outermost_experts(model)
@@ -67,20 +61,17 @@ def test_the_next_layer_adds_what_one_defers(tiny_checkpoint: Callable[[str], Pa
     torch.testing.assert_close(outs["out"], own + owed)
 
 
-def test_command(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    model = tiny_checkpoint("qwen3moe")
-    status, out, err = run("verify", model, "--deferral", "1", "--threads", "1", "--json", "--tokens", "16")
-    assert status == 0, err
-    found = json.loads(out)
+def test_command(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    verify = ("verify", tiny_checkpoint("qwen3moe"), "--threads", "1", "--deferral")
+    done = invoke(*verify, 1, "--json", "--tokens", "16")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["tokens"] == 16 and found["deferred"] == 1 and 0 < found["logits"] < 1
     assert 0 <= found["top1"] <= 1 and found["perplexity"] != found["deferred_perplexity"]
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("how many experts are late\n\nand which of them\n")
-    status, out, err = run("verify", model, "--deferral", "1", "--threads", "1", "--prompts", prompts)
-    assert status == 0 and "experts one layer late" in out and "perplexity" in out, err
-    top_k = found["top_k"]
-    status, _, err = run("verify", model, "--deferral", str(top_k), "--threads", "1")
-    assert status == 2 and f"tokens have {top_k} experts" in err
+    done = invoke(*verify, 1, "--prompts", prompts)
+    assert done.exit_code == 0 and "experts one layer late" in done.stdout and "perplexity" in done.stdout, done.stderr
+    assert f"tokens have {found['top_k']} experts" in refused(*verify, found["top_k"])
     prompts.write_text("\n")
-    status, _, err = run("verify", model, "--deferral", "1", "--threads", "1", "--prompts", prompts)
-    assert status == 2 and "has no line of two tokens" in err
+    assert "has no line of two tokens" in refused(*verify, 1, "--prompts", prompts)

@@ -6,33 +6,29 @@ import ast
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ["data", "tokenizer", "model", "lora", "reloaded", "answers"]
 
 
-def run_demo(out: Path) -> str:
+def run_demo(forks: Forks, out: Path) -> str:
     """Output of the quick demo; a failure of it fails the test."""
-    command = [sys.executable, str(ROOT / "examples" / "demo" / "run.py"), "--quick", "--out", str(out)]
-    environment = os.environ | {"COLUMNS": "200"}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
-    )
+    command = [str(ROOT / "examples" / "demo" / "run.py"), "--quick", "--out", str(out)]
+    done = forks.run(command, os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a finished quick demo."""
     out = tmp_path_factory.mktemp("demo")
-    run_demo(out)
+    run_demo(forks, out)
     return out
 
 
@@ -77,11 +73,11 @@ def test_checkpoint_is_what_deepseek_publishes(demo: Path) -> None:
     assert not any("gate_up_proj" in name for name in names)
 
 
-def test_finished_stages_are_not_run_again(demo: Path) -> None:
+def test_finished_stages_are_not_run_again(forks: Forks, demo: Path) -> None:
     record = demo / "records" / "answers.json"
     before = {path.name: path.stat().st_mtime_ns for path in (demo / "records").iterdir()}
     record.unlink()  # as after a kill in the last stage
-    output = run_demo(demo)
+    output = run_demo(forks, demo)
     assert output.count("done before") == len(STAGES) - 1
     after = {path.name: path.stat().st_mtime_ns for path in (demo / "records").iterdir()}
     assert {name for name in before if before[name] != after[name]} == {"answers.json"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ktft.config import SETTINGS, Settings
+from ktft.config import EXPERT_FORMATS, SETTINGS, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -166,6 +166,14 @@ def test_kt_config_has_every_key_with_its_default() -> None:
         default = getattr(Settings(), key)
         if default is not None:
             assert shown.strip("`") == str(default).lower(), key
+
+
+def test_formats_has_every_format() -> None:
+    """In the table of formats and in that of errors."""
+    page = (DOCS / "reference/formats.md").read_text()
+    for text in (page.partition("## ")[0], page.partition("## Error")[2].partition("## ")[0]):
+        named = re.findall(r"^\| `(\w+)`(?: \(default\))? \|", text, re.MULTILINE)
+        assert sorted(named) == sorted(EXPERT_FORMATS)
 
 
 def test_every_environment_variable_has_a_line() -> None:

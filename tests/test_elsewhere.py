@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapted import adapted
+from given import Checkpoint
 
 from ktft.adapters.elsewhere import reasons_against, said_before_training
 from ktft.adapters.export import TARGETS, open_adapter, plan
@@ -37,7 +37,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
     ],
 )
 def test_as_export_would(
-    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, family: str, options: dict[str, Any], refused: set[str]
+    tiny_checkpoint: Checkpoint, tmp_path: Path, family: str, options: dict[str, Any], refused: set[str]
 ) -> None:
     model = adapted(tiny_checkpoint(family), **options)
     model.save_pretrained(tmp_path)

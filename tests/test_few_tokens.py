@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from contract import (
@@ -14,40 +12,23 @@ from contract import (
     compare,
     dequantized,
     inputs_for,
+    make_layer,
     make_lora,
+    make_weights,
     relative,
 )
 from torch import Tensor
 
 from ktft import native, reference
-from ktft.config import PROJECTIONS
 from ktft.model.autograd import routed_experts
+from ktft.native.packed import PACKED_FORMATS
 
-FORMATS = ("k4", "int4", "mxfp4")
+FORMATS = [name for name, form in PACKED_FORMATS.items() if form.values]  # those of 4 bits
 FEW_CASES = [(isa, fmt) for isa, fmt in CASES if fmt in FORMATS and isa in ("amx_emu", "avx512_bf16", "amx_bf16")]
 ROWS = (1, 4, 0, 3, 2)
 # Hidden and intermediate size: less than a tile's 128 columns, whole tiles, whole tiles and 1 to 3 groups of 32
 SIZES = [(32, 96), (128, 256), (160, 448), (352, 192)]
-
-
-def weights_of(hidden: int, intermediate: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(hidden + intermediate)
-    shapes = {name: (hidden, intermediate) if name == "down_proj" else (intermediate, hidden) for name in PROJECTIONS}
-    return {name: torch.randn(EXPERTS, *s, generator=generator) / s[1] ** 0.5 for name, s in shapes.items()}
-
-
-def layer_of(weights: dict[str, Tensor], fmt: str, isa: str, threads: int = 1) -> native.ExpertLayer:
-    hidden, intermediate = weights["down_proj"].shape[1:]
-    layer = native.ExpertLayer(
-        native.runtime(threads, 1, isa),
-        num_experts=EXPERTS,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        format=fmt,
-    )
-    for name, expert in itertools.product(PROJECTIONS, range(EXPERTS)):
-        layer.load(expert, name, weights[name][expert])
-    return layer
+each_case = pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
 
 
 def output_error(layer: native.ExpertLayer, x: Tensor, index: Tensor, weights: Tensor) -> float:
@@ -57,10 +38,10 @@ def output_error(layer: native.ExpertLayer, x: Tensor, index: Tensor, weights: T
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
+@each_case
 def test_contract(isa: str, fmt: str, threads: int) -> None:
     for hidden, intermediate in SIZES:
-        layer = layer_of(weights_of(hidden, intermediate), fmt, isa, threads)
+        layer = make_layer(hidden, intermediate, fmt, isa, threads)
         x, index, weights = inputs_for(ROWS, hidden)
         assert output_error(layer, x, index, weights) < OUTPUT_TOLERANCE
     assert_contract(compare(layer, make_lora(hidden, intermediate, 8, torch.float32), x, index, weights))
@@ -70,51 +51,53 @@ def test_contract(isa: str, fmt: str, threads: int) -> None:
 @pytest.mark.parametrize("fmt", ["k4", "int8"])
 @pytest.mark.parametrize("isa", sorted({native.default_isa(), "amx_emu"}))
 def test_lora_on_one_projection(isa: str, fmt: str, names: tuple[str, ...]) -> None:
-    layer = layer_of(weights_of(160, 448), fmt, isa)
+    layer = make_layer(160, 448, fmt, isa)
     assert_contract(compare(layer, make_lora(160, 448, 33, torch.float32, names), *inputs_for(ROWS, 160)))
 
 
-@pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
+@each_case
 def test_one_value_a_thousand_times_the_others(isa: str, fmt: str) -> None:
     """Alone it decides the outputs; where its weights are zeros it must not cost the other groups their bits."""
-    matrices = weights_of(352, 192)
+    matrices = make_weights(352, 192)
     x, index, weights = inputs_for(ROWS, 352)
     x = x.detach().clone()
     x[:, 70] = 1000
-    assert output_error(layer_of(matrices, fmt, isa), x, index, weights) < OUTPUT_TOLERANCE
-    for name in ("gate_proj", "up_proj"):
-        matrices[name][..., 64:96] = 0
-    assert output_error(layer_of(matrices, fmt, isa), x, index, weights) < OUTPUT_TOLERANCE
+    assert output_error(make_layer(352, 192, fmt, isa, weights=matrices), x, index, weights) < OUTPUT_TOLERANCE
+    for (_, name), matrix in matrices.items():
+        if name != "down_proj":
+            matrix[:, 64:96] = 0
+    assert output_error(make_layer(352, 192, fmt, isa, weights=matrices), x, index, weights) < OUTPUT_TOLERANCE
 
 
-@pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
+@each_case
 def test_the_largest_codes_and_values(isa: str, fmt: str) -> None:
     """All weights of a row of one size, so that every k4 group has sub = 64 and the largest code; x likewise."""
-    matrices = {name: w.sign() * 0.05 for name, w in weights_of(352, 192).items()}
+    matrices = {key: weight.sign() * 0.05 for key, weight in make_weights(352, 192).items()}
     x, index, weights = inputs_for(ROWS, 352)
     x = x.detach().sign() * 1.9921875  # of a power of two the largest bf16
-    assert output_error(layer_of(matrices, fmt, isa), x, index, weights) < OUTPUT_TOLERANCE
+    assert output_error(make_layer(352, 192, fmt, isa, weights=matrices), x, index, weights) < OUTPUT_TOLERANCE
 
 
-@pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
+@each_case
 def test_groups_of_zeros_and_of_tiny_values(isa: str, fmt: str) -> None:
-    matrices = weights_of(352, 192)
+    matrices = make_weights(352, 192)
     x, index, weights = inputs_for(ROWS, 352)
     x = x.detach().clone()
     x[:, 32:64] = 0
     x[:, 64:128] *= 1e-36
-    matrices["up_proj"][:, 5] = 0  # a row: its outputs are exact zeros
-    matrices["gate_proj"][..., 128:160] = 0
-    layer = layer_of(matrices, fmt, isa)
+    for expert in range(EXPERTS):
+        matrices[expert, "up_proj"][5] = 0  # a row: its outputs are exact zeros
+        matrices[expert, "gate_proj"][:, 128:160] = 0
+    layer = make_layer(352, 192, fmt, isa, weights=matrices)
     assert output_error(layer, x, index, weights) < OUTPUT_TOLERANCE
     zeros = routed_experts(layer, torch.zeros_like(x), index, weights)
     assert not zeros.any()
 
 
 @pytest.mark.parametrize("value", [1e30, 3e38])
-@pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
+@each_case
 def test_infinite_activations_are_not_lost(isa: str, fmt: str, value: float) -> None:
-    layer = layer_of(weights_of(160, 448), fmt, isa)
+    layer = make_layer(160, 448, fmt, isa)
     x, index, weights = inputs_for((1, 1, 1, 1), 160)
     fine = routed_experts(layer, x, index, weights).detach()
     large = x.detach().clone()
@@ -124,9 +107,8 @@ def test_infinite_activations_are_not_lost(isa: str, fmt: str, value: float) -> 
     assert torch.equal(out[1:], fine[1:])
 
 
-@pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
+@each_case
 def test_same_bits_whatever_the_threads(isa: str, fmt: str) -> None:
-    matrices = weights_of(160, 448)
     x, index, weights = inputs_for(ROWS, 160)
-    outs = [routed_experts(layer_of(matrices, fmt, isa, threads), x, index, weights) for threads in (1, 2, 3)]
+    outs = [routed_experts(make_layer(160, 448, fmt, isa, threads), x, index, weights) for threads in (1, 2, 3)]
     assert all(torch.equal(outs[0], other) for other in outs[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packing import error_percent, gaussian, pack, round_trip, student_t5
 from torch import Tensor
 
 from ktft import native
@@ -21,38 +22,6 @@ BOUNDS = {
 }
 K4_CODEBOOK = (6, 18, 31, 45, 60, 77, 98, 127)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def pack(fmt: str, weight: Tensor, nodes: int = 1) -> native.ExpertLayer:
-    """A layer of one expert, whose gate projection is `weight` [intermediate, hidden]."""
-    layer = native.ExpertLayer(
-        native.runtime(1, nodes),
-        num_experts=1,
-        hidden_size=weight.shape[1],
-        intermediate_size=weight.shape[0],
-        format=fmt,
-    )
-    layer.load(0, "gate_proj", weight)
-    return layer
-
-
-def round_trip(fmt: str, weight: Tensor) -> Tensor:
-    return pack(fmt, weight).dequantize(0, "gate_proj")
-
-
-def error_percent(actual: Tensor, expected: Tensor) -> float:
-    return 100 * float((actual.double() - expected.double()).norm() / expected.double().norm())
-
-
-def gaussian(rows: int, cols: int) -> Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(5))
-
-
-def student_t5(rows: int, cols: int) -> Tensor:
-    """t = normal / sqrt(chi2 / 5), chi2 the sum of five squared normals."""
-    generator = torch.Generator().manual_seed(6)
-    chi2 = torch.randn(5, rows, cols, generator=generator).square().sum(0)
-    return torch.randn(rows, cols, generator=generator) / (chi2 / 5).sqrt()
 
 
 def choose(values: Tensor, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny import write_checkpoint
-from transformers import AutoModelForCausalLM
+from adapted import load
+from given import Checkpoint
 
-import ktft
 from ktft.model import norms, rotary
 
 
@@ -20,14 +18,12 @@ def states() -> list[object]:
     return [torch.get_rng_state().tolist(), (kind, keys.tolist(), *rest), random.getstate()]
 
 
-def test_a_first_step_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_step_draws_nothing(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without dropout a step needs no random number; rates of lanes, norms and rotation are measured in it."""
     monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
     for module in (norms, rotary):
         monkeypatch.setattr(module, "DEVICES", {"cpu"})  # stands for a GPU, where they are fused
-    base = write_checkpoint("dsv3", tmp_path / "model")
-    config = ktft.KtftConfig(expert_format="int8", threads=1)
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.bfloat16).train()
+    model = load(tiny_checkpoint("dsv3"), torch.bfloat16, expert_format="int8").train()
     before, measured = states(), dict(norms._agree)
     model.get_input_embeddings().weight.requires_grad_()
     ids = torch.arange(3, 19)[None]

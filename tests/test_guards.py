@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from given import Checkpoint
 from peft import LoraConfig
+from runs import DATA, adapted, arguments, reduce_loss
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-import ktft
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts
@@ -26,17 +27,7 @@ from ktft.train.guards import MAX_SKIPPED, WINDOW, GuardError, Guards, Step
 from ktft.train.run import RunCallback
 from ktft.train.run_report import JSON_NAME
 
-Checkpoint = Callable[[str], Path]
-DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
 MASKED = torch.full((16,), -100)
-
-
-def adapted(path: Path, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
-    config = ktft.KtftConfig(expert_format="bf16", threads=1)
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
-    torch.manual_seed(0)
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    return ktft.get_peft_model(model, LoraConfig(**options | lora))
 
 
 def trainer(
@@ -47,26 +38,8 @@ def trainer(
     callbacks: list[TrainerCallback] | None = None,
     **overrides: Any,
 ) -> transformers.Trainer:
-    settings: dict[str, Any] = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0) if optimizer is not None else None
-    return transformers.Trainer(
-        model,
-        TrainingArguments(**settings | overrides),
-        train_dataset=data,
-        optimizers=(optimizer, constant),
-        callbacks=callbacks,
-    )
+    args = arguments(output, **{"save_strategy": "no"} | overrides)
+    return transformers.Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=callbacks)
 
 
 def guards_of(run: transformers.Trainer) -> Guards:
@@ -76,35 +49,36 @@ def guards_of(run: transformers.Trainer) -> Guards:
 
 
 @pytest.fixture(scope="module")
-def fresh(tiny_checkpoint: Checkpoint) -> Callable[[], Any]:
-    """A copy of one model with LoRA on all of it."""
-    model = adapted(tiny_checkpoint("dsv3"))
-    return lambda: copy.deepcopy(model)
+def untouched(tiny_checkpoint: Checkpoint) -> Any:
+    return adapted(tiny_checkpoint("dsv3"))
+
+
+@pytest.fixture
+def model(untouched: Any) -> Any:
+    """LoRA on all of it."""
+    return copy.deepcopy(untouched)
 
 
 # --- caught -----------------------------------------------------------------------------------------------------------
 
 
-def test_severed_expert_lora(fresh: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_severed_expert_lora(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = KtftExpertsLora.active_lora
 
-    def severed(self: KtftExpertsLora) -> ExpertLora | None:
-        lora = original(self)
-        assert lora is not None
-        return ExpertLora({n: LoraPair(p.a.detach(), p.b.detach(), p.scaling) for n, p in lora.pairs.items()})
+    def severed(self: KtftExpertsLora) -> ExpertLora:
+        pairs = original(self).pairs.items()
+        return ExpertLora({name: LoraPair(p.a.detach(), p.b.detach(), p.scaling) for name, p in pairs})
 
     monkeypatch.setattr(KtftExpertsLora, "active_lora", severed)
     with pytest.raises(GuardError, match="step 1: routed experts are not trained.*0 or absent.*experts.lora_A.*detach"):
-        trainer(fresh(), tmp_path).train()
+        trainer(model, tmp_path).train()
     report = json.loads((tmp_path / JSON_NAME).read_text())
     assert report["ended"].startswith("GuardError: step 1: routed experts")
     assert report["guards"]["failure"] in report["ended"]
     assert report["guards"]["groups"]["attention"]["gradient_step"] == 1
 
 
-def test_one_expert_of_one_projection(
-    fresh: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_expert_of_one_projection(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = ExpertLayer.backward
 
     def backward(self: ExpertLayer, *args: Any) -> Any:
@@ -115,26 +89,26 @@ def test_one_expert_of_one_projection(
     monkeypatch.setattr(ExpertLayer, "backward", backward)
     message = r"layers\.[12]\.mlp\.experts\.lora_B\.default\.up_proj has no gradient for expert 7; the loss depends"
     with pytest.raises(GuardError, match=message):
-        trainer(fresh(), tmp_path).train()
-
-
-def test_one_layer_and_one_group_cut_off(fresh: Callable[[], Any], tmp_path: Path) -> None:
-    model = fresh()
-    layer = model.get_submodule("base_model.model.model.layers.2.mlp.experts")
-    layer.register_forward_hook(lambda module, args, out: out.detach())
-    with pytest.raises(GuardError, match=r"layers\.2\.mlp\.experts: none of its tokens has a gradient, while other"):
         trainer(model, tmp_path).train()
 
-    model = fresh()
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        ("layers.2.mlp.experts", r"layers\.2\.mlp\.experts: none of its tokens has a gradient, while other"),
+        ("self_attn", r"step 1: attention are not trained.*self_attn.*lora_A"),
+        # dense layers are in a group that may rest in a step, but not in all
+        ("layers.0.mlp", r"other: no gradient in 4 steps.*layers\.0\.mlp"),
+    ],
+)
+def test_modules_cut_off(model: Any, tmp_path: Path, ending: str, message: str) -> None:
+    def cut(module: Any, args: Any, out: Any) -> Any:
+        return (out[0].detach(), *out[1:]) if isinstance(out, tuple) else out.detach()
+
     for name, module in model.named_modules():
-        if name.endswith("self_attn"):
-            module.register_forward_hook(lambda module, args, out: (out[0].detach(), *out[1:]))
-    with pytest.raises(GuardError, match=r"step 1: attention are not trained.*self_attn.*lora_A"):
-        trainer(model, tmp_path).train()
-
-    model = fresh()  # dense layers are in a group that may rest in a step, but not in all
-    model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_hook(lambda m, args, out: out.detach())
-    with pytest.raises(GuardError, match=r"other: no gradient in 4 steps.*layers\.0\.mlp"):
+        if name.endswith(ending):
+            module.register_forward_hook(cut)
+    with pytest.raises(GuardError, match=message):
         trainer(model, tmp_path).train()
 
 
@@ -156,11 +130,7 @@ class Skipping(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("word", "groups", "message"),
     [
-        (
-            ".experts.",
-            False,
-            r"step 1: routed experts.*gate_proj of experts .* is still 0 after.*rate is 0.005, so",
-        ),
+        (".experts.", False, r"step 1: routed experts.*gate_proj of experts .* is still 0 after.*rate is 0.005, so"),
         (
             ".shared_experts.",
             True,
@@ -169,18 +139,15 @@ class Skipping(torch.optim.AdamW):
         ("lora_A", False, r"attention: .*lora_A.*the same bits as 4 optimizer steps ago; its learning rate is 0.005"),
     ],
 )
-def test_optimizer_that_leaves_some_out(
-    fresh: Callable[[], Any], tmp_path: Path, word: str, groups: bool, message: str
-) -> None:
-    model = fresh()
+def test_optimizer_that_leaves_some_out(model: Any, tmp_path: Path, word: str, groups: bool, message: str) -> None:
     with pytest.raises(GuardError, match=message):
         trainer(model, tmp_path, optimizer=Skipping(model, word, groups)).train()
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_gradients_that_are_not_finite(fresh: Callable[[], Any], tmp_path: Path, value: str) -> None:
+def test_gradients_that_are_not_finite(model: Any, tmp_path: Path, value: str) -> None:
     """Clipping makes all of them NaN; the first in backward's order is named all the same."""
-    model, steps = fresh(), iter(range(100))
+    steps = iter(range(100))
     name = "base_model.model.model.layers.1.mlp.experts.lora_B.default.down_proj"
 
     def spoil(grad: Tensor) -> Tensor:
@@ -209,13 +176,12 @@ class Spoil(TrainerCallback):
 
 
 @pytest.mark.parametrize("strategy", ["steps", "no"])
-def test_parameters_that_are_not_finite_are_not_saved(fresh: Callable[[], Any], tmp_path: Path, strategy: str) -> None:
-    run = trainer(fresh(), tmp_path, callbacks=[Spoil()], max_steps=3, save_strategy=strategy, save_steps=1)
+def test_parameters_that_are_not_finite_are_not_saved(model: Any, tmp_path: Path, strategy: str) -> None:
+    run = trainer(model, tmp_path, callbacks=[Spoil()], max_steps=3, save_strategy=strategy, save_steps=1)
     with pytest.raises(GuardError, match=r"step 3: parameter .*layers\.2.*o_proj.lora_B.* holds NaN or Inf"):
         run.train()
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == (
-        {"checkpoint-1", "checkpoint-2"} if strategy == "steps" else set()
-    )
+    saved = {"checkpoint-1", "checkpoint-2"} if strategy == "steps" else set()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == saved
 
 
 # --- not caught -------------------------------------------------------------------------------------------------------
@@ -223,10 +189,9 @@ def test_parameters_that_are_not_finite_are_not_saved(fresh: Callable[[], Any], 
 
 def masked(rows: int) -> list[dict[str, Tensor]]:
     """Samples whose prompts have no labels; the first rows have none at all."""
-    labels = [torch.cat([MASKED[:12], each["labels"][12:]]) for each in DATA]
-    return [
-        {**each, "labels": MASKED if i < rows else own} for i, (each, own) in enumerate(zip(DATA, labels, strict=True))
-    ]
+    answers = [torch.cat([MASKED[:12], each["labels"][12:]]) for each in DATA[rows:]]
+    labels = [MASKED] * rows + answers
+    return [{**each, "labels": own} for each, own in zip(DATA, labels, strict=True)]
 
 
 HEALTHY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -247,7 +212,7 @@ HEALTHY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_runs(tiny_checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
     lora, settings = HEALTHY[kind]
-    run = trainer(adapted(tiny_checkpoint("dsv3"), **lora), tmp_path, **{"max_steps": WINDOW + 3, **settings})
+    run = trainer(adapted(tiny_checkpoint("dsv3"), **lora), tmp_path, max_steps=WINDOW + 3, **settings)
     run.train()
     seen = guards_of(run)
     assert seen.closed_step == WINDOW + ("warm-up" in kind)
@@ -258,28 +223,18 @@ def test_healthy_runs(tiny_checkpoint: Checkpoint, tmp_path: Path, kind: str) ->
     assert "routed experts" in seen.proofs or kind == "no experts"
 
 
-def test_tokens_without_labels(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_tokens_without_labels(model: Any, tmp_path: Path) -> None:
     """In the last layer only tokens with a label have a gradient; a step may have none at all."""
-    run = trainer(
-        adapted(tiny_checkpoint("dsv3")),
-        tmp_path,
-        masked(rows=2),
-        max_steps=WINDOW + 2,
-        train_sampling_strategy="sequential",
-        logging_nan_inf_filter=False,
-    )
-    run.model_accepts_loss_kwargs = False  # the loss of a batch without labels would be 0/0
-    run.compute_loss_func = lambda out, labels, num_items_in_batch=None: torch.nn.functional.cross_entropy(
-        out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-    )
+    options = {"train_sampling_strategy": "sequential", "logging_nan_inf_filter": False}
+    run = trainer(model, tmp_path, masked(rows=2), max_steps=WINDOW + 2, **options)
+    reduce_loss(run, "sum")  # the mean over a batch without labels would be 0/0
     run.train()
     seen = guards_of(run)
     assert seen.proofs["attention"].gradient_step == 2
     assert seen.steps == WINDOW - 1  # steps 1, 5 and 9 had no gradient
 
 
-def test_training_one_adapter_of_two(fresh: Callable[[], Any], tmp_path: Path) -> None:
-    model = fresh()
+def test_training_one_adapter_of_two(model: Any, tmp_path: Path) -> None:
     model.add_adapter("second", LoraConfig(r=2, target_modules=model.peft_config["default"].target_modules))
     model.set_adapter("second")
     run = trainer(model, tmp_path)
@@ -313,8 +268,7 @@ def scaled_steps(model: Any, count: int) -> Iterator[tuple[Guards, int]]:
         yield checks, number
 
 
-def test_overflow_in_fp16_is_no_alarm_before_it_never_ends(fresh: Callable[[], Any]) -> None:
-    model = fresh()
+def test_overflow_in_fp16_is_no_alarm_before_it_never_ends(model: Any) -> None:
     for checks, number in scaled_steps(model, MAX_SKIPPED):
         checks.after_step(number, skipped=True)
     assert checks.open and checks.failure is None
@@ -326,7 +280,7 @@ def test_overflow_in_fp16_is_no_alarm_before_it_never_ends(fresh: Callable[[], A
             checks.after_step(number, skipped=True)
 
 
-def test_checks_are_bounded(fresh: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_are_bounded(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the window no parameter is read, and gradients are at logged steps only."""
     sums, looks = [], []
     original, look = guards._bits, gradients.GradientWatch._look
@@ -337,7 +291,6 @@ def test_checks_are_bounded(fresh: Callable[[], Any], tmp_path: Path, monkeypatc
         look(self, each, parameter)
 
     monkeypatch.setattr(gradients.GradientWatch, "_look", spy)
-    model = fresh()
     run = trainer(model, tmp_path, max_steps=WINDOW + 10, logging_steps=5)
     run.train()
     count = len(guards_of(run).parameters)

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from adapted import load as load_model
+from adapted import lora_config, tensors_of
+from commands import run
+from given import Checkpoint
+from quantize import read_all, write
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
+from transformers import AutoConfig
 
 import ktft
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
-from ktft.cli.main import app
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.held import ELSEWHERE, HeldExperts
 from ktft.model.experts import KtftExperts, find_experts
 from ktft.model.memory import packed_per_node
-from ktft.model.quantizer import KtftConfig
 from ktft.model.shape import shape_of
 
-Checkpoint = Callable[[str], Path]
 EXPERTS, PARTS = 8, ((0, 3), (3, 7), (7, 8))
 
 
-def load(directory: Path, part: tuple[int, int] | None = None, **options: Any) -> Any:
-    config = KtftConfig(part=part, threads=1, **options)
-    return AutoModelForCausalLM.from_pretrained(directory, quantization_config=config, dtype=torch.bfloat16)
+def load(directory: Path, part: tuple[int, int] | None = None, expert_format: str | None = None, **options: Any) -> Any:
+    return load_model(directory, torch.bfloat16, part=part, expert_format=expert_format, **options)
 
 
 def first(model: Any) -> KtftExperts:
@@ -48,13 +45,15 @@ def batch(experts: KtftExperts, tokens: int = 21, top_k: int = 3) -> tuple[Tenso
     return hidden, index, torch.rand(tokens, top_k, generator=generator)
 
 
+def assert_same_bytes(whole: KtftExperts, part: KtftExperts) -> None:
+    for (local, number), projection in product(enumerate(part.held.numbers), PROJECTIONS):
+        mine, theirs = part.layer.export_packed(local, projection), whole.layer.export_packed(number, projection)
+        assert torch.equal(mine, theirs)
+
+
 def check_part(whole: KtftExperts, part: KtftExperts) -> None:
     """The part has the whole layer's bytes, and the bits that this one gives for these routes alone."""
-    for local, number in enumerate(part.held.numbers):
-        for projection in PROJECTIONS:
-            assert torch.equal(
-                part.layer.export_packed(local, projection), whole.layer.export_packed(number, projection)
-            )
+    assert_same_bytes(whole, part)
     hidden, index, weights = batch(whole)
     here = index.where(torch.isin(index, torch.tensor(list(part.held.numbers))), ELSEWHERE)
     expected, saved = whole.layer.forward(hidden, here, weights, None, "retain")
@@ -86,14 +85,13 @@ def test_stacked_tensors_and_biases(tiny_checkpoint: Checkpoint, family: str) ->
     assert held.held == HeldExperts(1, count - 2, count)
     if whole.layer.biases:
         assert torch.equal(held.layer.bias(0, "down_proj"), whole.layer.bias(1, "down_proj"))
-    for projection in PROJECTIONS:
-        assert torch.equal(held.layer.export_packed(0, projection), whole.layer.export_packed(1, projection))
+    assert_same_bytes(whole, held)
 
 
 def test_part_of_a_converted_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     source = tiny_checkpoint("qwen3moe")
-    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "k4"), "--format", "k4", "--threads", "1"])
-    assert done.exit_code == 0, done.output
+    status, said = run("convert", source, tmp_path / "k4", "--format", "k4", "--threads", "1")
+    assert status == 0, said
     check_part(first(load(tmp_path / "k4")), first(load(tmp_path / "k4", PARTS[1])))
 
 
@@ -111,23 +109,15 @@ def test_only_the_parts_tensors_are_read(tiny_checkpoint: Checkpoint) -> None:
 
 def test_an_expert_that_nobody_has_is_missed_by_every_part(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Headers of all experts are checked, also of those that another process holds."""
-    directory = shutil.copytree(tiny_checkpoint("qwen3moe"), tmp_path / "model")
-    for shard in directory.glob("*.safetensors"):
-        tensors = load_file(shard)
-        save_file({name: each for name, each in tensors.items() if ".experts.7." not in name}, shard, {"format": "pt"})
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        content = json.loads(index.read_text())
-        content["weight_map"] = {name: at for name, at in content["weight_map"].items() if ".experts.7." not in name}
-        index.write_text(json.dumps(content))
+    source = tiny_checkpoint("qwen3moe")
+    tensors = {name: each for name, each in read_all(source).items() if ".experts.7." not in name}
     with pytest.raises(ValueError, match=r"lacks expert tensors: .*experts\.7\."):
-        load(directory, PARTS[0])
+        load(write(source, tmp_path / "model", tensors, None), PARTS[0])
 
 
 def adapted(directory: Path, part: tuple[int, int] | None) -> Any:
     torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    return ktft.get_peft_model(load(directory, part), config)
+    return ktft.get_peft_model(load(directory, part), lora_config(init_lora_weights=False))
 
 
 def test_adapters_of_the_parts_are_the_whole_adapter(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -143,8 +133,8 @@ def test_adapters_of_the_parts_are_the_whole_adapter(tiny_checkpoint: Checkpoint
         assert {len(p) for p in trained} == {part[1] - part[0]} and all(p.grad.any() for p in trained)
         model.save_pretrained(tmp_path / str(number))
         ktft.load_adapter(load(directory, part), tmp_path / str(number))  # a part's own file is enough for it
-        joined |= load_file(tmp_path / str(number) / "adapter_model.safetensors")
-    whole = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+        joined |= tensors_of(tmp_path / str(number))
+    whole = tensors_of(tmp_path / "whole")
     assert joined.keys() == whole.keys() and all(torch.equal(joined[name], whole[name]) for name in whole)
     lacking = {name: tensor for name, tensor in whole.items() if ".experts.1." not in name}
     save_file(lacking, tmp_path / "whole" / "adapter_model.safetensors")

@@ -257,7 +257,7 @@ def test_clock_that_jumps_between_saves(
 
 
 def test_names_with_spaces_quotes_and_japanese(
-    base: Path, data_dir: Path, train_yaml: TrainYaml, run_cli: RunCli, run_exp: Any, tmp_path: Path
+    base: Path, data_dir: Path, train_yaml: TrainYaml, fork_cli: RunCli, run_exp: Any, tmp_path: Path
 ) -> None:
     """Of the model, the data, the settings' file and the output: trained by command, resumed, merged, exported."""
     folder = tmp_path / """it's "学習" {x} $HOME %s & 100%"""
@@ -266,7 +266,7 @@ def test_names_with_spaces_quotes_and_japanese(
     names = {"model_name_or_path": str(model), "dataset_dir": str(data), "output_dir": str(folder / "出力 '2'")}
     settings = train_yaml(**names, max_steps=2, save_steps=2)
     (folder / "設定 3.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
-    run_cli(["ktft", "train", str(folder / "設定 3.yaml")])
+    fork_cli(["ktft", "train", str(folder / "設定 3.yaml")])
     output = folder / "出力 '2'"
     assert damage(output / "checkpoint-2") is None
     run_exp(settings | {"max_steps": 3})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
-import re
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from contract import EXPERTS, TOP_K, inputs_for, make_layer, make_lora
+from dying import forked
 from fake_cuda import Fake
 
 from ktft import native
@@ -22,6 +22,7 @@ from ktft.native.cuda import CudaError, Driver
 
 HIDDEN, INTERMEDIATE, TOKENS = 64, 96, 32
 WAYS = ("words", "host_functions")
+Make = Callable[..., HostExperts]
 SIZES = {"max_tokens": TOKENS, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
 
 
@@ -29,17 +30,34 @@ def layer_of(fmt: str = "k4", threads: int = 2) -> ExpertLayer:
     return make_layer(HIDDEN, INTERMEDIATE, fmt, native.default_isa(), threads, name=f"layers.7.{fmt}")
 
 
-@pytest.fixture(params=["cpu", *WAYS])
-def host(request: pytest.FixtureRequest) -> Iterator[HostExperts]:
+@pytest.fixture
+def driver(fake: Fake) -> Iterator[Driver]:
+    """The fake one, as new."""
+    fake.reset()
+    yield Driver(fake.path)
+    fake.reset()
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """`make(layer, way, **options)` -> host experts, which are closed after the test; no way means no driver."""
+    made: list[HostExperts] = []
+
+    def make(layer: ExpertLayer, way: str | None = None, **options) -> HostExperts:
+        if way is not None:
+            options |= {"driver": request.getfixturevalue("driver"), "through": way}
+        made.append(HostExperts(layer.runtime, "cpu", **SIZES | options))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.close()
+
+
+@pytest.fixture(params=[None, *WAYS])
+def host(request: pytest.FixtureRequest, make: Make) -> HostExperts:
     """Without a driver, and with one in both ways."""
-    options = {}
-    if request.param != "cpu":
-        fake: Fake = request.getfixturevalue("fake")
-        fake.reset()
-        options = {"driver": Driver(fake.path), "through": request.param}
-    host = HostExperts(native.runtime(2, 1, native.default_isa()), "cpu", **SIZES, **options)
-    yield host
-    host.close()
+    return make(layer_of(), request.param)
 
 
 def inputs(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,12 +93,11 @@ def test_the_layers_own_bits(host: HostExperts, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_other_dtypes(make: Make, dtype: torch.dtype) -> None:
     layer = layer_of()
-    host = HostExperts(layer.runtime, "cpu", **SIZES | {"dtype": dtype})
     x, index, weights = inputs(3)
-    assert torch.equal(through(host, layer, x.to(dtype), index, weights), direct(layer, x.to(dtype), index, weights))
-    host.close()
+    found = through(make(layer, dtype=dtype), layer, x.to(dtype), index, weights)
+    assert torch.equal(found, direct(layer, x.to(dtype), index, weights))
 
 
 def test_slots_overlap(host: HostExperts) -> None:
@@ -93,11 +110,10 @@ def test_slots_overlap(host: HostExperts) -> None:
     assert torch.equal(host.wait(first, 3, slot=1), direct(first, *a)) and torch.equal(late, direct(second, *b))
 
 
-@pytest.mark.parametrize("through_what", WAYS)
-def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, through_what: str) -> None:
-    fake.reset()
+@pytest.mark.parametrize("way", WAYS)
+def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, make: Make, way: str) -> None:
     layers = [layer_of("k4"), layer_of("int8")]
-    host = HostExperts(layers[0].runtime, "cpu", **SIZES, driver=Driver(fake.path), through=through_what)
+    host = make(layers[0], way)
     x, index, weights = inputs(4)
     with fake.capture():
         outs = [through(host, layer, x, index, weights) for layer in layers]
@@ -119,7 +135,6 @@ def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, throug
         with pytest.raises(HostExpertsError, match=rf"layers\.7\.k4: .*expert {EXPERTS}, but the layer's experts are"):
             host.check()
     assert not outs[0].any() and not outs[1].any()  # the second layer's job was skipped
-    host.close()
 
 
 def test_nan_is_an_error_with_the_layers_name_once(host: HostExperts) -> None:
@@ -148,11 +163,11 @@ def test_heat_and_time_are_counted(host: HostExperts) -> None:
 
 
 @pytest.mark.parametrize("words", [True, False])
-def test_what_is_enqueued(fake: Fake, words: bool) -> None:
+def test_what_is_enqueued(fake: Fake, driver: Driver, make: Make, words: bool) -> None:
     """Words, or host functions where the driver has no words."""
     fake.reset(words=words)
     layer, (x, index, weights) = layer_of(), inputs(3)
-    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=Driver(fake.path))
+    host = make(layer, driver=driver)
     assert host.through == ("words" if words else "host_functions")
     fake.reset()
     for block in (1, 1, 2):
@@ -171,28 +186,20 @@ def test_what_is_enqueued(fake: Fake, words: bool) -> None:
     assert len([call for call in fake.calls if call.startswith("unregister")]) == 1
 
 
-def test_words_the_driver_has_not_are_refused(fake: Fake) -> None:
+def test_words_the_driver_has_not_are_refused(fake: Fake, driver: Driver, make: Make) -> None:
     fake.reset(words=False)
-    runtime = native.runtime(2, 1, native.default_isa())
     with pytest.raises(ValueError, match="cannot read and write words of host memory: use host_functions"):
-        HostExperts(runtime, "cpu", **SIZES, driver=Driver(fake.path), through="words")
+        make(layer_of(), driver=driver, through="words")
     assert fake.calls[-1].startswith("unregister")
-    fake.reset()
 
 
 @pytest.mark.parametrize(
     ("way", "after", "call"),
-    [
-        ("words", 0, "cuMemcpyDtoHAsync"),
-        ("words", 3, "cuStreamWriteValue32"),
-        ("host_functions", 3, "cuLaunchHostFunc"),
-    ],
+    [(WAYS[0], 0, "cuMemcpyDtoHAsync"), (WAYS[0], 3, "cuStreamWriteValue32"), (WAYS[1], 3, "cuLaunchHostFunc")],
 )
-def test_what_the_driver_refuses_is_an_error(fake: Fake, way: str, after: int, call: str) -> None:
-    fake.reset()
+def test_what_the_driver_refuses_is_an_error(fake: Fake, make: Make, way: str, after: int, call: str) -> None:
     layer, (x, index, weights) = layer_of(), inputs(3)
-    driver = Driver(fake.path)
-    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=driver, through=way)
+    host = make(layer, way)
     through(host, layer, x, index, weights)  # the thread has its context
     fake.reset(fail_after=after, failure=999)
     with pytest.raises(CudaError, match=f"{call}.* failed: error 999"):
@@ -201,21 +208,18 @@ def test_what_the_driver_refuses_is_an_error(fake: Fake, way: str, after: int, c
     assert torch.equal(through(host, layer, x, index, weights), direct(layer, x, index, weights))
     fake.reset(fail_after=0, failure=712)
     with pytest.raises(CudaError, match=r"cuMemHostRegister of \d+ bytes at"):
-        HostExperts(layer.runtime, "cpu", **SIZES, driver=driver, through=way)
+        make(layer, way)
     fake.reset()
-    host.close()
 
 
-def test_memory_is_unlocked_when_it_has_no_address_on_the_device(fake: Fake) -> None:
-    fake.reset()
-    runtime, driver = native.runtime(2, 1, native.default_isa()), Driver(fake.path)
-    HostExperts(runtime, "cpu", **SIZES, driver=driver).close()  # the thread has its context
+def test_memory_is_unlocked_when_it_has_no_address_on_the_device(fake: Fake, make: Make) -> None:
+    layer = layer_of()
+    make(layer, "words").close()  # the thread has its context
     fake.reset(fail_after=1, failure=999)
     with pytest.raises(CudaError, match="cuMemHostGetDevicePointer failed"):
-        HostExperts(runtime, "cpu", **SIZES, driver=driver)
+        make(layer, "words")
     assert [call.split()[0] for call in fake.calls] == ["register", "address", "unregister"]
     assert fake.calls[0].split()[1] == fake.calls[2].split()[1]
-    fake.reset()
 
 
 def big_job() -> tuple[ExpertLayer, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -226,24 +230,20 @@ def big_job() -> tuple[ExpertLayer, tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_job_that_was_not_waited_for_is_done_before_the_next(fake: Fake, way: str) -> None:
+def test_a_job_that_was_not_waited_for_is_done_before_the_next(make: Make, way: str) -> None:
     """What came between submit and wait may fail: the slot can be used again, and its next output is right."""
-    fake.reset()
     layer, (x, index, weights) = big_job()
-    host = HostExperts(layer.runtime, "cpu", **SIZES | {"hidden_size": 512}, driver=Driver(fake.path), through=way)
+    host = make(layer, way, hidden_size=512)
     for _ in range(3):
         host.submit(layer, x, index, weights)
     assert torch.equal(through(host, layer, -x, index, weights), direct(layer, -x, index, weights))
     host.check()
-    host.close()
 
 
-def test_a_slot_in_use_is_an_error(fake: Fake) -> None:
+def test_a_slot_in_use_is_an_error(fake: Fake, make: Make) -> None:
     """Replays of a graph on streams that nothing orders would overwrite what is being computed."""
-    fake.reset()
     layer, call = big_job()
-    sizes = SIZES | {"hidden_size": 512}
-    host = HostExperts(layer.runtime, "cpu", **sizes, driver=Driver(fake.path), through="host_functions")
+    host = make(layer, "host_functions", hidden_size=512)
     with fake.capture():
         host.submit(layer, *call)
     for _ in range(20):
@@ -251,21 +251,18 @@ def test_a_slot_in_use_is_an_error(fake: Fake) -> None:
     host.wait(layer, TOKENS)
     with pytest.raises(HostExpertsError, match="its slot was submitted to while the job before was not done"):
         host.check()
-    host.close()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_idle_thread_sleeps_and_still_answers(fake: Fake, way: str) -> None:
-    fake.reset()
+def test_an_idle_thread_sleeps_and_still_answers(make: Make, way: str) -> None:
     layer, call = layer_of(threads=1), inputs(3)
-    host = HostExperts(layer.runtime, "cpu", **SIZES, driver=Driver(fake.path), through=way)
+    host = make(layer, way)
     expected = direct(layer, *call)
     time.sleep(0.02)
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.1
     assert torch.equal(through(host, layer, *call), expected)
-    host.close()
 
 
 BAD = [
@@ -285,7 +282,7 @@ BAD = [
 def test_bad_calls(host: HostExperts, change: dict, message: str) -> None:
     layer, (x, index, weights) = layer_of(), inputs(3)
     args = {"x": x, "index": index, "weights": weights, "slot": 0} | change
-    with pytest.raises(ValueError, match=f"^(layers.7.k4: |){message}|{message}"):
+    with pytest.raises(ValueError, match=message):
         host.submit(layer, args["x"], args["index"], args["weights"], slot=args["slot"])
 
 
@@ -309,9 +306,9 @@ def test_bad_waits_and_layers(host: HostExperts) -> None:
 
 
 @pytest.mark.parametrize("change", [{"max_tokens": 0}, {"slots": 0}, {"top_k": -1}, {"dtype": torch.int8}])
-def test_bad_sizes(change: dict) -> None:
+def test_bad_sizes(make: Make, change: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
-        HostExperts(native.runtime(2, 1, native.default_isa()), "cpu", **SIZES | change)
+        make(layer_of(), **change)
 
 
 def test_bad_adapters_change_nothing(host: HostExperts) -> None:
@@ -330,11 +327,11 @@ def test_bad_adapters_change_nothing(host: HostExperts) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(("rank", "names"), [(33, PROJECTIONS), (4, ("up_proj",)), (16, ("gate_proj", "down_proj"))])
-def test_adapters_are_taken_over(nodes: int, rank: int, names: tuple[str, ...]) -> None:
+def test_adapters_are_taken_over(make: Make, nodes: int, rank: int, names: tuple[str, ...]) -> None:
     """Packed once, they give the bits of calls that pack them, expert by expert or phase by phase; theirs may go."""
     for fmt, threads in [("int8", 1), ("k4", 3)]:
         layer = make_layer(HIDDEN, 288, fmt, native.default_isa(), threads, nodes)
-        host = HostExperts(layer.runtime, "cpu", **SIZES)
+        host = make(layer)
         lora = make_lora(HIDDEN, 288, rank, torch.float32, names)
         calls = [inputs(tokens, seed=tokens) for tokens in (1, 7, TOKENS)]
         expected = [direct(layer, *call, lora) for call in calls]
@@ -344,7 +341,6 @@ def test_adapters_are_taken_over(nodes: int, rank: int, names: tuple[str, ...]) 
         for call, one in zip(calls, expected, strict=True):
             assert torch.equal(through(host, layer, *call), one)
         host.check()
-        host.close()
 
 
 def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:
@@ -371,9 +367,9 @@ def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:
     host.check()
 
 
-def test_steady_calls_take_no_memory() -> None:
+def test_steady_calls_take_no_memory(make: Make) -> None:
     layer = layer_of(threads=1)
-    host = HostExperts(layer.runtime, "cpu", **SIZES)
+    host = make(layer)
     host.set_lora(layer, make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32))
     call = inputs(8)
     for _ in range(5):
@@ -385,21 +381,16 @@ def test_steady_calls_take_no_memory() -> None:
     assert layer.runtime.workspace_bytes == before
     # Anything as large as a call's workspace would fault dozens of times; sanitizers keep freed memory for a while
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 2 * calls
-    host.close()
 
 
-def test_a_forked_child_is_refused(host: HostExperts) -> None:
+def test_a_forked_child_is_refused(host: HostExperts, tmp_path: Path) -> None:
     layer, call = layer_of(), inputs(3)
     through(host, layer, *call)
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
+
+    def child() -> None:
+        with pytest.raises(ValueError, match="belong to the process this one was forked from"):
             host.submit(layer, *call)
-        except ValueError as error:
-            os.write(write, str(error).encode())
-        finally:
-            host.close()
-            os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert re.search("belong to the process this one was forked from", os.read(read, 1000).decode())
+        host.close()
+
+    assert forked(child, tmp_path / "log") == 0, (tmp_path / "log").read_text()
     assert torch.equal(through(host, layer, *call), direct(layer, *call))

@@ -4,75 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import (
-    EXPERTS,
-    GPT_OSS,
-    dequantized,
-    gated_oracle,
-    make_gated,
-    make_layer,
-    make_lora,
-    relative,
-    small_lora,
-)
+from contract import GPT_OSS, gated_oracle, make_gated, make_layer, make_lora, small_lora
+from hot import ISA, check_mix
 
-from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
-from ktft.lanes.gpu.lane import GpuLane
-from ktft.lora import ExpertLora
-from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.serve.runtime import torch_resident
-from ktft.serve.runtime.resident_experts import HotExperts, HotOperations
-
-ISA = native.default_isa()
-TOLERANCE = 0.005
-
-
-def routing(tokens: int, top_k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Different experts for each token, and their weights."""
-    index = torch.stack([torch.randperm(EXPERTS)[:top_k] for _ in range(tokens)])
-    return index, torch.rand(tokens, top_k)
-
-
-def hot_experts(*layers: ExpertLayer, blocks: int = EXPERTS, rank: int = 0, device: str = "cpu") -> HotExperts:
-    """With room for so many, adapters left aside."""
-    room = 1 << 20 if rank else 0
-    return HotExperts(GpuLane(device), blocks * (layers[0].packed_bytes // EXPERTS + 256 + room), layers, rank)
-
-
-def start(hot: HotExperts, *experts: int) -> None:
-    """Make these the residents of the first layer."""
-    hot.start({hot.layers[0].layer: [float(e in experts) for e in range(EXPERTS)]})
-
-
-def check_mix(
-    ops: HotOperations,
-    layer: ExpertLayer,
-    lora: ExpertLora | None = None,
-    oracle=reference.moe,
-    device: str = "cpu",
-    tokens: int = 4,
-) -> None:
-    """Some residents, and the CPU for the others: together they are the layer."""
-    torch.manual_seed(5)
-    hot = hot_experts(layer, rank=40 if lora else 0, device=device)
-    start(hot, 4, 0, 3)
-    hot.set_lora({0: lora} if lora else {})
-    x, (index, weights) = torch.randn(tokens, layer.hidden_size).bfloat16(), routing(tokens)
-    blocks, away = ops.route(hot.layers[0], index.to(device))
-    assert torch.equal(away.cpu(), index.masked_fill(torch.isin(index, torch.tensor([4, 0, 3])), ELSEWHERE))
-    here = ops.forward(hot.layers[0], x.to(device), blocks, weights.to(device))
-    again = ops.forward(hot.layers[0], x.to(device), blocks, weights.to(device))
-    assert torch.equal(here, again) and here.dtype == torch.float32
-    there, _ = layer.forward(x, away.cpu(), weights, lora, "none")
-    expected = oracle(x.float(), index, weights, *dequantized(layer), lora)
-    assert relative(here.cpu() + there, expected) < TOLERANCE
-    mine = index.masked_fill(away.cpu() != ELSEWHERE, 1)  # alone, so that the CPU's part cannot hide an error
-    part = oracle(x.float(), mine, weights.where(away.cpu() == ELSEWHERE, 0.0), *dequantized(layer), lora)
-    assert relative(here, part.to(here.device)) < TOLERANCE
-    counts = torch.bincount(index.flatten(), minlength=EXPERTS)
-    counts[[1, 2]] = 0
-    assert torch.equal(hot.heat[0].cpu(), counts)
 
 
 @pytest.mark.parametrize("rank", [0, 8])

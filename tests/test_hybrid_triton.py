@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+import contract
 import pytest
 import torch
-from contract import (
-    EXPERTS,
-    GPT_OSS,
-    dequantized,
-    gated_oracle,
-    make_gated,
-    make_layer,
-    make_lora,
-    relative,
-    small_lora,
-)
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from test_hybrid_resident import ISA, TOLERANCE, check_mix, hot_experts, routing, start
-from test_lanes_triton import DEVICE, bf16_in_the_interpreter
+from hot import ISA, check_mix, hot_experts, routing, start
+from interpreted import DEVICE, bf16_in_the_interpreter
 from toy_format import check_products, toy
 
 from ktft import reference
@@ -32,7 +22,7 @@ __all__ = ["bf16_in_the_interpreter", "toy"]
 
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
 def test_every_format(fmt: str) -> None:
-    layer = make_layer(160, 160, fmt, ISA, nodes=2)
+    layer = contract.make_layer(160, 160, fmt, ISA, nodes=2)
     check_mix(triton_resident, layer, device=DEVICE, tokens=2)
 
 
@@ -41,26 +31,26 @@ def test_a_new_format_needs_its_row_alone(toy: ExpertLayer) -> None:
 
 
 def test_more_columns_than_a_program_takes_at_once() -> None:
-    layer = make_layer(544, 32, "k4", ISA)
-    check_mix(triton_resident, layer, make_lora(544, 32, 33, torch.float32), device=DEVICE, tokens=1)
+    layer = contract.make_layer(544, 32, "k4", ISA)
+    check_mix(triton_resident, layer, contract.make_lora(544, 32, 33, torch.float32), device=DEVICE, tokens=1)
 
 
 def test_biases_and_another_activation() -> None:
-    layer = make_gated(96, 160, "mxfp4", ISA, nodes=2, swiglu=GPT_OSS)
-    lora = small_lora(96, 160, 8, torch.float32)
-    check_mix(triton_resident, layer, lora, gated_oracle(layer), device=DEVICE, tokens=2)
+    layer = contract.make_gated(96, 160, "mxfp4", ISA, nodes=2, swiglu=contract.GPT_OSS)
+    lora = contract.small_lora(96, 160, 8, torch.float32)
+    check_mix(triton_resident, layer, lora, contract.gated_oracle(layer), device=DEVICE, tokens=2)
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_one_projection_has_an_adapter_and_all_had_one_before(name: str) -> None:
-    layer = make_layer(32, 64, "int8", ISA)
+    layer = contract.make_layer(32, 64, "int8", ISA)
     hot = hot_experts(layer, rank=16, device=DEVICE)
-    start(hot, *range(EXPERTS))
-    hot.set_lora({0: make_lora(32, 64, 16, torch.float32)})
-    lora = make_lora(32, 64, 3, torch.float32, (name,))
+    start(hot, *range(contract.EXPERTS))
+    hot.set_lora({0: contract.make_lora(32, 64, 16, torch.float32)})
+    lora = contract.make_lora(32, 64, 3, torch.float32, (name,))
     hot.set_lora({0: lora})
     x, (index, weights) = torch.randn(2, 32).bfloat16(), routing(2)
     blocks, _ = triton_resident.route(hot.layers[0], index.to(DEVICE))
     out = triton_resident.forward(hot.layers[0], x.to(DEVICE), blocks, weights.to(DEVICE))
-    expected = reference.moe(x.float(), index, weights, *dequantized(layer), lora)
-    assert relative(out.cpu(), expected) < TOLERANCE
+    expected = reference.moe(x.float(), index, weights, *contract.dequantized(layer), lora)
+    assert contract.relative(out.cpu(), expected) < contract.OUTPUT_TOLERANCE

@@ -1,8 +1,4 @@
-"""Every format x ISA x thread count x activation policy against the fp32 reference on the dequantized weights.
-
-Tolerances are the numeric contract's: relative L2 error of 0.5% for outputs and 1% for each gradient. bf16 rounding of
-activations, of SiLU's output and of gradients between two products each add about 0.1% (2^-9 / sqrt(3)), independently.
-"""
+"""Every format x ISA x thread count x activation policy against the fp32 reference, within contract.py's tolerances."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from contract import (
     TAILS,
     assert_contract,
     compare,
+    empty_layer,
     in_every_way,
     inputs_for,
     make_layer,
@@ -102,8 +99,7 @@ def test_dtypes_of_hidden_states_and_lora(dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     out.sum().backward()
     assert x.grad is not None and x.grad.dtype == dtype
-    for pair in lora.pairs.values():
-        assert pair.a.grad is not None and pair.a.grad.dtype == pair.a.dtype
+    assert all(each.grad is not None and each.grad.dtype == each.dtype for each in lora.parameters())
     x.grad = None
     assert_contract(compare(layer, lora, x, index, weights))
 
@@ -118,7 +114,7 @@ def test_same_bits_whatever_the_threads_and_the_policy(isa: str, fmt: str) -> No
         lora = make_lora(64, 96, 33, torch.float32, dropout=0.1, seed=11)
         x, index, weights = inputs_for(TAILS[1], 64)
         out = routed_experts(layer, x, index, weights, lora, activation)
-        leaves = [x, weights, *(t for p in lora.pairs.values() for t in (p.a, p.b))]
+        leaves = [x, weights, *lora.parameters()]
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -140,21 +136,19 @@ def test_experts_without_tokens_have_zero_gradients(rows: tuple[int, ...], nodes
     layer = make_layer(64, 160, "int8", native.default_isa(), nodes, nodes)
     lora = make_lora(64, 160, 4, torch.float32)
     routed_experts(layer, *inputs_for(rows, 64), lora).sum().backward()
-    for pair in lora.pairs.values():
-        for tensor in (pair.a, pair.b):
-            assert tensor.grad.isfinite().all()
-            assert tensor.grad.flatten(1).any(1).tolist() == [count > 0 for count in (*rows, 0, 0, 0, 0, 0)[:EXPERTS]]
+    for tensor in lora.parameters():
+        assert tensor.grad.isfinite().all()
+        assert tensor.grad.flatten(1).any(1).tolist() == [count > 0 for count in (*rows, 0, 0, 0, 0, 0)[:EXPERTS]]
 
 
 def test_two_forwards_before_their_backwards() -> None:
     layer = make_layer(64, 64, "bf16", native.default_isa())
     lora = make_lora(64, 64, 4, torch.float32)
     first, second = inputs_for(TAILS[0], 64), inputs_for(TAILS[1], 64)
-    together = [routed_experts(layer, *args, lora) for args in (first, second)]
-    grads = [torch.autograd.grad(out.sum(), args[0])[0] for out, args in zip(together, (first, second), strict=True)]
+    outs = [routed_experts(layer, *args, lora) for args in (first, second)]
+    grads = [torch.autograd.grad(out.sum(), args[0])[0] for out, args in zip(outs, (first, second), strict=True)]
     for args, grad in zip((first, second), grads, strict=True):
-        alone = torch.autograd.grad(routed_experts(layer, *args, lora).sum(), args[0])[0]
-        assert torch.equal(alone, grad)
+        assert torch.equal(torch.autograd.grad(routed_experts(layer, *args, lora).sum(), args[0])[0], grad)
 
 
 def test_a_wrong_gradient_fails_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +159,8 @@ def test_a_wrong_gradient_fails_the_contract(monkeypatch: pytest.MonkeyPatch) ->
     assert_contract(compare(*arguments))
     honest = native.ExpertLayer.backward
 
-    def wrong(self, *args):
-        grads = honest(self, *args)
+    def wrong(*args):
+        grads = honest(*args)
         grads.lora[3] *= 1.02
         return grads
 
@@ -188,12 +182,11 @@ def test_bad_input_is_named() -> None:
         routed_experts(layer, x[:, :32], index, weights)
     with pytest.raises(ValueError, match="loaded already"):
         layer.load(0, "up_proj", torch.zeros(64, 64))
-    runtime = native.runtime(1)
     with pytest.raises(ValueError, match="hidden_size is 48.*multiple of 32"):
-        native.ExpertLayer(runtime, num_experts=1, hidden_size=48, intermediate_size=32, format="bf16")
+        empty_layer(48, 32, "bf16")
     with pytest.raises(ValueError, match="unknown expert format 'int3'"):
-        native.ExpertLayer(runtime, num_experts=1, hidden_size=32, intermediate_size=32, format="int3")
-    fresh = native.ExpertLayer(runtime, num_experts=1, hidden_size=32, intermediate_size=64, format="int8")
+        empty_layer(32, 32, "int3")
+    fresh = empty_layer(32, 64, "int8", num_experts=1)
     with pytest.raises(ValueError, match=r"\[32, 64\].*\[64, 32\]"):
         fresh.load(0, "gate_proj", torch.zeros(32, 64))
     bad = torch.zeros(64, 32)
@@ -212,8 +205,7 @@ def test_no_tokens() -> None:
 
 
 def test_isa_that_this_cpu_lacks_is_refused() -> None:
-    known = {k["isa"] for k in native.kernels()}
-    for isa in known - set(native.isas()):
+    for isa in {kernel["isa"] for kernel in native.kernels()} - set(native.isas()):
         with pytest.raises(ValueError, match=f"{isa} cannot run on this CPU"):
             native.runtime(1, 1, isa)
     with pytest.raises(ValueError, match="unknown ISA 'sse9'"):

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from contract import EXPERTS, TAILS, inputs_for, make_layer, make_lora
-from test_lane_stream import _run
+from gpu_lane import run_layer
+from lanes import no_calibration
 from torch import Tensor
 
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
-from ktft.lanes import passes
-from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu import residents as resident_module
 from ktft.lanes.gpu.lane import GpuLane
@@ -24,6 +23,8 @@ from ktft.lanes.gpu.rings import Place
 from ktft.lanes.gpu.transfer import Locks, Transfer
 from ktft.lanes.lanes import Lanes
 from ktft.model.experts import KtftExperts
+
+__all__ = ["no_calibration"]
 
 ISA = native.default_isa()
 
@@ -108,7 +109,7 @@ def outcome(lane: GpuLane, fmt: str, resident: bool, ahead: bool) -> list[Tensor
         for layer, lora in zip(layers, loras, strict=True):
             if ahead:
                 lane.prefetch(layer, [0, 1, 2, 3], lora)
-            found += _run(lane, layer, lora, *inputs)
+            found += run_layer(lane, layer, lora, *inputs)
             for parameter in lora.parameters():  # the optimizer's step: what was copied before must not be used
                 parameter.data.mul_(0.5)
         if resident and step == 0:
@@ -154,29 +155,23 @@ def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are not there before `finish`, and products that do not wait take what was in the buffers before."""
     late = LateTransfer(torch.device("cpu"))
     monkeypatch.setattr(lane_module, "transfer", lambda device: late)
-    layer, lora, inputs = (
-        make_layer(64, 160, "int8", ISA),
-        make_lora(64, 160, 4, torch.float32),
-        inputs_for(TAILS[1], 64),
-    )
-    lane = GpuLane("cpu", chunk_bytes=60_000)
-    expected = _run(lane, layer, lora, *inputs)
+    layer, lora = make_layer(64, 160, "int8", ISA), make_lora(64, 160, 4, torch.float32)
+    lane, inputs = GpuLane("cpu", chunk_bytes=60_000), inputs_for(TAILS[1], 64)
+    expected = run_layer(lane, layer, lora, *inputs)
     with monkeypatch.context() as patch:
         patch.setattr(lane, "finish", lambda: None)
-        found = _run(lane, layer, lora, *inputs)
+        found = run_layer(lane, layer, lora, *inputs)
         assert not all(torch.equal(a, b) for a, b in zip(found[3:], expected[3:], strict=True))
     with monkeypatch.context() as patch:
         patch.setattr(Place, "wait", lambda self, stream: self.views)
-        found = _run(lane, layer, lora, *inputs)
+        found = run_layer(lane, layer, lora, *inputs)
     assert not torch.equal(found[0], expected[0])
     late.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(_run(lane, layer, lora, *inputs), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run_layer(lane, layer, lora, *inputs), expected, strict=True))
 
 
-def test_steps_after_a_checkpoint_are_those_of_a_run_that_resumes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_after_a_checkpoint_are_those_of_a_run_that_resumes_there(no_calibration: None) -> None:
     """What one step sent ahead for the next is multiplied first, and sums then have other last bits."""
-    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
     layers = [make_layer(64, 160, "int8", ISA) for _ in range(2)]
     loras = [make_lora(64, 160, 4, torch.float32) for _ in layers]
 

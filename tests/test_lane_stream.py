@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from contract import EXPERTS, SIZES, TAILS, assert_contract, compare, inputs_for, make_layer, make_lora
+from gpu_lane import Lane, run_layer
 from torch import Tensor
 
 from ktft import native
@@ -28,44 +29,6 @@ from ktft.native.cuda import CudaError
 
 ISA = native.default_isa()
 HIDDEN, INTERMEDIATE = 64, 96
-
-
-class Lane:
-    """A `GpuLane` as `compare` calls it; `experts` leaves out the others."""
-
-    def __init__(self, lane: GpuLane, experts: list[int] | None = None) -> None:
-        self.lane, self.experts = lane, experts
-
-    def __call__(
-        self, layer: ExpertLayer, x: Tensor, index: Tensor, weights: Tensor, lora: ExpertLora | None = None, *_: Any
-    ) -> Tensor:
-        out = _Experts.apply(self, layer, lora, x, index, weights, *(lora.parameters() if lora else []))
-        assert isinstance(out, Tensor)
-        return out
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, caller: Lane, layer: ExpertLayer, lora: Any, x: Tensor, index: Tensor, weights: Tensor, *ab: Tensor
-    ) -> Tensor:
-        counts = torch.bincount(index.flatten(), minlength=layer.num_experts).tolist()
-        experts = list(range(layer.num_experts)) if caller.experts is None else caller.experts
-        inputs = Routes(index, counts), x.detach(), weights.detach().float()
-        ctx.caller, ctx.layer, ctx.lora, ctx.inputs, ctx.experts = caller.lane, layer, lora, inputs, experts
-        out = torch.zeros(x.shape)
-        caller.lane.forward(layer, experts, *inputs, lora, out)
-        return out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        routes, x, weights = ctx.inputs
-        grad_x, grad_weights = torch.zeros(x.shape), torch.zeros_like(weights)
-        grads = [torch.zeros(p.shape) for p in (ctx.lora.parameters() if ctx.lora else [])]
-        gradients = grad_outputs[0].contiguous(), weights, ctx.lora, grad_x, grad_weights, grads
-        ctx.caller.backward(ctx.layer, ctx.experts, routes, x, *gradients)
-        ctx.caller.finish()
-        return None, None, None, grad_x.to(x.dtype), None, grad_weights, *grads
 
 
 def small(layer: ExpertLayer, experts: int = 2) -> GpuLane:
@@ -176,26 +139,12 @@ def test_lanes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_cannot_be_locked_goes_through_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, lora = make_layer(HIDDEN, 288, "k4", ISA, nodes=2), make_lora(HIDDEN, 288, 4, torch.float32)
     inputs = inputs_for(TAILS[1], HIDDEN)
-
-    def run() -> list[Tensor]:
-        out, *found = _run(small(layer), layer, lora, *inputs)
-        return [out, *found]
-
-    straight = run()
+    straight = run_layer(small(layer), layer, lora, *inputs)
     parameters = {p.data_ptr() for p in lora.parameters()}
     monkeypatch.setattr(Locks, "layer", lambda self, layer: False)
     monkeypatch.setattr(Locks, "tensor", lambda self, tensor: tensor.data_ptr() not in parameters)
-    mirrored = run()
+    mirrored = run_layer(small(layer), layer, lora, *inputs)
     assert all(torch.equal(a, b) for a, b in zip(straight, mirrored, strict=True))
-
-
-def _run(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora | None, *inputs: Tensor) -> list[Tensor]:
-    """Output and gradients."""
-    x = inputs[0].detach().requires_grad_()
-    weights = inputs[2].detach().float().requires_grad_()
-    parameters = [p.requires_grad_() for p in (lora.parameters() if lora else [])]
-    out = Lane(lane)(layer, x, inputs[1], weights, lora)
-    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, weights, *parameters])]
 
 
 def test_residents_are_taken_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +229,7 @@ def test_recorded_kernels_are_those_that_a_chunk_needs() -> None:
     inputs = inputs_for(TAILS[1], HIDDEN)
     cases = [(layer, each) for layer in (first, second, other) for each in (lora, scaled, dropping, wide)]
     for layer, adapters in cases + cases:
-        found, expected = (_run(each, layer, adapters, *inputs) for each in (lane, plain))
+        found, expected = (run_layer(each, layer, adapters, *inputs) for each in (lane, plain))
         assert all(map(torch.equal, found, expected))
     assert replays.replayed > len(cases)
 
@@ -302,7 +251,7 @@ def test_buffers_stay_within_their_limit() -> None:
 def test_out_of_memory_names_the_lane_and_the_cure_after_copies_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, lora = make_layer(HIDDEN, INTERMEDIATE, "int8", ISA), make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)
     lane, inputs, events = small(layer), inputs_for(TAILS[1], HIDDEN), []
-    expected = _run(lane, layer, lora, *inputs)
+    expected = run_layer(lane, layer, lora, *inputs)
 
     def no_memory(*_: Any) -> None:
         events.append("products")
@@ -315,16 +264,12 @@ def test_out_of_memory_names_the_lane_and_the_cure_after_copies_ended(monkeypatc
         with pytest.raises(torch.OutOfMemoryError) as caught:
             Lane(lane)(layer, *inputs, lora)
     message = str(caught.value)
-    for part in (
-        "CUDA out of memory in the GPU lane on cpu, forward of",
-        "placement: cpu",
-        "Tried to allocate 2.00 GiB",
-    ):
-        assert part in message
-    assert "per_device_train_batch_size" in message and "More of it" not in message
+    assert "CUDA out of memory in the GPU lane on cpu, forward of" in message and "placement: cpu" in message
+    assert "Tried to allocate 2.00 GiB" in message and "More of it" not in message
+    assert "per_device_train_batch_size" in message
     assert events == ["products", "waited"]
     # and the lane works on
-    assert all(torch.equal(a, b) for a, b in zip(_run(lane, layer, lora, *inputs), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run_layer(lane, layer, lora, *inputs), expected, strict=True))
 
 
 def test_bad_tensors_are_named() -> None:
@@ -358,9 +303,7 @@ class NotingDriver:
     def register(self, device: int, address: int, size: int) -> None:
         if any(a < address + size and address < a + n for a, n in self.locked.items()):
             self.refused.append(address)
-            raise CudaError(
-                "cuMemHostRegister of 9 bytes at 0x1 failed: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (no)"
-            )
+            raise CudaError("cuMemHostRegister of 9 bytes failed: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (no)")
         self.locked[address] = size
 
     def unregister(self, device: int, address: int) -> None:

@@ -13,6 +13,7 @@ import contract
 import pytest
 import torch
 from contract import EXPERTS, GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, make_layer, make_lora, relative
+from lanes import no_calibration
 from torch.utils.checkpoint import checkpoint
 
 from ktft import native, reference
@@ -20,7 +21,10 @@ from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, Settings
 from ktft.lanes.decide.placer import Placement, Placer
 from ktft.lanes.lanes import Lanes
+from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
+
+__all__ = ["no_calibration"]
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 HIDDEN, INTERMEDIATE, RANK = 64, 288, 8
@@ -33,20 +37,26 @@ MIXES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timings have no say in these tests."""
-    from ktft.lanes import passes
-    from ktft.lanes.decide.costs import Rate, Rates
-
-    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+pytestmark = pytest.mark.usefixtures("no_calibration")
 
 
 def inputs_for(rows, hidden, dtype=torch.bfloat16):
     x, index, weights = contract.inputs_for(rows, hidden, dtype)
     leaves = (tensor.detach().to(DEVICE).requires_grad_() for tensor in (x, weights))
     return next(leaves), index.to(DEVICE), next(leaves)
+
+
+@pytest.fixture
+def lora() -> ExpertLora:
+    return make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """One for each forward of a native layer."""
+    found, forward = [], native.ExpertLayer.forward
+    monkeypatch.setattr(native.ExpertLayer, "forward", lambda *a, **k: found.append(1) or forward(*a, **k))
+    return found
 
 
 def make_experts(fmt: str = "int8", nodes: int = 1, activation: str = "retain", **settings) -> KtftExperts:
@@ -107,22 +117,16 @@ def test_placed_by_itself():
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_computes_the_output_once(monkeypatch, mix, use_reentrant):
+def test_checkpointing_computes_the_output_once(monkeypatch, calls, mix, use_reentrant):
     force(monkeypatch, *MIXES[mix])
-    experts = make_experts()
-    experts.train()
-    calls = []
-    forward = native.ExpertLayer.forward
-    monkeypatch.setattr(native.ExpertLayer, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    experts = make_experts().train()
     compare(experts, lambda *args: checkpoint(experts, *args, use_reentrant=use_reentrant))
     if use_reentrant:
         assert len(calls) == (1 if MIXES[mix][0] else 0)
 
 
-def test_a_kept_output_needs_the_same_adapters(monkeypatch):
-    experts = make_experts()
-    experts.train()
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+def test_a_kept_output_needs_the_same_adapters(lora):
+    experts = make_experts().train()
     x, index, weights = inputs_for(ROWS, HIDDEN)
     with torch.no_grad():
         experts(x, index, weights, lora)
@@ -134,26 +138,21 @@ def test_a_kept_output_needs_the_same_adapters(monkeypatch):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_each_of_two_kept_outputs_is_found(monkeypatch, order):
+def test_each_of_two_kept_outputs_is_found(lora, calls, order):
     """Reentrant checkpointing of two micro-batches whose forwards come before both backwards."""
-    experts = make_experts()
-    experts.train()
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    experts = make_experts().train()
     batches = [inputs_for(rows, HIDDEN) for rows in (ROWS, ROWS[::-1])]
     with torch.no_grad():
         outputs = [experts(*batch, lora) for batch in batches]
-    calls = []
-    forward = native.ExpertLayer.forward
-    monkeypatch.setattr(native.ExpertLayer, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    calls.clear()
     for batch, out in list(zip(batches, outputs, strict=True))[::order]:
         assert torch.equal(experts(*batch, lora), out)
     assert not calls
 
 
-def test_gradient_accumulation(monkeypatch):
+def test_gradient_accumulation(monkeypatch, lora):
     force(monkeypatch, *MIXES["both"])
     experts = make_experts()
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
     for _ in range(2):
         x, index, weights = inputs_for(ROWS, HIDDEN)
         experts(x, index, weights, lora).float().sum().backward()
@@ -166,11 +165,10 @@ def test_gradient_accumulation(monkeypatch):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, None])
-def test_lora_gradients_are_waited_for_last(monkeypatch: pytest.MonkeyPatch, use_reentrant: bool | None) -> None:
+def test_lora_gradients_are_waited_for_last(monkeypatch, lora, use_reentrant):
     """What comes before the experts has its backward first; the gradients are the buffers that the lanes wrote."""
     force(monkeypatch, *MIXES["stream"])
     experts = make_experts()
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
     x, index, weights = inputs_for(ROWS, HIDDEN)
     order: list[str] = []
 
@@ -194,7 +192,7 @@ def test_lora_gradients_are_waited_for_last(monkeypatch: pytest.MonkeyPatch, use
     assert len({parameter.grad.untyped_storage().data_ptr() for parameter in lora.parameters()}) == 1
 
 
-def test_every_pass_of_every_step_finds_experts_on_their_way(monkeypatch):
+def test_every_pass_of_every_step_finds_experts_on_their_way(monkeypatch, lora):
     """Those that were on their way the last time, too."""
     lanes = Lanes(Settings(placement="stream"), on_cpu=DEVICE.type == "cpu")
     layers = [make_experts(activation="recompute") for _ in range(2)]
@@ -210,7 +208,6 @@ def test_every_pass_of_every_step_finds_experts_on_their_way(monkeypatch):
         return placement
 
     monkeypatch.setattr(Placer, "decide", noting)
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
     for _ in range(4):
         x, index, weights = inputs_for(ROWS, HIDDEN)
         out = x
@@ -244,10 +241,9 @@ def test_bad_routing_and_bad_values_are_named():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "prefetch"])
-def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, where):
+def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, lora, where):
     force(monkeypatch, *MIXES["both"])
     experts = make_experts()
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
     x, index, weights = inputs_for(ROWS, HIDDEN)
     lanes = experts.laned.lanes.on(x.device)
     experts(x, index, weights, lora).float().sum().backward()  # so that the next one has something to send ahead
@@ -277,7 +273,7 @@ def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, where):
         with pytest.raises(torch.OutOfMemoryError):
             experts(x, index, weights, lora).float().sum().backward()
         assert not busy
-    assert lanes.submit(lambda: 1).result(timeout=60) == 1
+    assert lanes.cpu.submit(lambda: 1).result(timeout=60) == 1
     compare(experts)
 
 
@@ -302,10 +298,9 @@ def test_copies_of_a_model_share_its_lanes():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, None])
-def test_a_step_leaves_nothing_to_the_garbage_collector(use_reentrant: bool | None) -> None:
+def test_a_step_leaves_nothing_to_the_garbage_collector(lora, use_reentrant):
     """Tensors in a cycle hold a GPU's memory until Python looks for cycles, which may be many steps later."""
     experts = make_experts().train()
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
     x, index, weights = inputs_for(ROWS, HIDDEN)
     seen = []
 

@@ -49,8 +49,8 @@ def test_decodes_what_the_native_layer_holds(fmt: str, nodes: int) -> None:
     layer = make_layer(160, 288, fmt, ISA, nodes=nodes)
     weights = decoded(layer, [3, 0, 4], None, torch.device("cpu"))
     gate_up, down = exact(layer, [3, 0, 4])
-    assert torch.equal(scaled(weights.gate_up, weights.gate_up_scale), gate_up)
-    assert torch.equal(scaled(weights.down, weights.down_scale), down)
+    assert torch.equal(scaled(weights.gate_up.values, weights.gate_up.scale), gate_up)
+    assert torch.equal(scaled(weights.down.values, weights.down.scale), down)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])

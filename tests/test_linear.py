@@ -48,9 +48,8 @@ def run(own: Any, autocast: bool = True, dtype: torch.dtype = torch.bfloat16) ->
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         out = own(x)
     parameters = [x, *(own.get_parameter(name) for name in trained(own))]
-    grads = torch.autograd.grad(
-        out.to(torch.promote_types(out.dtype, torch.float32)).square().sum(), parameters, allow_unused=True
-    )
+    loss = out.to(torch.promote_types(out.dtype, torch.float32)).square().sum()
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [out.detach(), *(grad for grad in grads if grad is not None)]
 
 
@@ -99,7 +98,7 @@ def test_all_else_goes_pefts_way(change: str) -> None:
         own.merge_adapter()
     if change == "disabled":
         own.base_model.disable_adapter_layers()
-        own.base_model.model.q.base_layer.weight.requires_grad_()
+        layer.base_layer.weight.requires_grad_()
     if change == "no autocast":
         own.bfloat16()
     expected = run(own, change != "no autocast")

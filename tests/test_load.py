@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from contract import empty_layer, relative
 from quantize import SCHEMES, SLACK, encode_stacked, fp8, int4, mxfp4, stacked_name
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,38 +19,25 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import SINGLE_NAME, CheckpointReader
 from ktft.config import PROJECTIONS
 
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
 # --- layouts: stacked, fused, interleaved, transposed -----------------------------------------------------------------
 
 
 HIDDEN, INTER = 192, 128
 LAYOUTS = [
     Layout("e.experts.{projection}", ("gate_up_proj", "gate_up_proj", "down_proj"), interleaved, transposed)
-    for interleaved in (False, True)
-    for transposed in (False, True)
+    for interleaved, transposed in product((False, True), repeat=2)
 ]
 
 
-def fuse(layout: Layout, gate: Tensor, up: Tensor) -> Tensor:
-    return torch.stack([gate, up], 1).flatten(0, 1) if layout.interleaved else torch.cat([gate, up])
+SHAPES = {"e.experts.gate_up_proj": (2 * INTER, HIDDEN), "e.experts.down_proj": (HIDDEN, INTER)}
 
 
-def random_experts(experts: int = 3, hidden: int = HIDDEN, inter: int = INTER) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(4)
-    shapes = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
-    return [
-        {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()} for _ in range(experts)
-    ]
+def matrix_of(*shape: int, seed: int = 4) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 8
 
 
 def fill(folder: Path, layout: Layout, expert_format: str) -> native.ExpertLayer:
-    layer = native.ExpertLayer(
-        native.runtime(1, 1), num_experts=3, hidden_size=HIDDEN, intermediate_size=INTER, format=expert_format
-    )
+    layer = empty_layer(HIDDEN, INTER, expert_format, num_experts=3)
     family = Family("stacked", ("stacked",), "StackedExperts", layouts=(layout,))
     plan = ExpertPlan(CheckpointReader.from_directory(folder), family, {0: layer})
     assert sum(plan.load({0: layer})) == plan.nbytes()
@@ -62,26 +50,20 @@ def fill(folder: Path, layout: Layout, expert_format: str) -> native.ExpertLayer
 @pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])
 def test_stacked_experts(tmp_path: Path, layout: Layout, kind: str) -> None:
     """Every layout of `ExpertSource`, with the native format keeping the codes wherever whole blocks stay together."""
-    experts = random_experts()
-    stored: dict[str, list[Tensor]] = {}
+    stored: dict[str, Tensor] = {}
     expected: dict[tuple[int, str], Tensor] = {}
     encode = {"plain": lambda w: ({"weight": w.bfloat16()}, w.bfloat16().float()), "fp8": fp8, "mxfp4": mxfp4}[kind]
-    for number, expert in enumerate(experts):
-        for stem, matrix in (
-            ("e.experts.gate_up_proj", fuse(layout, expert["gate_proj"], expert["up_proj"])),
-            ("e.experts.down_proj", expert["down_proj"]),
-        ):
-            if layout.transposed:
-                matrix = matrix.T.contiguous()
-            tensors, values = encode_stacked(encode, matrix[None], layout.transposed)
-            values = values[0].T if layout.transposed else values[0]
-            for part, tensor in tensors.items():
-                stored.setdefault(stacked_name(stem, part), []).append(tensor[0])
-            for projection in PROJECTIONS:
-                source = layout.source(0, number, projection, INTER)
-                if source.stem == stem:
-                    expected[number, projection] = values[source.rows]
-    save_file({name: torch.stack(parts).contiguous() for name, parts in stored.items()}, tmp_path / SINGLE_NAME)
+    for stem, shape in SHAPES.items():
+        experts = torch.stack([matrix_of(*shape, seed=number) for number in range(3)])
+        if layout.transposed:
+            experts = experts.mT.contiguous()
+        tensors, values = encode_stacked(encode, experts, layout.transposed)
+        stored |= {stacked_name(stem, part): tensor.contiguous() for part, tensor in tensors.items()}
+        for number, projection in product(range(3), PROJECTIONS):
+            source = layout.source(0, number, projection, INTER)
+            if source.stem == stem:
+                expected[number, projection] = (values[number].T if layout.transposed else values[number])[source.rows]
+    save_file(stored, tmp_path / SINGLE_NAME)
     method = {"fp8": SCHEMES["fp8"][1], "mxfp4": {"quant_method": "mxfp4"}, "plain": None}[kind]
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": method}))
     for expert_format in ("bf16", *(() if kind == "plain" else (kind,))):
@@ -95,15 +77,8 @@ def test_stacked_experts(tmp_path: Path, layout: Layout, kind: str) -> None:
 
 
 def test_a_stacked_tensor_is_read_expert_by_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = LAYOUTS[0]
-    experts = random_experts()
-    save_file(
-        {
-            "e.experts.gate_up_proj": torch.stack([fuse(layout, e["gate_proj"], e["up_proj"]) for e in experts]),
-            "e.experts.down_proj": torch.stack([e["down_proj"] for e in experts]),
-        },
-        tmp_path / SINGLE_NAME,
-    )
+    stored = {name: torch.randn(3, *shape) for name, shape in SHAPES.items()}
+    save_file(stored, tmp_path / SINGLE_NAME)
     reads: list[tuple[str, int | None, int]] = []
     original = CheckpointReader.read
 
@@ -113,29 +88,25 @@ def test_a_stacked_tensor_is_read_expert_by_expert(tmp_path: Path, monkeypatch: 
         return tensor
 
     monkeypatch.setattr(CheckpointReader, "read", spy)
-    fill(tmp_path, layout, "bf16")
-    sizes = {"e.experts.gate_up_proj": 2 * INTER * HIDDEN * 4, "e.experts.down_proj": INTER * HIDDEN * 4}
-    assert sorted(reads) == sorted((name, i, size) for name, size in sizes.items() for i in range(3)), "once each"
+    fill(tmp_path, LAYOUTS[0], "bf16")
+    assert sorted(reads) == sorted((name, i, t[i].nbytes) for name, t in stored.items() for i in range(3)), "once each"
 
 
 # --- native: codes that are kept --------------------------------------------------------------------------------------
 
 
 def layer_of(expert_format: str, rows: int, cols: int, nodes: int = 1) -> native.ExpertLayer:
-    return native.ExpertLayer(
-        native.runtime(1, nodes), num_experts=1, hidden_size=rows, intermediate_size=cols, format=expert_format
-    )
+    return empty_layer(rows, cols, expert_format, nodes=nodes, num_experts=1)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(("rows", "cols"), [(64, 256), (160, 416), (288, 160)])
 def test_codes_are_kept(rows: int, cols: int, nodes: int) -> None:
-    weight = random_experts(1, rows, cols)[0]["down_proj"]
+    weight = matrix_of(rows, cols)
     tensors, values = fp8(weight)
     layer = layer_of("fp8", rows, cols, nodes)
-    assert layer.load(
-        0, "down_proj", tensors["weight"], tensors["weight_scale_inv"], block=(128, 128) if rows > 128 else None
-    )
+    block = (128, 128) if rows > 128 else None
+    assert layer.load(0, "down_proj", tensors["weight"], tensors["weight_scale_inv"], block=block)
     assert torch.equal(layer.dequantize(0, "down_proj"), values.bfloat16().float())
 
     tensors, values = int4(weight)
@@ -153,44 +124,33 @@ def test_codes_are_kept(rows: int, cols: int, nodes: int) -> None:
 
 def test_without_the_scales_they_would_be_lost() -> None:
     """What `test_codes_are_kept` tells apart: an encoder that looks for scales in the values finds others."""
-    _, values = fp8(random_experts(1)[0]["down_proj"])
+    _, values = fp8(matrix_of(192, 128))
     layer = layer_of("fp8", 192, 128)
     layer.load(0, "down_proj", values)
     assert SLACK != 1 and not torch.equal(layer.dequantize(0, "down_proj"), values.bfloat16().float())
 
 
+FP8, CODES = torch.zeros(64, 64, dtype=torch.float8_e4m3fn), torch.zeros(64, 32, dtype=torch.uint8)
+ONE = torch.ones(1, 1)
+
+
 @pytest.mark.parametrize(
-    ("codes", "scales", "options", "message"),
+    ("codes", "scales", "zeros", "message"),
     [
-        (torch.zeros(64, 64, dtype=torch.int8), torch.ones(1, 1), {}, "codes with scales are float8_e4m3fn, or uint8"),
-        (torch.zeros(64, 64), torch.ones(1, 1), {}, "codes with scales are float8_e4m3fn"),
-        (torch.zeros(64, 64, dtype=torch.float8_e4m3fn), None, {}, "or codes and scales, got torch.float8_e4m3fn"),
-        (
-            torch.zeros(64, 64, dtype=torch.float8_e4m3fn),
-            torch.ones(2, 1),
-            {},
-            "codes [64, 64] in blocks of [128, 128] need scales [1, 1], got [2, 1]",
-        ),
-        (torch.zeros(64, 64, dtype=torch.float8_e4m3fn), torch.full((1, 1), torch.nan), {}, "scales hold NaN or Inf"),
-        (torch.zeros(64, 64, dtype=torch.float8_e4m3fn), -torch.ones(1, 1), {}, "a negative number, which no fp8"),
-        (
-            torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn),
-            torch.ones(1, 1),
-            {},
-            "NaN or Inf, for instance at [0",
-        ),
-        (torch.zeros(64, 32, dtype=torch.uint8), torch.full((64, 2), 255, dtype=torch.uint8), {}, "NaN or Inf"),
-        (torch.zeros(64, 32, dtype=torch.uint8), torch.ones(64, 2).half(), {}, "scales of torch.uint8 codes cannot be"),
-        (
-            torch.zeros(64, 32, dtype=torch.uint8),
-            torch.ones(64, 2),
-            {"zeros": torch.zeros(64, 1, dtype=torch.uint8)},
-            "zero points must be uint8 [64, 2] of int4",
-        ),
+        (torch.zeros(64, 64, dtype=torch.int8), ONE, None, "codes with scales are float8_e4m3fn, or uint8"),
+        (torch.zeros(64, 64), ONE, None, "codes with scales are float8_e4m3fn"),
+        (FP8, None, None, "or codes and scales, got torch.float8_e4m3fn"),
+        (FP8, torch.ones(2, 1), None, "codes [64, 64] in blocks of [128, 128] need scales [1, 1], got [2, 1]"),
+        (FP8, ONE * torch.nan, None, "scales hold NaN or Inf"),
+        (FP8, -ONE, None, "a negative number, which no fp8"),
+        (torch.full((64, 64), torch.nan).to(FP8.dtype), ONE, None, "NaN or Inf, for instance at [0"),
+        (CODES, torch.full((64, 2), 255, dtype=torch.uint8), None, "NaN or Inf"),
+        (CODES, torch.ones(64, 2).half(), None, "scales of torch.uint8 codes cannot be"),
+        (CODES, torch.ones(64, 2), CODES[:, :1], "zero points must be uint8 [64, 2] of int4"),
     ],
 )
-def test_bad_codes(codes: Tensor, scales: Tensor | None, options: dict[str, Any], message: str) -> None:
+def test_bad_codes(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, message: str) -> None:
     for expert_format in ("fp8", "int4", "int8"):
         with pytest.raises(ValueError) as error:
-            layer_of(expert_format, 64, 64).load(0, "down_proj", codes, scales, **options)
+            layer_of(expert_format, 64, 64).load(0, "down_proj", codes, scales, zeros=zeros)
         assert message in str(error.value)

@@ -19,12 +19,6 @@ from ktft.checkpoint import lock
 from ktft.checkpoint.lock import LOCK, Holder, locked
 
 
-def leave(directory: Path, holder: Holder | bytes) -> None:
-    """What a process leaves behind that never gave the folder back."""
-    content = holder if isinstance(holder, bytes) else json.dumps(asdict(holder)).encode()
-    (directory / LOCK).write_bytes(content)
-
-
 def test_names_the_other_process(tmp_path: Path) -> None:
     with held_by_another(tmp_path) as other:
         with pytest.raises(ValueError, match=f"{tmp_path} is in use by process {other.pid} on ") as refusal:
@@ -62,8 +56,10 @@ def test_kill_leaves_a_lock_that_is_taken_over(tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_stale_locks(tmp_path: Path, caplog: pytest.LogCaptureFixture, left: object, remark: str | None) -> None:
+    """What a process leaves behind that never gave the folder back."""
     here = asdict(Holder.here("training")) | {"pid": 2**22 + 1}
-    leave(tmp_path, left if isinstance(left, bytes) else json.dumps(here | left).encode())  # type: ignore[operator]
+    content = left if isinstance(left, bytes) else json.dumps(here | left).encode()  # type: ignore[operator]
+    (tmp_path / LOCK).write_bytes(content)
     with caplog.at_level(logging.WARNING, "ktft"), locked(tmp_path, "training"):
         pass
     assert remark in caplog.text if remark else not caplog.records

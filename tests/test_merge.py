@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import lora_config
+from contract import relative
 from merging import contents, logits, merge, merged_by_hand, names_of, run, stock, weight_of, write_adapter
 from quantize import is_expert, is_linear, quantize, read_all, write
 from safetensors.torch import load_file
@@ -45,25 +48,22 @@ class Case:
         self.by_hand = merged_by_hand(plain, self.adapter)
 
 
-@pytest.fixture(scope="module")
-def case(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """Made once; copy before changing."""
-    made: dict[str, Case] = {}
+Cases = Callable[[str], Case]
 
+
+@pytest.fixture(scope="module")
+def case(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Made once; copy before changing."""
+
+    @functools.cache
     def make(name: str) -> Case:
-        if name not in made:
-            (family, scheme), folder = CASES[name], tmp_path_factory.mktemp(name)
-            base = plain = tiny_checkpoint(family)
-            if scheme is not None:
-                base, plain, _ = quantize(base, folder, scheme, is_linear if scheme == "fp8" else is_expert)
-            made[name] = Case(base, plain, folder)
-        return made[name]
+        (family, scheme), folder = CASES[name], tmp_path_factory.mktemp(name)
+        base = plain = tiny_checkpoint(family)
+        if scheme is not None:
+            base, plain, _ = quantize(base, folder, scheme, is_linear if scheme == "fp8" else is_expert)
+        return Case(base, plain, folder)
 
     return make
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach() - expected.detach()).norm() / expected.detach().norm().clamp_min(1e-9))
 
 
 def experts_of(model: Any) -> list[str]:
@@ -72,16 +72,14 @@ def experts_of(model: Any) -> list[str]:
 
 def load(path: Path, **settings: Any) -> Any:
     config = ktft.KtftConfig(threads=1, **settings)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bf16_is_the_sum_and_loads_in_stock_transformers(
-    case: Callable[[str], Case], tmp_path: Path, name: str
-) -> None:
+def test_bf16_is_the_sum_and_loads_in_stock_transformers(case: Cases, tmp_path: Path, name: str) -> None:
     given = case(name)
     before = contents(given.base)
     out = merge(given.base, given.adapter, tmp_path / "out", "--format", "bf16")
@@ -102,16 +100,15 @@ def test_bf16_is_the_sum_and_loads_in_stock_transformers(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_keeps_layout_and_formats(case: Callable[[str], Case], tmp_path: Path, name: str) -> None:
+def test_same_keeps_layout_and_formats(case: Cases, tmp_path: Path, name: str) -> None:
     given = case(name)
     out = merge(given.base, given.adapter, tmp_path / "out")
     old, new = contents(given.base), contents(out)
     assert {file for file in old if new.get(file) != old[file]} == {f for f in old if f.endswith(".safetensors")}
     assert new.keys() - old.keys() == {REPORT}
     before, after = (CheckpointReader.from_directory(path) for path in (given.base, out))
-    assert [(e.name, e.file.name, e.dtype, e.shape) for e in before.tensors.values()] == [
-        (e.name, e.file.name, e.dtype, e.shape) for e in after.tensors.values()
-    ]
+    places = [[(e.name, e.file.name, e.dtype, e.shape) for e in r.tensors.values()] for r in (before, after)]
+    assert places[0] == places[1]
     changed = {n for n in before.tensors if not torch.equal(_bytes(before.read(n)), _bytes(after.read(n)))}
     assert not [n for n in changed if "norm" in n or "embed" in n or "gate.weight" in n or "lm_head" in n]
     model, kind = load(out, expert_format="bf16"), (CASES[name][1] or "bf16").partition("-")[0]
@@ -134,7 +131,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "expert_format"), [("qwen3moe", "k4"), ("dsv3-fp8", "int8"), ("gpt_oss-mxfp4", "k4")])
-def test_packed_for_ktft(case: Callable[[str], Case], tmp_path: Path, name: str, expert_format: str) -> None:
+def test_packed_for_ktft(case: Cases, tmp_path: Path, name: str, expert_format: str) -> None:
     given = case(name)
     out = merge(given.base, given.adapter, tmp_path / "out", "--format", expert_format)
     model = load(out)
@@ -145,15 +142,9 @@ def test_packed_for_ktft(case: Callable[[str], Case], tmp_path: Path, name: str,
             assert relative(module.layer.dequantize(5, projection), expected) < FORMAT_TRAITS[expert_format].error_limit
     attention = "model.layers.1.self_attn.o_proj"
     assert relative(model.get_parameter(f"{attention}.weight"), weight_of(given.by_hand, attention)) < 0.04
-    ktft.get_peft_model(model, ktft_lora())  # trains on
+    ktft.get_peft_model(model, lora_config(r=2))  # trains on
     with pytest.raises(ValueError, match=r"shard adapter_\w+\.\w+ was converted, but the checkpoint has"):
         load(given.base, expert_checkpoint=str(out))
-
-
-def ktft_lora() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=2, target_modules="all-linear")
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -198,7 +189,7 @@ def test_a_dequantized_checkpoint_has_no_code_left(tiny_checkpoint: Checkpoint, 
     assert index.keys() == found.keys()
 
 
-def test_loads_without_ktft(case: Callable[[str], Case], tmp_path: Path) -> None:
+def test_loads_without_ktft(case: Cases, tmp_path: Path) -> None:
     given = case("gpt_oss-mxfp4")
     out = merge(given.base, given.adapter, tmp_path / "out", "--format", "bf16", "--no-check")
     code = (
@@ -216,7 +207,7 @@ def test_loads_without_ktft(case: Callable[[str], Case], tmp_path: Path) -> None
 # --- what survived ----------------------------------------------------------------------------------------------------
 
 
-def test_survival_is_measured(case: Callable[[str], Case], tmp_path: Path) -> None:
+def test_survival_is_measured(case: Cases, tmp_path: Path) -> None:
     """The report's numbers, from both checkpoints as transformers sees them."""
     given = case("qwen3moe")
     out = merge(given.base, given.adapter, tmp_path / "out", "--no-check")
@@ -237,7 +228,7 @@ def test_survival_is_measured(case: Callable[[str], Case], tmp_path: Path) -> No
     assert lost == sorted(lost, reverse=True) and {group["verdict"] for group in report["groups"]} == {"ok"}
 
 
-def test_a_drowned_adapter_is_refused(case: Callable[[str], Case], tmp_path: Path) -> None:
+def test_a_drowned_adapter_is_refused(case: Cases, tmp_path: Path) -> None:
     given, out = case("dsv3-int4"), tmp_path / "out"
     adapter = write_adapter(given.base, tmp_path / "adapter", size=0.0005)
     status, output = run(given.base, adapter, out, "--no-check")
@@ -252,7 +243,7 @@ def test_a_drowned_adapter_is_refused(case: Callable[[str], Case], tmp_path: Pat
     assert merge(given.base, adapter, tmp_path / "bf16", "--format", "bf16", "--no-check")
 
 
-def test_dithering_saves_what_rounding_to_the_nearest_would_drop(case: Callable[[str], Case], tmp_path: Path) -> None:
+def test_dithering_saves_what_rounding_to_the_nearest_would_drop(case: Cases, tmp_path: Path) -> None:
     given = case("dsv3-fp8")
     adapter = write_adapter(given.base, tmp_path / "adapter", size=0.003)
     status, output = run(given.base, adapter, tmp_path / "out", "--no-check")
@@ -268,9 +259,7 @@ def test_dithering_saves_what_rounding_to_the_nearest_would_drop(case: Callable[
 
 
 @pytest.mark.parametrize("method", ["logits", "layers"])
-def test_a_wrong_sum_is_found(
-    case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_a_wrong_sum_is_found(case: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Whole, and layer by layer as for a model that does not fit in memory."""
     given, honest = case("qwen3moe"), LoraDelta.matrix
     if method == "layers":

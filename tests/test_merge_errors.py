@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from dying import forked as plainly_forked
+from dying import forked
 from holding import held_by_another
 from merging import contents, merge, run, write_adapter
 from quantize import quantize
@@ -43,6 +43,12 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_adapter(base, tmp_path_factory.mktemp("adapter"))
 
 
+@pytest.fixture(scope="module")
+def whole(base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a merge that nothing disturbed."""
+    return contents(merge(base, adapter, tmp_path_factory.mktemp("whole") / "out", "--no-check"))
+
+
 @pytest.fixture(autouse=True)
 def untouched(base: Path, adapter: Path) -> Iterator[None]:
     """No test changes what it is given."""
@@ -57,16 +63,6 @@ def refused(base: Path, adapter: Path, out: Path, *options: str) -> str:
     assert status == 2, output
     assert not out.exists()
     return output
-
-
-def forked(function: Callable[[], Any], log: Path) -> int:
-    """As test_convert's. A child has none of its parent's threads: torch would wait for them."""
-
-    def alone() -> Any:
-        torch.set_num_threads(1)
-        return function()
-
-    return plainly_forked(alone, log)
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -130,8 +126,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_adapter(base: Path, adapter: Path, tmp_path: Path, damage: str) -> None:
-    hurt, out = tmp_path / "adapter", tmp_path / "out"
-    shutil.copytree(adapter, hurt)
+    hurt, out = shutil.copytree(adapter, tmp_path / "adapter"), tmp_path / "out"
     how, message = DAMAGES[damage]
     how(hurt)
     output = refused(base, hurt, out)
@@ -142,9 +137,8 @@ def test_a_damaged_adapter(base: Path, adapter: Path, tmp_path: Path, damage: st
 
 def test_an_adapter_of_another_model(base: Path, adapter: Path, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "was trained on a model of type deepseek_v3, this one is qwen3_moe" in refused(
-        tiny_checkpoint("qwen3moe"), adapter, out
-    )
+    said = refused(tiny_checkpoint("qwen3moe"), adapter, out)
+    assert "was trained on a model of type deepseek_v3, this one is qwen3_moe" in said
     other = write_checkpoint("dsv3", tmp_path / "experts", n_routed_experts=4, n_group=2, topk_group=1)
     assert "the first is base_model.model.model.layers.1.mlp.experts.4.down_proj" in refused(other, adapter, out)
     other = write_checkpoint("dsv3", tmp_path / "layers", num_hidden_layers=4)
@@ -156,9 +150,8 @@ def test_an_adapter_of_another_model(base: Path, adapter: Path, tiny_checkpoint:
 def test_tied_weights(tmp_path: Path) -> None:
     base = write_checkpoint("qwen3moe", tmp_path / "base", tie_word_embeddings=True)
     adapter = write_adapter(base, tmp_path / "adapter", modules_to_save=["embed_tokens"])
-    assert "changes model.embed_tokens.weight, which is tied to another weight" in refused(
-        base, adapter, tmp_path / "o"
-    )
+    said = refused(base, adapter, tmp_path / "out")
+    assert "changes model.embed_tokens.weight, which is tied to another weight" in said
 
 
 def test_commands_that_are_refused(base: Path, adapter: Path, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -174,32 +167,29 @@ def test_commands_that_are_refused(base: Path, adapter: Path, tiny_checkpoint: C
     packed = merge(base, adapter, tmp_path / "packed", "--format", "k4", "--no-check")
     assert "is a converted checkpoint; give the original one" in refused(packed, adapter, out)
 
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").touch()
-    status, output = run(base, adapter, tmp_path / "full")
+    full, staging = tmp_path / "full", tmp_path / "out.merging"
+    for folder in (full, staging):
+        folder.mkdir()
+        (folder / "thesis.txt").touch()
+    status, output = run(base, adapter, full)
     assert status == 2 and "full exists; give a new or empty directory" in output
-    assert contents(tmp_path / "full") == {"thesis.txt": b""}
-    (tmp_path / "out.merging").mkdir()
-    (tmp_path / "out.merging" / "thesis.txt").touch()
+    assert contents(full) == {"thesis.txt": b""}
     assert "holds thesis.txt, which no merge wrote" in refused(base, adapter, out)
-    (tmp_path / "out.merging" / "thesis.txt").unlink()
-    with held_by_another(tmp_path / "out.merging", tmp_path / "out.merging.ktft-lock") as other:
+    (staging / "thesis.txt").unlink()
+    with held_by_another(staging, tmp_path / "out.merging.ktft-lock") as other:
         assert f"out.merging is in use by process {other.pid}" in refused(base, adapter, out)
     merge(base, adapter, out, "--no-check")
 
 
-def test_a_damaged_base(base: Path, adapter: Path, tmp_path: Path) -> None:
-    hurt, out = tmp_path / "base", tmp_path / "out"
-    shutil.copytree(base, hurt)
+def test_a_damaged_base(base: Path, adapter: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    hurt, out = shutil.copytree(base, tmp_path / "base"), tmp_path / "out"
     shard = sorted(hurt.glob("*.safetensors"))[0]
     tensors = load_file(shard)
     name = next(n for n in tensors if n.endswith("weight_scale_inv"))
     save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, shard)
     assert f"{name.removesuffix('_scale_inv')}: it holds NaN or Inf" in refused(hurt, adapter, out)
     shutil.copy(base / shard.name, shard)
-    assert contents(merge(hurt, adapter, out, "--no-check")) == contents(
-        merge(base, adapter, tmp_path / "whole", "--no-check")
-    )
+    assert contents(merge(hurt, adapter, out, "--no-check")) == whole
     os.truncate(shard, 5000)
     assert f"{shard} is not a whole safetensors file" in refused(hurt, adapter, tmp_path / "new")
 
@@ -285,10 +275,9 @@ def test_another_merge_starts_over(base: Path, adapter: Path, tmp_path: Path, mo
         shutil.rmtree(tmp_path / "out")
 
 
-def test_full_disk(base: Path, adapter: Path, tmp_path: Path) -> None:
-    expected = contents(merge(base, adapter, tmp_path / "whole", "--no-check"))
-    shards = sorted(name for name in expected if name.endswith(".safetensors"))
-    size, out, log = max(len(expected[name]) for name in shards), tmp_path / "out", tmp_path / "log"
+def test_full_disk(base: Path, adapter: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    shards = [name for name in whole if name.endswith(".safetensors")]
+    size, out, log = max(len(whole[name]) for name in shards), tmp_path / "out", tmp_path / "log"
 
     def limited() -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, size - 1))
@@ -300,5 +289,5 @@ def test_full_disk(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert "bytes are still to be written" in log.read_text() and "run the same command again" in log.read_text()
     kept = contents(tmp_path / "out.merging")
     assert not out.exists() and not [name for name in kept if name.endswith(TEMPORARY) or name == REPORT]
-    assert all(kept[name] == expected[name] for name in shards if name in kept)
-    assert contents(merge(base, adapter, out, "--no-check")) == expected
+    assert all(kept[name] == whole[name] for name in shards if name in kept)
+    assert contents(merge(base, adapter, out, "--no-check")) == whole

@@ -32,6 +32,10 @@ def inputs(tokens: int = 3, top_k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(tokens, HIDDEN, generator=draw), index, weights
 
 
+def adapters(rank: int = 4) -> ExpertLora:
+    return make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32)
+
+
 def empty() -> ExpertLayer:
     return ExpertLayer(
         native.runtime(1), num_experts=1, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, format="bf16"
@@ -45,12 +49,11 @@ def made(lora: ExpertLora, make: Callable[[Tensor], Tensor]) -> ExpertLora:
 CALLS = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from test_native_inputs import layer_of, inputs, make_lora, HIDDEN, INTERMEDIATE
-from test_native_inputs import empty, made
+from test_native_inputs import empty, layer_of, inputs, made, adapters, HIDDEN, INTERMEDIATE
 from torch._subclasses.fake_tensor import FakeTensorMode
 layer, (x, index, weights) = layer_of(), inputs()
 fakes = FakeTensorMode()
-lora = make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)
+lora = adapters()
 out, saved = layer.forward(x, index, weights, lora, "retain")
 def replaced(at, make):
     return [make(t) if i == at else t for i, t in enumerate((x, index, weights))]
@@ -91,7 +94,7 @@ def test_tensors_without_values_are_refused() -> None:
 @pytest.mark.parametrize("activation", ["retain", "recompute"])
 def test_what_forward_kept_belongs_to_one_call(activation: str) -> None:
     layer, twin, given = layer_of(), layer_of(), inputs()
-    lora = make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)
+    lora = adapters()
     _, saved = layer.forward(*given, lora, activation)
     ones = torch.ones_like(given[0])
     with pytest.raises(ValueError, match="comes from another layer"):
@@ -108,48 +111,33 @@ def test_what_forward_kept_belongs_to_one_call(activation: str) -> None:
 def test_adapters_of_another_rank_are_not_those_of_forward() -> None:
     """Under `retain` the products with A were kept, at the rank they had."""
     layer, given = layer_of(), inputs()
-    _, saved = layer.forward(*given, make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32), "retain")
+    _, saved = layer.forward(*given, adapters(), "retain")
     ones = torch.ones_like(given[0])
-    wider = make_lora(HIDDEN, INTERMEDIATE, 64, torch.float32)
+    wider = adapters(64)
     with pytest.raises(ValueError, match="forward had LoRA of rank 4 on gate_proj, backward has rank 64"):
         layer.backward(saved, ones, *given, wider)
     with pytest.raises(ValueError, match="rank 4 on gate_proj, backward has rank 0 .0 stands for none"):
         layer.backward(saved, ones, *given, None)
 
 
-def short(grads: list[Tensor]) -> dict[str, Any]:
-    return {"lora_grads": grads[:-1]}
-
-
-def half(grads: list[Tensor]) -> dict[str, Any]:
-    return {"lora_grads": [grad.half() for grad in grads]}
-
-
-def small(grads: list[Tensor]) -> dict[str, Any]:
-    return {"lora_grads": [grad[:, :1].contiguous() for grad in grads]}
-
-
-def numbers(grads: list[Tensor]) -> dict[str, Any]:
-    return {"lora_grads": grads, "elsewhere": torch.zeros(EXPERTS, dtype=torch.int64)}
-
-
-def one(grads: list[Tensor]) -> dict[str, Any]:
-    return {"lora_grads": grads, "elsewhere": torch.zeros(1, dtype=torch.bool)}
+NOT_CONTIGUOUS = "the gradient of a LoRA tensor must be a contiguous CPU tensor"
+NOT_BOOLEAN = r"elsewhere must be a contiguous CPU tensor \[5\] torch.bool"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (short, "5 tensors for the gradients of 6 LoRA tensors"),
-        (half, "the gradient of a LoRA tensor must be a contiguous CPU tensor"),
-        (small, "the gradient of a LoRA tensor must be a contiguous CPU tensor"),
-        (numbers, r"elsewhere must be a contiguous CPU tensor \[5\] torch.bool"),
-        (one, r"elsewhere must be a contiguous CPU tensor \[5\] torch.bool"),
+        (lambda grads: {"lora_grads": grads[:-1]}, "5 tensors for the gradients of 6 LoRA tensors"),
+        (lambda grads: {"lora_grads": [grad.half() for grad in grads]}, NOT_CONTIGUOUS),
+        (lambda grads: {"lora_grads": [grad[:, :1].contiguous() for grad in grads]}, NOT_CONTIGUOUS),
+        (lambda grads: {"lora_grads": grads, "elsewhere": torch.zeros(EXPERTS, dtype=torch.int64)}, NOT_BOOLEAN),
+        (lambda grads: {"lora_grads": grads, "elsewhere": torch.zeros(1, dtype=torch.bool)}, NOT_BOOLEAN),
     ],
+    ids=["too few", "half", "small", "numbers", "one"],
 )
 def test_where_gradients_go_is_checked(change: Any, message: str) -> None:
     layer, given = layer_of(), inputs()
-    lora = make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)
+    lora = adapters()
     _, saved = layer.forward(*given, lora, "retain")
     grads = [torch.zeros(tensor.shape) for tensor in lora.parameters()]
     with pytest.raises(ValueError, match=message):

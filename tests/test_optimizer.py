@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
+from adapted import load_as_stored, lora_config
 from runs import DATA, adapted, arguments, losses
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.training_args import OptimizerNames
@@ -152,16 +151,9 @@ class TorchsSteps(TrainerCallback):
 def test_trainer_takes_torchs_steps_and_the_norm_over_all_groups(
     tiny_checkpoint: Checkpoint, tmp_path: Path, optim: str
 ) -> None:
-    options: dict[str, Any] = {
-        "optim": optim,
-        "max_steps": 8,
-        "gradient_accumulation_steps": 2,
-        "lr_scheduler_type": "linear",
-        "weight_decay": 0.1,
-        "save_strategy": "no",
-        "max_grad_norm": 1e6,
-        "learning_rate": 1e-3,
-    }
+    options: dict[str, Any] = {"optim": optim, "max_steps": 8, "gradient_accumulation_steps": 2}
+    options |= {"lr_scheduler_type": "linear", "weight_decay": 0.1, "learning_rate": 1e-3}
+    options |= {"save_strategy": "no", "max_grad_norm": 1e6}
     path, norms = tiny_checkpoint("dsv3"), GradientNorms()
     args = arguments(tmp_path, **options)
     stock = torch.optim.AdamW, {"lr": args.learning_rate, "weight_decay": 0.1}
@@ -182,25 +174,19 @@ def test_trainer_takes_torchs_steps_and_the_norm_over_all_groups(
     assert clipped.all == pytest.approx([0.05] * 3, rel=1e-4)
 
 
-def test_stock_models_keep_torchs(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_stock_models_keep_torchs(base: Path, tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1, save_strategy="no")
-    stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"), dtype=torch.float32)
-    for model, cls in ((stock, torch.optim.AdamW), (adapted(tiny_checkpoint("qwen3moe")), AdamW)):
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for model, cls in ((stock, torch.optim.AdamW), (adapted(base), AdamW)):
         trainer = transformers.Trainer(model, args, train_dataset=DATA)
         assert type(trainer.create_optimizer()) is cls
         # asked by the arguments alone, as LLaMA-Factory does for LoRA+
-        assert transformers.Trainer.get_optimizer_cls_and_kwargs(args)[0] is (
-            torch.optim.AdamW if cls is not AdamW else cls
-        )
+        assert transformers.Trainer.get_optimizer_cls_and_kwargs(args)[0] is cls
 
 
-def test_pure_bf16_trains_with_moments_in_bf16(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = ktft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(
-            tiny_checkpoint("qwen3moe"), quantization_config=ktft.KtftConfig(threads=1), dtype=torch.bfloat16
-        ),
-        LoraConfig(r=4, target_modules=["experts"], task_type="CAUSAL_LM"),
-    ).to(torch.bfloat16)
+def test_pure_bf16_trains_with_moments_in_bf16(base: Path, tmp_path: Path) -> None:
+    model = load_as_stored(base, dtype=torch.bfloat16)
+    model = ktft.get_peft_model(model, lora_config(target_modules=["experts"])).to(torch.bfloat16)
     args = arguments(tmp_path, max_steps=12, learning_rate=2e-2, save_strategy="no")
     trainer = transformers.Trainer(model, args, train_dataset=DATA)
     trainer.train()
@@ -219,40 +205,40 @@ def test_every_optimizer_of_transformers_has_its_place() -> None:
 
 
 @pytest.mark.parametrize("requirement", OTHERS)
-def test_other_optimizers_train_every_group(tiny_checkpoint: Checkpoint, tmp_path: Path, requirement: str) -> None:
+def test_other_optimizers_train_every_group(base: Path, tmp_path: Path, requirement: str) -> None:
     for optim in OTHERS[requirement]:
         args = arguments(tmp_path, optim=optim, save_strategy="no", max_steps=6)
         try:
             check_optimizer(args)
         except ValueError as error:
             pytest.skip(str(error))
-        trainer = transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA)
+        trainer = transformers.Trainer(adapted(base), args, train_dataset=DATA)
         trainer.train()
         assert type(trainer.optimizer.optimizer) is not AdamW
         assert all(p.any() for name, p in trainer.model.named_parameters() if "lora_B" in name), optim
 
 
-def test_the_rest_is_refused_before_training(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_is_refused_before_training(base: Path, tmp_path: Path) -> None:
     for optim, reason in optimizers.REFUSED.items():
         with pytest.raises(ValueError, match=f"optim is '{optim}'.*does not support: {reason[:20]}.*set optim: adamw"):
             check_optimizer(arguments(tmp_path, optim=optim))
     with pytest.raises(ValueError, match="optim is 'lomo'"):
-        ktft.Trainer(adapted(tiny_checkpoint("qwen3moe")), arguments(tmp_path, optim="lomo"), train_dataset=DATA)
+        ktft.Trainer(adapted(base), arguments(tmp_path, optim="lomo"), train_dataset=DATA)
 
+
+def test_optimizers_whose_package_is_missing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "schedulefree":
             raise metadata.PackageNotFoundError
         return "0.43.1"
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(
-        ValueError, match=r"needs bitsandbytes>=0\.50 .*installed is 0\.43\.1; pip install 'bitsandbytes"
-    ):
-        check_optimizer(arguments(tmp_path, optim="paged_adamw_8bit"))
-    with pytest.raises(ValueError, match="installed is none"):
-        check_optimizer(arguments(tmp_path, optim="schedule_free_adamw"))
+    for optim, words in {
+        "paged_adamw_8bit": r"needs bitsandbytes>=0\.50 .*installed is 0\.43\.1; pip install 'bitsandbytes",
+        "schedule_free_adamw": "installed is none",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            check_optimizer(arguments(tmp_path, optim=optim))
 
 
 @pytest.mark.parametrize(
@@ -264,27 +250,19 @@ def test_the_rest_is_refused_before_training(
     ids=["loraplus", "muon"],
 )
 def test_llamafactorys_own_optimizers(
-    train_yaml: Callable[..., dict[str, Any]],
-    fork_cli: Callable[..., subprocess.CompletedProcess[str]],
-    options: dict[str, Any],
-    expected: tuple[str, ...],
+    train_yaml: Callable[..., Any], fork_cli: Callable[..., Any], options: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
     log = fork_cli(["llamafactory-cli", "train"], train_yaml("qwen3moe", **options)).stdout
     for text in (*expected, "'loss':"):
         assert text in log, log
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"optim": "adamw_apex_fused"}, "optim is 'adamw_apex_fused'.*set optim: adamw_torch"),
-        ({"optim": "adamw_torch", "use_adam_mini": True}, "use_adam_mini is True"),
-    ],
-)
-def test_llamafactory_refuses_before_loading(
-    train_yaml: Callable[..., dict[str, Any]], options: dict[str, Any], message: str
-) -> None:
+def test_llamafactory_refuses_before_loading(train_yaml: Callable[..., dict[str, Any]]) -> None:
     from llamafactory.hparams import get_train_args
 
-    with pytest.raises(ValueError, match=message):
-        get_train_args(train_yaml("qwen3moe", **options))
+    for options, message in (
+        ({"optim": "adamw_apex_fused"}, "optim is 'adamw_apex_fused'.*set optim: adamw_torch"),
+        ({"optim": "adamw_torch", "use_adam_mini": True}, "use_adam_mini is True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_train_args(train_yaml("qwen3moe", **options))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import runs
 import torch
+from adapted import load
 from peft import LoraConfig, get_peft_model
+from stock import same_choices
 from tiny import FAMILIES, tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 import ktft
 from ktft import reference
@@ -56,16 +58,11 @@ class TorchExperts(nn.Module):
         return reference.moe(hidden_states, top_k_index, top_k_weights, *weights, ExpertLora(pairs))
 
 
-def load_ktft(path: Path) -> PreTrainedModel:
-    config = ktft.KtftConfig(expert_format="bf16", threads=1)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
-
-
 def ktft_model(path: Path, family: str) -> nn.Module:
     """With a LoRA whose B is not zero, so that every tensor gets a gradient from the first step."""
     torch.manual_seed(0)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS[family])
-    model = ktft.get_peft_model(load_ktft(path), config)
+    model = ktft.get_peft_model(load(path), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)
@@ -96,36 +93,21 @@ def losses(model: nn.Module, out: Path) -> list[float]:
     tok = tokenizer()
     text = [f"line {n}: the sum of {n} and {n + 1} is {2 * n + 1}." for n in range(16)]
     rows = [{"input_ids": ids, "labels": ids} for ids in tok([line.ljust(40) for line in text]).input_ids]
-    arguments = TrainingArguments(
-        str(out),
-        max_steps=STEPS,
-        per_device_train_batch_size=8,
-        learning_rate=3e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "save_strategy": "no"}
+    trainer = Trainer(model, runs.arguments(out, **settings), train_dataset=rows)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return runs.losses(trainer)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(tiny_checkpoint: Callable[[str], Path], family: str) -> None:
-    """Both models take stock's routing: bf16 rounding may tip a near tie, after which two experts are compared."""
     path, ids = tiny_checkpoint(family), torch.arange(3, 131).reshape(8, 16)
-    stock: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    mine: Any = load_ktft(path)
-    routing: dict[str, tuple[Tensor, Tensor]] = {}
-    for name in find_experts(mine):
-        stock.get_submodule(name).register_forward_pre_hook(lambda _, args, n=name: routing.update({n: args[1:]}))
-        mine.get_submodule(name).register_forward_pre_hook(lambda _, args, n=name: (args[0], *routing[n]))
+    stock, mine = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), load(path)
+    experts = list(find_experts(mine))
+    assert experts
+    same_choices(stock, mine, experts)
     with torch.no_grad():
         expected, actual = stock(ids).logits, mine(ids).logits
-    assert routing
     assert (actual - expected).norm() <= 0.005 * expected.norm()
 
 

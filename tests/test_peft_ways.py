@@ -49,32 +49,29 @@ def expert_parameters(model: torch.nn.Module) -> int:
     ],
     ids=["all-linear", "all names", "some names", "pattern", "experts", "attention"],
 )
-def test_get_peft_model_of_peft_itself(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, targets: Any, projections: set[str]
-) -> None:
+def test_get_peft_model_of_peft_itself(base: Path, tmp_path: Path, targets: Any, projections: set[str]) -> None:
     """Targets as anybody writes them; saved by PEFT's method, loaded by each of PEFT's ways with the same logits."""
-    checkpoint = tiny_checkpoint("qwen3moe")
-    model = peft.get_peft_model(load(checkpoint), lora_config(target_modules=targets))
+    model = peft.get_peft_model(load(base), lora_config(target_modules=targets))
     assert bool(expert_parameters(model)) == bool(projections)
     trained = logits(randomize(model))
     model.save_pretrained(tmp_path)
     assert expert_tensors(tmp_path) == projections
     loaded = [
-        peft.PeftModel.from_pretrained(load(checkpoint), tmp_path),
+        peft.PeftModel.from_pretrained(load(base), tmp_path),
         peft.PeftModel.from_pretrained(
-            load(checkpoint), str(tmp_path), config=peft.PeftConfig.from_pretrained(tmp_path), low_cpu_mem_usage=True
+            load(base), str(tmp_path), config=peft.PeftConfig.from_pretrained(tmp_path), low_cpu_mem_usage=True
         ),
         peft.AutoPeftModelForCausalLM.from_pretrained(
             str(tmp_path),
             quantization_config=ktft.KtftConfig(expert_format="bf16", threads=1),
             dtype=torch.float32,
         ),
-        ktft.load_adapter(load(checkpoint), tmp_path),
+        ktft.load_adapter(load(base), tmp_path),
     ]
     for again in loaded:
         assert torch.equal(logits(again), trained)
         assert not any(parameter.requires_grad for parameter in again.parameters())
-    further = peft.PeftModel.from_pretrained(load(checkpoint), tmp_path, is_trainable=True)
+    further = peft.PeftModel.from_pretrained(load(base), tmp_path, is_trainable=True)
     assert expert_parameters(further) == expert_parameters(model)
 
 
@@ -88,38 +85,35 @@ def test_inject_adapter_in_model(tiny_checkpoint: Checkpoint) -> None:
     assert torch.equal(logits(again), trained)
 
 
-def test_a_configuration_keeps_the_modules_that_its_user_registered(tiny_checkpoint: Checkpoint) -> None:
+def test_a_configuration_keeps_the_modules_that_its_user_registered(base: Path) -> None:
     config = lora_config()
     config._register_custom_module({torch.nn.Bilinear: torch.nn.Identity})
-    assert expert_parameters(peft.get_peft_model(load(tiny_checkpoint("qwen3moe")), config))
+    assert expert_parameters(peft.get_peft_model(load(base), config))
     assert config._custom_modules == {torch.nn.Bilinear: torch.nn.Identity}
 
 
-def test_trls_peft_config_trains_and_saves_experts(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("qwen3moe")
+def test_trls_peft_config_trains_and_saves_experts(base: Path, tmp_path: Path) -> None:
     args = SFTConfig(
         str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True, bf16=False,
         report_to="none", max_length=64, gradient_checkpointing=False,
     )  # fmt: skip
     texts = Dataset.from_dict({"text": [f"{i} and {i} are {2 * i}" for i in range(8)]})
-    trainer = SFTTrainer(
-        load(checkpoint), args, train_dataset=texts, processing_class=tokenizer(), peft_config=lora_config()
-    )
+    trainer = SFTTrainer(load(base), args, train_dataset=texts, processing_class=tokenizer(), peft_config=lora_config())
     trainer.train()
     trainer.save_model(str(tmp_path / "adapter"))
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(tensor.any() for name, tensor in saved.items() if ".mlp.experts." in name and "lora_B" in name)
-    again = peft.PeftModel.from_pretrained(load(checkpoint), tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapter")
     assert torch.equal(logits(again), logits(trainer.model))
 
 
-def test_a_program_that_names_ktft_only_to_load_the_model(tiny_checkpoint: Checkpoint) -> None:
+def test_a_program_that_names_ktft_only_to_load_the_model(base: Path) -> None:
     """No other import of ktft is needed for PEFT to reach experts."""
     program = f"""
         import ktft, peft
         from transformers import AutoModelForCausalLM
         config = ktft.KtftConfig(expert_format="bf16", threads=1)
-        model = AutoModelForCausalLM.from_pretrained({str(tiny_checkpoint("qwen3moe"))!r}, quantization_config=config)
+        model = AutoModelForCausalLM.from_pretrained({str(base)!r}, quantization_config=config)
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
         print("experts:", sum(".experts.lora_" in name for name, _ in model.named_parameters()))
     """
@@ -143,16 +137,16 @@ def test_a_program_that_names_ktft_only_to_load_the_model(tiny_checkpoint: Check
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_would_leave_experts_out_is_refused(
-    tiny_checkpoint: Checkpoint, config: Any, options: dict[str, Any], message: str
+    base: Path, config: Any, options: dict[str, Any], message: str
 ) -> None:
-    model = load(tiny_checkpoint("qwen3moe"))
+    model = load(base)
     with pytest.raises(ValueError, match=message):
         peft.get_peft_model(model, config, **options)
     assert expert_parameters(peft.get_peft_model(model, lora_config()))  # the refusal left the model as it was
 
 
-def test_other_doors_are_shut_with_the_way_to_the_open_one(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = load(tiny_checkpoint("qwen3moe"))
+def test_other_doors_are_shut_with_the_way_to_the_open_one(base: Path, tmp_path: Path) -> None:
+    model = load(base)
     with pytest.raises(ValueError, match=r"peft\.get_peft_model"):
         model.add_adapter(lora_config())
     with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
@@ -164,13 +158,13 @@ def test_other_doors_are_shut_with_the_way_to_the_open_one(tiny_checkpoint: Chec
     other = peft.PeftConfig.from_pretrained(tmp_path)
     other.lora_alpha = 99
     with pytest.raises(ValueError, match="lora_alpha=99"):
-        peft.PeftModel.from_pretrained(load(tiny_checkpoint("qwen3moe")), tmp_path, config=other)
+        peft.PeftModel.from_pretrained(load(base), tmp_path, config=other)
 
 
-def test_stock_models_are_pefts_own(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"), dtype=torch.float32)
+def test_stock_models_are_pefts_own(base: Path, tmp_path: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = peft.get_peft_model(stock, lora_config(target_modules=["q_proj"]))
     assert type(model) is peft.PeftModelForCausalLM
     model.save_pretrained(tmp_path)
-    fresh = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"), dtype=torch.float32)
+    fresh = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert type(peft.PeftModel.from_pretrained(fresh, tmp_path)) is peft.PeftModelForCausalLM

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import refused, run
+from planning import DEEPSEEK, by_format, plan, recipe
 from safetensors import safe_open
 from tiny import COMMON, FAMILIES, MORE_FAMILIES, write_checkpoint
-from typer.testing import CliRunner
 
 from ktft import config, native, system
-from ktft.cli.main import app
 from ktft.config import EXPERT_FORMATS, Settings
 from ktft.model.shape import shape_of
 from ktft.plan import backbone, machine, planner, rates
@@ -24,34 +24,28 @@ from ktft.sizes import parse_size
 from ktft.system import GIB
 from ktft.train.recipe import Recipe, read_recipe, recipe_of
 
+__all__ = ["recipe"]
+
 Checkpoint = Callable[[str], Path]
-DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
-runner = CliRunner()
-
-
-def plan(*args: str | Path, code: int = 0) -> dict[str, Any]:
-    done = runner.invoke(app, ["plan", *map(str, args), "--json"])
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
+Recipes = Callable[..., Path]
 
 
 @pytest.fixture
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def untimed_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan for this machine with published rates: what a test that is not about times needs."""
+
+    def published(runtime: Any, machine: Any, moe: Any, name: str, tokens: int, lora: Any, activation: str) -> Any:
+        return rates.published_expert_rate(machine, moe, name, lora)
+
     monkeypatch.setattr(machine, "_measure", lambda runtime: (1e12, 100e9))
-    monkeypatch.setattr(
-        rates,
-        "timed_expert_rate",
-        lambda runtime, machine, moe, name, tokens, lora, activation: rates.published_expert_rate(
-            machine, moe, name, lora
-        ),
-    )
+    monkeypatch.setattr(rates, "timed_expert_rate", published)
     monkeypatch.setattr(rates, "timed_torch_rate", lambda shape, work: rates.TorchRate(1e12, 1e12, 1e-9, 1e-9))
+
+
+@pytest.fixture
+def untimed(untimed_experts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with rates of attention."""
     monkeypatch.setattr(planner, "timed_layers", lambda model, shape, work, device: rates.LayerRate(1.0, 1.0))
-
-
-def by_format(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["format"]: row for row in told["formats"]}
 
 
 # --- layers timed in the model's own code -----------------------------------------------------------------------------
@@ -69,9 +63,10 @@ def test_every_family_s_layers_can_be_timed(family: str) -> None:
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
-def test_layers_that_do_not_fit_are_estimated(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("untimed_experts")
+def test_layers_that_do_not_fit_are_estimated(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backbone, "available_memory", lambda: 1000)
-    told = plan(tiny_checkpoint("qwen3moe"))
+    told = plan(base)
     (note,) = told["notes"]
     assert note.startswith("the time of attention is estimated, not measured: it would take ")
     assert all(row["step"]["other"] > 0 for row in told["formats"])
@@ -80,10 +75,8 @@ def test_layers_that_do_not_fit_are_estimated(tiny_checkpoint: Checkpoint, monke
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu(tmp_path: Path) -> None:
-    recipe = tmp_path / "train.yaml"
-    recipe.write_text("per_device_train_batch_size: 1")
-    told = plan(DEEPSEEK, recipe, "--ram", "512G", "--gpu", "24G", code=1)
+def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu(recipe: Recipes) -> None:
+    told = plan(DEEPSEEK, recipe(), "--ram", "512G", "--gpu", "24G", code=1)
     assert told["model"]["quantization"] == "fp8"
     assert told["model"]["expert_parameters"] == 58 * 256 * 3 * 7168 * 2048
     assert told["adapter"]["expert_parameters"] == 58 * 256 * 3 * 8 * (7168 + 2048)
@@ -104,11 +97,10 @@ def test_deepseek_v3_in_512_gb_with_a_24_gb_gpu(tmp_path: Path) -> None:
     assert any("--cores" in line for line in told["assumptions"])
 
 
-def test_a_machine_that_suffices(tmp_path: Path) -> None:
-    recipe = tmp_path / "train.yaml"
-    recipe.write_text("per_device_train_batch_size: 1\nkt_config: {expert_format: k4}\n")
+def test_a_machine_that_suffices(recipe: Recipes) -> None:
+    chosen = recipe(kt_config={"expert_format": "k4"})
     big = ["--ram", "512G", "--gpu", "48G", "--sockets", "2", "--cores", "64", "--bandwidth", "400G"]
-    told = plan(DEEPSEEK, recipe, *big)
+    told = plan(DEEPSEEK, chosen, *big)
     assert told["fits"]
     assert "k4 experts" in told["verdict"]
     assert told["changes"] == []
@@ -116,16 +108,13 @@ def test_a_machine_that_suffices(tmp_path: Path) -> None:
     assert len(k4["node_bytes"]) == 2
     assert sum(k4["ram"].values()) == k4["ram_bytes"]
     assert told["machine"]["bandwidth"] == 400e9
-    faster = plan(DEEPSEEK, recipe, *big[:-4], "--cores", "128", "--bandwidth", "800G")
+    faster = plan(DEEPSEEK, chosen, *big[:-4], "--cores", "128", "--bandwidth", "800G")
     assert by_format(faster)["k4"]["step_seconds"] < k4["step_seconds"]
 
 
-def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    path = tiny_checkpoint("qwen3moe")
-    recipe = tmp_path / "train.yaml"
-    recipe.write_text("cutoff_len: 64\nuse_cpu: true\nkt_config: {expert_format: bf16, kt_num_threads: 1}\n")
-    generator = torch.get_rng_state()
-    told = plan(path, recipe)
+def test_this_machine_from_shards(base: Path, recipe: Recipes) -> None:
+    path, generator = base, torch.get_rng_state()
+    told = plan(path, recipe("cutoff_len: 64\nuse_cpu: true\nkt_config: {expert_format: bf16, kt_num_threads: 1}\n"))
     assert torch.equal(torch.get_rng_state(), generator), "what is timed draws from a generator of its own"
     assert told["fits"]
     assert told["model"]["sizes_from"] == "shards"
@@ -138,23 +127,18 @@ def test_this_machine_from_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("untimed")
-def test_the_table(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    recipe = tmp_path / "train.yaml"
-    recipe.write_text("cutoff_len: 64\nkt_config: {expert_format: bf16}\n")
-    table = runner.invoke(app, ["plan", str(tiny_checkpoint("qwen3moe")), str(recipe)])
-    assert table.exit_code == 0
-    assert "bf16 *" in table.stdout
-    assert "estimate" in table.stdout
+def test_the_table(base: Path, recipe: Recipes) -> None:
+    chosen = recipe("cutoff_len: 64\nkt_config: {expert_format: bf16}\n")
+    status, table = run("plan", base, chosen)
+    assert status == 0 and "bf16 *" in table and "estimate" in table
     # without a word about the format it is the default
-    table = runner.invoke(app, ["plan", str(tiny_checkpoint("qwen3moe"))])
-    assert f"{config.DEFAULT_EXPERT_FORMAT} *" in table.stdout
+    assert f"{config.DEFAULT_EXPERT_FORMAT} *" in run("plan", base)[1]
 
 
 @pytest.mark.usefixtures("untimed")
-def test_a_converted_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    source, target = tiny_checkpoint("qwen3moe"), tmp_path / "packed"
-    done = runner.invoke(app, ["convert", str(source), str(target), "--format", "k4"])
-    assert done.exit_code == 0, done.output
+def test_a_converted_checkpoint(base: Path, tmp_path: Path, recipe: Recipes) -> None:
+    source, target = base, tmp_path / "packed"
+    assert run("convert", source, target, "--format", "k4")[0] == 0
     told = plan(target)
     assert told["model"]["converted_to"] == "k4"
     assert [row["format"] for row in told["formats"]] == ["k4"]
@@ -162,29 +146,21 @@ def test_a_converted_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> 
     others = plan(source)["disk"]["checkpoint_bytes"] - read_source(source, Settings()).expert_bytes
     assert told["disk"]["checkpoint_bytes"] == files + others
     # the same experts for the original's other weights
-    recipe = tmp_path / "train.yaml"
-    recipe.write_text(f"kt_config: {{expert_checkpoint: {target}}}")
-    told = plan(source, recipe)
+    told = plan(source, recipe(f"kt_config: {{expert_checkpoint: {target}}}"))
     assert told["model"]["converted_to"] == "k4"
     assert told["disk"]["checkpoint_bytes"] == files + others
-    assert "experts converted to k4" in runner.invoke(app, ["plan", str(target)]).output
-    recipe.write_text("kt_config: {expert_format: int8}")
-    done = runner.invoke(app, ["plan", str(target), str(recipe)])
-    assert done.exit_code == 2
-    assert "holds experts in k4, but expert_format is int8" in done.output
+    assert "experts converted to k4" in run("plan", target)[1]
+    said = refused("plan", target, recipe("kt_config: {expert_format: int8}"))
+    assert "holds experts in k4, but expert_format is int8" in said
     next(target.glob("experts/*.safetensors")).unlink()
-    done = runner.invoke(app, ["plan", str(target)])
-    assert done.exit_code == 2
-    assert "is missing; run the same ktft convert" in done.output
+    assert "is missing; run the same ktft convert" in refused("plan", target)
 
 
 def test_a_quantization_that_ktft_cannot_read(tmp_path: Path) -> None:
     values = json.loads((DEEPSEEK / "config.json").read_text())
     values["quantization_config"] = {"quant_method": "gptq", "bits": 3, "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    done = runner.invoke(app, ["plan", str(tmp_path), "--ram", "64G"])
-    assert done.exit_code == 2
-    assert "bits is 3; ktft reads 4" in done.output
+    assert "bits is 3; ktft reads 4" in refused("plan", tmp_path, "--ram", "64G")
 
 
 @pytest.mark.usefixtures("untimed")
@@ -195,18 +171,17 @@ def test_nothing_fits(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPat
     assert "300.0 MiB are available" in told["verdict"]
     assert any("GiB of memory" in change["change"] for change in told["changes"])
     assert any("KTFT_MEMORY_LIMIT" in line for line in told["warnings"])
-    shown = runner.invoke(app, ["plan", str(tiny_checkpoint("dsv3"))])
-    assert shown.exit_code == 1
-    assert "What would change that" in shown.stdout
+    status, shown = run("plan", tiny_checkpoint("dsv3"))
+    assert status == 1 and "What would change that" in shown
 
 
 @pytest.mark.usefixtures("untimed")
-def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_of_the_machine(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 8 * GIB)
     monkeypatch.setattr(system, "transparent_hugepages", lambda: "never")
     real = native.topology()
     monkeypatch.setattr(native, "topology", lambda: real | {"cgroup_cpus": 0.5})
-    told = " ".join(plan(tiny_checkpoint("qwen3moe"))["warnings"])
+    told = " ".join(plan(base)["warnings"])
     for words in ("a cgroup allows 8.0 GiB", "huge pages are never", "0.5 of"):
         assert words in told
 
@@ -226,9 +201,7 @@ def test_warnings_of_the_machine(tiny_checkpoint: Checkpoint, monkeypatch: pytes
     ],
 )
 def test_bad_options(args: tuple[str, ...], words: str) -> None:
-    done = runner.invoke(app, ["plan", str(DEEPSEEK), *args])
-    assert done.exit_code == 2
-    assert words in done.output
+    assert words in refused("plan", DEEPSEEK, *args)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +218,8 @@ def test_bad_options(args: tuple[str, ...], words: str) -> None:
         ("{", "is not a YAML file"),
     ],
 )
-def test_bad_recipes(text: str, words: str, tmp_path: Path) -> None:
-    recipe = tmp_path / "train.yaml"
-    recipe.write_text(text)
-    done = runner.invoke(app, ["plan", str(DEEPSEEK), str(recipe), "--ram", "64G"])
-    assert done.exit_code == 2
-    assert words in done.output
+def test_bad_recipes(text: str, words: str, recipe: Recipes) -> None:
+    assert words in refused("plan", DEEPSEEK, recipe(text), "--ram", "64G")
 
 
 @pytest.mark.parametrize(
@@ -260,9 +229,7 @@ def test_bad_recipes(text: str, words: str, tmp_path: Path) -> None:
 def test_bad_models(text: str | None, words: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    done = runner.invoke(app, ["plan", str(tmp_path), "--ram", "64G"])
-    assert done.exit_code == 2
-    assert words in done.output
+    assert words in refused("plan", tmp_path, "--ram", "64G")
 
 
 # --- what it reads ----------------------------------------------------------------------------------------------------

@@ -9,34 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan import DEEPSEEK, app, by_format, plan, runner
+from commands import refused
+from planning import DEEPSEEK, by_format, plan, recipe
 
 from ktft import config
 from ktft.config import Settings
 from ktft.system import GIB
 from ktft.train.recipe import Recipe
 
+__all__ = ["recipe"]
+
+Recipes = Callable[..., Path]
 BIG = ("--ram", "768G", "--gpu", "80G", "--cores", "32", "--bandwidth", "230G")
 
 
-def lanes_of(*args: str, recipe: Path | None = None, name: str = "k4") -> dict[str, Any]:
-    told = plan(DEEPSEEK, *([recipe] if recipe else []), *BIG, *args)
-    return by_format(told)[name] | {"notes": told["notes"], "machine": told["machine"], "told": told["assumptions"]}
-
-
 @pytest.fixture
-def lane_recipe(tmp_path: Path) -> Callable[..., Path]:
-    def write(**kt_config: Any) -> Path:
-        path = tmp_path / "train.yaml"
-        path.write_text(json.dumps({"per_device_train_batch_size": 1, "kt_config": kt_config}))
-        return path
+def lanes_of(recipe: Recipes) -> Callable[..., dict[str, Any]]:
+    """`lanes_of(*options, **kt_config)`: the row of k4, and what is told beside it."""
 
-    return write
+    def ask(*options: str, settings: dict[str, Any] | None = None, **kt_config: Any) -> dict[str, Any]:
+        path = recipe(kt_config={"expert_format": "k4"} | kt_config, **settings or {})
+        told = plan(DEEPSEEK, path, *BIG, *options)
+        return by_format(told)["k4"] | {name: told[name] for name in ("notes", "machine", "assumptions")}
+
+    return ask
 
 
-def test_lanes_of_a_described_machine(lane_recipe: Callable[..., Path]) -> None:
-    recipe = lane_recipe(expert_format="k4")
-    by_pcie = [lanes_of("--pcie", each, recipe=recipe) for each in ("3", "4", "5", "60G")]
+def test_lanes_of_a_described_machine(lanes_of: Callable[..., dict[str, Any]]) -> None:
+    by_pcie = [lanes_of("--pcie", each) for each in ("3", "4", "5", "60G")]
     steps = [each["step_seconds"] for each in by_pcie]
     assert steps == sorted(steps, reverse=True)
     assert [each["machine"]["gpu"]["pcie_rate"] for each in by_pcie] == [13.5e9, 27e9, 54e9, 60e9]
@@ -52,14 +52,12 @@ def test_lanes_of_a_described_machine(lane_recipe: Callable[..., Path]) -> None:
         assert each["vram"]["expert outputs"] == 58 * 2048 * 7168 * 2
     assert any("k4 experts: of their rows" in note and "PCIe" in note for note in by_pcie[0]["notes"])
     assert any("expert lanes 1.5 GiB, expert outputs 1.6 GiB" in note for note in by_pcie[0]["notes"])
-    assert any("--pcie 54G, pinned, of 80 GiB" in line for line in lanes_of(recipe=recipe)["told"])
+    assert any("--pcie 54G, pinned, of 80 GiB" in line for line in lanes_of()["assumptions"])
 
 
-def test_a_gpu_with_room_is_told_to_train_without_checkpointing(lane_recipe: Callable[..., Path]) -> None:
-    def notes(*args: str, **recipe: Any) -> list[str]:
-        path = lane_recipe(expert_format="k4")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"bf16": True} | recipe))
-        told = lanes_of(*args, recipe=path)
+def test_a_gpu_with_room_is_told_to_train_without_checkpointing(lanes_of: Callable[..., dict[str, Any]]) -> None:
+    def notes(**settings: Any) -> list[str]:
+        told = lanes_of(settings={"bf16": True} | settings)
         return [note for note in told["notes"] if "disable_gradient_checkpointing" in note]
 
     (note,) = notes(cutoff_len=1024)
@@ -68,42 +66,36 @@ def test_a_gpu_with_room_is_told_to_train_without_checkpointing(lane_recipe: Cal
     assert not notes(cutoff_len=1024, disable_gradient_checkpointing=True)
 
 
-def test_forced_lanes_and_residents(lane_recipe: Callable[..., Path]) -> None:
-    auto = lanes_of(recipe=lane_recipe(expert_format="k4"))
+def test_forced_lanes_and_residents(lanes_of: Callable[..., dict[str, Any]]) -> None:
+    auto = lanes_of()
     for placement in ("cpu", "stream"):
-        forced = lanes_of(recipe=lane_recipe(expert_format="k4", placement=placement))
+        forced = lanes_of(placement=placement)
         assert forced["lanes"]["row_shares"][placement] == 1
         assert forced["step_seconds"] > auto["step_seconds"]
         assert (forced["vram"]["expert lanes"] == 0) == (placement == "cpu")
-    some = lanes_of("--routing", "zipf", recipe=lane_recipe(expert_format="k4", gpu_expert_memory="24G"))
-    without = lanes_of("--routing", "zipf", recipe=lane_recipe(expert_format="k4"))
+    some = lanes_of("--routing", "zipf", gpu_expert_memory="24G")
+    without = lanes_of("--routing", "zipf")
     assert some["vram"]["resident experts"] == 24 * GIB
     assert some["vram_bytes"] == without["vram_bytes"] + 24 * GIB
     assert some["step_seconds"] < without["step_seconds"]
     assert some["lanes"]["row_shares"]["resident"] > 24 * GIB / sum(some["packed_bytes"])
-    every = lanes_of(recipe=lane_recipe(expert_format="k4", gpu_expert_memory="auto", placement="resident"))
+    every = lanes_of(gpu_expert_memory="auto", placement="resident")
     others = every["vram_bytes"] - every["vram"]["resident experts"]
     assert every["vram"]["resident experts"] > 5 * GIB
     assert every["machine"]["gpu"]["memory_bytes"] - every["vram_bytes"] == pytest.approx(others / 4, abs=2)
     assert every["fits"] and not every["tight"]
 
 
-def test_residents_that_do_not_fit(lane_recipe: Callable[..., Path]) -> None:
-    told = plan(DEEPSEEK, lane_recipe(expert_format="k4", gpu_expert_memory="60G"), *BIG, code=1)
+def test_residents_that_do_not_fit(recipe: Recipes) -> None:
+    told = plan(DEEPSEEK, recipe(kt_config={"expert_format": "k4", "gpu_expert_memory": "60G"}), *BIG, code=1)
     assert "GPU memory" in told["verdict"]
     change = next(each for each in told["changes"] if each["change"].startswith("kt_config.gpu_expert_memory: 0"))
     assert change["fits"]
 
 
-def test_checkpointing_beside_a_gpu_keeps_outputs_and_not_activations(tmp_path: Path) -> None:
-    rows = []
-    for disabled in ("false", "true"):
-        recipe = tmp_path / "train.yaml"
-        recipe.write_text(
-            f"per_device_train_batch_size: 1\ncutoff_len: 512\ndisable_gradient_checkpointing: {disabled}\n"
-        )
-        rows.append(by_format(plan(DEEPSEEK, recipe, *BIG[:3], "192G"))["k4"])
-    kept, retained = rows
+def test_checkpointing_beside_a_gpu_keeps_outputs_and_not_activations(recipe: Recipes) -> None:
+    recipes = (recipe(cutoff_len=512, disable_gradient_checkpointing=disabled) for disabled in (False, True))
+    kept, retained = (by_format(plan(DEEPSEEK, path, *BIG[:3], "192G"))["k4"] for path in recipes)
     assert kept["vram"]["expert outputs"] == 58 * 512 * 7168 * 2 and not retained["vram"]["expert outputs"]
     assert kept["ram"]["expert activations"] < retained["ram"]["expert activations"]
     # two forwards would take more than gate and up computed again in backward
@@ -121,12 +113,8 @@ def test_checkpointing_beside_a_gpu_keeps_outputs_and_not_activations(tmp_path: 
         (BIG, {"gpu_expert_memory": "8X"}, "gpu_expert_memory is '8X'; give a size"),
     ],
 )
-def test_bad_lanes(
-    options: tuple[str, ...], kt_config: dict[str, Any], words: str, lane_recipe: Callable[..., Path]
-) -> None:
-    done = runner.invoke(app, ["plan", str(DEEPSEEK), str(lane_recipe(**kt_config)), *options])
-    assert done.exit_code == 2
-    assert words in done.output
+def test_bad_lanes(options: tuple[str, ...], kt_config: dict[str, Any], words: str, recipe: Recipes) -> None:
+    assert words in refused("plan", DEEPSEEK, recipe(kt_config=kt_config), *options)
 
 
 def test_use_cpu_and_a_lane_that_needs_a_gpu() -> None:
@@ -134,7 +122,7 @@ def test_use_cpu_and_a_lane_that_needs_a_gpu() -> None:
         Recipe(use_cpu=True, settings=Settings(placement="stream"))
 
 
-def test_experts_of_a_described_cpu_take_what_was_measured(tmp_path: Path) -> None:
+def test_experts_of_a_described_cpu_take_what_was_measured(tmp_path: Path, recipe: Recipes) -> None:
     values = json.loads((DEEPSEEK / "config.json").read_text())
     qwen = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128,
@@ -143,13 +131,9 @@ def test_experts_of_a_described_cpu_take_what_was_measured(tmp_path: Path) -> No
         "decoder_sparse_step": 1, "mlp_only_layers": [], "torch_dtype": values["torch_dtype"],
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(qwen))
-    recipe = tmp_path / "train.yaml"
-    recipe.write_text(
-        "per_device_train_batch_size: 1\ncutoff_len: 4096\ndisable_gradient_checkpointing: true\n"
-        "kt_config: {placement: cpu}\n"
-    )
+    path = recipe(cutoff_len=4096, disable_gradient_checkpointing=True, kt_config={"placement": "cpu"})
     own = ("--ram", "256G", "--gpu", "192G", "--pcie", "5", "--cores", "16", "--bandwidth", "76G")
-    lanes = by_format(plan(tmp_path, recipe, *own))["int8"]["lanes"]
+    lanes = by_format(plan(tmp_path, path, *own))["int8"]["lanes"]
     # 16 vCPUs with AMX: 24 and 28 ms a layer
     assert lanes["forward_seconds"] / 48 == pytest.approx(24e-3, rel=0.12)
     assert lanes["backward_seconds"] / 48 == pytest.approx(28e-3, rel=0.12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -80,10 +81,8 @@ def test_reads_shards(tiny_checkpoint: Callable[[str], Path]) -> None:
 )
 def test_bad_files(tmp_path: Path, header: dict[str, Any] | bytes, data: bytes, message: str) -> None:
     path = write(tmp_path / SINGLE_NAME, header, data)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{re.escape(message)}"):
         CheckpointReader([path])
-    assert str(path) in str(error.value)
-    assert message in str(error.value)
 
 
 def test_header_longer_than_the_file(tmp_path: Path) -> None:
@@ -109,9 +108,8 @@ def test_shards_and_index_must_agree(tiny_checkpoint: Callable[[str], Path], tmp
 
     def fails(weight_map: dict[str, str], message: str) -> None:
         (path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=re.escape(message)):
             CheckpointReader(shards)
-        assert message in str(error.value)
 
     weight_map = original["weight_map"]
     fails(weight_map | {"extra": shards[0].name}, f"lists extra in {shards[0].name}, which does not hold it")

@@ -8,16 +8,16 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from runs import DATA, STATE, history, require_same_end, trainer
+from runs import DATA, STATE, arguments, history, require_same_end, trainer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import ktft
@@ -25,13 +25,9 @@ from ktft.train import checkpoints
 from ktft.train.checkpoints import STAGING
 from ktft.train.manifest import MANIFEST, damage
 
-Checkpoint = Callable[[str], Path]
 TrainYaml = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def base(tiny_checkpoint: Checkpoint) -> Path:
-    return tiny_checkpoint("qwen3moe")
+ADAPTER = "adapter_model.safetensors"
+FIVE = {"max_steps": 5, "save_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +58,10 @@ def test_resumed_run_is_the_uninterrupted_run(base: Path, whole: transformers.Tr
     require_same_end(resumed, whole)
 
 
+def last_adapter(run: transformers.Trainer) -> bytes:
+    return Path(run.args.output_dir, "checkpoint-7", ADAPTER).read_bytes()
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_resuming_at_the_end_of_an_epoch(base: Path, tmp_path: Path, optim: str) -> None:
     options = {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2, "optim": optim}
@@ -80,24 +80,7 @@ def test_resuming_a_finished_run_trains_no_step_more(base: Path, whole: transfor
     assert (again.state.global_step, history(again)) == (7, history(whole))
     assert result.training_loss == whole.state.log_history[-1]["train_loss"]
     again.save_model()
-    one, two = (Path(path, "adapter_model.safetensors").read_bytes() for path in (tmp_path / "done", whole_end(whole)))
-    assert one == two
-
-
-def whole_end(run: transformers.Trainer) -> Path:
-    return Path(run.args.output_dir, "checkpoint-7")
-
-
-@pytest.fixture
-def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """LLaMA-Factory as a library, in this process."""
-    from llamafactory.train.tuner import run_exp
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    verbosity, grad = logging.getLogger("transformers").level, torch.is_grad_enabled()
-    yield run_exp
-    logging.getLogger("transformers").setLevel(verbosity)
-    torch.set_grad_enabled(grad)
+    assert (tmp_path / "done" / ADAPTER).read_bytes() == last_adapter(whole)
 
 
 def test_llamafactory_resumes_by_itself(
@@ -105,7 +88,7 @@ def test_llamafactory_resumes_by_itself(
 ) -> None:
     """The command finds the checkpoint of a run that was never interrupted, in another process."""
     packed = {"packing": True, "lora_dropout": 0.1, "gradient_accumulation_steps": 2, "logging_steps": 2}
-    one, two = (train_yaml(output_dir=str(tmp_path / n), max_steps=5, save_steps=3, **packed) for n in ("one", "two"))
+    one, two = (train_yaml(output_dir=str(tmp_path / n), **FIVE, **packed) for n in ("one", "two"))
     run_exp(one)
     shutil.copytree(tmp_path / "one/checkpoint-3", tmp_path / "two/checkpoint-3")
     log = fork_cli(["llamafactory-cli", "train"], two).stdout
@@ -113,13 +96,9 @@ def test_llamafactory_resumes_by_itself(
     require_same_folders(tmp_path / "one", tmp_path / "two")
 
 
-def test_llamafactory_resumes_a_reward_model(
-    train_yaml: TrainYaml, run_exp: Callable[..., None], tmp_path: Path
-) -> None:
+def test_llamafactory_resumes_a_reward_model(train_yaml: TrainYaml, run_exp: Callable, tmp_path: Path) -> None:
     """Its callbacks replace files of each checkpoint, and transformers cannot load a model with a value head."""
-    one, two = (
-        train_yaml("dsv3", "rm", output_dir=str(tmp_path / n), max_steps=5, save_steps=3) for n in ("one", "two")
-    )
+    one, two = (train_yaml("dsv3", "rm", output_dir=str(tmp_path / n), **FIVE) for n in ("one", "two"))
     run_exp(one)
     assert damage(tmp_path / "one/checkpoint-3") is None
     shutil.copytree(tmp_path / "one/checkpoint-3", tmp_path / "two/checkpoint-3")
@@ -133,7 +112,7 @@ def folders(path: Path) -> list[str]:
 
 
 def require_same_folders(one: Path, two: Path, *more: str) -> None:
-    for name in (*(f"checkpoint-5/{name}" for name in STATE), "adapter_model.safetensors", *more):
+    for name in (*(f"checkpoint-5/{name}" for name in STATE), ADAPTER, *more):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
     logs = [json.loads((path / "trainer_state.json").read_text())["log_history"] for path in (one, two)]
     assert [entry.get("loss") for entry in logs[0]] == [entry.get("loss") for entry in logs[1]]
@@ -240,14 +219,12 @@ def test_sigterm_saves_and_stops_where_asked_to(base: Path, whole: transformers.
     class Terminate(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 4:
-                manager = next(c.jit_manager for c in run.callback_handler.callbacks if is_jit(c))
+                (callback,) = (c for c in run.callback_handler.callbacks if isinstance(c, JITCheckpointCallback))
+                manager = callback.jit_manager
                 manager.kill_wait = 0
                 os.kill(os.getpid(), signal.SIGTERM)
                 while not manager.is_checkpoint_requested:
                     signal.sigtimedwait([], 0.01)
-
-    def is_jit(callback: Any) -> bool:
-        return isinstance(callback, JITCheckpointCallback)
 
     run = trainer(base, tmp_path, enable_jit_checkpoint=True, callbacks=[Terminate()], save_steps=100)
     run.train()
@@ -260,8 +237,7 @@ def test_sigterm_saves_and_stops_where_asked_to(base: Path, whole: transformers.
 
 def test_other_models_are_saved_as_ever(base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
-    transformers.Trainer(model, args, train_dataset=DATA).train()
+    transformers.Trainer(model, arguments(tmp_path, max_steps=1, save_steps=1), train_dataset=DATA).train()
     assert not (tmp_path / "checkpoint-1" / MANIFEST).exists()
 
 
@@ -286,7 +262,7 @@ def change(path: Path, **fields: Any) -> None:
     ("file", "harm", "message"),
     [
         ("optimizer.pt", cut, r"optimizer.pt has \d+ bytes, \d+ were written"),
-        ("adapter_model.safetensors", flip, "adapter_model.safetensors has SHA-256"),
+        (ADAPTER, flip, f"{ADAPTER} has SHA-256"),
         ("adapter_config.json", Path.unlink, "adapter_config.json is missing"),
         ("rng_state.pth", Path.unlink, "it has no rng_state.pth"),
         ("model.safetensors", lambda path: save_file({"a": torch.zeros(1)}, path), "model.safetensors was added"),
@@ -361,12 +337,6 @@ def test_lost_moments_are_seen(
         trainer(base, begun).train(resume_from_checkpoint=True)
 
 
-def test_checkpoint_without_optimizer_is_refused(base: Path, tmp_path: Path) -> None:
-    trainer(base, tmp_path, save_only_model=True, max_steps=3).train()
-    with pytest.raises(ValueError, match=r"it has no optimizer.pt"):
-        trainer(base, tmp_path).train(resume_from_checkpoint=True)
-
-
 def test_checkpoint_without_manifest_resumes_with_a_word(
     base: Path, whole: transformers.Trainer, begun: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,9 +345,7 @@ def test_checkpoint_without_manifest_resumes_with_a_word(
     with caplog.at_level(logging.WARNING, "ktft"):
         resumed.train(resume_from_checkpoint=True)
     assert "checkpoint-6 has no manifest" in caplog.text
-    assert (begun / "checkpoint-7/adapter_model.safetensors").read_bytes() == (
-        whole_end(whole) / "adapter_model.safetensors"
-    ).read_bytes()
+    assert last_adapter(resumed) == last_adapter(whole)
     with pytest.raises(ValueError, match=r"checkpoint-6 cannot be resumed: .* does not fit the model: .* has shape"):
         trainer(base, begun, lora={"r": 4}).train(resume_from_checkpoint=str(begun / "checkpoint-6"))
     cut(begun / "checkpoint-7/optimizer.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import math
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 import transformers
-from peft import LoraConfig
 from plots import with_plots
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import ktft
 from ktft.checkpoint.routing_profile import Routing, find_routing
@@ -31,33 +32,12 @@ from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, RunReport, Ser
 from ktft.train.run_times import BUSY, TIMES
 
 Checkpoint = Callable[[str], Path]
-DATA = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 131).reshape(8, 16)]
+Whole = tuple[transformers.Trainer, list[Tensor]]
 
 
-def trainer(
-    base: Path,
-    output: Path,
-    lora: dict[str, Any] | None = None,
-    callbacks: list[TrainerCallback] | None = None,
-    **overrides: Any,
-) -> transformers.Trainer:
-    config = ktft.KtftConfig(expert_format="int8", threads=1)
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
-    torch.manual_seed(0)
-    options = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    model = ktft.get_peft_model(model, LoraConfig(**options | (lora or {})))
-    settings = {"output_dir": str(output), "use_cpu": True, "max_steps": 6} | {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 5e-3,
-        "max_grad_norm": 0.1,
-        "logging_steps": 1,
-        "save_steps": 3,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    args = TrainingArguments(**settings | overrides)
-    return ktft.Trainer(model, args, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=callbacks)
+def trainer(base: Path, output: Path, lora: dict[str, Any] | None = None, **overrides: Any) -> transformers.Trainer:
+    settings = {"max_steps": 6, "max_grad_norm": 0.1, "logging_steps": 1} | overrides
+    return runs.trainer(base, output, cls=ktft.Trainer, lora={"lora_dropout": 0.0} | (lora or {}), **settings)
 
 
 def choices(model: torch.nn.Module) -> list[Tensor]:
@@ -76,9 +56,8 @@ def choices(model: torch.nn.Module) -> list[Tensor]:
     return counts
 
 
-def read(directory: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((directory / JSON_NAME).read_text())
-    return report
+def read(directory: Path | str) -> dict[str, Any]:
+    return json.loads(Path(directory, JSON_NAME).read_text())
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +66,7 @@ def base(tiny_checkpoint: Checkpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[transformers.Trainer, list[Tensor]]:
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A run of six steps with checkpoints 3 and 6 and evaluations, saved; and the routers' choices, counted by hand."""
     run = trainer(base, tmp_path_factory.mktemp("whole"), eval_strategy="steps", eval_steps=2)
     counts = choices(run.model)
@@ -97,9 +76,9 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[transfo
     return run, counts
 
 
-def test_every_field_is_true(base: Path, whole: tuple[transformers.Trainer, list[Tensor]]) -> None:
+def test_every_field_is_true(base: Path, whole: Whole) -> None:
     run, counts = whole
-    output = Path(str(run.args.output_dir))
+    output = Path(run.args.output_dir)
     report = read(output)
     assert (report["layout"], report["ended"], report["resumed"]) == (2, "finished", [])
     assert report["expert_tokens"] == {"layers": [1, 2], "tokens": [count.tolist() for count in counts]}
@@ -224,7 +203,7 @@ def test_log_has_times_and_memory(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_and_evaluation_are_not_counted(
-    base: Path, whole: tuple[transformers.Trainer, list[Tensor]], tmp_path: Path, reentrant: bool
+    base: Path, whole: Whole, tmp_path: Path, reentrant: bool
 ) -> None:
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}, "save_strategy": "no"}
     run = trainer(base, tmp_path, gradient_checkpointing=True, max_steps=2, **options)
@@ -252,7 +231,7 @@ def test_passes_without_gradients_are_not_counted(base: Path, tmp_path: Path) ->
     modules = find_experts(model).values()
     for module in modules:
         module.record = Record(module.num_experts)
-    batch = {name: rows[None] for name, rows in DATA[0].items()}
+    batch = {name: rows[None] for name, rows in runs.DATA[0].items()}
     with torch.no_grad():
         model(**batch)
     records = [module.record for module in modules]
@@ -262,10 +241,10 @@ def test_passes_without_gradients_are_not_counted(base: Path, tmp_path: Path) ->
 
 
 def test_resumed_run_reports_all_steps(
-    base: Path, whole: tuple[transformers.Trainer, list[Tensor]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    base: Path, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    straight = read(Path(str(whole[0].args.output_dir)))
-    shutil.copytree(Path(str(whole[0].args.output_dir)) / "checkpoint-3", tmp_path / "checkpoint-3")
+    straight = read(whole[0].args.output_dir)
+    shutil.copytree(Path(whole[0].args.output_dir, "checkpoint-3"), tmp_path / "checkpoint-3")
     (tmp_path / JSON_NAME).write_text("of an earlier run")
     trainer(base, tmp_path).train(resume_from_checkpoint=True)
     report = read(tmp_path)
@@ -334,10 +313,8 @@ def test_report_that_cannot_be_written_costs_nothing_else(
 def test_without_matplotlib_there_is_the_json(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = run_report.importlib.util.find_spec
-    monkeypatch.setattr(
-        run_report.importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find_spec(name, *a)
-    )
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
     with caplog.at_level(logging.INFO, "ktft"):
         trainer(base, tmp_path, max_steps=1, save_strategy="no").train()
     assert read(tmp_path)["ended"] == "finished"
@@ -347,8 +324,8 @@ def test_without_matplotlib_there_is_the_json(
 
 def test_stock_models_get_no_report(base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
-    run = transformers.Trainer(model, args, train_dataset=DATA)
+    args = runs.arguments(tmp_path, max_steps=1, save_strategy="no")
+    run = transformers.Trainer(model, args, train_dataset=runs.DATA)
     run.train()
     run.save_model()
     assert not (tmp_path / JSON_NAME).exists()
@@ -421,15 +398,12 @@ class Tags(HTMLParser):
 
 
 @pytest.mark.parametrize("size", ["small", "large", "empty"])
-def test_page_is_whole_and_self_contained(
-    whole: tuple[transformers.Trainer, list[Tensor]], tmp_path: Path, size: str
-) -> None:
-    small = read(Path(str(whole[0].args.output_dir)))
-    report = large_report(small)
+def test_page_is_whole_and_self_contained(whole: Whole, tmp_path: Path, size: str) -> None:
+    report = large_report(read(whole[0].args.output_dir))
     if size == "empty":  # of a run that was stopped in its first step
         report = RunReport(report.facts, [1], torch.zeros(1, 4, dtype=torch.int64), ended="KeyboardInterrupt: ")
     if size == "small":
-        page = (Path(str(whole[0].args.output_dir)) / PAGE_NAME).read_text()
+        page = Path(whole[0].args.output_dir, PAGE_NAME).read_text()
     else:
         with with_plots():
             assert report.write(tmp_path)

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapted import load
+from adapted import distance, load, lora_config, randomize
+from commands import refused, run
 from merging import logits, write_adapter
-from peft import LoraConfig
 from safetensors import safe_open
-from typer.testing import CliRunner
 
 import ktft
 from ktft.adapters.below import REPORT
 from ktft.adapters.several import stand_on
-from ktft.cli.main import app
 
 Checkpoint = Callable[[str], Path]
 FILE = "adapter_model.safetensors"
-
-
-def run(*arguments: str | Path) -> tuple[int, str]:
-    """A command, in this process: exit status and all that was said, whose lines are not wrapped."""
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
-
-@pytest.fixture(scope="module")
-def base(tiny_checkpoint: Checkpoint) -> Path:
-    return tiny_checkpoint("qwen3moe")
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +36,9 @@ def chain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     folder = tmp_path_factory.mktemp("chain")
     one = write_adapter(base, folder / "one", target_modules=["experts"])
     two = write_adapter(base, folder / "two", target_modules=["v_proj", "down_proj"])
-    model: Any = ktft.get_peft_model(load(base), LoraConfig(r=2, target_modules=["up_proj", "o_proj"]))
+    model: Any = ktft.get_peft_model(load(base), lora_config(target_modules=["up_proj", "o_proj"]))
+    randomize(model)
     stand_on(model, [one, two])
-    torch.manual_seed(4)
-    for name, parameter in model.named_parameters():
-        if "lora_B.default" in name:
-            torch.nn.init.normal_(parameter.data, std=0.1)
     model.save_pretrained(folder / "top")
     return one, two, folder / "top", logits(model.eval())
 
@@ -62,8 +46,8 @@ def chain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 def test_merge_on_top_of_others(base: Path, chain: tuple[Path, Path, Path, torch.Tensor], tmp_path: Path) -> None:
     """Refused on the bare base model; the commands that the error names make the model that was trained."""
     one, two, top, expected = chain
-    status, said = run("merge", base, top, tmp_path / "out")
-    assert status == 2 and not (tmp_path / "out").exists() and not (tmp_path / "out.merging").exists()
+    said = refused("merge", base, top, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.merging").exists()
     assert f"{top} was trained on top of {one}, {two}, and {base} does not hold them: it has no {REPORT}" in said
     commands = said.split("Merge them first: ")[1].strip().replace("; then ", ", ").split(", ")
     places = {f"OUT{number}": str(tmp_path / f"merged{number}") for number in ("", 1, 2)}
@@ -73,18 +57,17 @@ def test_merge_on_top_of_others(base: Path, chain: tuple[Path, Path, Path, torch
         status, said = run(*(places.get(each, each) for each in arguments), "--format", "bf16", "--threads", "1")
         assert status == 0, said
         assert "alone its effect is another" not in said
-    merged = logits(load(tmp_path / "merged"))
-    assert float((merged - expected).norm() / expected.norm()) < 0.1, "three roundings to bf16"
-    assert float((logits(load(tmp_path / "merged2")) - expected).norm() / expected.norm()) > 0.5
+    assert distance(logits(load(tmp_path / "merged")), expected) < 0.1, "three roundings to bf16"
+    assert distance(logits(load(tmp_path / "merged2")), expected) > 0.5
     report = json.loads((tmp_path / "merged" / REPORT).read_text())
     assert len(report["adapters"]) == 3
 
-    status, said = run("merge", tmp_path / "merged1", top, tmp_path / "out")
-    assert status == 2 and f"merged1 does not hold these: {tmp_path / 'merged1' / REPORT} tells of others" in said
+    said = refused("merge", tmp_path / "merged1", top, tmp_path / "out")
+    assert f"merged1 does not hold these: {tmp_path / 'merged1' / REPORT} tells of others" in said
     assert f"ktft merge BASE {one} OUT1" in said
     (tmp_path / "merged2" / REPORT).write_text("{}")
-    status, said = run("merge", tmp_path / "merged2", top, tmp_path / "out")
-    assert status == 2 and f"{REPORT} is not what ktft merge writes" in said
+    said = refused("merge", tmp_path / "merged2", top, tmp_path / "out")
+    assert f"{REPORT} is not what ktft merge writes" in said
 
 
 def test_export_and_verify_on_top_of_others(
@@ -92,8 +75,8 @@ def test_export_and_verify_on_top_of_others(
 ) -> None:
     one, two, top, _ = chain
     export, verify = ("export", top, tmp_path / "out", "--to", "peft"), ("--adapter", top, "--layers-only")
-    status, said = run(*export)
-    assert status == 2 and not (tmp_path / "out").exists()
+    said = refused(*export)
+    assert not (tmp_path / "out").exists()
     assert f"Merge them first: ktft merge {base} {one} OUT1, ktft merge OUT1 {two} OUT2" in said
     assert f"; then ktft export {top} OUT --to ... --base OUT2" in said
     status, said = run("verify", base, *verify)
@@ -115,10 +98,7 @@ def test_export_and_verify_on_top_of_others(
 def test_a_flipped_byte_is_refused_by_every_command(base: Path, plain: Path, tmp_path: Path, part: str) -> None:
     """The lowest bits of one value: names, shapes and sizes are as they were, and nothing is NaN."""
     name = f"base_model.model.model.{part}.weight"
-    damaged = tmp_path / "adapter"
-    damaged.mkdir()
-    for path in plain.iterdir():
-        (damaged / path.name).write_bytes(path.read_bytes())
+    damaged = shutil.copytree(plain, tmp_path / "adapter")
     content = bytearray((plain / FILE).read_bytes())
     length = int.from_bytes(content[:8], "little")
     begin, _ = json.loads(content[8 : 8 + length])[name]["data_offsets"]
@@ -132,32 +112,27 @@ def test_a_flipped_byte_is_refused_by_every_command(base: Path, plain: Path, tmp
         ("export", damaged, tmp_path / "out", "--to", "peft"),
         ("verify", base, "--adapter", damaged, "--layers-only", "--layers", "0"),
     ):
-        status, said = run(*command)
-        assert status == 2, (command, said)
+        said = refused(*command)
         assert f"{name} is damaged, its CRC-32 is " in said and "use another copy" in said
         assert not (tmp_path / "out" / FILE).exists() and not (tmp_path / "out" / "config.json").exists()
 
 
 def test_options_without_a_place(base: Path, plain: Path, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """And another type of model: each command says so, before it reads a value."""
-    commands: list[tuple[Any, ...]] = [
-        ("merge", "MODEL", tmp_path / "adapter", tmp_path / "out"),
-        ("export", tmp_path / "adapter", tmp_path / "out", "--to", "peft", "--base", "MODEL"),
-        ("verify", "MODEL", "--adapter", tmp_path / "adapter"),
-    ]
+    adapter, out = shutil.copytree(plain, tmp_path / "adapter"), tmp_path / "out"
+    config = json.loads((plain / "adapter_config.json").read_text())
 
-    def refused(model: Path, message: str, **changes: Any) -> None:
-        (tmp_path / "adapter").mkdir(exist_ok=True)
-        for path in plain.iterdir():
-            (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
-        config = json.loads((plain / "adapter_config.json").read_text())
-        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | changes))
-        for command in commands:
-            status, said = run(*(model if each == "MODEL" else each for each in command))
-            assert status == 2 and message in said, said
+    def each_refuses(model: Path, message: str, **changes: Any) -> None:
+        (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+        for command in (
+            ("merge", model, adapter, out),
+            ("export", adapter, out, "--to", "peft", "--base", model),
+            ("verify", model, "--adapter", adapter),
+        ):
+            assert message in refused(*command)
 
-    refused(base, "biases trained beside LoRA (bias) cannot be merged, exported or verified", bias="all")
-    refused(base, "use_dora", use_dora=True)
-    refused(base, "has LoRA on model.embed_tokens, which is Embedding", target_modules=["experts", "embed_tokens"])
-    refused(tiny_checkpoint("dsv3"), "was trained on a model of type qwen3_moe, this one is deepseek_v3")
-    assert not (tmp_path / "out").exists()
+    each_refuses(base, "biases trained beside LoRA (bias) cannot be merged, exported or verified", bias="all")
+    each_refuses(base, "use_dora", use_dora=True)
+    each_refuses(base, "has LoRA on model.embed_tokens, which is Embedding", target_modules=["experts", "embed_tokens"])
+    each_refuses(tiny_checkpoint("dsv3"), "was trained on a model of type qwen3_moe, this one is deepseek_v3")
+    assert not out.exists()

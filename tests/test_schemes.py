@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from quantize import SCHEMES, quantize, read_all, write
+from adapted import distance, load, lora_config
+from quantize import ALL_SCHEMES, SCHEMES, quantize, read_all, write
 from tiny import write_checkpoint
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ktft
-from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, scheme_of
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, Scheme, scheme_of
 from ktft.config import PROJECTIONS, Settings
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import configure
@@ -45,18 +45,9 @@ def fp8_checkpoint(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return quantize(plain, tmp_path_factory.mktemp("fp8"), "fp8")[0]
 
 
-def load(path: Path, expert_format: str = "bf16", **options: Any) -> PreTrainedModel:
-    config = ktft.KtftConfig(expert_format=expert_format, threads=1)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config, **options)
-
-
 def logits(model: PreTrainedModel) -> Tensor:
     with torch.no_grad():
         return model(IDS).logits
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
 
 
 def each_weight(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -75,8 +66,8 @@ def test_logits_are_those_of_the_dequantized_checkpoint(plain: Path, tmp_path: P
     expected = logits(AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32))
     formats = {"bf16": 2e-2, "int8": 2e-2} | ({KEPT[scheme]: 2e-2} if scheme in KEPT else {})
     for expert_format, tolerance in formats.items():
-        model = load(quantized, expert_format)
-        assert relative(logits(model), expected) < tolerance, expert_format
+        model = load(quantized, expert_format=expert_format)
+        assert distance(logits(model), expected) < tolerance, expert_format
         for name, weight in each_weight(model):
             if expert_format == "int8":
                 assert ((weight - weights[name]).abs() <= weights[name].abs().amax(1, keepdim=True) * 0.502 / 127).all()
@@ -97,18 +88,16 @@ def test_weights_around_the_experts_in_bf16(plain: Path, tmp_path: Path) -> None
 def test_excluded_modules_are_plain(plain: Path, tmp_path: Path) -> None:
     """Kimi-K2: experts in INT4, attention, shared experts and dense layers as they were."""
     quantized, _, weights = quantize(plain, tmp_path, "int4-32", chosen=lambda name: ".experts." in name)
-    model = load(quantized, "int4")
+    model = load(quantized, expert_format="int4")
     assert all(torch.equal(weight.bfloat16(), weights[name].bfloat16()) for name, weight in each_weight(model))
     assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
 
 
 def test_layers_for_multi_token_prediction_are_ignored(plain: Path, tmp_path: Path) -> None:
     quantized, _, _ = quantize(plain, tmp_path / "a", "fp8")
-    extra = {
-        name.replace("layers.1.", "layers.61."): t for name, t in read_all(quantized).items() if "layers.1." in name
-    }
-    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
-    path = write(quantized, tmp_path / "mtp", read_all(quantized) | extra, config)
+    tensors = read_all(quantized)
+    extra = {name.replace("layers.1.", "layers.61."): t for name, t in tensors.items() if "layers.1." in name}
+    path = write(quantized, tmp_path / "mtp", tensors | extra, SCHEMES["fp8"][1])
     assert torch.equal(logits(load(path)), logits(load(quantized)))
 
 
@@ -116,7 +105,7 @@ def test_trainer_api_and_configure(fp8_checkpoint: Path) -> None:
     config = AutoConfig.from_pretrained(fp8_checkpoint)
     configure(config, Settings(expert_format="fp8", threads=1))
     model = AutoModelForCausalLM.from_pretrained(fp8_checkpoint, config=config, dtype=torch.float32)
-    model = ktft.get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = ktft.get_peft_model(model, lora_config())
     loss = model(IDS, labels=IDS).loss
     loss.backward()
     gradients = [p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name]
@@ -125,25 +114,20 @@ def test_trainer_api_and_configure(fp8_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8", "awq"])
 def test_llamafactory_trains(
-    plain: Path,
-    tmp_path: Path,
-    scheme: str,
-    train_yaml: Callable[..., dict[str, Any]],
-    train: Callable[[dict[str, Any]], str],
+    plain: Path, tmp_path: Path, scheme: str, train_yaml: Callable[..., Any], train: Callable[..., str]
 ) -> None:
     """A released checkpoint as it is, with LLaMA-Factory not asking for the packages of its method."""
     quantized, _, _ = quantize(plain, tmp_path, scheme)
     settings = train_yaml("dsv3", model_name_or_path=str(quantized), kt_config={"expert_format": "fp8", "threads": 1})
-    log = train(settings)
-    assert "1 layers x 8, fp8" in log
+    assert "1 layers x 8, fp8" in train(settings)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
 def test_rounding_once_more_is_said_once(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quantized, _, _ = quantize(plain, tmp_path, "int4-fp16-scales")
     with caplog.at_level(logging.WARNING, logger="ktft"):
-        load(quantized, "int4")
-        load(quantized, "int8")
+        load(quantized, expert_format="int4")
+        load(quantized, expert_format="int8")
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("ktft")]
     assert len(messages) == 1 and "int4 weights are rounded once more" in messages[0]
 
@@ -151,13 +135,25 @@ def test_rounding_once_more_is_said_once(plain: Path, tmp_path: Path, caplog: py
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
+def test_every_scheme_is_tested() -> None:
+    def below(scheme: type[Scheme]) -> set[type[Scheme]]:
+        return {scheme}.union(*(below(each) for each in scheme.__subclasses__()))
+
+    tested = {type(scheme_of({"quantization_config": config}, "c")) for _, config in ALL_SCHEMES.values()}
+    assert tested | {Scheme} == below(Scheme), "add it to tests/quantize.py"
+
+
 def test_schemes_by_configuration() -> None:
-    kimi = SCHEMES["int4-32"][1]
+    kimi, fp8 = SCHEMES["int4-32"][1], {"quant_method": "fp8", "weight_block_size": [64, 32]}
     assert scheme_of({}, "c") is PLAIN_SCHEME
     assert scheme_of({"text_config": {"quantization_config": kimi}}, "c") == PackedInt4(32)
-    assert scheme_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}}, "c") == Fp8(
-        (64, 32)
-    )
+    assert scheme_of({"quantization_config": fp8}, "c") == Fp8((64, 32))
+
+
+def compressed_int4(**weights: Any) -> dict[str, Any]:
+    config = copy.deepcopy(SCHEMES["int4-32"][1])
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
 
 
 @pytest.mark.parametrize(
@@ -171,32 +167,17 @@ def test_schemes_by_configuration() -> None:
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; ktft reads gemm"),
         ({"quant_method": "compressed-tensors"}, "it has no config_groups"),
+        (compressed_int4(num_bits=8), "weights: num_bits is 8; ktft reads 4"),
+        (compressed_int4(symmetric=False), "symmetric is False; ktft reads True"),
+        (compressed_int4(actorder="group"), "actorder is 'group'; ktft reads null"),
+        (compressed_int4(group_size=20), "group_size is 20"),
+        (compressed_int4(strategy="token"), "strategy is 'token'; ktft reads group, channel"),
         ("fp8", "quantization_config is 'fp8'; it must be a mapping"),
     ],
 )
 def test_configurations_that_cannot_be_read(change: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"some/config.json: .*{re.escape(message)}"):
         scheme_of({"quantization_config": change}, "some/config.json")
-    assert "some/config.json: " in str(error.value)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_bits": 8}, "weights: num_bits is 8; ktft reads 4"),
-        ({"symmetric": False}, "symmetric is False; ktft reads True"),
-        ({"actorder": "group"}, "actorder is 'group'; ktft reads null"),
-        ({"group_size": 20}, "group_size is 20"),
-        ({"strategy": "token"}, "strategy is 'token'; ktft reads group, channel"),
-    ],
-)
-def test_compressed_tensors_that_cannot_be_read(change: dict[str, Any], message: str) -> None:
-    config = json.loads(json.dumps(SCHEMES["int4-32"][1]))
-    config["config_groups"]["group_0"]["weights"] |= change
-    with pytest.raises(ValueError) as error:
-        scheme_of({"quantization_config": config}, "config.json")
-    assert message in str(error.value)
 
 
 # --- bad checkpoints --------------------------------------------------------------------------------------------------
@@ -204,7 +185,9 @@ def test_compressed_tensors_that_cannot_be_read(change: dict[str, Any], message:
 
 CODES = f"{EXPERTS}.3.up_proj.weight"
 SCALE = f"{CODES}_scale_inv"
+G_IDX = f"{EXPERTS}.3.up_proj.g_idx"
 ATTENTION = "model.layers.0.self_attn.o_proj.weight"
+OUTPUT_SCALE = f"{ATTENTION}_scale_inv"
 BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "no scale": (lambda t: t.pop(SCALE), f"lacks expert tensors: {SCALE}"),
     "no codes": (lambda t: t.pop(CODES), f"lacks expert tensors: {CODES}"),
@@ -230,26 +213,17 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         lambda t: t.update({CODES: t[CODES].float().to(torch.float8_e5m2)}),
         f"{CODES} is F8_E5M2; weights are read from F8_E4M3, BF16, F16, F32 in a checkpoint whose config.json names",
     ),
-    "attention without scale": (
-        lambda t: t.pop(f"{ATTENTION}_scale_inv"),
-        f"that the model needs: {ATTENTION}_scale_inv",
-    ),
+    "attention without scale": (lambda t: t.pop(OUTPUT_SCALE), f"that the model needs: {OUTPUT_SCALE}"),
     "attention scale shape": (
-        lambda t: t.update({f"{ATTENTION}_scale_inv": torch.ones(1, 1)}),
-        f"{ATTENTION}_scale_inv has shape (1, 1), the model's config needs (2, 1)",
+        lambda t: t.update({OUTPUT_SCALE: torch.ones(1, 1)}),
+        f"{OUTPUT_SCALE} has shape (1, 1), the model's config needs (2, 1)",
     ),
-    "attention NaN scale": (
-        lambda t: t[f"{ATTENTION}_scale_inv"].fill_(torch.inf),
-        f"{ATTENTION}: it holds NaN or Inf",
-    ),
-    "attention negative scale": (
-        lambda t: t[f"{ATTENTION}_scale_inv"].neg_(),
-        f"{ATTENTION}: its scales hold a negative",
-    ),
+    "attention NaN scale": (lambda t: t[OUTPUT_SCALE].fill_(torch.inf), f"{ATTENTION}: it holds NaN or Inf"),
+    "attention negative scale": (lambda t: t[OUTPUT_SCALE].neg_(), f"{ATTENTION}: its scales hold a negative"),
     "norm NaN": (lambda t: t["model.norm.weight"].fill_(torch.nan), "model.norm.weight holds NaN or Inf"),
     "left over": (
-        lambda t: t.update({"model.layers.0.self_attn.o_proj.weight_zero_point": torch.zeros(1)}),
-        "tensors that the model has no place for: model.layers.0.self_attn.o_proj.weight_zero_point",
+        lambda t: t.update({f"{ATTENTION}_zero_point": torch.zeros(1)}),
+        f"tensors that the model has no place for: {ATTENTION}_zero_point",
     ),
 }
 
@@ -261,33 +235,28 @@ def test_bad_checkpoints(fp8_checkpoint: Path, tmp_path: Path, name: str) -> Non
     change(tensors)
     path = write(fp8_checkpoint, tmp_path / "bad", tensors, SCHEMES["fp8"][1])
     with pytest.raises(ValueError) as error:
-        load(path, "int8")
+        load(path, expert_format="int8")
     assert message in str(error.value)
     assert str(path) in str(error.value) or "the model needs" in message or "no place" in message
 
 
-def test_both_plain_and_packed(plain: Path, tmp_path: Path) -> None:
-    quantized, _, weights = quantize(plain, tmp_path, "int4-32")
-    path = write(quantized, tmp_path / "both", read_all(quantized) | {CODES: weights[CODES]}, SCHEMES["int4-32"][1])
-    with pytest.raises(ValueError, match=f"no place for: {re.escape(CODES)};"):
-        load(path)
-
-
-def test_wrong_weight_shape(plain: Path, tmp_path: Path) -> None:
-    quantized, _, _ = quantize(plain, tmp_path, "int4-32")
+@pytest.mark.parametrize(
+    ("scheme", "change", "message"),
+    [
+        ("int4-32", lambda t: t.update({CODES: torch.zeros(160, 192)}), f"no place for: {CODES};"),
+        (
+            "int4-32",
+            lambda t: t.update({f"{CODES}_shape": torch.tensor([160, 184])}),
+            "weight_packed: its weight_shape says [160, 184], its codes are [160, 192]",
+        ),
+        ("gptq", lambda t: t[G_IDX][:1].fill_(99), "3.up_proj.qweight: its g_idx holds 0 to 99, it has 6 groups"),
+    ],
+    ids=["both plain and packed", "wrong weight_shape", "group index out of range"],
+)
+def test_bad_codes_of_other_schemes(plain: Path, tmp_path: Path, scheme: str, change: Any, message: str) -> None:
+    quantized, _, _ = quantize(plain, tmp_path, scheme)
     tensors = read_all(quantized)
-    tensors[f"{CODES}_shape"] = torch.tensor([160, 184])
-    path = write(quantized, tmp_path / "bad", tensors, SCHEMES["int4-32"][1])
-    with pytest.raises(
-        ValueError, match=r"weight_packed: its weight_shape says \[160, 184\], its codes are \[160, 192\]"
-    ):
-        load(path)
-
-
-def test_group_index_out_of_range(plain: Path, tmp_path: Path) -> None:
-    quantized, _, _ = quantize(plain, tmp_path, "gptq")
-    tensors = read_all(quantized)
-    tensors[f"{EXPERTS}.3.up_proj.g_idx"][0] = 99
-    path = write(quantized, tmp_path / "bad", tensors, SCHEMES["gptq"][1])
-    with pytest.raises(ValueError, match=r"3\.up_proj\.qweight: its g_idx holds 0 to 99, it has 6 groups"):
+    change(tensors)
+    path = write(quantized, tmp_path / "bad", tensors, SCHEMES[scheme][1])
+    with pytest.raises(ValueError, match=re.escape(message)):
         load(path)

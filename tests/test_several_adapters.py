@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,11 @@ from ktft.adapters.several import stand_on
 from ktft.lora import MAX_RANK
 
 Checkpoint = Callable[[str], Path]
+TrainYaml = Callable[..., dict[str, Any]]
+RunExp = Callable[[dict[str, Any]], None]
 FIRST: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["experts", "q_proj"]}
 SECOND: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["down_proj", "o_proj"], "use_rslora": True}
+IDS = torch.arange(3, 43).reshape(2, 20)
 SCALING = {"default": 8 / 4, "second": 5 / 3**0.5}
 
 
@@ -52,6 +55,19 @@ def save_small(checkpoint: Path, path: Path, seed: int, **options: Any) -> Path:
             torch.nn.init.normal_(parameter.data, std=0.1)
     model.save_pretrained(path)
     return path
+
+
+def pairs_of(both: Any, one: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Kind of a tensor of experts' LoRA; it in the two adapters of a model, and in the one of another."""
+    for layer, joined in zip(expert_layers(both).values(), expert_layers(one).values(), strict=True):
+        tensors = (layer.tensors("default"), layer.tensors("second"), joined.tensors("default"))
+        for (kind, _, first), (_, _, second), (_, _, whole) in zip(*tensors, strict=True):
+            yield kind, first, second, whole
+
+
+def first_loss(output: Path) -> float:
+    """Of a run in this folder."""
+    return float(json.loads((output / "trainer_state.json").read_text())["log_history"][0]["loss"])
 
 
 # --- active together --------------------------------------------------------------------------------------------------
@@ -87,58 +103,45 @@ def test_active_together_is_the_sum_of_both(tiny_checkpoint: Checkpoint, tmp_pat
     assert torch.equal(logits(model.unload()), base)
 
 
-def test_gradients_are_those_of_one_adapter_of_both_ranks(tiny_checkpoint: Checkpoint) -> None:
+def test_gradients_are_those_of_one_adapter_of_both_ranks(base: Path) -> None:
     """A frozen adapter beside one that trains: gradients as if they were one, for the one alone."""
     options = {"lora_alpha": 16, "target_modules": ["experts"]}
-    both = ktft.get_peft_model(load(tiny_checkpoint("qwen3moe")), lora(r=8, **options))
+    both = ktft.get_peft_model(load(base), lora(r=8, **options))
     both.add_adapter("second", lora(r=8, **options))
     randomize(both).set_adapter(["second", "default"])
     both.set_requires_grad("default", False)
     assert trainable(both) == {"second"}
-    one = ktft.get_peft_model(load(tiny_checkpoint("qwen3moe")), lora(r=16, lora_alpha=32, target_modules=["experts"]))
-    pairs = list(zip(expert_layers(both).values(), expert_layers(one).values(), strict=True))
-    for layer, joined in pairs:
-        for (kind, projection, first), (_, _, second), (_, _, whole) in zip(
-            layer.tensors("default"), layer.tensors("second"), joined.tensors("default"), strict=True
-        ):
-            # In the order in which they are active, or sums over ranks are rounded otherwise and bf16 carries it on
-            whole.data.copy_(torch.cat([second, first], dim=1 if kind == "lora_A" else 2))
-            assert projection in joined.ranks["default"]
-    ids = torch.arange(3, 43).reshape(2, 20)
+    one = ktft.get_peft_model(load(base), lora(r=16, lora_alpha=32, target_modules=["experts"]))
+    for kind, first, second, whole in pairs_of(both, one):
+        # In the order in which they are active, or sums over ranks are rounded otherwise and bf16 carries it on
+        whole.data.copy_(torch.cat([second, first], dim=1 if kind == "lora_A" else 2))
     for model in (both, one):
-        model.train()(input_ids=ids, labels=ids).loss.backward()
-    for layer, joined in pairs:
-        for (kind, _, first), (_, _, second), (_, _, whole) in zip(
-            layer.tensors("default"), layer.tensors("second"), joined.tensors("default"), strict=True
-        ):
-            assert first.grad is None
-            expected = whole.grad[:, :8] if kind == "lora_A" else whole.grad[..., :8]
-            assert expected.abs().max() > 0
-            assert distance(second.grad, expected) < 1e-5
+        model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    for kind, first, second, whole in pairs_of(both, one):
+        assert first.grad is None
+        expected = whole.grad[:, :8] if kind == "lora_A" else whole.grad[..., :8]
+        assert expected.abs().max() > 0
+        assert distance(second.grad, expected) < 1e-5
 
 
-def test_dropout_of_adapters_active_together(tiny_checkpoint: Checkpoint) -> None:
-    ids = torch.arange(3, 43).reshape(2, 20)
-    model = two_adapters(tiny_checkpoint("qwen3moe"), lora_dropout=0.2)
+def test_dropout_of_adapters_active_together(base: Path) -> None:
+    model = two_adapters(base, lora_dropout=0.2)
     model.set_adapter(["default", "second"])
     still = logits(model)
     model.train()
-    assert distance(model(input_ids=ids).logits, still) > 0.01
+    assert distance(model(input_ids=IDS).logits, still) > 0.01
     assert torch.equal(logits(model), still)
     model.add_adapter("third", lora())
     model.set_adapter(["default", "third"])
     logits(model)
     with pytest.raises(ValueError, match=r"differ in lora_dropout: default 0\.2, third 0"):
-        model.train()(input_ids=ids)
+        model.train()(input_ids=IDS)
 
 
-def test_too_high_ranks_and_unknown_names_are_refused(tiny_checkpoint: Checkpoint) -> None:
-    path = tiny_checkpoint("qwen3moe")
-    with pytest.raises(
-        ValueError, match=rf"rank of gate_proj on the routed experts .* is 257; it must be 1 to {MAX_RANK}"
-    ):
-        ktft.get_peft_model(load(path), lora(r=MAX_RANK + 1, target_modules=["experts"]))
-    model = ktft.get_peft_model(load(path), lora(r=200, target_modules=["experts"]))
+def test_too_high_ranks_and_unknown_names_are_refused(base: Path) -> None:
+    with pytest.raises(ValueError, match=rf"rank of gate_proj on the routed .* is 257; it must be 1 to {MAX_RANK}"):
+        ktft.get_peft_model(load(base), lora(r=MAX_RANK + 1, target_modules=["experts"]))
+    model = ktft.get_peft_model(load(base), lora(r=200, target_modules=["experts"]))
     model.add_adapter("second", lora(r=56, target_modules=["experts"]))
     model.set_adapter(["default", "second"])
     assert torch.isfinite(logits(model)).all()
@@ -181,9 +184,8 @@ def test_switching_and_disabling_train_nothing_more(tiny_checkpoint: Checkpoint,
         model.set_adapter(["default", "third"])
 
 
-def test_two_that_train_are_both_trained_and_saved_but_not_resumed(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    path = tiny_checkpoint("qwen3moe")
-    model = two_adapters(path)
+def test_two_that_train_are_both_trained_and_saved_but_not_resumed(base: Path, tmp_path: Path) -> None:
+    model = two_adapters(base)
     model.set_adapter(["default", "second"])
     before = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_B." in name}
     Trainer(model, arguments(tmp_path, max_steps=2, per_device_train_batch_size=8), train_dataset=DATA).train()
@@ -194,14 +196,14 @@ def test_two_that_train_are_both_trained_and_saved_but_not_resumed(tiny_checkpoi
         shapes = {tensor.shape[0] for key, tensor in saved.items() if "lora_A" in key}
         assert shapes == {model.peft_config[name].r}
     one = arguments(tmp_path / "one", max_steps=2)
-    Trainer(two_adapters(path), one, train_dataset=DATA).train()
+    Trainer(two_adapters(base), one, train_dataset=DATA).train()
     with pytest.raises(ValueError, match="resumes one adapter, the model has 2: default, second"):
-        Trainer(two_adapters(path), one, train_dataset=DATA).train(resume_from_checkpoint=True)
+        Trainer(two_adapters(base), one, train_dataset=DATA).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("name", ["default2", "fault", "proj", "lora", "a.b", ""])
-def test_names_that_peft_would_mix_up_are_refused(tiny_checkpoint: Checkpoint, name: str) -> None:
-    model: Any = ktft.get_peft_model(load(tiny_checkpoint("qwen3moe")), lora())
+def test_names_that_peft_would_mix_up_are_refused(base: Path, name: str) -> None:
+    model: Any = ktft.get_peft_model(load(base), lora())
     with pytest.raises(ValueError, match=f"adapter name '{name}' .*choose another"):
         model.add_adapter(name, lora())
     assert list(model.peft_config) == ["default"]
@@ -255,14 +257,13 @@ def test_training_on_top_of_frozen_adapters(tiny_checkpoint: Checkpoint, tmp_pat
     assert torch.equal(logits(rest.model), end)
 
 
-def test_what_cannot_stand_on_others_is_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    path = tiny_checkpoint("qwen3moe")
-    one = save_small(path, tmp_path / "one", 1, modules_to_save=["gate"])
+def test_what_cannot_stand_on_others_is_refused(base: Path, tmp_path: Path) -> None:
+    one = save_small(base, tmp_path / "one", 1, modules_to_save=["gate"])
     with pytest.raises(ValueError, match=r"differ in lora_dropout: default 0\.1, base_1 0; .*set lora_dropout: 0"):
-        stand_on(ktft.get_peft_model(load(path), lora(lora_dropout=0.1)), [one])
+        stand_on(ktft.get_peft_model(load(base), lora(lora_dropout=0.1)), [one])
     with pytest.raises(ValueError, match=r"default and base_1 both hold .*gate whole"):
-        stand_on(ktft.get_peft_model(load(path), lora(modules_to_save=["gate"])), [one])
-    stand_on(ktft.get_peft_model(load(path), lora(lora_dropout=0.1, target_modules=["q_proj"])), [one])
+        stand_on(ktft.get_peft_model(load(base), lora(modules_to_save=["gate"])), [one])
+    stand_on(ktft.get_peft_model(load(base), lora(lora_dropout=0.1, target_modules=["q_proj"])), [one])
 
 
 def eval_loss(run_exp: Any, config: dict[str, Any], output: Path, adapters: str) -> float:
@@ -271,15 +272,9 @@ def eval_loss(run_exp: Any, config: dict[str, Any], output: Path, adapters: str)
     return float(json.loads((output / "eval_results.json").read_text())["eval_loss"])
 
 
-def test_llamafactory_chains_adapters(
-    train_yaml: Callable[..., dict[str, Any]],
-    run_exp: Callable[[dict[str, Any]], None],
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_llamafactory_chains_adapters(train_yaml: TrainYaml, run_exp: RunExp, base: Path, tmp_path: Path) -> None:
     """Train on a frozen adapter, then go on with both, then evaluate with both and with one alone."""
-    first = save_small(tiny_checkpoint("qwen3moe"), tmp_path / "first", 1)
+    first = save_small(base, tmp_path / "first", 1)
     before = load_file(first / "adapter_model.safetensors")
     options = {"lora_target": "experts,v_proj", "per_device_train_batch_size": 16, "max_steps": 3}
     second, third = tmp_path / "second", tmp_path / "third"
@@ -291,15 +286,13 @@ def test_llamafactory_chains_adapters(
     assert all(t.any() for name, t in trained.items() if "v_proj.lora_B" in name)
     assert trained["base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"].shape == (4, 64)
 
-    history = json.loads((second / "trainer_state.json").read_text())["log_history"]
     alone = eval_loss(run_exp, config, tmp_path / "alone", str(first))
     both = eval_loss(run_exp, config, tmp_path / "both", f"{first},{second}")
-    assert history[0]["loss"] == pytest.approx(alone, rel=1e-3)  # starts where the first one ended
+    assert first_loss(second) == pytest.approx(alone, rel=1e-3)  # starts where the first one ended
     assert both < alone
 
     run_exp(config | {"adapter_name_or_path": f"{first},{second}", "output_dir": str(third)})
-    history = json.loads((third / "trainer_state.json").read_text())["log_history"]
-    assert history[0]["loss"] == pytest.approx(both, rel=1e-3)
+    assert first_loss(third) == pytest.approx(both, rel=1e-3)
     went_on = load_file(third / "adapter_model.safetensors")
     assert went_on.keys() == trained.keys()
     assert any(not torch.equal(went_on[name], tensor) for name, tensor in trained.items())
@@ -307,18 +300,17 @@ def test_llamafactory_chains_adapters(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_chat_applies_all_adapters(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_chat_applies_all_adapters(base: Path, tmp_path: Path) -> None:
     from llamafactory.chat import ChatModel
 
-    path = tiny_checkpoint("qwen3moe")
-    one, two = (save_small(path, tmp_path / str(seed), seed) for seed in (1, 2))
-    settings = {"model_name_or_path": str(path), "template": "default", "use_kt": True}
+    one, two = (save_small(base, tmp_path / str(seed), seed) for seed in (1, 2))
+    settings = {"model_name_or_path": str(base), "template": "default", "use_kt": True}
     settings["kt_config"] = {"expert_format": "bf16", "threads": 1}
     both, alone = (
         logits(ChatModel(settings | {"adapter_name_or_path": adapters}).engine.model)
         for adapters in (f"{one},{two}", str(two))
     )
-    model: Any = ktft.load_adapter(load_as_stored(path), two)
+    model: Any = ktft.load_adapter(load_as_stored(base), two)
     assert torch.equal(logits(model), alone)
     stand_on(model, [one])
     assert torch.equal(logits(model), both)
@@ -326,16 +318,12 @@ def test_chat_applies_all_adapters(tiny_checkpoint: Checkpoint, tmp_path: Path) 
 
 
 def test_dpo_reference_keeps_the_adapters_below(
-    train_yaml: Callable[..., dict[str, Any]],
-    run_exp: Callable[[dict[str, Any]], None],
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_yaml: TrainYaml, run_exp: RunExp, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
 
-    first = save_small(tiny_checkpoint("qwen3moe"), tmp_path / "first", 1)
-    sft = ktft.load_adapter(load_as_stored(tiny_checkpoint("qwen3moe")), first)
+    first = save_small(base, tmp_path / "first", 1)
+    sft = ktft.load_adapter(load_as_stored(base), first)
     original = CustomDPOTrainer.compute_reference_log_probs
     found: list[tuple[Tensor, Tensor]] = []
 
@@ -350,5 +338,4 @@ def test_dpo_reference_keeps_the_adapters_below(
     assert len(found) >= 2
     for reference, expected in found:
         assert torch.allclose(reference, expected, rtol=1e-4)
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # policy = reference before the first update
+    assert first_loss(tmp_path / "out") == pytest.approx(0.6931, abs=1e-3)  # policy = reference before the first update

@@ -7,16 +7,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from stock import load
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-import ktft
 from ktft import spans
 from ktft.device import HostStream
 from ktft.spans import Interval, Recorder
@@ -28,40 +29,36 @@ from ktft.train.trace import ROWS, Trace
 Checkpoint = Callable[[str], Path]
 
 
+@dataclass
 class Clock:
     """A GPU's: it comes to what is enqueued when it is told to."""
 
-    def __init__(self) -> None:
-        self.now = 100.0  # ms
-        self.made = 0
+    now: float = 100.0  # ms
+    made: int = 0
 
     def event(self) -> FakeEvent:
         self.made += 1
         return FakeEvent(self)
 
 
+@dataclass
 class FakeEvent:
     """As `torch.cuda.Event`, for as much as spans use of it."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.at: float | None = None
-        self.streams: list[Any] = []
+    clock: Clock
+    at: float | None = None
 
     def record(self, stream: Any = None) -> None:
         self.at = self.clock.now
-        self.streams.append(stream)
 
     def query(self) -> bool:
-        assert self.at is not None
         return self.at <= self.clock.now
 
     def synchronize(self) -> None:
-        assert self.at is not None
         self.clock.now = max(self.clock.now, self.at)
 
     def elapsed_time(self, other: FakeEvent) -> float:
-        assert self.at is not None and other.at is not None and other.query()
+        assert other.query()
         return other.at - self.at
 
 
@@ -77,12 +74,17 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return passes
 
 
-@pytest.fixture
-def recorder() -> Recorder:
-    made = Recorder()
+def started(*how: Any) -> Recorder:
+    """A recorder within a step."""
+    made = Recorder(*how)
     made.start()
     made.on = True
     return made
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return started()
 
 
 # --- recorder ---------------------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def test_split_counts_each_moment_once(recorder: Recorder) -> None:
     inner, outer = sums["wait", 4], sums["attention", 4]
     assert outer.seconds == pytest.approx(outer.waited + inner.waited)
     row = times_of(seconds, sums)
-    assert sum(row[name] or 0.0 for name in (*spans.NAMES, "other")) == pytest.approx(seconds)
+    assert sum(row[name] or 0.0 for name in (*spans.KINDS, "other")) == pytest.approx(seconds)
     assert (row["cpu"], row["stream"]) == (0, 0)
     assert row["busy_cpu"] == sums["cpu", 4].seconds and (row["other"] or 0.0) >= 0
 
@@ -150,10 +152,9 @@ def test_spans_in_backward_are_in_the_split(recorder: Recorder) -> None:
             return grad
 
     out = Node.apply(torch.ones(2, requires_grad=True)).sum()
-    thread = threading.Thread(target=out.backward)
-    thread.start()
-    thread.join()
-    assert recorder.thread != thread.ident
+    with ThreadPoolExecutor(1) as pool:
+        assert recorder.thread != pool.submit(threading.get_ident).result()
+        pool.submit(out.backward).result()
     assert recorder.take()["cpu", 1].waited >= 0.001
 
 
@@ -190,14 +191,10 @@ def test_many_threads_and_many_spans_lose_nothing(recorder: Recorder) -> None:
             with recorder.span("cpu", layer, bytes=1):
                 pass
 
-    threads = [threading.Thread(target=work, args=(layer,)) for layer in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     sums = recorder.take()
-    assert [sums["cpu", layer].count for layer in range(4)] == [5000] * 4
-    assert [sums["cpu", layer].bytes for layer in range(4)] == [5000] * 4
+    assert [(sums["cpu", layer].count, sums["cpu", layer].bytes) for layer in range(4)] == [(5000, 5000)] * 4
 
 
 def test_device_spans_are_read_when_they_are_over(passes: Callable[[float], None]) -> None:
@@ -250,9 +247,7 @@ def test_device_spans_without_a_gpu_are_the_hosts(recorder: Recorder, stream: An
 
 def test_end_of_a_failed_run_asks_no_gpu() -> None:
     clock = Clock()
-    recorder = Recorder(clock.event)
-    recorder.start()
-    recorder.on = True
+    recorder = started(clock.event)
     with recorder.device("stream", 0, object()):
         clock.now += 5.0
     clock.now -= 5.0
@@ -334,11 +329,9 @@ def test_trace_of_too_many_spans_ends(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len([event for event in events_of(tmp_path / "trace.json") if event["ph"] == "X"]) == 10
 
 
-def test_full_disk_ends_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no /dev/full here")
-    written = Trace(full)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_full_disk_ends_the_trace_alone(caplog: pytest.LogCaptureFixture) -> None:
+    written = Trace(Path("/dev/full"))
     written(Interval("cpu", 0, "CPU experts", 1.0, 2.0, 0, 0))
     written.step(1, 1.0, 2.0)
     written.close()
@@ -358,9 +351,7 @@ def recording() -> Iterator[Recorder]:
 
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen3next", "qwen3vl"])
 def test_attention_is_found_and_timed(family: str, tiny_checkpoint: Checkpoint, recording: Recorder) -> None:
-    config = ktft.KtftConfig(expert_format="int8", threads=1)
-    kind: Any = AutoModelForImageTextToText if family == "qwen3vl" else AutoModelForCausalLM
-    model = kind.from_pretrained(tiny_checkpoint(family), quantization_config=config, dtype=torch.float32).train()
+    model = load(tiny_checkpoint(family), "int8").train()
     found = attention_modules(model)
     assert [layer for layer, _ in found] == [0, 1, 2]
     assert all("Attention" in type(module).__name__ or "DeltaNet" in type(module).__name__ for _, module in found)

@@ -49,9 +49,7 @@ def test_other_formats(fmt: str) -> None:
     ("swiglu", "has_biases"), [(SILU, True), (GPT_OSS, False), (GPT_OSS, True), (Swiglu(limit=0.5), False)]
 )
 def test_biases_and_activation_apart(isa: str, swiglu: Swiglu, has_biases: bool) -> None:
-    layer = (
-        make_gated(64, 96, "int8", isa, swiglu=swiglu) if has_biases else make_layer(64, 96, "int8", isa, swiglu=swiglu)
-    )
+    layer = (make_gated if has_biases else make_layer)(64, 96, "int8", isa, swiglu=swiglu)
     for lora in (None, small_lora(64, 96, 4, torch.float32), small_lora(64, 96, 4, torch.float32, ("up_proj",))):
         assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=gated_oracle(layer)))
 
@@ -94,7 +92,7 @@ def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
         lora = small_lora(64, 96, 33, torch.float32, dropout=0.1, seed=11)
         x, index, weights = inputs_for(TAILS[1], 64)
         out = routed_experts(layer, x, index, weights, lora, activation)
-        leaves = [x, weights, *(t for p in lora.pairs.values() for t in (p.a, p.b))]
+        leaves = [x, weights, *lora.parameters()]
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -116,21 +114,20 @@ def test_bad_biases_are_named() -> None:
     runtime = native.runtime(1)
     shape = {"num_experts": 2, "hidden_size": 32, "intermediate_size": 64, "format": "bf16"}
     plain, layer = native.ExpertLayer(runtime, **shape), native.ExpertLayer(runtime, **shape, biases=True)
-    with pytest.raises(ValueError, match="made without biases"):
-        plain.load_bias(0, "up_proj", torch.zeros(64))
-    with pytest.raises(ValueError, match="has no biases"):
-        plain.bias(0, "up_proj")
-    with pytest.raises(ValueError, match="expert 2 does not exist"):
-        layer.bias(2, "up_proj")
-    with pytest.raises(ValueError, match=r"\[32\], the model's config says \[64\]"):
-        layer.load_bias(0, "up_proj", torch.zeros(32))
-    with pytest.raises(ValueError, match=r"NaN or Inf, for instance at \[3\]"):
-        layer.load_bias(0, "up_proj", torch.zeros(64).index_fill(0, torch.tensor(3), float("nan")))
-    with pytest.raises(ValueError, match="expert 2 does not exist"):
-        layer.load_bias(2, "up_proj", torch.zeros(64))
-    layer.load_bias(0, "up_proj", torch.zeros(64))
+    bias, nan = torch.zeros(64), torch.zeros(64).index_fill(0, torch.tensor(3), float("nan"))
+    for call, message in (
+        (lambda: plain.load_bias(0, "up_proj", bias), "made without biases"),
+        (lambda: plain.bias(0, "up_proj"), "has no biases"),
+        (lambda: layer.bias(2, "up_proj"), "expert 2 does not exist"),
+        (lambda: layer.load_bias(0, "up_proj", torch.zeros(32)), r"\[32\], the model's config says \[64\]"),
+        (lambda: layer.load_bias(0, "up_proj", nan), r"NaN or Inf, for instance at \[3\]"),
+        (lambda: layer.load_bias(2, "up_proj", bias), "expert 2 does not exist"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    layer.load_bias(0, "up_proj", bias)
     with pytest.raises(ValueError, match=r"bias of experts\.0\.up_proj was loaded already"):
-        layer.load_bias(0, "up_proj", torch.zeros(64))
+        layer.load_bias(0, "up_proj", bias)
     layer.load(0, "up_proj", torch.zeros(64, 32))
     assert (0, "up_proj") not in layer.missing() and len(layer.missing()) == 5
     for swiglu in (Swiglu(limit=0.0), Swiglu(alpha=-1.0)):

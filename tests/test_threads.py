@@ -8,33 +8,26 @@ from collections.abc import Callable
 import pytest
 import torch
 from contract import EXPERTS, TAILS, inputs_for, make_layer, make_lora, relative
+from lanes import no_calibration
 from torch import Tensor
 
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
-from ktft.lanes import passes
-from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.lanes import Lanes
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
 from ktft.train.optimizer import AdamW
 
+__all__ = ["no_calibration"]
+
 HIDDEN, INTERMEDIATE, RANK = 64, 96, 4
-PLACEMENTS = {
-    "cpu": {"placement": "cpu"},
-    "stream": {"placement": "stream"},
-    "auto": {"placement": "auto"},
-    "resident": {"placement": "resident", "gpu_expert_memory": 100_000},
-}
+PLACEMENTS = {name: {"placement": name} for name in ("cpu", "stream", "auto", "resident")}
+PLACEMENTS["resident"]["gpu_expert_memory"] = 100_000
 CALLS = 40
 
-
-@pytest.fixture(autouse=True)
-def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+pytestmark = pytest.mark.usefixtures("no_calibration")
 
 
 def make_model(placement: str) -> list[KtftExperts]:

@@ -14,8 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from adapted import load
-from peft import LoraConfig
+from adapted import load, lora_config
 from peft.tuners.tuners_utils import BaseTuner
 from runs import DATA, adapted, arguments, losses
 from safetensors.torch import load_file
@@ -27,13 +26,17 @@ from ktft.train.run_times import LOGGED
 from ktft.train.trainer import check_launch
 
 Checkpoint = Callable[[str], Path]
+UNSAVED = {"save_strategy": "no"}
 
 
 def test_plain_trainer_trains_reports_and_resumes_exactly(
     tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, options = tiny_checkpoint("dsv3"), {"lora_dropout": 0.1}
-    whole = transformers.Trainer(adapted(path, **options), arguments(tmp_path / "whole"), train_dataset=DATA)
+    def run(name: str) -> transformers.Trainer:
+        model = adapted(tiny_checkpoint("dsv3"), lora_dropout=0.1)
+        return transformers.Trainer(model, arguments(tmp_path / name), train_dataset=DATA)
+
+    whole, rest = run("whole"), run("rest")
     with caplog.at_level(logging.INFO, "ktft"):
         whole.train()
     (report,) = [record.message for record in caplog.records if "before step 1" in record.message]
@@ -46,7 +49,6 @@ def test_plain_trainer_trains_reports_and_resumes_exactly(
     assert len(trained) == 2 * 8 * 3
     assert any(tensor.any() for tensor in trained)
 
-    rest = transformers.Trainer(adapted(path, **options), arguments(tmp_path / "rest"), train_dataset=DATA)
     rest.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert losses(rest)[-2:] == losses(whole)[-2:]
     rest.save_model()
@@ -54,15 +56,11 @@ def test_plain_trainer_trains_reports_and_resumes_exactly(
     assert all(torch.equal(resumed[name], tensor) for name, tensor in tensors.items())
 
 
-def test_ktft_trainer_trains_int8_with_gradient_checkpointing(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = ktft.get_peft_model(
-        load(tiny_checkpoint("qwen3moe"), expert_format="int8", activation="recompute"),
-        LoraConfig(r=4, target_modules=["experts"], task_type="CAUSAL_LM"),
-    )
-    args = arguments(
-        tmp_path, gradient_checkpointing=True, bf16=True, save_strategy="no", max_steps=16, learning_rate=2e-2
-    )
-    trainer = ktft.Trainer(model, args, train_dataset=DATA)
+def test_ktft_trainer_trains_int8_with_gradient_checkpointing(base: Path, tmp_path: Path) -> None:
+    model = load(base, expert_format="int8", activation="recompute")
+    model = ktft.get_peft_model(model, lora_config(target_modules=["experts"]))
+    options = {"gradient_checkpointing": True, "bf16": True, "max_steps": 16, "learning_rate": 2e-2}
+    trainer = ktft.Trainer(model, arguments(tmp_path, **UNSAVED | options), train_dataset=DATA)
     trainer.train()
     assert sum(losses(trainer)[-4:]) < 0.9 * sum(losses(trainer)[:4])
 
@@ -83,25 +81,23 @@ def test_report_counts_what_trains(tiny_checkpoint: Checkpoint) -> None:
     assert examine(torch.nn.Linear(2, 2)) is None
 
 
-def test_frozen_or_forgotten_lora_is_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = adapted(tiny_checkpoint("qwen3moe"))
+def test_frozen_or_forgotten_lora_is_refused(base: Path, tmp_path: Path) -> None:
+    model = adapted(base)
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if p.requires_grad and ".experts." not in n])
-    trainer = transformers.Trainer(
-        model,
-        arguments(tmp_path),
-        train_dataset=DATA,
-        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
-    )
+
+    def train(**options: Any) -> None:
+        transformers.Trainer(model, arguments(tmp_path), train_dataset=DATA, **options).train()
+
     with pytest.raises(ValueError, match=r"optimizer lacks 18 trainable parameters.*\.experts\.lora_A"):
-        trainer.train()
+        train(optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.requires_grad = False
     with pytest.raises(ValueError, match="requested on routed experts, but none of it is trainable"):
-        transformers.Trainer(model, arguments(tmp_path), train_dataset=DATA).train()
+        train()
     model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"no parameter is trainable"):
-        transformers.Trainer(model, arguments(tmp_path), train_dataset=DATA, optimizers=(optimizer, None)).train()
+        train(optimizers=(optimizer, None))
 
 
 def test_adapter_that_passes_the_experts_by_is_refused(
@@ -110,29 +106,26 @@ def test_adapter_that_passes_the_experts_by_is_refused(
     """As PEFT makes it where nothing of ktft's is in its way."""
     plain = getattr(BaseTuner.inject_adapter, "__wrapped__", BaseTuner.inject_adapter)
     monkeypatch.setattr(BaseTuner, "inject_adapter", plain)
-    lora = LoraConfig(r=4, target_modules=["q_a_proj", "gate_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(
-        ValueError, match="'default': its target_modules name projections of the routed experts, but no"
-    ):
-        transformers.Trainer(
-            peft.get_peft_model(load(tiny_checkpoint("dsv3")), lora), arguments(tmp_path), train_dataset=DATA
-        ).train()
-    lora = LoraConfig(r=4, target_modules=["q_a_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(load(tiny_checkpoint("dsv3")), lora)
-    transformers.Trainer(model, arguments(tmp_path, save_strategy="no", max_steps=1), train_dataset=DATA).train()
+
+    def train(*targets: str) -> None:
+        model = peft.get_peft_model(load(tiny_checkpoint("dsv3")), lora_config(target_modules=targets))
+        transformers.Trainer(model, arguments(tmp_path, **UNSAVED, max_steps=1), train_dataset=DATA).train()
+
+    words = "'default': its target_modules name projections of the routed experts, but no"
+    with pytest.raises(ValueError, match=words):
+        train("q_a_proj", "gate_proj")
+    train("q_a_proj")
 
 
-def test_precision_that_a_cpu_has_not_is_told(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    args = arguments(tmp_path, fp16=True, max_steps=1, save_strategy="no")
-    transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA).train()
+def test_precision_that_a_cpu_has_not_is_told(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(tmp_path, **UNSAVED, fp16=True, max_steps=1)
+    transformers.Trainer(adapted(base), args, train_dataset=DATA).train()
     assert "fp16: true has no effect on a CPU" in caplog.text
     report = json.loads((tmp_path / "ktft_report.json").read_text())
     assert report["training"]["precision"] == "float32, as the model is; fp16 was asked for and has no effect on a CPU"
 
 
-def test_what_is_logged_is_explained(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_what_is_logged_is_explained(base: Path, tmp_path: Path) -> None:
     class Keys(transformers.TrainerCallback):
         def __init__(self) -> None:
             self.seen: set[str] = set()
@@ -140,15 +133,15 @@ def test_what_is_logged_is_explained(tiny_checkpoint: Checkpoint, tmp_path: Path
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             self.seen |= {key.removeprefix("ktft/") for key in logs if key.startswith("ktft/")}
 
-    args, keys = arguments(tmp_path, max_steps=2, save_strategy="no"), Keys()
-    transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA, callbacks=[keys]).train()
+    args, keys = arguments(tmp_path, **UNSAVED, max_steps=2), Keys()
+    transformers.Trainer(adapted(base), args, train_dataset=DATA, callbacks=[keys]).train()
     assert keys.seen and all(name in LOGGED for name in keys.seen)
 
 
-def test_several_gpus_are_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_several_gpus_are_refused(base: Path, tmp_path: Path) -> None:
     args = arguments(tmp_path)
     args._n_gpu = 2  # what a machine with two GPUs gives: transformers would wrap the model in DataParallel
-    model = adapted(tiny_checkpoint("qwen3moe"))
+    model = adapted(base)
     for trainer in (transformers.Trainer, ktft.Trainer):
         with pytest.raises(ValueError, match="DataParallel over 2 GPUs.*CUDA_VISIBLE_DEVICES"):
             trainer(model, args, train_dataset=DATA)
@@ -156,18 +149,17 @@ def test_several_gpus_are_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("launch", "message"),
-    [({"fsdp": True}, "FSDP"), ({"deepspeed": True}, "DeepSpeed"), ({"processes": 2}, "2 processes"), ({}, "")],
+    [({"fsdp": True}, "FSDP"), ({"deepspeed": True}, "DeepSpeed"), ({"processes": 2}, "2 processes")],
 )
 def test_unsupported_launches(launch: dict[str, Any], message: str) -> None:
-    if not launch:
-        return check_launch()
+    check_launch()
     with pytest.raises(ValueError, match=f"ktft does not support .*{message}.*;"):
         check_launch(**launch)
 
 
-def test_stock_models_are_left_alone_and_told_apart(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"), dtype=torch.float32)
-    transformers.Trainer(model, arguments(tmp_path, max_steps=1, save_strategy="no"), train_dataset=DATA).train()
+def test_stock_models_are_left_alone_and_told_apart(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    transformers.Trainer(model, arguments(tmp_path, **UNSAVED, max_steps=1), train_dataset=DATA).train()
     with pytest.raises(ValueError, match="no experts held by ktft"):
         ktft.Trainer(model, arguments(tmp_path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,36 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from adapted import adapted
+from commands import invoke, refused, run
 from quantize import quantize
 from safetensors.torch import load_file
 from tiny import write_checkpoint
-from torch import nn
-from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-import ktft
 from ktft import native
 from ktft.checkpoint.cache import MANIFEST, Manifest, describe_file, layer_file, read_metadata
 from ktft.checkpoint.files import CRC32, NewTensor, to_json, write_safetensors
-from ktft.cli.main import app
 from ktft.verify.stock import StockExperts
 
 Checkpoint = Callable[[str], Path]
 
 
-def run(*arguments: str | Path) -> tuple[int, str, str]:
-    """The command, in this process: exit status, stdout, stderr."""
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, list(map(str, arguments)))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def verify(model: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
     """`--json` of two threads."""
-    status, out, err = run("verify", model, "--threads", "2", "--json", *options)
-    assert status in (0, 1), err
-    return status, json.loads(out)
+    done = invoke("verify", model, "--threads", "2", "--json", *options)
+    assert done.exit_code in (0, 1), done.stderr
+    return done.exit_code, json.loads(done.stdout)
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +46,11 @@ def fp8(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def converted(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`qwen3moe` in k4. Copy it before changing it."""
     target = tmp_path_factory.mktemp("converted") / "k4"
-    status, _, err = run("convert", tiny_checkpoint("qwen3moe"), target, "--format", "k4", "--threads", "1")
-    assert status == 0, err
+    status, said = run("convert", base, target, "--format", "k4", "--threads", "1")
+    assert status == 0, said
     return target
 
 
@@ -96,27 +86,18 @@ def test_a_split_over_nodes(tmp_path: Path) -> None:
     assert status == 0 and report["numa_nodes"] == 2
 
 
-def test_tables_for_a_person(tiny_checkpoint: Checkpoint, run_cli: Callable[..., Any]) -> None:
-    options = ["--threads", "1", "--layers", "2,0", "--tokens", "8"]
-    out = run_cli(["ktft", "verify", str(tiny_checkpoint("qwen3moe")), *options]).stdout
-    assert "(limit 0.5%)" in out and "The whole model" not in out
+def test_tables_for_a_person(base: Path) -> None:
+    done = invoke("verify", base, "--threads", "1", "--layers", "2,0", "--tokens", "8")
+    out = done.stdout
+    assert done.exit_code == 0 and "(limit 0.5%)" in out and "The whole model" not in out
     assert out.splitlines()[-1].endswith("NUMA nodes: pass")
 
 
 def test_an_adapter(tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own LoRA, with its scaling, in layers and in the whole model."""
     path = tiny_checkpoint("qwen3moe")
-    config = ktft.KtftConfig(expert_format="int8", threads=1)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
-    lora = LoraConfig(
-        r=4, lora_alpha=32, target_modules=["up_proj", "down_proj", "q_proj"], rank_pattern={"up_proj": 2}
-    )
-    model = ktft.get_peft_model(model, lora)
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(tmp_path)
+    lora = {"lora_alpha": 32, "target_modules": ["up_proj", "down_proj", "q_proj"], "rank_pattern": {"up_proj": 2}}
+    adapted(path, **lora).save_pretrained(tmp_path)
     status, report = verify(path, "--adapter", tmp_path)
     assert status == 0
     quantities = [error["quantity"] for error in report["layers"][0]["contract"]]
@@ -125,8 +106,8 @@ def test_an_adapter(tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: py
     status, report = verify(path, "--adapter", tmp_path)
     assert status == 1, "without the adapter the reference is another model"
     assert {problem["check"] for problem in report["problems"]} == {"whole model"}
-    status, _, err = run("verify", tiny_checkpoint("dsv3"), "--adapter", tmp_path)
-    assert status == 2 and "was trained on a model of type qwen3_moe, this one is deepseek_v3" in err
+    said = refused("verify", tiny_checkpoint("dsv3"), "--adapter", tmp_path)
+    assert "was trained on a model of type qwen3_moe, this one is deepseek_v3" in said
 
 
 # --- what is wrong is named -------------------------------------------------------------------------------------------
@@ -136,26 +117,40 @@ def places(report: dict[str, Any], check: str) -> set[tuple[int, int]]:
     return {(p["layer"], p["expert"]) for p in report["problems"] if p["check"] == check}
 
 
-def test_a_wrong_output_of_one_expert(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = native.ExpertLayer.forward
+Change = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def wrong(self: Any, x: Any, index: Any, weights: Any, *more: Any, **named: Any) -> Any:
-        out, saved = honest(self, x, index, weights, *more, **named)
-        if ".layers.1." in self.name:
-            out = out * (1 + 0.01 * (index == 3).any(1, keepdim=True))
-        return out, saved
 
-    monkeypatch.setattr(native.ExpertLayer, "forward", wrong)
-    status, report = verify(tiny_checkpoint("qwen3moe"), "--format", "k4")
+@pytest.fixture
+def wrong_outputs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
+    """`wrong_outputs(change)`: a layer's output is what `change(layer, output, index)` makes of the right one."""
+
+    def install(change: Change) -> None:
+        def wrong(self: Any, x: Any, index: Any, *more: Any, **named: Any) -> Any:
+            out, saved = honest(self, x, index, *more, **named)
+            return change(self, out, index), saved
+
+        honest = native.ExpertLayer.forward
+        monkeypatch.setattr(native.ExpertLayer, "forward", wrong)
+
+    return install
+
+
+def test_a_wrong_output_of_one_expert(base: Path, wrong_outputs: Callable[[Change], None]) -> None:
+    def change(layer: Any, out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return out * (1 + 0.01 * (index == 3).any(1, keepdim=True)) if ".layers.1." in layer.name else out
+
+    wrong_outputs(change)
+    status, report = verify(base, "--format", "k4")
     assert status == 1 and not report["passed"] and report["whole"] is None
     assert places(report, "contract") == {(1, 3)}
     (problem,) = report["problems"]
     assert problem["quantity"] == "output" and problem["text"].startswith("layer 1, expert 3: output is ")
-    status, out, err = run("verify", tiny_checkpoint("qwen3moe"), "--layers", "1", "--threads", "1")
-    assert status == 1 and "off, 1 over the limit" in out and "layer 1, expert 3: output is " in err
+    done = invoke("verify", base, "--layers", "1", "--threads", "1")
+    assert done.exit_code == 1 and "off, 1 over the limit" in done.stdout
+    assert "layer 1, expert 3: output is " in done.stderr
 
 
-def test_a_wrong_gradient_of_one_expert(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_of_one_expert(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = native.ExpertLayer.backward
 
     def wrong(self: Any, *arguments: Any) -> Any:
@@ -165,49 +160,32 @@ def test_a_wrong_gradient_of_one_expert(tiny_checkpoint: Checkpoint, monkeypatch
         return grads
 
     monkeypatch.setattr(native.ExpertLayer, "backward", wrong)
-    status, report = verify(tiny_checkpoint("qwen3moe"))
+    status, report = verify(base)
     assert status == 1
     (problem,) = report["problems"]
     assert (problem["layer"], problem["expert"], problem["projection"]) == (2, 5, "up_proj")
     assert problem["quantity"] == "up_proj lora_B gradient"
 
 
-def test_nan_is_off(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = native.ExpertLayer.forward
-
-    def wrong(self: Any, x: Any, index: Any, *more: Any, **named: Any) -> Any:
-        out, saved = honest(self, x, index, *more, **named)
-        return out.masked_fill((index == 4).any(1, keepdim=True), float("nan")), saved
-
-    monkeypatch.setattr(native.ExpertLayer, "forward", wrong)
-    status, report = verify(tiny_checkpoint("qwen3moe"), "--layers", "0")
+def test_nan_is_off(base: Path, wrong_outputs: Callable[[Change], None]) -> None:
+    wrong_outputs(lambda layer, out, index: out.masked_fill((index == 4).any(1, keepdim=True), float("nan")))
+    status, report = verify(base, "--layers", "0")
     assert status == 1 and (0, 4) in places(report, "contract")
     assert {p["error"] for p in report["problems"] if p["quantity"] == "output"} == {"nan"}
 
 
-def test_wrong_experts_in_the_whole_model(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_experts_in_the_whole_model(base: Path, wrong_outputs: Callable[[Change], None]) -> None:
     """The layer's check uses no routing of the model's own; this one does."""
-    honest = native.ExpertLayer.forward
-
-    def wrong(self: Any, x: Any, index: Any, *more: Any, **named: Any) -> Any:
-        out, saved = honest(self, x, index, *more, **named)
-        return (out * 1.1 if ".layers.1." in self.name else out), saved
-
-    monkeypatch.setattr(native.ExpertLayer, "forward", wrong)
-    status, report = verify(tiny_checkpoint("qwen3moe"), "--whole")
+    wrong_outputs(lambda layer, out, index: out * 1.1 if ".layers.1." in layer.name else out)
+    status, report = verify(base, "--whole")
     assert status == 1
     whole = [problem for problem in report["problems"] if problem["check"] == "whole model"]
     assert whole[0]["layer"] == 1 and 0.05 < whole[0]["error"] < 0.15
 
 
-def test_corrupted_weights_with_valid_checksums(tiny_checkpoint: Checkpoint, converted: Path, tmp_path: Path) -> None:
-    source, target = tiny_checkpoint("qwen3moe"), tmp_path / "k4"
-    target.mkdir()
-    for path in converted.rglob("*"):
-        if path.is_file():
-            copy = target / path.relative_to(converted)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(path.read_bytes())
+def test_corrupted_weights_with_valid_checksums(base: Path, converted: Path, tmp_path: Path) -> None:
+    source, target = base, tmp_path / "k4"
+    shutil.copytree(converted, target)
     assert verify(target, "--source", source)[0] == 0
     file = target / layer_file(1)
     tensors, metadata = load_file(file), read_metadata(file)
@@ -242,19 +220,15 @@ def test_bad_input(tiny_checkpoint: Checkpoint, converted: Path, tmp_path: Path)
         (["--source", str(model)], "is no conversion: it is its own source"),
         (["--adapter", str(tmp_path)], "has no adapter_config.json"),
     ):
-        status, _, err = run("verify", model, *options)
-        assert status == 2, (options, err)
-        assert re.search(message, err), err
-    assert run("verify", tmp_path)[0] == 2
-    status, _, err = run("verify", converted, "--source", model)
-    assert status == 2 and str(converted) in err
-    status, _, err = run("verify", converted, "--format", "int8")
-    assert status == 2 and "holds experts in k4" in err
+        assert re.search(message, refused("verify", model, *options)), options
+    assert refused("verify", tmp_path)
+    assert str(converted) in refused("verify", converted, "--source", model)
+    assert "holds experts in k4" in refused("verify", converted, "--format", "int8")
 
 
-def test_a_model_that_does_not_fit(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KTFT_MEMORY_LIMIT", "1M")
-    status, report = verify(tiny_checkpoint("qwen3moe"))
+    status, report = verify(base)
     assert status == 0 and report["whole"] is None and "1.0 MiB are free" in report["notes"][0]
-    assert verify(tiny_checkpoint("qwen3moe"), "--whole", "--layers", "1")[1]["whole"] is not None
-    assert verify(tiny_checkpoint("qwen3moe"), "--layers-only")[1]["notes"] == []
+    assert verify(base, "--whole", "--layers", "1")[1]["whole"] is not None
+    assert verify(base, "--layers-only")[1]["notes"] == []

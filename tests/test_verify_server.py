@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import invoke, refused
 from merging import merged_by_hand, stock, write_adapter
-from test_verify import run
 from tiny import write_checkpoint
 
-Change = Callable[[dict[str, Any]], None]
-
-
-def unchanged(choice: dict[str, Any]) -> None:
-    """A server that tells the truth."""
+Change = Callable[[dict[str, Any]], Any]
+COMMON = ("--format", "bf16", "--threads", "1", "--tokens", "4")
 
 
 def continued(model: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
@@ -40,7 +37,7 @@ def continued(model: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 
 @contextmanager
-def served(model: Any, change: Change = unchanged, names: tuple[str, ...] = ("tiny",)) -> Iterator[str]:
+def served(model: Any, change: Change = lambda choice: None, names: tuple[str, ...] = ("tiny",)) -> Iterator[str]:
     """A server's URL."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -93,10 +90,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def verify(url: str, base: Path, prompts: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
     """`--json`."""
-    common = ["--format", "bf16", "--threads", "1", "--tokens", "4", "--prompts", prompts, "--json"]
-    status, out, err = run("verify", base, "--serve", url, *common, *options)
-    assert status in (0, 1), err
-    return status, json.loads(out)
+    done = invoke("verify", base, "--serve", url, *COMMON, "--prompts", prompts, "--json", *options)
+    assert done.exit_code in (0, 1), done.stderr
+    return done.exit_code, json.loads(done.stdout)
 
 
 def test_a_base_model(base: Path, prompts: Path) -> None:
@@ -165,26 +161,22 @@ def test_what_a_server_tells_wrongly(base: Path, prompts: Path, change: Change) 
 
 def test_a_verdict_for_a_person(base: Path, adapter: Path, prompts: Path) -> None:
     with served(stock(base).bfloat16()) as url:
-        common = ["--format", "bf16", "--threads", "1", "--tokens", "4", "--prompts", prompts]
-        status, out, _ = run("verify", base, "--serve", url, *common)
-        assert status == 0 and out.splitlines()[-1].startswith(f"{url}, tiny: the same model")
-        status, out, err = run("verify", base, "--serve", url, *common, "--adapter", adapter)
-    assert status == 1 and "tiny: adapter NOT applied" in out and "adapter NOT applied: the server" in err
+        command = ("verify", base, "--serve", url, *COMMON, "--prompts", prompts)
+        done = invoke(*command)
+        assert done.exit_code == 0 and done.stdout.splitlines()[-1].startswith(f"{url}, tiny: the same model")
+        done = invoke(*command, "--adapter", adapter)
+    assert done.exit_code == 1 and "tiny: adapter NOT applied" in done.stdout
+    assert "adapter NOT applied: the server" in done.stderr
 
 
 def test_bad_input(base: Path, prompts: Path, tmp_path: Path) -> None:
-    def refused(*options: str | Path) -> str:
-        status, _, err = run("verify", base, *options)
-        assert status == 2, err
-        return err
-
-    assert "no answer from http://127.0.0.1:9/v1/models" in refused("--serve", "http://127.0.0.1:9")
-    assert "--layers: not with --serve" in refused("--serve", "http://x", "--layers", "1")
-    assert "--prompts: only with --serve" in refused("--prompts", prompts)
+    assert "no answer from http://127.0.0.1:9/v1/models" in refused("verify", base, "--serve", "http://127.0.0.1:9")
+    assert "--layers: not with --serve" in refused("verify", base, "--serve", "http://x", "--layers", "1")
+    assert "--prompts: only with --serve" in refused("verify", base, "--prompts", prompts)
     (tmp_path / "empty").write_text("\n")
-    assert "has no prompts" in refused("--serve", "http://x", "--prompts", tmp_path / "empty")
+    assert "has no prompts" in refused("verify", base, "--serve", "http://x", "--prompts", tmp_path / "empty")
     with served(stock(base), names=("one", "two")) as url:
-        assert "serves one, two: say which" in refused("--serve", url, "--prompts", prompts)
-        assert "serves one, two, not three" in refused("--serve", url, "--served-model-name", "three")
+        assert "serves one, two: say which" in refused("verify", base, "--serve", url, "--prompts", prompts)
+        assert "serves one, two, not three" in refused("verify", base, "--serve", url, "--served-model-name", "three")
     with served(stock(base), lambda choice: choice.pop("prompt_logprobs")) as url:
-        assert "gives no log-probabilities of prompts" in refused("--serve", url, "--prompts", prompts)
+        assert "gives no log-probabilities of prompts" in refused("verify", base, "--serve", url, "--prompts", prompts)

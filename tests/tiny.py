@@ -224,3 +224,24 @@ def write_data(path: Path, rows: int = 16) -> Path:
         info[name]["file_name"] = f"{name}.json"
     (path / "dataset_info.json").write_text(json.dumps(info))
     return path
+
+
+def factory_settings(model: Path | str, data: Path | str, output: Path | str, **overrides: Any) -> dict[str, Any]:
+    """LLaMA-Factory's: LoRA on all of a model with ktft's experts, trained on the set `sft` of a `dataset_dir`."""
+    return {
+        "model_name_or_path": str(model),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "lora_target": "all",
+        "use_kt": True,
+        "kt_config": {"expert_format": "bf16", "threads": 1},
+        "dataset_dir": str(data),
+        "dataset": "sft",
+        "template": "default",
+        "cutoff_len": 64,
+        "output_dir": str(output),
+        "report_to": "none",
+        "use_cpu": True,
+        **overrides,
+    }

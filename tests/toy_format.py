@@ -58,8 +58,8 @@ def weights(layer: ExpertLayer) -> list[Tensor]:
 def check_decoding(layer: ExpertLayer, ops: Operations, device: str) -> None:
     """The lanes' operations decode it."""
     found, (gate, up, down) = decoded(layer, [3, 0], None, torch.device(device), ops), weights(layer)
-    assert torch.equal(found.gate_up.float().cpu(), torch.cat((gate, up), dim=1)[[3, 0]])
-    assert torch.equal(found.down.float().cpu(), down[[3, 0]])
+    assert torch.equal(found.gate_up.values.float().cpu(), torch.cat((gate, up), dim=1)[[3, 0]])
+    assert torch.equal(found.down.values.float().cpu(), down[[3, 0]])
 
 
 def check_products(layer: ExpertLayer, ops: HotOperations, device: str) -> None:

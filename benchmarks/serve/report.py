@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import NOT_ASKED, gpu_words, short
+from benchmarks.report import absent, gpu_words, new_table, short
 from benchmarks.serve.cases import ServeRecord
 
 LEGEND = (
@@ -19,11 +18,8 @@ LEGEND = (
 
 def make_table(records: Sequence[ServeRecord]) -> Table:
     """A row a server and number of clients."""
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold")
-    table.add_column("server", overflow="ellipsis", no_wrap=True, max_width=24)
     headings = ("clients", "in", "out", "TTFT ms", "p95", "ITL ms", "p95", "prefill tok/s", "decode", "output", "ITL x")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table("server", (), headings, width=24)
     ours = {record.clients: record.itl_ms for record in records if record.server == records[0].server}
     for r in sorted(records, key=lambda record: record.clients):
         counts = (str(value) for value in (r.clients, r.prompt_tokens, r.output_tokens))
@@ -35,21 +31,18 @@ def make_table(records: Sequence[ServeRecord]) -> Table:
     return table
 
 
-def explain(records: Sequence[ServeRecord], console: Console) -> None:
-    """The machine, the model, and the peers, below the table."""
+def explain(records: Sequence[ServeRecord]) -> Iterator[str]:
+    """Lines below the table: the machine, the model, and the peers."""
     first = records[0]
     layers = f", {first.layers} layers" if first.layers is not None else ""
-    console.print(
+    yield (
         f"{first.model}{layers}; {first.cpu}, {gpu_words(first.device)}; {first.rounds} rounds; ITL x: the "
-        "peer's over the first server's, above 1 that one is faster",
-        highlight=False,
+        "peer's over the first server's, above 1 that one is faster"
     )
-    console.print(LEGEND, highlight=False, markup=False)
-    for name, note in {record.server: record.note for record in records if record.note}.items():
-        console.print(f"{name}: {note}", highlight=False, markup=False)
-    for name, reason in first.absent_peers.items():
-        if reason != NOT_ASKED:
-            console.print(f"without {name}: {reason}", highlight=False, markup=False)
+    yield LEGEND
+    notes = {record.server: record.note for record in records if record.note}
+    yield from (f"{name}: {note}" for name, note in notes.items())
+    yield from absent(records)
 
 
 def plot(records: Sequence[ServeRecord], path: Path) -> None:

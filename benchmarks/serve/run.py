@@ -6,13 +6,16 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import NOT_ASKED
 from benchmarks.serve.cases import Job, Load, ServeRecord, Timing
-from benchmarks.serve.client import ServerFailed
-from benchmarks.serve.servers import PEERS, ROWS, Process, Running
+from benchmarks.serve.client import Client, ServerFailed
+from benchmarks.serve.servers import PEERS, ROWS, Process, running
 from ktft import system
+from ktft.device import accelerator
 
 WARM_ROUNDS = 1
 
@@ -69,12 +72,11 @@ def _time_group(
 ) -> None:
     """Time servers that run at the same time and take turns, round by round."""
     with ExitStack() as stack:
-        servers: dict[str, Process | Running] = {}
+        servers: dict[str, Client] = {}
         for name in names:
             say(f"starting {name} ...")
             try:
-                servers[name] = _start(plan, name)
-                stack.callback(servers[name].close)
+                servers[name] = _start(plan, name, stack)
             except ServerFailed as error:
                 _give_up(name, error, absent)
         for number, load in enumerate(plan.loads):
@@ -82,7 +84,7 @@ def _time_group(
                 for name, server in list(servers.items()):
                     say(f"{load.clients} clients, round {turn + 1}/{plan.rounds}: {name}")
                     try:
-                        found = server.client.round(load, seed=1000 * number + turn + WARM_ROUNDS)
+                        found = server.round(load, seed=1000 * number + turn + WARM_ROUNDS)
                     except ServerFailed as error:
                         _give_up(name, error, absent)
                         del servers[name]
@@ -91,10 +93,11 @@ def _time_group(
                         timings.setdefault((name, load), []).append(found)
 
 
-def _start(plan: Plan, name: str) -> Process | Running:
+def _start(plan: Plan, name: str, running_until: ExitStack) -> Client:
     if name == "ktft" and plan.url is not None:
-        return Running(plan.url, plan.model_name)
-    return Process(ROWS[name], plan.job, _decoder(plan.job.model))
+        return running(plan.url, plan.model_name)
+    decode = partial(_decode, plan.job.model)
+    return running_until.enter_context(Process(ROWS[name], plan.job, decode)).client
 
 
 def _give_up(name: str, error: ServerFailed, absent: dict[str, str]) -> None:
@@ -103,18 +106,16 @@ def _give_up(name: str, error: ServerFailed, absent: dict[str, str]) -> None:
     absent[name] = str(error)
 
 
-def _decoder(model: Path | None) -> Callable[[list[int]], str]:
-    """Token ids as a text, for servers that take nothing else."""
+@cache
+def _tokenizer(model: Path | None) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = None
+    return AutoTokenizer.from_pretrained(model)
 
-    def decode(ids: list[int]) -> str:
-        nonlocal tokenizer
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-        return str(tokenizer.decode(ids))
 
-    return decode
+def _decode(model: Path | None, ids: list[int]) -> str:
+    """Token ids as a text, for servers that take nothing else."""
+    return str(_tokenizer(model).decode(ids))
 
 
 def take_turns(asked: bool | None) -> bool:
@@ -124,9 +125,8 @@ def take_turns(asked: bool | None) -> bool:
 
 def device_name() -> str:
     """The GPU that servers find here, or `cpu`."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    gpu = accelerator()
+    return gpu.name() if gpu is not None else "cpu"
 
 
 def decode_rate(timings: Sequence[Timing]) -> float | None:

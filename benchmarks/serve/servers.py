@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,12 +14,12 @@ from typing import Any
 
 import httpx
 
+from benchmarks.process import Started, free_port
 from benchmarks.serve.cases import Job
 from benchmarks.serve.client import Client, ServerFailed
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 20.0
-LAST_LINES = 8
 KV_CACHE = 2 << 30
 VLLM_EXTRAS = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
@@ -102,16 +98,8 @@ PEERS = (
 ROWS = {row.name: row for row in (KTFT, *PEERS)}
 
 
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-class Process:
-    """A server of `row` and all processes that it starts. As a context manager it ends them.
+class Process(Started):
+    """A server of `row`.
 
     Args:
         row, job: the server to start and its settings.
@@ -125,27 +113,13 @@ class Process:
         self.row = row
         port = free_port()
         self.client = Client(f"http://127.0.0.1:{port}", row.extras, text if row.chats else None)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self._process = subprocess.Popen(
-            row.command(job, port),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the same packages
-        )
+        super().__init__(row.command(job, port))
         try:
             self._wait()
             self.client.find_model(str(job.model) if row.chats else None)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -158,34 +132,16 @@ class Process:
             time.sleep(0.5)
         raise ServerFailed(f"{self.row.name} does not answer after {START_SECONDS:.0f} s: {self.last_lines()}")
 
-    def last_lines(self) -> str:
-        """The last lines of its output."""
-        self._log.seek(0)
-        return " / ".join(self._log.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:])
-
     def close(self) -> None:
         """End the server with SIGTERM first and SIGKILL after some seconds."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._log.close()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        super().close()
 
 
-class Running:
-    """A server that somebody else started, with the same interface.
-
-    Raises:
-        ServerFailed: nobody answers there.
-    """
-
-    def __init__(self, url: str, model: str | None) -> None:
-        self.row = Row(url, lambda job: "", lambda job, port: [], VLLM_EXTRAS)
-        self.client = Client(url.rstrip("/").removesuffix("/v1"), VLLM_EXTRAS)
-        self.client.find_model(model)
-
-    def close(self) -> None:
-        """Leave it alone."""
+def running(url: str, model: str | None) -> Client:
+    """A client of a server that somebody else started. Raises ServerFailed if nobody answers there."""
+    client = Client(url.rstrip("/").removesuffix("/v1"), VLLM_EXTRAS)
+    client.find_model(model)
+    return client

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -13,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from benchmarks.cases import Case, Shape
 from benchmarks.layers import make_index
@@ -78,19 +78,8 @@ def empty_model(shape: Shape, layers: int, vocabulary: int = VOCABULARY) -> Any:
     config = make_config(shape, layers, vocabulary)
     config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
     classes = {"qwen3_moe": Qwen3MoeForCausalLM, "deepseek_v2": DeepseekV2ForCausalLM}
-    with default_dtype(torch.bfloat16), no_init_weights():
+    with local_torch_dtype(torch.bfloat16), no_init_weights():
         return classes[config.model_type](config)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype within the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @torch.no_grad()

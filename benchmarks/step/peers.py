@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import time
+from abc import abstractmethod
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -15,64 +15,75 @@ from torch import Tensor
 from benchmarks import layers
 from benchmarks.cases import Case
 from benchmarks.peer import Job as KernelJob
-from benchmarks.peer_kt import KtKernel
+from benchmarks.peer_kt import KT_KERNEL
+from benchmarks.process import free_port
 from benchmarks.step.cases import Job, Times
-from benchmarks.step.models import attention_lora, empty_model, fill, fix_routing, set_checkpointing
+from benchmarks.step.models import fix_routing, set_checkpointing, stock_model
 from benchmarks.step.runners import (
     LEARNING_RATE,
     HfResident,
     Ktft,
+    ModelRunner,
     Runner,
     Skipped,
     device_here,
-    device_name,
     missing_for_gpu,
     rss,
-    timed,
-    token_ids,
 )
 from ktft import native
 
 
+class Offload(ModelRunner):
+    """A model in CPU memory from which a library fetches what it needs, in this one process."""
+
+    note: ClassVar[str] = "bf16 weights, LoRA on attention alone"
+    autocast: ClassVar[bool] = False
+
+    def __init__(self, job: Job) -> None:
+        one_process()
+        torch.manual_seed(0)
+        self.device = device_here()
+        self.model = stock_model(job, torch.device("cpu"))
+        self.wrap(job)
+
+    @abstractmethod
+    def wrap(self, job: Job) -> None:
+        """Hand the model to the library, and make the optimizer."""
+
+    def trained(self) -> list[Tensor]:
+        """The parameters that the model trains."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
 def one_process() -> None:
     """What a launcher would set, for one process on a port that is free."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
-class Zero3Offload:
+class Zero3Offload(Offload):
     """DeepSpeed ZeRO-3 with parameters and optimizer in pinned CPU memory.
 
     A MoE block is a leaf module, fetched whole and at once; buckets and limits let it hold one layer and fetch another.
     """
 
     name: ClassVar[str] = "zero3-offload"
-    note: ClassVar[str] = "bf16 weights, LoRA on attention alone"
 
     @staticmethod
     def absent() -> str:
-        """See `Runner`."""
         return missing_for_gpu("deepspeed")
 
-    def __init__(self, job: Job) -> None:
-        one_process()
+    def wrap(self, job: Job) -> None:
         os.environ.setdefault("DS_BUILD_OPS", "0")
         import deepspeed
         from deepspeed.utils import set_z3_leaf_modules
 
-        torch.manual_seed(0)
-        self.device = device_here()
-        base = empty_model(job.shape, job.layers)
-        fill(base)
-        model = attention_lora(base, job)
-        set_checkpointing(model, job, use_reentrant=False)
-        blocks = {type(module) for name, module in model.named_modules() if name.endswith(".mlp")}
-        set_z3_leaf_modules(model, list(blocks))
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=self.config(job))
-        fix_routing(self.engine.module, job, self.device)
+        set_checkpointing(self.model, job, use_reentrant=False)
+        blocks = {type(module) for name, module in self.model.named_modules() if name.endswith(".mlp")}
+        set_z3_leaf_modules(self.model, list(blocks))
+        self.model, *_ = deepspeed.initialize(
+            model=self.model, model_parameters=self.trained(), config=self.config(job)
+        )
+        fix_routing(self.model.module, job, self.device)
 
     @staticmethod
     def config(job: Job) -> dict[str, Any]:
@@ -97,45 +108,29 @@ class Zero3Offload:
             },
         }
 
-    def step(self, tokens: int) -> Times:
-        """See `Runner`."""
-        ids = token_ids(tokens, self.device)
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss)
 
-        def forward() -> Tensor:
-            loss: Tensor = self.engine(input_ids=ids, labels=ids).loss
-            return loss
-
-        return timed(self.device, forward, self.engine.backward, self.engine.step)
-
-    def facts(self) -> dict[str, Any]:
-        """See `Runner`."""
-        return {"device": device_name(self.device)}
+    def update(self) -> None:
+        self.model.step()
 
 
-class Fsdp2Offload:
+class Fsdp2Offload(Offload):
     """torch's FSDP2 with parameters in pinned CPU memory, the next layer's copied while one computes."""
 
     name: ClassVar[str] = "fsdp2-offload"
-    note: ClassVar[str] = "bf16 weights, LoRA on attention alone"
 
     @staticmethod
     def absent() -> str:
-        """See `Runner`."""
         return missing_for_gpu()
 
-    def __init__(self, job: Job) -> None:
-        one_process()
+    def wrap(self, job: Job) -> None:
         import torch.distributed as dist
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        torch.manual_seed(0)
-        self.device = device_here()
         on_gpu = self.device.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=0, world_size=1)
         mesh = dist.init_device_mesh(self.device.type, (1,))
-        base = empty_model(job.shape, job.layers)
-        fill(base)
-        self.model = attention_lora(base, job)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         set_checkpointing(self.model, job, use_reentrant=False)
@@ -151,26 +146,7 @@ class Fsdp2Offload:
             earlier.set_modules_to_forward_prefetch([later])
             later.set_modules_to_backward_prefetch([earlier])
         fix_routing(self.model, job, self.device)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-
-    def step(self, tokens: int) -> Times:
-        """See `Runner`."""
-        ids = token_ids(tokens, self.device)
-
-        def update() -> None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-        def forward() -> Tensor:
-            loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-            return loss
-
-        return timed(self.device, forward, lambda loss: loss.backward(), update)
-
-    def facts(self) -> dict[str, Any]:
-        """See `Runner`."""
-        return {"device": device_name(self.device)}
+        self.optimizer = torch.optim.AdamW(self.trained(), lr=LEARNING_RATE)
 
 
 def parent_of(model: Any, module: Any) -> Any:
@@ -179,7 +155,7 @@ def parent_of(model: Any, module: Any) -> Any:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-class KtKernelLayer:
+class KtKernelLayer(Runner):
     """kt-kernel's fine-tuning experts, one layer's forward and backward on the CPU at its best thread count."""
 
     name: ClassVar[str] = "kt-kernel"
@@ -187,11 +163,10 @@ class KtKernelLayer:
 
     @staticmethod
     def absent() -> str:
-        """See `Runner`."""
         return "" if importlib.util.find_spec("kt_kernel") else "kt_kernel is not installed"
 
     def __init__(self, job: Job) -> None:
-        if reason := KtKernel().absent():
+        if reason := KT_KERNEL.absent():
             raise ValueError(reason)
         torch.manual_seed(0)
         runtime = native.runtime(job.threads)
@@ -201,10 +176,9 @@ class KtKernelLayer:
         largest = max(job.tokens)
         weights, lora = layers.make_weights(job.shape), layers.make_lora(job.shape, job.rank)
         ktft = layers.Ktft(job.shape, "int8", runtime, weights, lora)
-        self.layer = KtKernel().make(KernelJob(cases[largest], weights, lora, self.batches[largest], ktft))
+        self.layer = KT_KERNEL.make(KernelJob(cases[largest], weights, lora, self.batches[largest], ktft))
 
     def step(self, tokens: int) -> Times:
-        """See `Runner`; of one layer."""
         began = time.perf_counter()
         backward = self.layer.train(self.batches[tokens])
         middle = time.perf_counter()
@@ -212,7 +186,6 @@ class KtKernelLayer:
         return Times(middle - began, time.perf_counter() - middle, 0.0, 0, rss())
 
     def facts(self) -> dict[str, Any]:
-        """See `Runner`."""
         return {"device": "cpu"}
 
 

@@ -2,86 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import selectors
-import signal
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.process import Started
 from benchmarks.step.cases import Job, Rates, Times
 
 ANSWER_SECONDS = 240.0
-LAST_LINES = 3
 
 
 class WorkerError(RuntimeError):
     """A worker could not do what it was asked; the message says why."""
 
 
-class Worker:
-    """One process of `benchmarks.step.worker`. It imports at once, and makes the job's model when `make` asks for it.
+class Worker(Started):
+    """One process of `benchmarks.step.worker`. It imports at once, and makes the job's model when `make` asks."""
 
-    As a context manager, it ends the process and all that this one started.
-    """
+    LAST_LINES = 3
 
     def __init__(self, job: Job) -> None:
+        super().__init__([sys.executable, "-P", "-m", "benchmarks.step.worker"], asked=True)
         self.job = job
         self.facts: dict[str, Any] = {}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        command = [sys.executable, "-P", "-m", "benchmarks.step.worker"]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the same ktft
-        )
         self._ready = False
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-
     def make(self) -> None:
-        """Have the model made.
-
-        Raises:
-            WorkerError: it failed.
-        """
+        """Have the model made. As all requests, this raises WorkerError if the process fails."""
         self.facts = self._ask({"job": self.job.to_dict()})
 
     def step(self, tokens: int) -> Times:
-        """Time one step.
-
-        Raises:
-            WorkerError: it failed.
-        """
+        """Time one step."""
         return Times(**self._ask({"tokens": tokens}))
 
     def rates(self, threads: int | None) -> Rates:
-        """Measure the machine.
-
-        Raises:
-            WorkerError: it failed.
-        """
+        """Measure the machine."""
         return Rates(**self._ask({"rates": {"threads": threads, "read_bytes": machine.read_bytes()}}))
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +71,4 @@ class Worker:
 
     def _ended(self) -> WorkerError:
         code = self._process.wait()
-        self._log.seek(0)
-        last = " / ".join(self._log.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:])
-        return WorkerError(f"{self.job.name}: its process ended with {code}: {last}")
+        return WorkerError(f"{self.job.name}: its process ended with {code}: {self.last_lines()}")

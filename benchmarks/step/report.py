@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import NOT_ASKED, gpu_words, short
+from benchmarks.report import absent, gpu_words, new_table, ratios, short
 from benchmarks.step.cases import StepRecord
 
 PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "kt", "hf-resident": "hf"}
@@ -24,44 +23,36 @@ LEGEND = (
 
 def make_table(records: Sequence[StepRecord]) -> Table:
     """A row a record; the last columns are the peers' times over ktft's."""
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold")
-    table.add_column("shape", overflow="ellipsis", no_wrap=True, max_width=16)
-    for heading in ("L", "T", "routing", "format", "lanes"):
-        table.add_column(heading, no_wrap=True)
     peers = [name for name in PEER_NAMES if any(name in record.peers for record in records)]
     numbers = ("fwd ms", "bwd", "opt", "ms/layer", "margin", "tok/s", "x floor", "VRAM", "experts'", "RSS")
-    for heading in (*numbers, *(f"{PEER_NAMES[name]} x" for name in peers)):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = [*numbers, *(f"{PEER_NAMES[name]} x" for name in peers)]
+    table = new_table("shape", ("L", "T", "routing", "format", "lanes"), headings)
     for r in records:
         marginal = "-" if r.marginal_ms_per_layer is None else short(r.marginal_ms_per_layer)
         times = (short(value) for value in (r.forward_ms, r.backward_ms, r.optimizer_ms, r.ms_per_layer))
         memory = (f"{value / 1e9:.2f}" for value in (r.vram_bytes, r.vram_experts_bytes, r.rss_bytes))
-        ratios = (f"{r.peers[name].ratio:.2f}" if name in r.peers else "-" for name in peers)
-        cells = (*times, marginal, f"{r.tokens_per_second:.0f}", f"{r.over_floor:.2f}", *memory, *ratios)
+        speed = f"{r.tokens_per_second:.0f}", f"{r.over_floor:.2f}"
+        cells = (*times, marginal, *speed, *memory, *ratios(r.peers, peers))
         table.add_row(r.shape, str(r.layers), str(r.tokens), r.routing, r.format, r.placement, *cells)
     return table
 
 
-def explain(records: Sequence[StepRecord], console: Console) -> None:
-    """The machine, what it could do, and the peers, below the table."""
+def explain(records: Sequence[StepRecord]) -> Iterator[str]:
+    """Lines below the table: the machine, what it could do, and the peers."""
     first = records[0]
     pcie, read, cpu, gpu = (
         statistics.median(getattr(record, name) for record in records)
         for name in ("pcie_gbs", "read_gbs", "registers_tflops", "gpu_tflops")
     )
-    console.print(
+    yield (
         f"{first.cpu}, {first.isa}, {first.threads} threads, {gpu_words(first.device)}; rank {first.rank}, gradient "
         f"checkpointing {'on' if first.checkpointing else 'off'}; to the GPU {pcie:.3g} GB/s, read {read:.3g} GB/s, "
-        f"P {cpu:.3g} TFLOPS, GPU {gpu:.3g} TFLOPS; memory in GB",
-        highlight=False,
+        f"P {cpu:.3g} TFLOPS, GPU {gpu:.3g} TFLOPS; memory in GB"
     )
-    console.print(LEGEND, highlight=False, markup=False)
+    yield LEGEND
     notes = {name: figure.note for record in records for name, figure in record.peers.items()}
-    for name, note in notes.items():
-        console.print(f"{name}: {note}", highlight=False, markup=False)
-    absent = {f"{name}: {reason}" for record in records for name, reason in record.absent_peers.items()}
-    for line in sorted(line for line in absent if not line.endswith(NOT_ASKED)):
-        console.print(f"without {line}", highlight=False, markup=False)
+    yield from (f"{name}: {note}" for name, note in notes.items())
+    yield from absent(records)
 
 
 def plot(records: Iterable[StepRecord], path: Path) -> None:

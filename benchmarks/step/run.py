@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from benchmarks.cases import Shape
 from benchmarks.report import NOT_ASKED
@@ -163,6 +164,19 @@ def median(values: list[Times], part: str) -> float:
     return statistics.median(getattr(each, part) for each in values)
 
 
+def parts(times: list[Times]) -> dict[str, Any]:
+    """The figures that ktft's models and peers have alike."""
+    seconds = {f"{part}_ms": 1e3 * median(times, part) for part in ("forward", "backward", "optimizer")}
+    return seconds | {"vram_bytes": int(median(times, "vram")), "rss_bytes": int(median(times, "rss"))}
+
+
+def marginal(group: Group, times: list[Times], smaller: Group | None, fewer: list[Times] | None) -> float | None:
+    """Milliseconds that one more layer takes; None if no group of fewer layers was timed."""
+    if smaller is None or fewer is None:
+        return None
+    return 1e3 * (median(times, "step") - median(fewer, "step")) / (group.base.layers - smaller.base.layers)
+
+
 def figures(group: Group, name: str, tokens: int, smaller: Group | None) -> Iterator[tuple[str, PeerFigure]]:
     """The figures of the peers, compared with one of ktft's models."""
     for peer, timed in group.peers.items():
@@ -171,46 +185,33 @@ def figures(group: Group, name: str, tokens: int, smaller: Group | None) -> Iter
         times, layers = timed.times[tokens], 1 if peer == ONE_LAYER else group.base.layers
         each = median(times, "step") / layers
         ours = median(timed.around[tokens, name], "step") / group.base.layers
-        marginal = None
-        if smaller is not None and peer != ONE_LAYER and tokens in getattr(smaller.peers.get(peer), "times", {}):
-            more = median(times, "step") - median(smaller.peers[peer].times[tokens], "step")
-            marginal = 1e3 * more / (group.base.layers - smaller.base.layers)
+        fewer = None
+        if smaller is not None and peer in smaller.peers and peer != ONE_LAYER:
+            fewer = smaller.peers[peer].times.get(tokens)
         yield (
             peer,
             PeerFigure(
                 ms_per_layer=1e3 * each,
-                marginal_ms_per_layer=marginal,
-                forward_ms=1e3 * median(times, "forward"),
-                backward_ms=1e3 * median(times, "backward"),
-                optimizer_ms=1e3 * median(times, "optimizer"),
+                marginal_ms_per_layer=marginal(group, times, smaller, fewer),
                 ratio=each / ours,
-                vram_bytes=int(median(times, "vram")),
-                rss_bytes=int(median(times, "rss")),
                 note=RUNNERS[peer].note,
+                **parts(times),
             ),
         )
 
 
 def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRecord:
     """One of ktft's models at one batch size; `smaller` is the group of fewer layers, if one was timed."""
-    times, facts, shape = group.times[tokens, job.name], group.facts[job.name], job.shape
+    times, facts = group.times[tokens, job.name], group.facts[job.name]
     step, around = median(times, "step"), median(group.skipped[tokens], "passes")
     rates = Rates(
         *(statistics.median(getattr(each, name) for each in group.rates[tokens]) for name in Rates.__annotations__)
     )
     counts = [models.counts(job, layer, tokens) for layer in range(job.layers)]
     least = around + floor.experts_floor(replace(job, placement=facts["lanes"]), counts, rates)
-    marginal = None
-    if smaller is not None and (tokens, job.name) in smaller.times:
-        more = step - median(smaller.times[tokens, job.name], "step")
-        marginal = 1e3 * more / (job.layers - smaller.base.layers)
-    vram = median(times, "vram")
+    fewer = smaller.times.get((tokens, job.name)) if smaller is not None else None
     return StepRecord(
-        shape=shape.name,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        **job.shape.in_record(),
         layers=job.layers,
         tokens=tokens,
         routing=job.routing,
@@ -224,26 +225,22 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
         isa=facts["isa"],
         threads=facts["threads"],
         runs=len(times),
-        forward_ms=1e3 * median(times, "forward"),
-        backward_ms=1e3 * median(times, "backward"),
-        optimizer_ms=1e3 * median(times, "optimizer"),
         step_ms=1e3 * step,
         spread=(max(each.step for each in times) - min(each.step for each in times)) / step,
         ms_per_layer=1e3 * step / job.layers,
-        marginal_ms_per_layer=marginal,
+        marginal_ms_per_layer=marginal(group, times, smaller, fewer),
         tokens_per_second=tokens / step,
         without_experts_ms=1e3 * around,
         floor_ms=1e3 * least,
         over_floor=median(times, "passes") / least,
-        vram_bytes=int(vram),
-        vram_experts_bytes=int(vram - median(group.skipped[tokens], "vram")),
-        rss_bytes=int(median(times, "rss")),
+        vram_experts_bytes=int(median(times, "vram") - median(group.skipped[tokens], "vram")),
         pcie_gbs=rates.pcie / 1e9,
         read_gbs=rates.read / 1e9,
         registers_tflops=rates.registers / 1e12,
         gpu_tflops=rates.gpu / 1e12,
         peers=dict(figures(group, job.name, tokens, smaller)),
         absent_peers=group.absent,
+        **parts(times),
     )
 
 

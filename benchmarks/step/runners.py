@@ -6,7 +6,7 @@ import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from benchmarks.step.cases import VOCABULARY, Job, Times
 from benchmarks.step.models import fix_routing, ktft_model, set_checkpointing, skipped_model, stock_model
 from ktft import system
 from ktft.config import emulate_gpu
+from ktft.device import accelerator, device_of
 from ktft.lanes.decide.placer import usable_placement
 from ktft.model.experts import find_experts
 from ktft.train.optimizer import AdamW
@@ -22,40 +23,15 @@ from ktft.train.optimizer import AdamW
 LEARNING_RATE = 1e-4
 
 
-class Runner(Protocol):
-    """One row of `RUNNERS`. `note` says what its figures contain or lack compared with others'."""
-
-    name: ClassVar[str]
-    note: ClassVar[str]
-
-    @staticmethod
-    def absent() -> str:
-        """Why it cannot run here; empty if it can."""
-
-    def __init__(self, job: Job) -> None:
-        """Make the model, ready to step. Raises ValueError with the reason if this job cannot run."""
-
-    def step(self, tokens: int) -> Times:
-        """One training step of one sequence."""
-
-    def facts(self) -> dict[str, Any]:
-        """`device`, and for ktft also `isa`, `threads` and `lanes`."""
-
-
 def device_here() -> torch.device:
     """The GPU if there is one, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def device_name(device: torch.device) -> str:
-    """For a person."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    gpu = accelerator()
+    return gpu.indexed() if gpu is not None else torch.device("cpu")
 
 
 def clock(device: torch.device) -> float:
     """The time in seconds after the GPU has finished all work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()
     return time.perf_counter()
 
 
@@ -93,21 +69,36 @@ def token_ids(tokens: int, device: torch.device) -> Tensor:
     return torch.randint(VOCABULARY, (1, tokens), device=device)
 
 
-class ModelRunner(ABC):
-    """Trains a model whose parameters torch knows, as transformers' Trainer does with bf16: autocast, AdamW."""
+class Runner(ABC):
+    """One row of `RUNNERS`. `note` says what its figures contain or lack compared with others'."""
 
     name: ClassVar[str]
     note: ClassVar[str] = ""
 
     @staticmethod
     def absent() -> str:
-        """Never absent."""
+        """Why it cannot run here; empty if it can."""
         return ""
 
-    @staticmethod
     @abstractmethod
-    def make(job: Job, device: torch.device) -> Any:
-        """The model."""
+    def __init__(self, job: Job) -> None:
+        """Make the model, ready to step. Raises ValueError with the reason if this job cannot run."""
+
+    @abstractmethod
+    def step(self, tokens: int) -> Times:
+        """One training step of one sequence."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """`device`, and for ktft also `isa`, `threads` and `lanes`."""
+
+
+class ModelRunner(Runner):
+    """Trains a model whose parameters torch knows, as transformers' Trainer does with bf16: autocast, AdamW."""
+
+    autocast: ClassVar[bool] = True
+    make: Callable[[Job, torch.device], Any]
+    """Makes the model on a device."""
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(0)
@@ -117,12 +108,15 @@ class ModelRunner(ABC):
         self.model = self.make(job, self.device)
         set_checkpointing(self.model, job)
         fix_routing(self.model, job, self.device)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = self.make_optimizer(trained)
+        self.optimizer = self.make_optimizer([each for each in self.model.parameters() if each.requires_grad])
 
-    def make_optimizer(self, trained: list[Tensor]) -> AdamW:
+    def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
         """The optimizer of the trained parameters."""
         return AdamW(trained, lr=LEARNING_RATE)
+
+    def backward(self, loss: Tensor) -> None:
+        """The loss's backward."""
+        loss.backward()
 
     def update(self) -> None:
         """The optimizer's step."""
@@ -130,19 +124,17 @@ class ModelRunner(ABC):
         self.optimizer.zero_grad()
 
     def step(self, tokens: int) -> Times:
-        """See `Runner`."""
         ids = token_ids(tokens, self.device)
 
         def forward() -> Tensor:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
                 loss: Tensor = self.model(input_ids=ids, labels=ids).loss
             return loss
 
-        return timed(self.device, forward, lambda loss: loss.backward(), self.update)
+        return timed(self.device, forward, self.backward, self.update)
 
     def facts(self) -> dict[str, Any]:
-        """See `Runner`."""
-        return {"device": device_name(self.device)}
+        return {"device": device_of(self.device).name()}
 
 
 class Ktft(ModelRunner):
@@ -155,7 +147,7 @@ class Ktft(ModelRunner):
         self.placement = usable_placement(job.settings(), cuda=torch.cuda.is_available() or emulate_gpu())
         super().__init__(job)
 
-    def make_optimizer(self, trained: list[Tensor]) -> AdamW:
+    def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
         """The optimizer as ktft's Trainer makes it."""
         experts = list(find_experts(self.model).values())
         self.runtime = experts[0].layer.runtime
@@ -169,7 +161,7 @@ class Ktft(ModelRunner):
             self.lanes.end_step()
 
     def facts(self) -> dict[str, Any]:
-        """See `Runner`; `lanes` is the placement that this machine can do."""
+        """Of these, `lanes` is the placement that this machine can do."""
         return super().facts() | {"isa": self.runtime.isa, "threads": self.runtime.threads, "lanes": self.placement}
 
 

@@ -1,4 +1,4 @@
-// Scalar types and the enums that name formats, ISAs and passes.
+// Scalar types and the enums that name ISAs, passes and projections.
 #pragma once
 
 #include <cstddef>
@@ -11,14 +11,12 @@ struct bf16 {
   uint16_t bits;
 };
 
-enum class Format { kBf16, kInt8, kFp8, kK4, kInt4, kMxfp4 };
 enum class Isa { kAmxEmu, kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };  // slowest first
 enum class Pass { kForward, kBackward };
 enum class Dtype { kF32, kBf16, kF16 };
 enum class Projection { kGate, kUp, kDown };
 
 constexpr Projection kGateUp[] = {Projection::kGate, Projection::kUp};
-constexpr int kFormats = 6;
 constexpr int kIsas = 6;
 constexpr int kPasses = 2;
 constexpr int kProjections = 3;

@@ -139,13 +139,8 @@ py::tuple layer_memory_of(int hidden, int intermediate, bool biases, const std::
 }
 
 void bind_moe(py::module_& m) {
-  py::enum_<Encoding>(m, "Encoding")
-      .value("f32", Encoding::kF32)
-      .value("bf16", Encoding::kBf16)
-      .value("f16", Encoding::kF16)
-      .value("fp8", Encoding::kFp8)
-      .value("int4", Encoding::kInt4)
-      .value("mxfp4", Encoding::kMxfp4);
+  py::enum_<Encoding> encodings(m, "Encoding");
+  for (size_t i = 0; i < std::size(kEncodingNames); i++) encodings.value(kEncodingNames[i], Encoding(i));
   py::enum_<Projection>(m, "Projection")
       .value("gate_proj", Projection::kGate)
       .value("up_proj", Projection::kUp)

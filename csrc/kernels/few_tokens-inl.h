@@ -178,12 +178,12 @@ void dot_forward(const GemmArgs& a) {
 // Whether few_tokens_forward can do the call.
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
-  static_assert(kMostDotTokens[int(Codec::kFormat)] <= kFewRows && sizeof(FixedPoint) == kFixedPointCols * 3);
+  static_assert(info(Codec::kFormat).dot_tokens <= kFewRows && sizeof(FixedPoint) == kFixedPointCols * 3);
   return (kHasTiles<V> || kDotsCodes<V, Codec>) &&
          reads_rows(Codec::kFormat, a.tokens, a.terms[0].w->cols, low_rank_cols(a));
 }
 
-template <class V, class Codec, int M = kMostDotTokens[int(Codec::kFormat)]>
+template <class V, class Codec, int M = info(Codec::kFormat).dot_tokens>
 void few_tokens_forward(const GemmArgs& a) {
   if constexpr ((kHasTiles<V> || kDotsCodes<V, Codec>) && M > 0) {
     if (a.tokens == M) return dot_forward<V, Codec, M>(a);

@@ -38,17 +38,17 @@ consteval IsaTable isa_table() {
       .vectors = {kHasTiles<V>, &pack_rows<V>, &pack_rows<V>, &unturn<V>, &swiglu<V>, &swiglu_backward<V>,
                   &store_rows<V>, &finite<V>, &convert<V, bf16, float>, &convert<V, float, bf16>, &scale_row<V>,
                   &split<V>, &dot<V>, &weighted_sum<V>, &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>},
-      .rates = {&fill_rate_memory, &register_rate<V>, &hot_rate<V>},
+      .rates = {&fill_rate_memory, nullptr, &hot_rate<V>},
       .int8 = {}};
-#define KTFT_ADD_GEMMS(Codec) add_gemms<V, Codec>(table);
-  KTFT_EACH_CODEC(KTFT_ADD_GEMMS)
-#undef KTFT_ADD_GEMMS
-  for (const auto& passes : table.gemms)
-    for (const Gemm gemm : passes)
-      if (!gemm) throw "KTFT_EACH_CODEC lacks a format";  // which the compiler then reports
+#define KTFT_FORMAT(name, Codec, ...) add_gemms<V, Codec>(table);
+#include "quant/formats.inc"
+#undef KTFT_FORMAT
   if constexpr (kHasTiles<V>) {
     table.vectors.pack_forward = &pack_turned<V>;
     table.int8 = {&quantize_strip<V>, &int8_gemm<V>};
+    table.rates.registers = &tile_register_rate<typename V::Tiles>;
+  } else {
+    table.rates.registers = &vector_register_rate<V>;
   }
   return table;
 }

@@ -37,8 +37,6 @@ static inline PackedMatrix bf16_matrix(bf16* pieces, int rows, int cols, int64_t
 // In a call with at most kFewRows tokens, tile ISAs read X by rows instead of by transposed pieces. They are in the
 // second strip of such an X, otherwise padding: code that writes a transposed X for the layer's weights writes both.
 constexpr int kFewRows = 4;
-// For each format, the largest number of tokens for which reading rows was measured to be faster.
-constexpr int kMostDotTokens[kFormats] = {0, 2, 2, 4, 4, 4};
 static inline void place_few_row(const bf16* row, int index, int cols, bf16* x) {
   bf16* at = x + strip_elements(cols) + index * 32;
   for (int c = 0; c < cols; c += 32, at += kPieceElements) std::memcpy(at, row + c, 32 * sizeof(bf16));
@@ -79,8 +77,7 @@ constexpr size_t kGemmScratch = size_t(kReductionBlock + 2 * kMaxTokens) * 64 * 
 constexpr int kDotPieces = 16;  // pieces of a strip decoded at a time: 16 KB of L1
 static constexpr bool reads_rows(Format format, int tokens, int cols, int low_rank) {
   const int64_t row = int64_t(ceil_div(cols, 128)) * 128 * 3 + low_rank * int64_t(sizeof(bf16));
-  return tokens <= kMostDotTokens[int(format)] &&
-         kDotPieces * kPieceElements * 2 + tokens * row <= int64_t(kGemmScratch);
+  return tokens <= info(format).dot_tokens && kDotPieces * kPieceElements * 2 + tokens * row <= int64_t(kGemmScratch);
 }
 
 using Gemm = void (*)(const GemmArgs&);

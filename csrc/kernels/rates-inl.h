@@ -18,10 +18,8 @@ static inline void fill_rate_memory(char* memory) {
     values[i] = to_bf16((i % 2 ? 1.f : -1.f) * float(i * 37 % 101 + 1) / 4096);
 }
 
-template <class V>
-  requires(kHasTiles<V>)
-int64_t register_rate(const char* memory) {
-  using Tiles = typename V::Tiles;
+template <class Tiles>
+int64_t tile_register_rate(const char* memory) {
   constexpr int kRounds = 1024;  // enough to make the cost of configuring tiles negligible
   Tiles::configure();
   Tiles::template zero<0>();
@@ -43,7 +41,7 @@ int64_t register_rate(const char* memory) {
 }
 
 template <class V>
-int64_t register_rate(const char* memory) {
+int64_t vector_register_rate(const char* memory) {
   constexpr int kRounds = 1 << 16, kChains = 12;  // with two operands, they fit in 16 registers
   const bf16* const values = reinterpret_cast<const bf16*>(memory);
   const typename V::In x = V::load_in(values), w = V::load_in(values + V::kStep);

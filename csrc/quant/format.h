@@ -12,6 +12,8 @@
 //   prepare(row, cols, hints)          one row's scale, of row-scaled formats; hints are for encode, one a group
 #pragma once
 
+#include <iterator>
+
 #include "base/types.h"
 
 namespace ktft {
@@ -25,22 +27,30 @@ constexpr int kScaleBlock = 128;     // rows and columns that share a scale in f
 constexpr int kDimMultiple = 32;     // hidden and intermediate sizes: one piece of columns, two tiles of rows
 constexpr int kSliceMultiple = 128;  // slices of a matrix begin at these, so they hold whole tiles and scale blocks
 
+enum class Format {
+#define KTFT_FORMAT(name, Codec, entry, ...) entry,
+#include "quant/formats.inc"
+#undef KTFT_FORMAT
+};
+
 struct FormatInfo {
   const char* name;
   int tile_cols;      // columns in one tile
   int tile_bytes;     // codes and group scales; a multiple of 64
   bool row_scaled;    // W = diag(scale) * Q with one fp32 scale for each row, applied by the kernels' callers
   bool block_scaled;  // one fp32 scale for each block of 128 x 128, applied by decoding
+  // The largest number of tokens for which a tile ISA's forward was measured to be faster with dot products of rows
+  // (kernels/few_tokens-inl.h) than with tiles; at most kFewRows.
+  int dot_tokens;
 };
 
-constexpr FormatInfo kFormatInfo[kFormats] = {
-    {"bf16", 32, kCodeBytes, false, false},
-    {"int8", 64, kCodeBytes, true, false},
-    {"fp8", 64, kCodeBytes, false, true},
-    {"k4", 128, kCodeBytes + kTileRows * 4, true, false},
-    {"int4", 128, kCodeBytes + kTileRows * 4 * 2, false, false},
-    {"mxfp4", 128, kCodeBytes + kTileRows * 4, false, false},
+constexpr FormatInfo kFormatInfo[] = {
+#define KTFT_FORMAT(name, Codec, entry, tile_cols, tile_bytes, row_scaled, block_scaled, dot_tokens) \
+  {#name, tile_cols, tile_bytes, row_scaled, block_scaled, dot_tokens},
+#include "quant/formats.inc"
+#undef KTFT_FORMAT
 };
+constexpr int kFormats = int(std::size(kFormatInfo));
 
 constexpr const FormatInfo& info(Format format) { return kFormatInfo[int(format)]; }
 

@@ -42,7 +42,22 @@ struct alignas(64) CodeValues {
 };
 
 template <class Policy>
+constexpr bool kTableIsWhole = [] {
+  for (const float value : Policy::kTable) {
+    const float times = value / Policy::kUnit;
+    if (!(times >= -127 && times <= 127) || float(int(times)) != times) return false;
+  }
+  return true;
+}();
+
+template <class Policy>
 struct NibbleCodec : Policy {
+  static_assert(
+      kTableIsWhole<Policy>,
+      "a value of kTable is not a whole multiple of kUnit, at most 127 times: round the table to multiples of "
+      "a unit, as k4's codebook is; or, for a table that must stay as it is, write a codec without "
+      "kWholeValues, for which kernels/code_dots-inl.h then decodes, and add its kind of codes to quant/codes.cc "
+      "and ktft/lanes/ops/triton_codes.py");
   static constexpr const char* kCodes = "uint8";
   using typename Policy::Scale;
   static_assert(info(Policy::kFormat).tile_bytes == kCodeBytes + kTileRows * 4 * sizeof(Scale));

@@ -8,6 +8,7 @@ namespace ktft {
 // kFp8 is one byte of E4M3 for each value. kInt4 and kMxfp4 have two columns in a byte, the even one in the low half;
 // int4 codes are q + 8.
 enum class Encoding { kF32, kBf16, kF16, kFp8, kInt4, kMxfp4 };
+constexpr const char* kEncodingNames[] = {"f32", "bf16", "f16", "fp8", "int4", "mxfp4"};  // in the order of Encoding
 
 struct SourceMatrix {
   const void* data;  // row-major, contiguous; [rows, cols], or [rows, cols / 2] bytes of 4-bit codes

@@ -9,10 +9,10 @@ namespace ktft {
 // Calls f.template operator()<Codec>() with the format's codec.
 template <class Fn>
 auto with_codec(Format format, const Fn& f) {
-#define KTFT_TRY_CODEC(Codec) \
+#define KTFT_FORMAT(name, Codec, ...) \
   if (format == Codec::kFormat) return f.template operator()<Codec>();
-  KTFT_EACH_CODEC(KTFT_TRY_CODEC)
-#undef KTFT_TRY_CODEC
+#include "quant/formats.inc"
+#undef KTFT_FORMAT
   fail("format ", int(format), " has no codec");
 }
 

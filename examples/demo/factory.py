@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml" / "kt_deepseek_lora.yaml"
@@ -53,12 +52,6 @@ def train(overrides: list[str], log: Path, show_from: str = "") -> None:
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise RuntimeError(f"{' '.join(command)} exited with {process.returncode}; the end of {log}:\n{tail}")
-
-
-def evaluate(overrides: list[str], folder: Path, log: Path) -> dict[str, Any]:
-    """Held-out loss, in a process of its own that does nothing else."""
-    train([*overrides, "do_train=false", "plot_loss=false", f"output_dir={folder}"], log)
-    return {"heldout_loss": eval_loss(folder)}
 
 
 def loss_at_start(folder: Path) -> float:

@@ -94,8 +94,9 @@ def run_stages(out: Path, scale: Scale) -> Stages:
         return {"heldout_loss_before": factory.loss_at_start(folder), "heldout_loss": factory.eval_loss(folder)}
 
     def evaluate_again(folder: Path) -> dict[str, Any]:
-        adapter = f"adapter_name_or_path={out / 'lora'}"
-        return factory.evaluate([*overrides, adapter], folder, out / "logs" / "reloaded.log")
+        alone = [f"adapter_name_or_path={out / 'lora'}", "do_train=false", "plot_loss=false", f"output_dir={folder}"]
+        factory.train([*overrides, *alone], out / "logs" / "reloaded.log")
+        return {"heldout_loss": factory.eval_loss(folder)}
 
     def answer(_: Path) -> dict[str, Any]:
         import samples

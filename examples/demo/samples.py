@@ -14,33 +14,21 @@ import ktft
 BATCH = 16
 
 
-class Writer:
-    """A model with an adapter that may be switched off, and its greedy answers."""
-
-    def __init__(self, model_folder: Path, adapter: Path, max_new_tokens: int) -> None:
-        """Loads the model with its experts in int8, as they were in training."""
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_folder, quantization_config=ktft.KtftConfig(), dtype="float32"
+@torch.no_grad()
+def answers_of(model: Any, tokenizer: Any, records: list[dict[str, str]], max_new_tokens: int) -> list[str]:
+    """A model's greedy answer to each alpaca record."""
+    texts: list[str] = []
+    for start in range(0, len(records), BATCH):
+        messages = [
+            [{"role": "user", "content": f"{record['instruction']}\n{record['input']}"}]
+            for record in records[start : start + BATCH]
+        ]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
-        self.model = ktft.load_adapter(model, adapter)
-        self.max_new_tokens = max_new_tokens
-
-    @torch.no_grad()
-    def answers(self, records: list[dict[str, str]]) -> list[str]:
-        """One answer for each alpaca record."""
-        texts: list[str] = []
-        for start in range(0, len(records), BATCH):
-            messages = [
-                [{"role": "user", "content": f"{record['instruction']}\n{record['input']}"}]
-                for record in records[start : start + BATCH]
-            ]
-            inputs = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-            )
-            output = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False)
-            texts += self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return [text.strip() for text in texts]
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        texts += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in texts]
 
 
 def compare(
@@ -50,10 +38,13 @@ def compare(
 
     `commonest` is how many would be right if every answer were the sentence that occurs most often in `train`.
     """
-    writer = Writer(model_folder, adapter, max_new_tokens)
-    with writer.model.disable_adapter():
-        before = writer.answers(heldout)
-    after = writer.answers(heldout)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
+    config = ktft.KtftConfig()  # int8 experts, as in training
+    base: Any = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=config, dtype="float32")
+    model = ktft.load_adapter(base, adapter)
+    with model.disable_adapter():
+        before = answers_of(model, tokenizer, heldout, max_new_tokens)
+    after = answers_of(model, tokenizer, heldout, max_new_tokens)
     references = [record["output"] for record in heldout]
     [(commonest, _)] = Counter(record["output"] for record in train).most_common(1)
 

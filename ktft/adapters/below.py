@@ -1,7 +1,4 @@
-"""Adapters beneath another adapter, which was trained on top of them.
-
-The upper adapter's file describes the ones below it, and a base model may already hold them merged.
-"""
+"""Adapters beneath another one, which was trained on top of them; its file describes them, and a base may hold them."""
 
 from __future__ import annotations
 
@@ -16,13 +13,9 @@ from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from ktft.checkpoint.identity import identify_shard
 
 BELOW = "base_adapters"
-"""Metadata key in an adapter file. Its value is a list of `describe` results, one per adapter below, in the order in
-which they were trained.
-"""
+"""Metadata key in an adapter file: the `describe` results of the adapters below, in the order of their training."""
 REPORT = "merge_report.json"
-"""File that stands beside a merged model. Its `adapters` lists the merged adapters in order, with the identity of each
-of their files.
-"""
+"""File beside a merged model. Its `adapters` lists the merged adapters in order, with the identity of their files."""
 
 Below = Sequence[Mapping[str, Any]]
 
@@ -50,17 +43,12 @@ def stands_on(below: Below) -> str:
 
 
 def merged_into(base: Path) -> list[dict[str, Any]]:
-    """The adapters that `ktft merge` put into a checkpoint, in order; empty if `ktft merge` did not write it.
-
-    Raises:
-        ValueError: the report is damaged.
-    """
+    """The adapters that `ktft merge` put into a checkpoint, in order. Raises ValueError if its report is damaged."""
     file = base / REPORT
     if not file.is_file():
         return []
     try:
-        adapters = json.loads(file.read_bytes())["adapters"]
-        return [dict(adapter) for adapter in adapters]
+        return [dict(adapter) for adapter in json.loads(file.read_bytes())["adapters"]]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{file} is not what ktft merge writes; restore it, or merge again") from None
 
@@ -73,13 +61,9 @@ def holds(base: Path, below: Below) -> bool:
 
 
 def require_merged(adapter: Path, below: Below, base: Path, command: str) -> None:
-    """Refuse an adapter if its base model lacks the adapters that it was trained on top of.
+    """Raise ValueError, with the commands to run, if a base model lacks the adapters that one was trained on top of.
 
-    Args:
-        command: the command to run once the others are merged; its {base} is replaced by the merged model's directory.
-
-    Raises:
-        ValueError: `base` does not hold `below`; the message lists the commands to run.
+    `command` is the one to run once the others are merged; its {base} stands for the merged model's directory.
     """
     if holds(base, below):
         return

@@ -8,7 +8,6 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ktft.adapters.export_gguf import ARCHITECTURES
 from ktft.adapters.export_serving import SGLANG, VLLM, Server
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import SEPARATE, Family
@@ -37,12 +36,13 @@ def reasons_against(model: nn.Module) -> Iterator[tuple[str, str]]:
     for target, server in SERVERS.items():
         if reason := _of_server(model, server, family, leaves, whole):
             yield target, reason
-    row = ARCHITECTURES.get(family.name)
-    unapplied = [] if row is None else [leaf for leaf in sorted(leaves) if leaf in row.unapplied]
+    row = family.gguf
     if row is None:
         yield "gguf", f"the family {family.name}"
-    elif whole or unapplied:
-        yield "gguf", "modules trained whole" if whole else f"LoRA on {', '.join(unapplied)}"
+    elif whole:
+        yield "gguf", "modules trained whole"
+    elif unapplied := leaves.keys() & set(row.unapplied):
+        yield "gguf", f"LoRA on {', '.join(sorted(unapplied))}"
 
 
 def _leaves(model: nn.Module) -> dict[str, set[str]]:
@@ -50,8 +50,7 @@ def _leaves(model: nn.Module) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, KtftExpertsLora):
-            projections = {projection for ranks in module.ranks.values() for projection in ranks}
-            for projection in projections:
+            for projection in (projection for ranks in module.ranks.values() for projection in ranks):
                 found.setdefault(projection, set())
         elif isinstance(module, LoraLayer):
             parent, _, leaf = name.rpartition(".")

@@ -1,5 +1,4 @@
-"""Adapters for other programs. Each target is a row of `TARGETS`. If a target cannot hold a tensor, the export is
-refused with that tensor's name.
+"""Adapters for other programs, each a row of `TARGETS`. A tensor that a target cannot hold is named in an error.
 
 What each target loads was read from these sources: PEFT 0.18.1, `tuners/lora/layer.py`; vLLM 0.32, `vllm/lora`; SGLang
 0.5.23, `sglang/srt/lora`; llama.cpp, `convert_lora_to_gguf.py`, `src/llama-adapter.cpp` and `src/models`.
@@ -16,25 +15,12 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ktft.adapters import export_gguf, export_peft, export_serving
+from ktft.adapters import export_gguf, export_peft, export_serving, files
 from ktft.adapters.below import require_merged
-from ktft.adapters.files import (
-    CARD,
-    CONFIG,
-    MEANING,
-    LazyTensor,
-    absolute,
-    base_of,
-    local_directory,
-    saving,
-    write_tensors,
-)
 from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.files import to_json
 from ktft.checkpoint.hub import require_found
 from ktft.checkpoint.reader import CONFIG_NAME
-
-Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -43,24 +29,23 @@ class Export:
 
     nbytes: int
     rank: int
-    write: Callable[[Path, Progress], None]
+    write: Callable[[Path, files.Progress], None]
 
 
 @dataclass(frozen=True)
 class Target:
     """A program that loads adapters: its name, how an export to it is planned, and the command that loads the result.
 
-    `usage` contains the placeholders {base}, {out} and {rank}.
+    `usage` contains the placeholders {base}, {out} and {rank}; `ranks` are the values that {rank} may have, if not any.
     """
 
     name: str
     plan: Callable[[SavedAdapter], Export]
     usage: str
     ranks: tuple[int, ...] = ()
-    """The values that {rank} may have; empty if it may have any."""
 
 
-Arrange = Callable[[SavedAdapter], tuple[dict[str, Any], dict[str, LazyTensor]]]
+Arrange = Callable[[SavedAdapter], tuple[dict[str, Any], dict[str, files.LazyTensor]]]
 
 
 def _directory(arrange: Arrange) -> Callable[[SavedAdapter], Export]:
@@ -68,11 +53,11 @@ def _directory(arrange: Arrange) -> Callable[[SavedAdapter], Export]:
 
     def plan(adapter: SavedAdapter) -> Export:
         config, tensors = arrange(adapter)
-        record = {field: config[field] for field in MEANING} | {"model_type": adapter.base.model_type}
+        record = {field: config[field] for field in files.MEANING} | {"model_type": adapter.base.model_type}
 
-        def write(directory: Path, progress: Progress) -> None:
-            (directory / CONFIG).write_bytes(to_json(_plain(config)))
-            write_tensors(directory, tensors, record, progress)
+        def write(directory: Path, progress: files.Progress) -> None:
+            (directory / files.CONFIG).write_bytes(to_json(_plain(config)))
+            files.write_tensors(directory, tensors, record, progress)
 
         return Export(_bytes(tensors), max(config["r"], *config["rank_pattern"].values(), 1), write)
 
@@ -108,18 +93,12 @@ TARGETS = {
 
 
 def open_adapter(directory: Path, base: Path | None = None) -> SavedAdapter:
-    """Open an adapter beside its base model.
+    """Open an adapter beside its base model: a directory, a config.json, or None for what the adapter's config names.
 
-    Args:
-        directory: the adapter's directory.
-        base: the base model's directory, or its config.json. None takes what the adapter's configuration names.
-
-    Raises:
-        ValueError: there is no base model, or it is not the one that the adapter was trained on; or `SavedAdapter`
-            refuses the adapter.
+    Raises ValueError if there is no base model, it is not the adapter's, or `SavedAdapter` refuses the adapter.
     """
-    config = local_directory(directory) / CONFIG
-    named = base or base_of(config.parent)
+    config = files.local_directory(directory) / files.CONFIG
+    named = base or files.base_of(config.parent)
     cure = "name its directory, or its config.json, with --base"
     if not named:
         raise ValueError(f"{config} names no base model; {cure}")
@@ -137,16 +116,12 @@ def open_adapter(directory: Path, base: Path | None = None) -> SavedAdapter:
     if adapter.below:
         require_merged(adapter.directory, adapter.below, where, f"ktft export {directory} OUT --to ... --base {{base}}")
     if adapter.below or not Path(named).is_file():
-        adapter.config.base_model_name_or_path = absolute(str(where))
+        adapter.config.base_model_name_or_path = files.absolute(str(where))
     return adapter
 
 
 def plan(adapter: SavedAdapter, target: str) -> Export:
-    """Plan an export to one of `TARGETS`.
-
-    Raises:
-        ValueError: the target cannot hold the adapter, or would not apply all of it; the message says what to do.
-    """
+    """Plan an export to one of `TARGETS`. Raises ValueError if it cannot hold the adapter, or not apply all of it."""
     row = TARGETS[target]
     planned = row.plan(adapter)
     if row.ranks and planned.rank > row.ranks[-1]:
@@ -156,18 +131,16 @@ def plan(adapter: SavedAdapter, target: str) -> Export:
     return planned
 
 
-def export(adapter: SavedAdapter, target: str, planned: Export, out: Path, progress: Progress) -> str:
+def export(adapter: SavedAdapter, target: str, planned: Export, out: Path, progress: files.Progress) -> str:
     """Write a planned export into the directory `out`, which must be new or empty. Returns the command that loads it.
 
-    Raises:
-        ValueError: `out` is not empty, or a tensor is damaged.
-        OSError: the write failed, for instance because the disk is full. `out` then holds nothing new.
+    Raises ValueError if a tensor is damaged, OSError if the disk is full, for instance. `out` then holds nothing new.
     """
     row = TARGETS[target]
     rank = next((each for each in row.ranks if each >= planned.rank), planned.rank)
     usage = row.usage.format(base=adapter.config.base_model_name_or_path, out=out, rank=rank)
-    with saving(out, planned.nbytes, new=True) as scratch:
-        (scratch / CARD).write_text(
+    with files.saving(out, planned.nbytes, new=True) as scratch:
+        (scratch / files.CARD).write_text(
             f"---\nlibrary_name: peft\n---\n# LoRA adapter for {row.name}\n\nMade by `ktft export` from "
             f"`{adapter.directory}`, for this program alone; keep the original.\n```\n{usage}\n```\n"
         )
@@ -175,12 +148,11 @@ def export(adapter: SavedAdapter, target: str, planned: Export, out: Path, progr
     return usage
 
 
-def _bytes(tensors: dict[str, LazyTensor]) -> int:
+def _bytes(tensors: dict[str, files.LazyTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
+def _plain(config: dict[str, Any]) -> Any:
     """The configuration with sets and enumerations replaced by types that JSON has."""
     listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    plain: dict[str, Any] = json.loads(json.dumps(listed, default=lambda value: getattr(value, "value", str(value))))
-    return plain
+    return json.loads(json.dumps(listed, default=lambda value: getattr(value, "value", str(value))))

@@ -8,45 +8,24 @@ where it calls `build_lora_mm`; llama.cpp also loads a pair for any other matrix
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ktft.adapters.files import LazyTensor
+from ktft.adapters.files import LazyTensor, Progress
 from ktft.adapters.lora import KINDS
 from ktft.adapters.saved import Place, SavedAdapter
+from ktft.checkpoint.families import ROWS, Gguf
 from ktft.model.experts import experts_family
 
 FILE = "adapter.gguf"
 SUFFIXES = {"lora_A": ".lora_a", "lora_B": ".lora_b"}
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """llama.cpp's name of an architecture, and the modules that its graph multiplies by without LoRA."""
-
-    name: str
-    unapplied: tuple[str, ...] = ()
-
-
-_DEEPSEEK2 = Architecture("deepseek2", ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"))
-ARCHITECTURES = {
-    "Qwen2-MoE": Architecture("qwen2moe"),
-    "Qwen3-MoE": Architecture("qwen3moe"),
-    "DeepSeek-V2": _DEEPSEEK2,
-    "DeepSeek-V3": _DEEPSEEK2,
-    "Kimi-K2": _DEEPSEEK2,
-}
-"""The architectures whose graphs were read, by family. All keep rows and columns in the checkpoint's order."""
-
-
 def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
     """The name of llama.cpp's architecture, alpha, and the tensors by their GGUF names.
 
-    Raises:
-        ValueError: gguf is not installed, or llama.cpp does not have the model or would not apply a tensor.
+    Raises ValueError if gguf is not installed, or llama.cpp does not have the model or would not apply a tensor.
     """
     try:
         import gguf
@@ -75,19 +54,19 @@ def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
     return row.name, alpha, tensors
 
 
-def _architecture(adapter: SavedAdapter) -> Architecture:
-    family = experts_family(adapter.model).name
-    if family not in ARCHITECTURES:
+def _architecture(adapter: SavedAdapter) -> Gguf:
+    family = experts_family(adapter.model)
+    if family.gguf is None:
+        known = ", ".join(row.name for row in ROWS if row.gguf is not None)
         raise ValueError(
-            f"export to GGUF knows {', '.join(ARCHITECTURES)}, not {family}; merge the adapter (ktft merge) and "
-            "convert the result"
+            f"export to GGUF knows {known}, not {family.name}; merge the adapter (ktft merge) and convert the result"
         )
     if adapter.whole:
         raise ValueError(
             f"a GGUF adapter holds LoRA alone, and the adapter holds {adapter.whole[0]}, trained whole; merge it "
             "(ktft merge) and convert the result"
         )
-    return ARCHITECTURES[family]
+    return family.gguf
 
 
 def _stacked(adapter: SavedAdapter, places: list[Place], kind: str, alpha: float) -> LazyTensor:
@@ -95,13 +74,10 @@ def _stacked(adapter: SavedAdapter, places: list[Place], kind: str, alpha: float
     shape = first.shape(kind)
     factor = first.scaling * first.r / alpha if kind == "lora_B" else 1.0
     whole = shape if first.experts is None else (len(places), *shape)
-
     return LazyTensor(torch.float32, whole, lambda: adapter.stack(places, kind).mul_(factor).view(whole))
 
 
-def write(
-    directory: Path, arch: str, alpha: float, tensors: dict[str, LazyTensor], progress: Callable[[str, int], None]
-) -> None:
+def write(directory: Path, arch: str, alpha: float, tensors: dict[str, LazyTensor], progress: Progress) -> None:
     """Write `FILE` into a directory, one tensor in memory at a time."""
     import gguf
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ktft.adapters.files import LazyTensor
 from ktft.adapters.lora import KINDS
-from ktft.adapters.saved import PREFIX, Place, SavedAdapter
+from ktft.adapters.saved import FROZEN, PREFIX, Place, SavedAdapter, int_if_whole
 from ktft.model.meta import meta_model
 
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -45,11 +45,9 @@ class Stacked:
 
     @property
     def projections(self) -> list[str]:
-        """The parameter's projections that have LoRA."""
         return [each for each in self.adapter.expert_projections(self.experts) if each in PARAMETERS[self.parameter]]
 
     def place(self, expert: int, projection: str) -> Place:
-        """The place of one projection of one expert."""
         return self.adapter.expert_place(self.experts, expert, projection)
 
     @property
@@ -101,8 +99,7 @@ class Stacked:
 def arrange(adapter: SavedAdapter) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """The configuration and the tensors of the adapter in PEFT's layout for stacked experts.
 
-    Raises:
-        ValueError: transformers' model has no stacked parameters where the adapter has LoRA.
+    Raises ValueError if transformers' model has no stacked parameters where the adapter has LoRA.
     """
     model = meta_model(adapter.base)
     stacked = {each.name: each for each in _stacked(adapter, model)}
@@ -114,15 +111,11 @@ def arrange(adapter: SavedAdapter) -> tuple[dict[str, Any], dict[str, LazyTensor
     wrapped = peft_get_peft_model(model, LoraConfig(**config), low_cpu_mem_usage=True)
     for name, module in wrapped.named_modules():
         if isinstance(module, ParamWrapper):
-            part = stacked.pop(f"{_owner(name)}.{module.parameter_name}")
+            experts = name.removeprefix(PREFIX).replace(".base_layer", "")  # PEFT may have wrapped them twice
+            part = stacked.pop(f"{experts}.{module.parameter_name}")
             tensors |= {f"{name}.{kind}.weight": part.lazy(kind) for kind in KINDS}
     assert not stacked, f"PEFT found no parameter {next(iter(stacked))}"
     return config, tensors
-
-
-def _owner(name: str) -> str:
-    """The experts' name in the model, given PEFT's name for a wrapper around them."""
-    return name.removeprefix(PREFIX).replace(".base_layer", "")
 
 
 def _stacked(adapter: SavedAdapter, model: Any) -> Iterator[Stacked]:
@@ -152,14 +145,6 @@ def _configure(adapter: SavedAdapter, stacked: dict[str, Stacked]) -> dict[str, 
         "target_parameters": list(stacked) or None,
         # PEFT sorts patterns when it saves and takes the first that matches; only full names match one module each
         "rank_pattern": {name: each for name, each in ranks.items() if each != r},
-        "alpha_pattern": {name: _plain(each) for name, each in alphas.items() if not math.isclose(each, alpha)},
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "exclude_modules": None,
-        "lora_dropout": 0.0,  # PEFT has no dropout on parameters
-        "inference_mode": True,
+        "alpha_pattern": {name: int_if_whole(each) for name, each in alphas.items() if not math.isclose(each, alpha)},
+        **FROZEN,
     }
-
-
-def _plain(value: float) -> float | int:
-    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktft.adapters.files import LazyTensor
-from ktft.adapters.saved import Place, SavedAdapter
+from ktft.adapters.saved import FROZEN, Place, SavedAdapter, int_if_whole
 from ktft.checkpoint.families import SEPARATE
 from ktft.config import PROJECTIONS
 from ktft.model.experts import experts_family
@@ -23,14 +24,12 @@ LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 
 @dataclass(frozen=True)
 class Server:
-    """What a server does with a standard adapter.
+    """What a server does with a standard adapter. Modules are meant by the last parts of their names.
 
     Attributes:
-        name: the server's name.
-        together: groups of modules that the server fuses. Either all modules of a group have LoRA or none has; missing
-            ones get pairs of zeros.
-        known: last names of the modules that the server loads LoRA for; None if it reports unknown ones itself.
-        ignored: last names of modules whose LoRA the server loads but does not always apply, with the reason.
+        together: groups of modules that the server fuses: all of a group have LoRA or none, missing ones get zeros.
+        known: the modules that the server loads LoRA for; None if it reports unknown ones itself.
+        ignored: modules whose LoRA the server loads but does not always apply, with the reason.
     """
 
     name: str
@@ -60,41 +59,32 @@ def even_out(adapter: SavedAdapter, server: Server) -> tuple[dict[str, Any], dic
     Lower ranks are padded with zeros, and other scalings are multiplied into B. Modules that the server wants together
     with others get pairs of zeros.
 
-    Raises:
-        ValueError: the server cannot hold the adapter, or would not apply all of it.
+    Raises ValueError if the server cannot hold the adapter, or would not apply all of it.
     """
     _check(adapter, server)
-    places = {place.name: (place, True) for place in adapter.places.values()}
-    places |= {place.name: (place, False) for place in _missing(adapter, server)}
+    places = adapter.places | {place.name: place for place in _missing(adapter, server)}
     held = list(adapter.places.values())
     r = max(place.r for place in held)
     scalings = {place.scaling for place in held}
     scaling = scalings.pop() if len(scalings) == 1 else 1.0
     tensors: dict[str, LazyTensor] = {}
     dtype = adapter.dtype(held[0])
-    for place, present in places.values():
+    for name, place in places.items():
         for kind, shape in (("lora_A", (r, place.fan_in)), ("lora_B", (place.fan_out, r))):
             factor = place.scaling / scaling if kind == "lora_B" else 1.0
-            own = adapter.dtype(place) if present else dtype
-            tensors[place.tensor(kind)] = _padded(adapter, place.tensor(kind) if present else None, shape, factor, own)
+            stored = place.tensor(kind) if name in adapter.places else None
+            own = dtype if stored is None else adapter.dtype(place)
+            tensors[place.tensor(kind)] = _padded(adapter, stored, shape, factor, own)
     config = adapter.config.to_dict() | {
         "r": r,
-        "lora_alpha": _whole(scaling * r),
+        "lora_alpha": int_if_whole(scaling * r),
         "use_rslora": False,
         "rank_pattern": {},
         "alpha_pattern": {},
-        "target_modules": sorted({place.leaf for place, _ in places.values()}),
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "exclude_modules": None,
-        "lora_dropout": 0.0,
-        "inference_mode": True,
+        "target_modules": sorted({place.leaf for place in places.values()}),
+        **FROZEN,
     }
     return config, tensors
-
-
-def _whole(value: float) -> float | int:
-    return round(value) if abs(value - round(value)) < 1e-9 * max(1.0, abs(value)) else value
 
 
 def _padded(
@@ -141,10 +131,9 @@ def _check(adapter: SavedAdapter, server: Server) -> None:
 def _missing(adapter: SavedAdapter, server: Server) -> Iterator[Place]:
     """Yield the modules without LoRA that need it because the server fuses them with modules that have it."""
     for name, module in adapter.experts.items():
-        for expert in range(module.num_experts):
-            for projection in PROJECTIONS:
-                if f"{name}.{expert}.{projection}" not in adapter.places:
-                    yield adapter.expert_place(name, expert, projection)
+        for expert, projection in product(range(module.num_experts), PROJECTIONS):
+            if f"{name}.{expert}.{projection}" not in adapter.places:
+                yield adapter.expert_place(name, expert, projection)
     for place in list(adapter.places.values()):
         group = next((group for group in server.together if place.leaf in group), None)
         if group is None or place.experts is not None:

@@ -1,8 +1,7 @@
 """Adapters on disk: directories as PEFT writes them, with a standard name for every expert's tensors.
 
-An adapter file written by ktft keeps, in its safetensors metadata, a CRC-32 of every tensor and the settings that
-decide what the tensors mean, so that ktft notices a damaged file or an edited configuration. Other software ignores
-this metadata.
+The safetensors metadata of a file that ktft wrote has a CRC-32 of every tensor and the settings that decide what the
+tensors mean, so that ktft notices a damaged file or an edited configuration. Other software ignores it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +42,25 @@ CONFIG = "adapter_config.json"
 CARD = "README.md"
 HUB_KEYS = ("subfolder", "revision", "cache_dir", "token")
 RECORD = "ktft"
-"""Metadata key in an adapter file. Its JSON holds the fields of `MEANING` as they were when it was saved, and
-`model_type`.
-"""
+"""Metadata key in an adapter file. Its JSON holds `model_type` and the fields of `MEANING` as they were when saved."""
 MEANING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 """Fields of adapter_config.json that, with the tensors' names and shapes, decide what an adapter computes."""
-
 BASE = "base_directory"
 """Metadata key within `RECORD`. It maps the base model's name to its absolute path, if the name was a directory."""
-
 SCRATCH = ".saving-"
 """Prefix of the name of the folder in which an adapter is being saved."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Tensors = dict[str, Tensor]
+Progress = Callable[[str, int], None]
+"""Called with the name and the bytes of each tensor that was written."""
 
 
 # --- finding and reading ----------------------------------------------------------------------------------------------
 
 
 def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> Path:
-    """An adapter's local directory; an adapter on the Hugging Face Hub is downloaded.
-
-    Raises ValueError if the directory holds no adapter.
-    """
+    """An adapter's directory, downloaded if it is on the Hugging Face Hub. Raises ValueError if it holds no adapter."""
     root = local_path("adapter", path)
     if root is None:
         try:
@@ -80,10 +75,9 @@ def local_directory(path: str | os.PathLike[str], subfolder: str | None = None, 
 
 
 def read_config(directory: Path) -> LoraConfig:
-    """Read an adapter's configuration.
+    """An adapter's configuration.
 
-    Raises:
-        ValueError: it is not LoRA, is damaged, or has been changed since the tensors beside it were saved.
+    Raises ValueError if it is not LoRA, is damaged, or has been changed since the tensors beside it were saved.
     """
     try:
         config = PeftConfig.from_pretrained(str(directory))
@@ -148,16 +142,10 @@ def adapter_tensors(
     state_dict: Mapping[str, Tensor],
     save_embedding_layers: str | bool = "auto",
 ) -> Tensors:
-    """An adapter's tensors by their names on disk.
+    """An adapter's tensors, by their names on disk, from the state dict of a PEFT model with the experts in `layers`.
 
-    PEFT chooses the tensors outside of the experts; the experts' tensors are views, one for each expert.
-
-    Args:
-        model: the PEFT model.
-        layers: the model's `KtftExpertsLora` by module name.
-        adapter_name: the adapter's name.
-        state_dict: the model's state dict.
-        save_embedding_layers: the argument of PEFT's `save_pretrained`.
+    PEFT chooses the tensors outside of the experts, by its option `save_embedding_layers`. The experts' tensors are
+    views, one for each expert.
     """
     others = without_experts(state_dict, layers)
     tensors: Tensors = get_peft_model_state_dict(
@@ -199,9 +187,8 @@ def check_loadable(
 
     The tensors named in `elsewhere` are held by other processes; the file may have them or not.
 
-    Raises:
-        ValueError: a tensor is missing or left over, has another shape or dtype, holds NaN or Inf, or is not what was
-            saved; or the adapter belongs to another model.
+    Raises ValueError if a tensor is missing or left over, has another shape or dtype, holds NaN or Inf, or is not what
+    was saved; or if the adapter belongs to another model.
     """
     metadata = read_own_metadata(directory)
     check_model_type(directory, metadata, model_type)
@@ -279,12 +266,9 @@ def warn_of_another_base(config: LoraConfig, model_name: str) -> None:
 def saving(target: Path, nbytes: int, new: bool = False) -> Iterator[Path]:
     """A scratch directory to write `nbytes` into. Its files move into `target` if the block ends without an exception.
 
-    Args:
-        new: refuse a target that is not empty, apart from what a killed process left.
-
     Raises:
         OSError: the write failed, for instance because the disk is full. Nothing in `target` has changed then.
-        ValueError: another process writes into `target`, or `new` is set and it is not empty.
+        ValueError: another process writes into `target`; or with `new`, it holds more than a killed process left.
     """
     untouched = f"what {target} held before is untouched"
     with locked(target, "saving an adapter") as first:
@@ -310,32 +294,23 @@ def saving(target: Path, nbytes: int, new: bool = False) -> Iterator[Path]:
             move_files(Path(scratch), target)
 
 
-def stored_bytes(tensors: Tensors) -> int:
-    """Bytes that the tensors take in a file, without its header."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
 def write_adapter(directory: Path, tensors: Tensors, config: PeftConfig, model_type: str, below: Below = ()) -> None:
     """Write adapter_model.safetensors with one tensor in memory at a time, and read it back.
 
-    Raises:
-        ValueError: a tensor holds NaN or Inf, or differs from memory when it is read back.
-        OSError: the write failed, for instance because the disk is full.
+    Raises ValueError if a tensor holds NaN or Inf, or differs from memory when it is read back.
     """
     record = {field: getattr(config, field) for field in MEANING} | {"model_type": model_type}
     record |= {BELOW: list(below)} if below else {}
     base = config.base_model_name_or_path or ""
     record |= {BASE: {base: os.path.abspath(base)}} if os.path.isdir(base) else {}
 
-    def lazy(name: str, tensor: Tensor) -> LazyTensor:
-        def make() -> Tensor:
-            held = tensor.detach().cpu()
-            _refuse_unless_finite(name, held, "the adapter in memory")
-            return held
+    def held(name: str) -> Tensor:
+        tensor = tensors[name].detach().cpu()
+        _refuse_unless_finite(name, tensor, "the adapter in memory")
+        return tensor
 
-        return LazyTensor(tensor.dtype, tuple(tensor.shape), make)
-
-    write_tensors(directory, {name: lazy(name, tensor) for name, tensor in tensors.items()}, record)
+    lazy = {name: LazyTensor(each.dtype, tuple(each.shape), partial(held, name)) for name, each in tensors.items()}
+    write_tensors(directory, lazy, record)
     _compare(directory, tensors)
 
 
@@ -357,24 +332,19 @@ def write_tensors(
     directory: Path,
     tensors: Mapping[str, LazyTensor],
     record: Mapping[str, Any],
-    progress: Callable[[str, int], None] = lambda name, nbytes: None,
+    progress: Progress = lambda name, nbytes: None,
 ) -> None:
-    """Write adapter_model.safetensors with one tensor in memory at a time.
-
-    `progress` is called with the name and the bytes of each tensor.
-    """
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # safetensors' order, which aligns
-    entries = [
-        NewTensor(name, _dtype_name(name, tensors[name].dtype), tensors[name].shape, tensors[name].nbytes)
-        for name in order
-    ]
+    """Write adapter_model.safetensors with one tensor in memory at a time."""
+    # safetensors' order, which aligns
+    lazy = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    entries = [NewTensor(name, _dtype_name(name, each.dtype), each.shape, each.nbytes) for name, each in lazy]
 
     def content() -> Iterator[Iterable[memoryview]]:
-        for name in order:
-            tensor = tensors[name].make()
-            assert (tensor.dtype, tuple(tensor.shape)) == (tensors[name].dtype, tensors[name].shape), name
+        for name, each in lazy:
+            tensor = each.make()
+            assert (tensor.dtype, tuple(tensor.shape)) == (each.dtype, each.shape), name
             yield (_bytes(tensor),)
-            progress(name, tensors[name].nbytes)
+            progress(name, each.nbytes)
 
     write_safetensors(directory / SAFETENSORS_WEIGHTS_NAME, entries, {RECORD: json.dumps(record)}, content())
 

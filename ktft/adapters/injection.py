@@ -24,10 +24,7 @@ INSTEAD = {
     "add_adapter": "model = peft.get_peft_model(model, config)",
     "load_adapter": "model = peft.PeftModel.from_pretrained(model, path), or ktft.load_adapter(model, path)",
 }
-"""Method of transformers' models -> code that does the same for ktft's experts.
-
-The methods of transformers 5.6 need a peft that LLaMA-Factory cannot use, or take per-expert names for fused tensors.
-"""
+"""Method of transformers' models -> code that does the same for ktft's experts. `ktft/hosts` says why it is needed."""
 
 _AS_SAVED = "_ktft_as_saved"
 

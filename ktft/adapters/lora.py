@@ -85,14 +85,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     `[E, out, r]`, where E counts the experts that the process holds. They are fp32 unless cast, and always on the CPU.
     On disk each expert has its standard name, `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
 
-    Args:
-        base_layer: the experts.
-        adapter_name: the first adapter's name.
-        ranks: projection -> rank, for the projections that the adapter has.
-        kwargs: PEFT's LoRA options; see `update_layer`.
-
-    Raises:
-        ValueError: an option of `UNSUPPORTED`, or an initialization that needs the experts' weights.
+    `ranks` are the first adapter's, by projection; `kwargs` are PEFT's LoRA options, which `check_options` may refuse.
     """
 
     def __init__(self, base_layer: KtftExperts, adapter_name: str, ranks: dict[str, Rank], **kwargs: Any) -> None:
@@ -162,10 +155,8 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     def active_lora(self) -> ExpertLora | None:
         """The LoRA that the experts apply now. Draws a dropout seed from torch's CPU generator if dropout is on.
 
-        Recomputation under checkpointing restores that generator, so that it applies the same dropout again.
-
-        Raises:
-            ValueError: active adapters cannot be applied together, or something moved the parameters off the CPU.
+        Recomputation under checkpointing restores that generator, so that it applies the same dropout again. Raises
+        ValueError if active adapters cannot be applied together, or something moved the parameters off the CPU.
         """
         names = self.applied()
         if self.disable_adapters or not names:
@@ -229,20 +220,17 @@ class KtftExpertsLora(nn.Module, LoraLayer):
                 yield kind, projection, tensor
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Forget an adapter."""
         super().delete_adapter(adapter_name)
         self.ranks.pop(adapter_name, None)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Adapters stay on the CPU."""
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    def merge(self, *_: Any, **__: Any) -> None:
         """Refused."""
         raise ValueError(UNMERGED)
 
-    def unmerge(self) -> None:
-        """Refused."""
-        raise ValueError(UNMERGED)
+    unmerge = merge
 
 
 def _join(pairs: list[LoraPair]) -> LoraPair:
@@ -278,7 +266,10 @@ def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: s
                 f"the model has {held.count}"
             )
         stacked = adapters[adapter][projection]
-        _check_shapes(state_dict, keys, stacked)
+        for key in keys.values():
+            shape, expected = tuple(state_dict[key].shape), tuple(stacked.shape[1:])
+            if shape != expected:
+                raise ValueError(f"{key} has shape {shape} in the adapter and {expected} in the model")
         if stacked.is_meta:
             whole = torch.stack([state_dict.pop(keys[expert]) for expert in held.numbers])
         else:  # copied straight into place, because torch.stack would make a second copy of a large model's LoRA
@@ -286,10 +277,3 @@ def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: s
             for place, expert in enumerate(held.numbers):
                 whole[place].copy_(state_dict.pop(keys[expert]))
         state_dict[f"{prefix}{kind}.{adapter}.{projection}"] = whole
-
-
-def _check_shapes(state_dict: dict[str, Any], keys: dict[int, str], stacked: Tensor) -> None:
-    for key in keys.values():
-        shape = tuple(state_dict[key].shape)
-        if shape != tuple(stacked.shape[1:]):
-            raise ValueError(f"{key} has shape {shape} in the adapter and {tuple(stacked.shape[1:])} in the model")

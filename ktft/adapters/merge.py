@@ -42,10 +42,8 @@ class Merge:
 
     Args:
         base: a checkpoint as released, not a converted one.
-        adapter: a directory, or a repository of the Hugging Face Hub.
         out: the directory to write; it must be empty or not exist.
         storage: one of `FORMATS`.
-        settings: the threads and NUMA nodes to pack with.
 
     Raises:
         FileNotFoundError, ValueError: the checkpoint or the adapter is damaged or not supported; they do not belong
@@ -83,8 +81,7 @@ class Merge:
     def opened(self) -> Iterator[None]:
         """Lock the directory beside OUT for this merge, and clear it if it belongs to a different merge.
 
-        Raises:
-            ValueError: another process is working in it or has finished OUT, or it holds a file that no merge wrote.
+        Raises ValueError if another process works in it or has finished OUT, or if it holds a file that no merge wrote.
         """
         # The lock lies beside the directory, because the directory itself becomes OUT
         with locked(self.staging, "merging", self.staging.with_name(f"{self.staging.name}.ktft-lock")):
@@ -108,8 +105,7 @@ class Merge:
     def run(self) -> Iterator[tuple[str, int]]:
         """Write what is missing. Yields (what was worked on, bytes that are finished).
 
-        Raises:
-            ValueError: the adapter or the base holds NaN, a file is damaged, or the disk is full. Finished files stay.
+        Raises ValueError if adapter or base hold NaN, a file is damaged, or the disk is full. Finished files stay.
         """
         for nbytes in self.adapter.check_values():
             yield "checking the adapter", nbytes
@@ -120,18 +116,13 @@ class Merge:
         return by_group(self.records.all())
 
     def publish(self, check: dict[str, Any] | None) -> None:
-        """Write the report and move everything into place.
-
-        Args:
-            check: the result of comparing the merged model with base and adapter, for the report.
-        """
-        groups = self.outcomes()
+        """Move everything into place, with a report that has `check`: the merged model beside base and adapter."""
         report = {
             "format": self.storage,
             "adapters": [*self.before, self.state["adapter"]],
             "limits_of_lost": {"weak": WEAK, "drowned": DROWNED},
             "check": check,
-            "groups": [group.to_dict() for group in groups],
+            "groups": [group.to_dict() for group in self.outcomes()],
             "weights": {
                 outcome.name: {"rounding": outcome.rounding, **outcome.survival.to_dict()}
                 for outcome in self.records.all()
@@ -147,11 +138,7 @@ class Merge:
 
 
 def _check_mergeable(adapter: SavedAdapter) -> None:
-    """Refuse an adapter if its sum with the base model's weights is not what was trained.
-
-    Raises:
-        ValueError: it is not; the message says what to do.
-    """
+    """Raise ValueError if the sum of an adapter and the base model's weights is not what was trained."""
     require_untouched_base(adapter)
     tied: Any = adapter.model.all_tied_weights_keys
     for name in (*adapter.whole, *(f"{place.name}.weight" for place in adapter.linears)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,12 +22,9 @@ from ktft.native import ExpertLayer
 
 
 class MergedConversion(Conversion):
-    """The conversion of a base model with an adapter.
+    """The conversion of a base model, whose `plan` has empty layers of the format to pack, with an adapter.
 
-    Args:
-        plan: the base model's checkpoint. Its layers are empty and have the format to pack.
-        added: as in `Conversion`; it names the adapter, so that merged experts are never taken for the base model's.
-        records: the store for outcomes.
+    `added` of `Conversion` names the adapter, so that merged experts are never taken for the base model's.
     """
 
     def __init__(
@@ -49,17 +46,7 @@ class MergedConversion(Conversion):
         return super().is_written(output) and self._records.has(output.name)
 
     def _copy(self, output: Output) -> Iterator[tuple[str, int]]:
-        outcomes: list[Outcome] = []
-        yield from write_changed(
-            self.target / output.name,
-            list(output.tensors),
-            output.metadata,
-            output.copied,
-            self._changes,
-            self.reader,
-            outcomes,
-            lambda: self._records.write(output.name, outcomes),
-        )
+        return write_changed(self.target, output, self._changes, self.reader, self._records)
 
 
 class _MergedExperts:
@@ -79,10 +66,6 @@ class _MergedExperts:
             each.outcomes.sort(key=lambda outcome: outcome.name)
             self._records.write(layer_file(number), each.outcomes)
 
-    def pieces(self, layer: int) -> Collection[tuple[str, int | None]]:
-        """The same as `ExpertPlan.pieces`."""
-        return self._experts.pieces(layer)
-
 
 class _MergingLayer:
     """Takes the base model's weights as an `ExpertLayer` does, adds each weight's delta and packs the sum."""
@@ -94,18 +77,9 @@ class _MergingLayer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
 
-    def load(
-        self,
-        expert: int,
-        projection: str,
-        weight: Tensor,
-        scales: Tensor | None = None,
-        *,
-        block: tuple[int, int] | None = None,
-        zeros: Tensor | None = None,
-    ) -> bool:
+    def load(self, expert: int, projection: str, weight: Tensor, **codes: Any) -> bool:
         """Add the delta and pack the sum. Arguments and result are those of `ExpertLayer.load`."""
-        encoded = Encoded(weight, scales, block, zeros)
+        encoded = Encoded(weight, **codes)
         name = f"{self.layer.name}.{expert}.{projection}"
         lora = self.adapter.delta(name) if name in self.adapter.places else None
         if not isinstance(lora, LoraDelta) or not bool(lora.b.any()):

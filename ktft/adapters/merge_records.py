@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from ktft.adapters.merge_survival import Outcome
@@ -18,7 +19,7 @@ class Records:
 
     def write(self, file: str, outcomes: list[Outcome]) -> None:
         """Keep the outcomes of a file, whose name is relative to the directory."""
-        write_whole(self.directory / (file + SUFFIX), to_json([outcome.to_dict() for outcome in outcomes]))
+        write_whole(self.directory / (file + SUFFIX), to_json([asdict(outcome) for outcome in outcomes]))
 
     def has(self, file: str) -> bool:
         """Whether a file's record is there and can be read."""

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ktft.adapters.merge_records import Records
-from ktft.adapters.merge_survival import Outcome
 from ktft.adapters.merge_weights import BF16, changes_of, write_changed
 from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.cache import read_metadata
-from ktft.checkpoint.convert import check_space, copy_files, explained, is_whole
-from ktft.checkpoint.files import CRC32, NewTensor, read_json, safetensors_bytes, to_json, write_whole
-from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry
+from ktft.checkpoint.convert import Output, check_space, copy_files, explained, is_whole
+from ktft.checkpoint.files import CRC32, NewTensor, read_json, to_json, write_whole
+from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME
 from ktft.model.quantizer import LoadPlan
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file to write. It has the name of the source file that it is made from."""
-
-    name: str
-    tensors: list[NewTensor]
-    metadata: dict[str, str]
-    entries: list[TensorEntry]
-
-
 class ShardMerge:
-    """One merge into plain safetensors.
+    """One merge into plain safetensors, whose `storage` is `same` or `bf16`; each file has the name of its source.
 
-    Args:
-        plan: the base model's checkpoint.
-        target: the directory to write.
-        storage: `same` or `bf16`.
-        records: the store for outcomes.
-
-    Raises:
-        ValueError: the checkpoint's scheme cannot be written.
+    Raises ValueError if the checkpoint's scheme cannot be written.
     """
 
     def __init__(self, plan: LoadPlan, adapter: SavedAdapter, target: Path, storage: str, records: Records) -> None:
@@ -47,7 +27,7 @@ class ShardMerge:
         self.changes = changes_of(plan, adapter, storage)
         self.shards = [self._shard(file) for file in self.reader.files]
 
-    def _shard(self, file: Path) -> Shard:
+    def _shard(self, file: Path) -> Output:
         entries = sorted((e for e in self.reader.tensors.values() if e.file == file), key=lambda entry: entry.offset)
         new: dict[str, NewTensor | None] = {}
         for change in self.changes:
@@ -61,14 +41,15 @@ class ShardMerge:
             if not (drop and IGNORED.search(entry.name))
         ]
         metadata = {key: value for key, value in read_metadata(file).items() if key not in (CRC32, "format")}
-        return Shard(file.name, [tensor for tensor in tensors if tensor is not None], metadata, entries)
+        written = tuple(tensor for tensor in tensors if tensor is not None)
+        return Output(file.name, written, metadata, sum(entry.nbytes for entry in entries), tuple(entries))
 
     @property
     def total_bytes(self) -> int:
         """The sum of the bytes that `run` will yield."""
-        return sum(entry.nbytes for shard in self._todo() for entry in shard.entries)
+        return sum(shard.source_bytes for shard in self._todo())
 
-    def _todo(self) -> list[Shard]:
+    def _todo(self) -> list[Output]:
         return [
             shard
             for shard in self.shards
@@ -76,28 +57,17 @@ class ShardMerge:
         ]
 
     def _left(self) -> int:
-        return sum(safetensors_bytes(shard.tensors, shard.metadata) for shard in self._todo())
+        return sum(shard.nbytes for shard in self._todo())
 
     def run(self) -> Iterator[tuple[str, int]]:
         """Write what is missing. Yields (what was worked on, bytes of the source that are finished).
 
-        Raises:
-            ValueError: the source is damaged, or the disk is full. Files that were finished before are kept.
+        Raises ValueError if the source is damaged, or the disk is full. Files that were finished before are kept.
         """
         check_space(self.target, self._left())
         with explained(self.target, self._left):
             for shard in self._todo():
-                outcomes: list[Outcome] = []
-                yield from write_changed(
-                    self.target / shard.name,
-                    shard.tensors,
-                    shard.metadata,
-                    shard.entries,
-                    self.changes,
-                    self.reader,
-                    outcomes,
-                    partial(self.records.write, shard.name, outcomes),
-                )
+                yield from write_changed(self.target, shard, self.changes, self.reader, self.records)
             self._write_rest()
 
     def _write_rest(self) -> None:

@@ -24,8 +24,8 @@ class Survival:
     Attributes:
         delta, moved, error: sums of squares.
         product: the sum of the products of delta and moved.
-        read: the sum of squares of the error's effect on the inputs that the adapter reads, which is its product with
-            an orthonormal basis of the rows of lora_A.
+        read: the sum of squares of the error's product with an orthonormal basis of the rows of lora_A, which is its
+            effect on the inputs that the adapter reads.
     """
 
     delta: float = 0.0
@@ -39,8 +39,7 @@ class Survival:
         """Measure one weight. `delta` and `moved` have one shape; `inputs` is what `LoraDelta.inputs` returns."""
         error = moved - delta
         read = error if inputs is None else error @ inputs
-        sums = (_dot(delta, delta), _dot(moved, moved), _dot(error, error), _dot(moved, delta), _dot(read, read))
-        return cls(*sums)
+        return cls(_dot(delta, delta), _dot(moved, moved), _dot(error, error), _dot(moved, delta), _dot(read, read))
 
     @classmethod
     def total(cls, parts: Iterable[Survival]) -> Survival:
@@ -80,26 +79,16 @@ class Survival:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One merged weight.
+    """One merged weight."""
 
-    Attributes:
-        name: the module's name, or the tensor's if the adapter replaces it.
-        group: the layer and projection; weights are judged by group.
-        rounding: `nearest` or `dithered`.
-    """
-
-    name: str
-    group: tuple[str, str]
-    rounding: str
+    name: str  # the module's, or the tensor's if the adapter replaces it
+    group: tuple[str, str]  # the layer and projection; weights are judged by group
+    rounding: str  # `nearest` or `dithered`
     survival: Survival
-
-    def to_dict(self) -> dict[str, Any]:
-        """The outcome as JSON's types; `from_dict` reads it back."""
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Outcome:
-        """Read what `to_dict` returned. Raises KeyError or TypeError for anything else."""
+        """Read what `asdict` returned. Raises KeyError or TypeError for anything else."""
         group = (values["group"][0], values["group"][1])
         return cls(values["name"], group, values["rounding"], Survival(**values["survival"]))
 
@@ -124,16 +113,8 @@ class GroupOutcome:
 
     def to_dict(self) -> dict[str, Any]:
         """The group as JSON's types, for the report."""
-        return {
-            "layer": self.layer,
-            "projection": self.projection,
-            "weights": self.weights,
-            "rounding": self.rounding,
-            "verdict": self.verdict,
-            "worst": self.worst,
-            "worst_lost": _digits(self.worst_lost),
-            **self.survival.to_dict(),
-        }
+        own = {name: value for name, value in vars(self).items() if name != "survival"}
+        return own | {"verdict": self.verdict, "worst_lost": _digits(self.worst_lost), **self.survival.to_dict()}
 
 
 def by_group(outcomes: Iterable[Outcome]) -> list[GroupOutcome]:

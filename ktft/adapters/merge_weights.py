@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from ktft.adapters.deltas import Delta
+from ktft.adapters.merge_records import Records
 from ktft.adapters.merge_survival import WEAK, Outcome, Survival
 from ktft.adapters.saved import SavedAdapter
-from ktft.checkpoint.encode import ENCODERS, add, rounded
-from ktft.checkpoint.files import NewTensor, TensorFile, writing
+from ktft.checkpoint.addition import ADDERS, add, rounded
+from ktft.checkpoint.convert import Output
+from ktft.checkpoint.files import NewTensor, writing
 from ktft.checkpoint.identity import read_chunks
 from ktft.checkpoint.load import ExpertPlan, Matrix, locate, naming
-from ktft.checkpoint.reader import CheckpointReader, TensorEntry
+from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Shape
 from ktft.model.quantizer import LoadPlan
 
@@ -38,11 +40,9 @@ class Part:
 
 @dataclass
 class Change:
-    """A stored matrix, or a tensor of another shape, that is rewritten.
+    """A stored matrix, or a tensor of another shape, that is rewritten, with the deltas in `parts` added, if any.
 
-    Attributes:
-        storage: `same` keeps the stored format; `bf16` dequantizes the matrix.
-        parts: the deltas to add; empty for a matrix that is only dequantized.
+    The storage `same` keeps the stored format; `bf16` dequantizes the matrix.
     """
 
     matrix: Matrix
@@ -87,8 +87,7 @@ class Change:
         random with the right mean, provided that more of the deltas survives. The random numbers depend only on the
         matrix's name.
 
-        Raises:
-            ValueError: a value is NaN or Inf, or a sum is too large for the dtype; the message names file and tensor.
+        Raises ValueError, with file and tensor, if a value is NaN or Inf, or a sum is too large for the dtype.
         """
         matrix = self.matrix
         tensors = {role: reader.read(entry.name, matrix.index) for role, entry in matrix.parts.items()}
@@ -102,7 +101,8 @@ class Change:
                 delta[part.rows] = each.matrix(oriented[part.rows])
             best: tuple[float, dict[str, Tensor], list[Outcome]] | None = None
             for rounding in (NEAREST, DITHERED):
-                dither = None if rounding == NEAREST else self._generator()
+                seed = zlib.crc32(repr(self.key).encode())
+                dither = None if rounding == NEAREST else torch.Generator().manual_seed(seed)
                 new, moved = self._store(tensors, base, delta.T if turned else delta, dither)
                 moved = moved.T if turned else moved
                 outcomes = []
@@ -128,19 +128,11 @@ class Change:
         moved = weight.float() - rounded(base, torch.bfloat16).float()
         return {"codes": weight.T if self._turned_to_plain else weight}, moved
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(zlib.crc32(repr(self.key).encode()))
-
 
 def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts: bool = True) -> list[Change]:
     """List the changes that an adapter makes, in file order; `bf16` storage adds every other quantized matrix.
 
-    Args:
-        plan: the load plan of the base model's checkpoint.
-        with_experts: whether changes to routed experts are included.
-
-    Raises:
-        ValueError: the checkpoint lacks a weight that the adapter changes, or its format cannot be written.
+    Raises ValueError if the checkpoint lacks a weight that the adapter changes, or its format cannot be written.
     """
     assert isinstance(plan.experts, ExpertPlan)
     found: dict[tuple[str, int | None], Change] = {}
@@ -151,27 +143,31 @@ def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts
 
     stored = {place.name: f"{place.name}.weight" for place in adapter.linears} | {each: each for each in adapter.whole}
     for name, tensor in stored.items():
-        part = Part(name, _group(name), slice(None), partial(adapter.delta, name))
-        change(_stored(plan, tensor)).parts.append(part)
-    if with_experts:
-        for matrix in plan.experts.matrices:
-            for part in _expert_parts(plan, adapter, matrix):
+        layer, _, projection = name.removesuffix(".weight").rpartition(".")
+        matrix = _stored(plan, tensor)
+        change(matrix).parts.append(Part(name, (layer, projection), slice(None), partial(adapter.delta, name)))
+    for matrix in plan.experts.matrices if with_experts else ():
+        for target in matrix.targets:
+            module = plan.layers[target.layer].name
+            name = f"{module}.{target.expert}.{target.projection}"
+            if name in adapter.places:
+                part = Part(name, (module, target.projection), target.rows, partial(adapter.delta, name))
                 change(matrix).parts.append(part)
     if storage == BF16:
         for matrix in _quantized(plan):
             change(matrix)
     for each in found.values():
-        _require_encoder(each)
+        _require_writable(each)
     order = {file: number for number, file in enumerate(plan.backbone.checkpoint.files)}
     return sorted(
         found.values(), key=lambda c: (order[c.matrix.codes.file], c.matrix.codes.offset, c.matrix.index or 0)
     )
 
 
-def _require_encoder(change: Change) -> None:
+def _require_writable(change: Change) -> None:
     """Raise ValueError, before anything is written, if the sum cannot be stored in the requested format."""
     scheme = change.matrix.scheme
-    if not change.dequantized and type(scheme) not in ENCODERS:
+    if not change.dequantized and type(scheme) not in ADDERS:
         raise ValueError(
             f"{change.matrix.codes.file}: {change.matrix.codes.name} is {scheme.name}, whose codes are calibrated on "
             "data: ktft does not write such codes anew. Merge with --format bf16, and quantize the result if need be"
@@ -183,14 +179,6 @@ def _stored(plan: LoadPlan, name: str) -> Matrix:
     if stored is None:
         raise ValueError(f"the adapter changes {name}, which {plan.backbone.checkpoint.directory} holds no tensor of")
     return Matrix(*stored, index=None, transposed=False)
-
-
-def _expert_parts(plan: LoadPlan, adapter: SavedAdapter, matrix: Matrix) -> Iterator[Part]:
-    for target in matrix.targets:
-        module = plan.layers[target.layer].name
-        name = f"{module}.{target.expert}.{target.projection}"
-        if name in adapter.places:
-            yield Part(name, (module, target.projection), target.rows, partial(adapter.delta, name))
 
 
 def _quantized(plan: LoadPlan) -> Iterator[Matrix]:
@@ -211,58 +199,34 @@ def _quantized(plan: LoadPlan) -> Iterator[Matrix]:
         yield Matrix(found, parts, index=None, transposed=False)
 
 
-def _group(name: str) -> tuple[str, str]:
-    layer, _, projection = name.removesuffix(".weight").rpartition(".")
-    return layer, projection
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def write_changed(
-    path: Path,
-    tensors: list[NewTensor],
-    metadata: Mapping[str, str],
-    entries: Iterable[TensorEntry],
-    changes: list[Change],
-    reader: CheckpointReader,
-    outcomes: list[Outcome],
-    finish: Callable[[], None],
+    target: Path, output: Output, changes: list[Change], reader: CheckpointReader, records: Records
 ) -> Iterator[tuple[str, int]]:
-    """Write a safetensors file: tensors that no change rewrites are copied byte for byte.
+    """Write a safetensors file from the source's tensors in `output.copied`: those that no change rewrites as they are.
 
-    A matrix whose tensors are in two files is computed once for each. Yields (description of the work, bytes read).
-
-    Args:
-        tensors: the tensors that the file will hold.
-        entries: the source tensors that the file is made from.
-        changes: all changes that may touch the file; those to a stacked tensor are in order of their index.
-        outcomes: receives the outcomes of the changes whose codes are in this file.
-        finish: called after everything is written and before the file appears under its name.
+    A matrix whose tensors are in two files is computed once for each; its outcome is recorded for that of its codes.
+    Changes to a stacked tensor are in order of their index. Yields (description of the work, bytes read).
     """
-    wanted, here = {tensor.name for tensor in tensors}, {entry.name for entry in entries}
+    outcomes: list[Outcome] = []
+    wanted, here = {tensor.name for tensor in output.tensors}, {entry.name for entry in output.copied}
     touched = {entry.name for change in changes for entry in change.matrix.parts.values()}
-    with writing(path, tensors, metadata) as file:
-        for entry in entries:
+    with writing(target / output.name, output.tensors, output.metadata) as file:
+        for entry in output.copied:
             if entry.name in touched:
                 continue
             if entry.name in wanted:
                 for chunk in read_chunks(entry):
                     file.append(entry.name, chunk)
-            yield f"copying {path.name}", entry.nbytes
+            yield f"copying {output.name}", entry.nbytes
         for change in changes:
             names = {entry.name for entry in change.matrix.parts.values()} & here
             if not names:
                 continue
             new, found = change.apply(reader)
-            _append(file, change, new, wanted)
+            for role, tensor in change.tensors().items():
+                if tensor.name in wanted:
+                    file.append(tensor.name, new[role].contiguous().reshape(-1).view(torch.uint8).numpy().data)
             if change.matrix.codes.name in here:
                 outcomes += found
-            yield f"merging {path.name}", change.nbytes_in(names)
-        finish()
-
-
-def _append(file: TensorFile, change: Change, new: Mapping[str, Tensor], wanted: set[str]) -> None:
-    for role, tensor in change.tensors().items():
-        if tensor.name in wanted:
-            file.append(tensor.name, new[role].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            yield f"merging {output.name}", change.nbytes_in(names)
+        records.write(output.name, outcomes)  # before the file appears under its name

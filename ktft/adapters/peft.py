@@ -17,25 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktft import hosts
+from ktft.adapters import files
 from ktft.adapters.below import BELOW, holds, stands_on
 from ktft.adapters.card import NEW_CARD, update_card
-from ktft.adapters.files import (
-    CARD,
-    HUB_KEYS,
-    MEANING,
-    RECORD,
-    adapter_tensors,
-    check_loadable,
-    local_directory,
-    names_elsewhere,
-    read_config,
-    read_own_metadata,
-    saving,
-    stored_bytes,
-    warn_of_another_base,
-    without_experts,
-    write_adapter,
-)
 from ktft.adapters.injection import as_saved
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora
 from ktft.adapters.reach import check_method
@@ -76,18 +60,17 @@ def load_adapter(
         model: the model, changed in place: as loaded, or as returned by this function or `get_peft_model` (the new
             adapter then becomes active).
         path: an adapter directory, or a repository of the Hugging Face Hub.
-        adapter_name: PEFT's name for the adapter.
         is_trainable: train the adapter further; otherwise its parameters are frozen and the model is in eval mode.
         options: `subfolder`, `revision`, `cache_dir`, `token`, and the options of PEFT's `load_adapter`.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape, NaN or Inf; and as for `get_peft_model`.
     """
-    directory = local_directory(path, **{key: options.pop(key) for key in HUB_KEYS if key in options})
+    directory = files.local_directory(path, **{key: options.pop(key) for key in files.HUB_KEYS if key in options})
     adapted: Any = model
     if not isinstance(model, KtftPeftMixin):
         _require_experts(model)
-        config = read_config(directory)
+        config = files.read_config(directory)
         config.inference_mode = not is_trainable
         adapted = peft_get_peft_model(adapted, as_saved(config), adapter_name=adapter_name)
     try:
@@ -114,25 +97,24 @@ class KtftPeftMixin(SeveralAdapters):
 
     def load_adapter(self, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, but refuse one that is damaged or has a tensor that does not fit."""
-        hub = {key: kwargs.pop(key) for key in HUB_KEYS if key in kwargs}
-        directory = local_directory(model_id, **hub)
-        config, new = read_config(directory), adapter_name not in self.peft_config
+        hub = {key: kwargs.pop(key) for key in files.HUB_KEYS if key in kwargs}
+        directory = files.local_directory(model_id, **hub)
+        config, new = files.read_config(directory), adapter_name not in self.peft_config
         if new:
             self.add_adapter(adapter_name, as_saved(config))
         try:
             layers = expert_layers(self)
-            expected = adapter_tensors(self, layers, adapter_name, self.state_dict())
-            check_loadable(directory, expected, self.config.model_type, names_elsewhere(layers, adapter_name))
-            below = read_own_metadata(directory).get(RECORD, {}).get(BELOW)
+            expected = files.adapter_tensors(self, layers, adapter_name, self.state_dict())
+            elsewhere = files.names_elsewhere(layers, adapter_name)
+            files.check_loadable(directory, expected, self.config.model_type, elsewhere)
+            below = files.read_own_metadata(directory).get(files.RECORD, {}).get(BELOW)
             if not below or not holds(Path(self.config.name_or_path), below):
-                warn_of_another_base(config, self.config.name_or_path)
+                files.warn_of_another_base(config, self.config.name_or_path)
                 if below:
                     logger.warning("%s is %s", directory, stands_on(below))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
-            if args[:1] == (True,) or kwargs.get(
-                "is_trainable"
-            ):  # otherwise training would continue from rounded values
+            if args[:1] == (True,) or kwargs.get("is_trainable"):  # else training would go on from rounded values
                 take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
             return result
         except ValueError:
@@ -151,9 +133,7 @@ class KtftPeftMixin(SeveralAdapters):
         state_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save adapters under standard per-expert names.
-
-        Files are written to a scratch folder, read back and compared, and then moved into place.
+        """Save adapters under standard per-expert names: into a scratch folder, read back, then moved into place.
 
         Raises:
             ValueError: a tensor holds NaN or Inf or differs when read back, or ktft does not support an option.
@@ -168,22 +148,22 @@ class KtftPeftMixin(SeveralAdapters):
         selected = selected_adapters or [name for name in self.peft_config if name not in self.base_adapters]
         below = list(self.base_adapters.values())
         state, layers = self.state_dict() if state_dict is None else state_dict, expert_layers(self)
-        adapters = {name: adapter_tensors(self, layers, name, state, save_embedding_layers) for name in selected}
-        with saving(Path(save_directory), sum(map(stored_bytes, adapters.values()))) as scratch:
-            if (card := Path(save_directory, CARD)).exists():  # PEFT updates an existing model card
+        adapters = {name: files.adapter_tensors(self, layers, name, state, save_embedding_layers) for name in selected}
+        nbytes = sum(tensor.nbytes for tensors in adapters.values() for tensor in tensors.values())
+        with files.saving(Path(save_directory), nbytes) as scratch:
+            if (card := Path(save_directory, files.CARD)).exists():  # PEFT updates an existing model card
                 shutil.copy(card, scratch)
-            plain = without_experts(state, layers)  # PEFT would hold a second copy; they are written below
+            plain = files.without_experts(state, layers)  # PEFT would hold a second copy; they are written below
             super().save_pretrained(str(scratch), True, selected, save_embedding_layers, state_dict=plain, **kwargs)
             for name, tensors in adapters.items():
                 directory = scratch if name == "default" else scratch / name
-                write_adapter(directory, tensors, self.peft_config[name], self.config.model_type, below)
-
+                files.write_adapter(directory, tensors, self.peft_config[name], self.config.model_type, below)
         if below:
             logger.info("saved in %s: the adapter that trains, %s", save_directory, stands_on(below))
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Write PEFT's model card, and add what was trained and how to load it."""
-        file = Path(output_dir, CARD)
+        file = Path(output_dir, files.CARD)
         if not file.exists():
             file.write_text(NEW_CARD)  # PEFT's own template is a form to fill in
         super().create_or_update_model_card(output_dir)
@@ -193,9 +173,7 @@ class KtftPeftMixin(SeveralAdapters):
         """Not supported: raises ValueError."""
         raise ValueError(UNMERGED)
 
-    def merge_adapter(self, *_: Any, **__: Any) -> None:
-        """Not supported: raises ValueError."""
-        raise ValueError(UNMERGED)
+    merge_adapter = merge_and_unload
 
     def add_weighted_adapter(self, *_: Any, **__: Any) -> None:
         """Not supported: raises ValueError."""
@@ -226,8 +204,8 @@ def _require_no_adapters(model: nn.Module) -> None:
 
 def _check_given(config: Any, directory: Path) -> None:
     """Check that a configuration given with a saved adapter has the same meaning as the adapter's own."""
-    own = read_config(directory)
-    for field in (*MEANING, "target_modules", "modules_to_save"):
+    own = files.read_config(directory)
+    for field in (*files.MEANING, "target_modules", "modules_to_save"):
         if getattr(config, field, None) != getattr(own, field):
             raise ValueError(
                 f"config has {field}={getattr(config, field, None)!r}, {directory} was saved with "
@@ -264,5 +242,7 @@ def from_pretrained(
     if not find_experts(model):
         return original(cls, model, model_id, adapter_name, is_trainable, config, **kwargs)
     if config is not None:
-        _check_given(config, local_directory(model_id, **{key: kwargs[key] for key in HUB_KEYS if key in kwargs}))
+        _check_given(
+            config, files.local_directory(model_id, **{key: kwargs[key] for key in files.HUB_KEYS if key in kwargs})
+        )
     return load_adapter(cast(PreTrainedModel, model), model_id, adapter_name, is_trainable, **kwargs)

@@ -23,9 +23,7 @@ _REGEX = set(r"\*+?()[]|^$")
 
 
 def linear_names(model: Any) -> set[str]:
-    """The last name components of everything that LoRA can train: linear layers and the experts' projections, except
-    the output layer and the modules in the family's `without_lora`.
-    """
+    """The last parts of the names of what LoRA can train: without the output layer and the family's `without_lora`."""
     unused = set(experts_family(model).without_lora)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = set(PROJECTIONS)
@@ -53,8 +51,7 @@ def _adaptable(model: Any) -> dict[str, nn.Module]:
 def resolve(model: Any, config: Any) -> None:
     """Expand `target_modules`, as the user wrote them, to standard names in `config`.
 
-    Raises:
-        ValueError: a target matches nothing, or matches a module that LoRA would not train.
+    Raises ValueError if a target matches nothing, or a module that LoRA would not train.
     """
     if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
         config.target_modules = list(linear_names(model))
@@ -113,20 +110,13 @@ class Reach:
 
 
 def planned_reach(model: Any, config: LoraConfig) -> Reach:
-    """The modules to which `get_peft_model` would add LoRA. Raises the same errors.
-
-    The model is not changed and may be on the meta device.
-    """
+    """The modules to which `get_peft_model` would add LoRA to a model, which is left as it is; with the same errors."""
     resolve(model, config)
     return reach_of(model, config)
 
 
 def check_method(config: Any) -> None:
-    """Refuse every method except LoRA on modules.
-
-    Raises:
-        ValueError: the config uses another PEFT method, or LoRA on parameters.
-    """
+    """Raise ValueError for a config that uses another PEFT method than LoRA, or LoRA on parameters."""
     if config.peft_type != PeftType.LORA:
         raise ValueError(
             f"ktft trains LoRA, not PEFT's {getattr(config.peft_type, 'value', config.peft_type)}; give a LoraConfig"
@@ -190,12 +180,9 @@ def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> 
 def rank_of(config: Any, module: str) -> Rank:
     """The rank and alpha that PEFT's rule gives to the module with this name."""
     return Rank(
-        _pattern(config.rank_pattern, module, config.r), _pattern(config.alpha_pattern, module, config.lora_alpha)
+        config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), module), config.r),
+        config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), module), config.lora_alpha),
     )
-
-
-def _pattern(patterns: dict[str, Any], key: str, default: Any) -> Any:
-    return patterns.get(get_pattern_key(list(patterns), key), default) if patterns else default
 
 
 def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[str] | str:

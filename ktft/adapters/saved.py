@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,20 +13,9 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ktft.adapters import files
 from ktft.adapters.below import BELOW, Below
 from ktft.adapters.deltas import Delta, LoraDelta, Replacement
-from ktft.adapters.files import (
-    CONFIG,
-    RECORD,
-    LazyTensor,
-    check_fit,
-    check_model_type,
-    local_directory,
-    open_tensors,
-    read_checked,
-    read_config,
-    read_own_metadata,
-)
 from ktft.adapters.lora import KINDS, UNSUPPORTED
 from ktft.adapters.reach import rank_of, reach_of
 from ktft.checkpoint.files import CRC32
@@ -46,6 +36,19 @@ REFUSED = UNSUPPORTED | {
 """PEFT options that ktft cannot merge, export or verify, with their common names."""
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are."""
+FROZEN = {
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "exclude_modules": None,
+    "lora_dropout": 0.0,  # PEFT has no dropout on parameters
+    "inference_mode": True,
+}
+"""Fields of an exported configuration, whose targets are full names and which nobody trains further."""
+
+
+def int_if_whole(value: float) -> float | int:
+    """A whole number as an int, for a configuration."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
 @dataclass(frozen=True)
@@ -79,18 +82,13 @@ class Place:
 class SavedAdapter:
     """An adapter directory, checked against its base model's config.
 
-    Args:
-        directory: a directory written by `save_pretrained`, or a repository on the Hugging Face Hub.
-        base: the base model's config.
-
     Attributes:
-        config: the adapter's config.
+        directory: what `save_pretrained` wrote, or a local copy of a repository on the Hugging Face Hub.
         base, model: the base model's config, and the model on the meta device with empty `KtftExperts`.
         below: the adapters that this one was trained on top of; see `ktft.adapters.below`.
         places: every module with LoRA, by name.
         experts: the modules of routed experts with LoRA, by name.
         whole: names of the model's tensors that the adapter holds whole (`modules_to_save`).
-        file: the tensor files.
 
     Raises:
         ValueError: a tensor is missing, unexpected or has the wrong shape; the file is damaged; the adapter belongs to
@@ -98,17 +96,17 @@ class SavedAdapter:
     """
 
     def __init__(self, directory: str | os.PathLike[str], base: PreTrainedConfig) -> None:
-        self.directory = local_directory(directory)
-        self.config: LoraConfig = read_config(self.directory)
+        self.directory = files.local_directory(directory)
+        self.config: LoraConfig = files.read_config(self.directory)
         for option, what in REFUSED.items():
             if (getattr(self.config, option, None) or "none") != "none":
                 raise ValueError(
-                    f"{self.directory / CONFIG}: {what} ({option}) cannot be merged, exported or verified by ktft"
+                    f"{self.directory / files.CONFIG}: {what} ({option}) cannot be merged, exported or verified by ktft"
                 )
-        metadata = read_own_metadata(self.directory)
-        check_model_type(self.directory, metadata, base.model_type)
+        metadata = files.read_own_metadata(self.directory)
+        files.check_model_type(self.directory, metadata, base.model_type)
         self._checksums = metadata.get(CRC32, {})
-        self.below: Below = metadata.get(RECORD, {}).get(BELOW, [])
+        self.below: Below = metadata.get(files.RECORD, {}).get(BELOW, [])
         self.base, (_, self.model) = base, shape_of(base)
         reach = reach_of(self.model, self.config)
         self.experts = {name: self._experts(name) for name in reach.ranks}
@@ -119,8 +117,8 @@ class SavedAdapter:
         self.places = {place.name: place for place in places}
         whole = dict(_tensors_in(self.model, self.config.modules_to_save or ()))
         self.whole = tuple(whole)
-        self.file = open_tensors(self.directory)
-        check_fit(
+        self.file = files.open_tensors(self.directory)
+        files.check_fit(
             self.file,
             {place.tensor(kind): torch.empty(place.shape(kind), device="meta") for place in places for kind in KINDS}
             | {PREFIX + name: tensor for name, tensor in whole.items()},
@@ -176,7 +174,7 @@ class SavedAdapter:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor by its name on disk. Raises ValueError if it is damaged or holds NaN or Inf."""
-        return read_checked(self.file, name, self._checksums)
+        return files.read_checked(self.file, name, self._checksums)
 
     def check_values(self) -> Iterator[int]:
         """Read and check every tensor once, as `read` does. Yields each tensor's size in bytes."""
@@ -184,10 +182,10 @@ class SavedAdapter:
             self.read(name)
             yield entry.nbytes
 
-    def lazy(self, name: str) -> LazyTensor:
+    def lazy(self, name: str) -> files.LazyTensor:
         """A tensor, by its name on disk, to be written unchanged; it is read only when it is written."""
         entry = self.file.tensors[name]
-        return LazyTensor(DTYPES[entry.dtype], entry.shape, partial(self.read, name))
+        return files.LazyTensor(DTYPES[entry.dtype], entry.shape, partial(self.read, name))
 
     def delta(self, name: str) -> Delta:
         """The fp32 delta for the module `name` in `places`, or the replacement for the tensor `name` in `whole`."""
@@ -216,15 +214,11 @@ class SavedAdapter:
 
 
 def require_untouched_base(adapter: SavedAdapter) -> None:
-    """Refuse an adapter whose initialization subtracted something from the base model's weights.
-
-    Raises:
-        ValueError: the initialization changed the base weights; the message says what to do.
-    """
+    """Raise ValueError if an adapter's initialization subtracted something from the base model's weights."""
     if (init := adapter.config.init_lora_weights) not in INITS:
         raise ValueError(
-            f"{adapter.directory / CONFIG}: init_lora_weights={init!r} changed the base weights before training, so "
-            "the adapter does not belong on BASE; save it with PEFT's path_initial_model_for_weight_conversion first"
+            f"{adapter.directory / files.CONFIG}: init_lora_weights={init!r} changed the base weights before training, "
+            "so the adapter does not belong on BASE; save it with PEFT's path_initial_model_for_weight_conversion first"
         )
 
 

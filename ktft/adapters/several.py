@@ -30,8 +30,7 @@ class SeveralAdapters(_Base):
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         """Activate and unfreeze one adapter, or several whose LoRA is summed. Trainer saves and resumes the first.
 
-        Raises:
-            ValueError: an adapter does not exist, or several of them hold the same module whole.
+        Raises ValueError if an adapter does not exist, or several of them hold the same module whole.
         """
         given = [adapter_name] if isinstance(adapter_name, str) else adapter_name
         names = [*(name for name in given if name not in self.base_adapters), *self.base_adapters]
@@ -52,10 +51,7 @@ class SeveralAdapters(_Base):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Disable all adapters except those that count as part of the base model.
-
-        Every parameter's `requires_grad` is restored at the end of the block.
-        """
+        """Disable all adapters but those that are part of the base model. `requires_grad` is restored afterwards."""
         with trainability_kept(self):
             if not self.base_adapters:
                 with super().disable_adapter():
@@ -83,7 +79,6 @@ def stand_on(model: Any, paths: Sequence[str | os.PathLike[str]], **hub: Any) ->
     Only the active adapter is trained and saved by `save_pretrained`; `disable_adapter()` leaves the others on.
 
     Args:
-        model: a model returned by `ktft.get_peft_model` or `ktft.load_adapter`.
         paths: adapter directories, or repositories on the Hugging Face Hub, in the order in which they were trained.
         hub: the Hub options of `ktft.load_adapter`.
 
@@ -112,9 +107,8 @@ def check_name(model: nn.Module, adapter_name: str) -> None:
     adapters = {n for module in model.modules() if isinstance(module, LoraLayer) for n in module.lora_A}
     if any(adapter_name != other and (adapter_name in other or other in adapter_name) for other in adapters):
         raise ValueError(f"adapter name {adapter_name!r} is part of {sorted(adapters)} or holds one; choose another")
-    found = next(
-        (n for n, _ in model.named_parameters() if adapter_name in n and adapter_name not in n.split(".")), None
-    )
+    names = (name for name, _ in model.named_parameters())
+    found = next((name for name in names if adapter_name in name and adapter_name not in name.split(".")), None)
     if not adapter_name or "." in adapter_name or found:
         raise ValueError(f"adapter name {adapter_name!r} occurs in {found}; choose another, without dots")
 
@@ -157,11 +151,7 @@ def base_adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def check_resumed(model: nn.Module) -> None:
-    """Refuse to resume from a checkpoint with several adapters, of which transformers has loaded only one.
-
-    Raises:
-        ValueError: the model has several adapters, not counting those that are part of its base model.
-    """
+    """Raise ValueError if a model has several adapters above its base: transformers resumes only one of them."""
     below = base_adapters_of(model)
     adapters = [name for name in getattr(model, "peft_config", {}) if name not in below]
     if len(adapters) > 1:

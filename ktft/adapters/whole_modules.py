@@ -17,8 +17,6 @@ def check_modules_to_save(model: Any, config: Any, modules: Mapping[str, nn.Modu
     """Each name in `config.modules_to_save` must match, by PEFT's rule, and match only what can be trained whole.
 
     Args:
-        model: a model with ktft's experts.
-        config: the adapter's configuration.
         modules: all modules by name, without LoRA around them.
         lora: names of the modules that get LoRA.
 
@@ -52,13 +50,7 @@ def check_modules_to_save(model: Any, config: Any, modules: Mapping[str, nn.Modu
 
 
 def take_precision(model: nn.Module, adapter_name: str, file: Path) -> None:
-    """Give modules held whole the dtype that a file has, with its values: those of a bf16 model may be trained in fp32.
-
-    Args:
-        model: the PEFT model with the adapter.
-        adapter_name: the adapter's name.
-        file: the file that the adapter was loaded from.
-    """
+    """Give modules held whole the dtype and values of an adapter file: those of a bf16 model may be trained in fp32."""
     with safe_open(file, framework="pt", device="cpu") as tensors:
         for name, module in model.named_modules():
             if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:

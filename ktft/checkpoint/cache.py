@@ -11,9 +11,7 @@ import json
 import logging
 import os
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -24,8 +22,8 @@ from typing import Any
 import torch
 
 from ktft.checkpoint.files import CRC32, NewTensor, read_json, to_json
-from ktft.checkpoint.identity import difference, identify
-from ktft.checkpoint.load import LayerShape
+from ktft.checkpoint.identity import describe_file, difference, identify, read_prelude
+from ktft.checkpoint.load import READERS, LayerShape, read_ahead
 from ktft.checkpoint.reader import CONFIG_NAME, TensorEntry, read_header
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.native import ExpertLayer
@@ -36,7 +34,6 @@ MANIFEST, UNFINISHED = "ktft.json", "ktft.unfinished.json"
 FORMAT_VERSION = 1  # version of the directory: the manifest, names of files and tensors
 LAYOUT_VERSION = 1  # version of the packed bytes: ExpertLayer.export_packed
 BIAS = ".bias"
-READERS = 8  # reads in flight, each with its checksum: more than one core's CRC-32 is needed to keep up with a disk
 
 
 @dataclass(frozen=True)
@@ -187,18 +184,9 @@ def layer_metadata(manifest: Manifest, number: int, source_sha256: str) -> dict[
     }
 
 
-def describe_file(path: Path) -> dict[str, Any]:
-    """The size of a safetensors file and the hash of its header, which holds the checksums of its tensors."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        file.seek(0)
-        return {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(file.read(8 + length)).hexdigest()}
-
-
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file that `read_header` accepts."""
-    with path.open("rb") as file:
-        metadata: dict[str, str] = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
+    metadata: dict[str, str] = json.loads(read_prelude(path)[8:]).get("__metadata__", {})
     return metadata
 
 
@@ -348,7 +336,7 @@ def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[
         raise ValueError(f"{path} {'lacks' if odd[0] in expected else 'holds an unknown'} tensor {odd[0]}; {_REDO}")
     recorded = checksums(path) if verify else {}
     needed = [entry for entry in entries.values() if expected[entry.name][1][0] in layer.held.numbers]
-    for entry, data, crc in _read_ahead(needed, verify):
+    for entry, data, crc in _read_all(needed, verify):
         if verify and crc != recorded.get(entry.name):
             raise ValueError(
                 f"{path}: tensor {entry.name} is damaged, its CRC-32 is {crc:08x}, the header says "
@@ -368,8 +356,8 @@ def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[
         yield entry.nbytes
 
 
-def _read_ahead(entries: Sequence[TensorEntry], verify: bool) -> Iterator[tuple[TensorEntry, memoryview, int]]:
-    """Yield (tensor, its bytes, their CRC-32) in order and read ahead. The bytes are valid until the next iteration."""
+def _read_all(entries: Sequence[TensorEntry], verify: bool) -> Iterator[tuple[TensorEntry, memoryview, int]]:
+    """Yield (tensor, its bytes, their CRC-32) in order. The bytes are valid until the next iteration."""
     if not entries:
         return
     buffers = [memoryview(bytearray(max(entry.nbytes for entry in entries))) for _ in range(READERS)]
@@ -388,14 +376,6 @@ def _read_ahead(entries: Sequence[TensorEntry], verify: bool) -> Iterator[tuple[
         return entry, data, zlib.crc32(data) if verify else 0
 
     try:
-        with ThreadPoolExecutor(READERS) as pool:
-            pending: deque[Future[tuple[TensorEntry, memoryview, int]]] = deque()
-            for number in range(len(entries)):
-                # A read into a buffer starts only after the buffer's previous content was consumed.
-                if len(pending) == READERS:
-                    yield pending.popleft().result()
-                pending.append(pool.submit(read, number))
-            while pending:
-                yield pending.popleft().result()
+        yield from read_ahead(range(len(entries)), read, READERS)
     finally:
         os.close(descriptor)

@@ -23,7 +23,6 @@ from ktft.checkpoint.cache import (
     UNFINISHED,
     ExpertShape,
     Manifest,
-    describe_file,
     layer_file,
     layer_metadata,
     layer_tensors,
@@ -41,7 +40,7 @@ from ktft.checkpoint.files import (
     write_safetensors,
     write_whole,
 )
-from ktft.checkpoint.identity import ContentHash, difference, identify, read_chunks
+from ktft.checkpoint.identity import ContentHash, describe_file, difference, identify, read_chunks
 from ktft.checkpoint.load import READERS, ExpertPlan
 from ktft.checkpoint.lock import LOCK, locked
 from ktft.checkpoint.quantization_error import REPORT, ErrorMeter, ProjectionError

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktft.native.codes import CODED
 from ktft.native.packed import PACKED_FORMATS
 
 E2M1 = PACKED_FORMATS["mxfp4"].values
@@ -42,9 +43,9 @@ class Encoded:
         """The expert format that can hold these codes; None for plain floats."""
         if self.scales is None:
             return None
-        if self.values.dtype != torch.uint8:
-            return "fp8"
-        return "mxfp4" if self.scales.dtype == torch.uint8 else "int4"
+        # transformers hands over E4M3 codes widened to a floating-point type
+        codes = torch.float8_e4m3fn if self.values.dtype.is_floating_point else self.values.dtype
+        return CODED[codes, self.scales.dtype]
 
     def load_arguments(self) -> dict[str, Any]:
         """What `ExpertLayer.load` takes beside expert and projection."""

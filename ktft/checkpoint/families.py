@@ -124,6 +124,20 @@ def in_language_model(layout: Layout) -> Layout:
 
 
 @dataclass(frozen=True)
+class Gguf:
+    """llama.cpp's architecture for a family: one whose graph was read, and which keeps the checkpoint's order of rows
+    and columns.
+
+    Attributes:
+        name: llama.cpp's name of the architecture.
+        unapplied: the modules that its graph multiplies by without LoRA.
+    """
+
+    name: str
+    unapplied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """Where a model family keeps its experts, in transformers' module tree and in its checkpoints.
 
@@ -141,6 +155,7 @@ class Family:
         attention, shared_experts, router: module names, as they appear in parameter names.
         without_lora: modules on which LoRA would get no gradient and could not be trained: forward reads the router's
             weight directly, or uses only the indices that a module returns.
+        gguf: for `ktft export` to GGUF; None refuses it.
     """
 
     name: str
@@ -153,6 +168,7 @@ class Family:
     shared_experts: tuple[str, ...] = ("shared_experts",)
     router: str = "gate"
     without_lora: tuple[str, ...] = ("gate",)
+    gguf: Gguf | None = None
 
     @property
     def experts_classes(self) -> tuple[str, ...]:
@@ -183,10 +199,11 @@ class Family:
 
 QWEN_SHARED = ("shared_expert", "shared_expert_gate")
 LINEAR_ATTENTION = ("self_attn", "linear_attn")
+DEEPSEEK2 = Gguf("deepseek2", ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"))
 
 ROWS = (
-    Family("Qwen2-MoE", ("qwen2_moe",), "Qwen2MoeExperts", shared_experts=QWEN_SHARED),
-    Family("Qwen3-MoE", ("qwen3_moe",), "Qwen3MoeExperts"),
+    Family("Qwen2-MoE", ("qwen2_moe",), "Qwen2MoeExperts", shared_experts=QWEN_SHARED, gguf=Gguf("qwen2moe")),
+    Family("Qwen3-MoE", ("qwen3_moe",), "Qwen3MoeExperts", gguf=Gguf("qwen3moe")),
     Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextExperts", attention=LINEAR_ATTENTION, shared_experts=QWEN_SHARED),
     Family(
         "Qwen3.5-MoE",
@@ -203,9 +220,9 @@ ROWS = (
         # The release has them transposed; transformers 5 writes them in their memory layout.
         layouts=(replace(in_language_model(STACKED), transposed=None), in_language_model(SEPARATE)),
     ),
-    Family("DeepSeek-V2", ("deepseek_v2",), "DeepseekV2Experts"),
-    Family("DeepSeek-V3", ("deepseek_v3",), "DeepseekV3NaiveMoe|DeepseekV3Experts"),
-    Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe|DeepseekV3Experts"),
+    Family("DeepSeek-V2", ("deepseek_v2",), "DeepseekV2Experts", gguf=DEEPSEEK2),
+    Family("DeepSeek-V3", ("deepseek_v3",), "DeepseekV3NaiveMoe|DeepseekV3Experts", gguf=DEEPSEEK2),
+    Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe|DeepseekV3Experts", gguf=DEEPSEEK2),
     Family("GLM-4-MoE", ("glm4_moe",), "Glm4MoeNaiveMoe|Glm4MoeExperts"),
     Family("GLM-5", ("glm_moe_dsa",), "GlmMoeDsaNaiveMoe|GlmMoeDsaExperts", without_lora=("gate", "indexer")),
     Family("MiniMax-M2", ("minimax_m2",), "MiniMaxM2Experts", layouts=(MIXTRAL,)),

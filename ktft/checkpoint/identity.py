@@ -14,17 +14,26 @@ SAMPLES, SAMPLE_BYTES = 8, 4096  # of every shard, evenly spread: training or an
 CHUNK_BYTES = 4 << 20
 
 
+def read_prelude(path: Path) -> bytes:
+    """The length prefix and the header of a safetensors file."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        return prefix + file.read(int.from_bytes(prefix, "little"))
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """A safetensors file's size and the hash of its header, which in converted files holds its tensors' checksums."""
+    return {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(read_prelude(path)).hexdigest()}
+
+
 def identify_shard(path: Path) -> dict[str, Any]:
     """A shard's size, and hashes of its header and of samples of its data. Reads some KB, whatever the size."""
-    size, samples = path.stat().st_size, hashlib.sha256()
+    size, data_start, samples = path.stat().st_size, len(read_prelude(path)), hashlib.sha256()
     with path.open("rb") as file:
-        data_start = 8 + int.from_bytes(file.read(8), "little")
-        file.seek(0)
-        header = hashlib.sha256(file.read(data_start)).hexdigest()
         for i in range(SAMPLES):
             file.seek(data_start + max(0, size - data_start - SAMPLE_BYTES) * i // (SAMPLES - 1))
             samples.update(file.read(SAMPLE_BYTES))
-    return {"bytes": size, "header_sha256": header, "samples_sha256": samples.hexdigest()}
+    return describe_file(path) | {"samples_sha256": samples.hexdigest()}
 
 
 def identify(shards: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product, zip_longest
+from functools import partial
+from itertools import islice, product, zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ktft.checkpoint.encoded import Encoded
 from ktft.checkpoint.families import ExpertSource, Family
@@ -27,9 +28,11 @@ from ktft.native import ExpertLayer
 
 logger = logging.getLogger(__name__)
 
-READERS = 8  # threads that read and unpack
+READERS = 8  # threads that read, and unpack or check CRC-32, for which one core would be slower than a disk
 AHEAD = 16  # matrices read before they are packed; far fewer than a layer has
 SHARDS_AT_ONCE = 4
+
+Content = TypeVar("Content")
 
 
 class LayerShape(Protocol):
@@ -296,7 +299,9 @@ class ExpertPlan:
         rerounded: Matrix | None = None
         with self.reader:
             yield from self.load_biases(layers)
-            for matrix, encoded in _read_ahead(self.reader, in_disk_order(self._of(layers.keys()))):
+            matrices = in_disk_order(self._of(layers.keys()))
+            read = partial(Matrix.read, reader=self.reader)
+            for matrix, encoded in zip(matrices, read_ahead(matrices, read, AHEAD), strict=True):
                 for target in matrix.targets:
                     layer = layers[target.layer]
                     part = encoded.take_rows(target.rows)
@@ -346,21 +351,19 @@ def in_disk_order(matrices: Iterable[Matrix]) -> list[Matrix]:
     return order
 
 
-def _read_ahead(reader: CheckpointReader, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Encoded]]:
-    """Yield the matrices in order; `READERS` threads read up to `AHEAD` of them before they are requested."""
-    pending: deque[tuple[Matrix, Future[Encoded]]] = deque()
-    todo = iter(matrices)
+def read_ahead(items: Iterable[Any], read: Callable[[Any], Content], most: int) -> Iterator[Content]:
+    """Yield what `read` returns for each item, in order. `READERS` threads read up to `most` items ahead; the first of
+    them is given up before another read begins.
+    """
+    pending: deque[Future[Content]] = deque()
+    todo = iter(items)
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="ktft-read")
     try:
         while True:
-            while len(pending) < AHEAD and (matrix := next(todo, None)) is not None:
-                pending.append((matrix, pool.submit(matrix.read, reader)))
+            pending.extend(pool.submit(read, item) for item in islice(todo, most - len(pending)))
             if not pending:
                 return
-            matrix, future = pending.popleft()
-            encoded = future.result()
-            del future  # it would keep the matrix alive while the next one is packed
-            yield matrix, encoded
+            yield pending.popleft().result()  # in no variable: it would be alive while the next one is packed
     finally:
         pool.shutdown(cancel_futures=True)
 

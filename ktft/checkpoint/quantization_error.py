@@ -36,18 +36,9 @@ class ErrorMeter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
 
-    def load(
-        self,
-        expert: int,
-        projection: str,
-        weight: Tensor,
-        scales: Tensor | None = None,
-        *,
-        block: tuple[int, int] | None = None,
-        zeros: Tensor | None = None,
-    ) -> bool:
+    def load(self, expert: int, projection: str, weight: Tensor, scales: Tensor | None = None, **more: Any) -> bool:
         """Compare one weight; arguments and result are those of `ExpertLayer.load`."""
-        source = Encoded(weight, scales, block, zeros).dequantize()
+        source = Encoded(weight, scales, **more).dequantize()
         difference = self.layer.dequantize(expert, projection).sub_(source)
         self._squares[projection][expert] = (_squares(difference), _squares(source))
         return True

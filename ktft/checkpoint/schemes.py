@@ -51,11 +51,17 @@ class Scheme:
         name: the scheme's common name.
         parts: role -> part; a matrix is in this scheme if its part `codes` is there.
         transposes: whether `ExpertSource.transposed` applies; it does not if the scheme itself defines the orientation.
+        rounds_as: the expert format with the same typical error; None for plain weights, and for codes that ktft does
+            not write (`ktft.checkpoint.addition`).
+        dense_bytes: bytes a parameter of what is not a routed expert, as released models in the scheme have it; None if
+            that part is plain.
     """
 
     name: ClassVar[str] = "plain"
     parts: ClassVar[Mapping[str, Part]] = {"codes": Part("", PLAIN)}
     transposes: ClassVar[bool] = True
+    rounds_as: ClassVar[str | None] = None
+    dense_bytes: ClassVar[int | None] = None
 
     def tensor_names(self, stem: str, stacked: bool = False) -> dict[str, str]:
         """Role -> tensor name."""
@@ -102,6 +108,8 @@ class Fp8(Scheme):
         "codes": Part("", ("F8_E4M3",)),
         "scales": Part("_scale_inv", (*_FLOAT_SCALES, "F8_E8M0")),
     }
+    rounds_as: ClassVar[str | None] = "fp8"
+    dense_bytes: ClassVar[int | None] = 1
     block: tuple[int | None, int | None] = (128, 128)
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
@@ -149,6 +157,7 @@ class PackedInt4(Scheme):
         "shape": Part("_shape", ("I64", "I32")),
     }
     transposes: ClassVar[bool] = False
+    rounds_as: ClassVar[str | None] = "int4"
     group: int | None = 32
 
     def matrix_shape(self, codes: Shape) -> Shape:
@@ -173,6 +182,7 @@ class Mxfp4(Scheme):
     name: ClassVar[str] = "mxfp4"
     parts: ClassVar[Mapping[str, Part]] = {"codes": Part("_blocks", ("U8",)), "scales": Part("_scales", ("U8",))}
     transposes: ClassVar[bool] = False
+    rounds_as: ClassVar[str | None] = "mxfp4"
 
     def matrix_shape(self, codes: Shape) -> Shape:
         return codes[0], codes[1] * 32
@@ -357,10 +367,6 @@ def _compressed_weights(layout: _Config, weights: _Config) -> Scheme:
     return PackedInt4(weights.group("group_size") if strategy == "group" else None)
 
 
-def _mxfp4(config: _Config) -> Scheme:
-    return Mxfp4()
-
-
 def _gptq(config: _Config) -> Scheme:
     config.one_of("bits", (4,))
     written = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
@@ -378,7 +384,7 @@ def _awq(config: _Config) -> Scheme:
     return Awq(config.group("group_size"))
 
 
-METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq}
+METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": lambda _: Mxfp4(), "gptq": _gptq, "awq": _awq}
 """`quant_method` of config.json -> function that reads the rest of the quantization config."""
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from ktft.config import API_KEY_ENV
+
+if TYPE_CHECKING:
+    from ktft.serve.runtime.settings import ServeSettings
 
 HELP = """/system TEXT       what the model is told first; without TEXT nothing
 /clear             forget the conversation
@@ -52,50 +55,36 @@ def chat(
     """
     console = Console(stderr=True)
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    try:
-        if "://" in target:
-            if adapter or expert_format or threads or max_model_len:
-                raise ValueError(f"{target} is a running server: --adapter and the like are for a MODEL directory")
-            server: Any = nullcontext(target)
-        else:
-            server = _started(Path(target), adapter, expert_format, threads, max_model_len, console)
-        with server as address:
-            conversation = Conversation(_client(address, api_key), console, name, sampling, system)
-            failures = conversation.run()
-    except (OSError, ValueError) as error:
-        console.print(Text(str(error), style="red"), soft_wrap=True)
-        raise typer.Exit(2) from None
+    server: AbstractContextManager[str] = nullcontext(target)
+    if "://" not in target:
+        from ktft.serve.runtime.settings import ServeSettings
+
+        settings = ServeSettings(
+            str(Path(target)),
+            adapter=str(adapter) if adapter else None,
+            adapter_swap=True,
+            expert_format=expert_format,
+            threads=threads,
+        )
+        server = _started(settings, max_model_len, console)
+    elif adapter or expert_format or threads or max_model_len:
+        raise ValueError(f"{target} is a running server: --adapter and the like are for a MODEL directory")
+    with server as address:
+        failures = Conversation(_client(address, api_key), console, name, sampling, system).run()
     raise typer.Exit(int(failures > 0 and not sys.stdin.isatty()))
 
 
-@contextmanager
-def _started(
-    model: Path,
-    adapter: Path | None,
-    expert_format: str | None,
-    threads: int | None,
-    max_model_len: int | None,
-    console: Console,
-) -> Iterator[str]:
+def _started(settings: ServeSettings, max_model_len: int | None, console: Console) -> AbstractContextManager[str]:
     """A server for this conversation alone, at a free port of this machine."""
     import socket
 
     from ktft.cli.serve import started
     from ktft.serve.engine import Options
-    from ktft.serve.runtime.settings import ServeSettings
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = ServeSettings(
-        str(model),
-        adapter=None if adapter is None else str(adapter),
-        adapter_swap=True,
-        expert_format=expert_format,
-        threads=threads,
-    )
-    with started(settings, Options(port=port, max_model_len=max_model_len, max_num_seqs=1), console) as address:
-        yield address
+    return started(settings, Options(port=port, max_model_len=max_model_len, max_num_seqs=1), console)
 
 
 def _client(address: str, api_key: str | None) -> Any:
@@ -117,8 +106,6 @@ class Conversation:
         errors: where errors and notes go; answers go to standard output.
         name: the model's name; None takes the model that is served.
         sampling: OpenAI's parameters; the server chooses where the value is None.
-        system: the system prompt.
-        messages: the conversation so far.
     """
 
     client: Any
@@ -129,14 +116,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> int:
-        """Talk until the input ends or the user leaves.
-
-        Returns:
-            The number of messages that failed.
-
-        Raises:
-            ValueError: the server does not answer.
-        """
+        """Talk until the input ends or the user leaves. Returns the number of messages that failed."""
         if self.name is None:
             try:
                 self.name = self.client.models.list().data[0].id
@@ -196,13 +176,11 @@ class Conversation:
             for chunk in stream:
                 text = (chunk.choices[0].delta.content or "") if chunk.choices else ""
                 answer += text
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                print(text, end="", flush=True)
         except KeyboardInterrupt:  # the user has read enough of this answer
             stream.close()
         finally:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            print(flush=True)
         self.messages += [mine, {"role": "assistant", "content": answer}]
 
 

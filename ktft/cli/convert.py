@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ktft.cli.progress import show
-from ktft.config import PROJECTIONS, Settings
+from ktft.cli.refusal import refuse
+from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS, Settings
 
 if TYPE_CHECKING:
     from ktft.checkpoint.convert import Conversion
@@ -18,13 +22,49 @@ if TYPE_CHECKING:
 
 
 def convert(
-    source: Path, target: Path, settings: Settings, *, report: bool, check: bool, console: Console
-) -> list[str]:
-    """Convert, or with `check` compare an existing conversion. Returns the problems that the comparison found.
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Directory of a checkpoint as released.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="DST", help="Directory to write: a new one, or one that an interrupted run began.")
+    ],
+    expert_format: Annotated[
+        str | None, typer.Option("--format", help=f"{', '.join(EXPERT_FORMATS)}. [{DEFAULT_EXPERT_FORMAT}]")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to work on. [all]")] = None,
+    report: Annotated[bool, typer.Option("--report", help="Measure the quantization error of every layer.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read SRC and DST again and compare all checksums.")] = False,
+) -> None:
+    """Pack a checkpoint's experts once, into a directory that trains and serves like SRC and loads in seconds.
 
-    Raises:
-        FileNotFoundError, ValueError: the request cannot be done; the message is for the user.
+    Run it again after an interruption: it goes on where it stopped.
     """
+    console = Console(stderr=True)
+    try:
+        settings = Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes)
+        problems = _convert(source, target, settings, report, check, console)
+    except KeyboardInterrupt:
+        raise refuse(f"interrupted; what is finished in {target} is kept, run the same command again") from None
+    for problem in problems:
+        console.print(Text(problem, style="red"), soft_wrap=True)
+    if problems:
+        raise refuse(
+            f"{len(problems)} problems. Delete damaged files and run ktft convert {source} {target} again, which makes "
+            "what is missing; where the source has changed, convert it into another directory"
+        )
+    if check:
+        typer.echo(f"{target}: all checksums match")
+        return
+    place = shlex.quote(str(target))
+    typer.echo(
+        f"{target}: converted. Next:\n"
+        f"  ktft verify {place}    compares it with {source}\n"
+        f"  ktft train FILE.yaml model_name_or_path={place}\n"
+        f"  ktft serve {place}"
+    )
+
+
+def _convert(source: Path, target: Path, settings: Settings, report: bool, check: bool, console: Console) -> list[str]:
+    """Convert, or with `check` compare an existing conversion. Returns the problems that the comparison found."""
     _check_directories(source, target, must_exist=check)
     from ktft.checkpoint.check import check as compare
     from ktft.checkpoint.check import check_bytes

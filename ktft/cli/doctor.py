@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from ktft import system
+from ktft import system, versions
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -49,9 +49,8 @@ def cpu() -> Iterator[Row]:
     elif forced:
         yield Row("isa", "warn", value, "unset KTFT_ISA: the scalar kernels are for tests")
     else:
-        yield Row(
-            "isa", "warn", value, "this CPU has no AVX2: training works, slowly; in a VM, pass the host's CPU through"
-        )
+        cure = "this CPU has no AVX2: training works, slowly; in a VM, pass the host's CPU through"
+        yield Row("isa", "warn", value, cure)
 
 
 def numa() -> Iterator[Row]:
@@ -70,9 +69,8 @@ def numa() -> Iterator[Row]:
     allowed, quota = len(os.sched_getaffinity(0)), topology["cgroup_cpus"]
     value = f"{allowed} CPUs" + (f", cgroup quota {quota:g}" if quota else ", no cgroup quota")
     few = quota is not None and quota < 2
-    yield Row(
-        "cpu limit", "warn" if few else "ok", value, "give the container more CPUs: docker run --cpus" if few else ""
-    )
+    cure = "give the container more CPUs: docker run --cpus"
+    yield Row("cpu limit", "warn" if few else "ok", value, cure if few else "")
 
 
 def memory() -> Iterator[Row]:
@@ -103,8 +101,7 @@ def gpu() -> Iterator[Row]:
     driver = system.read(Path("/proc/driver/nvidia/version"))
     names = [each.name() for each in accelerators()]
     if names:
-        version = f", CUDA {torch.version.cuda}"
-        yield Row("gpu", "ok", ", ".join(names) + version)
+        yield Row("gpu", "ok", f"{', '.join(names)}, CUDA {torch.version.cuda}")
         if len(names) > 1:
             cure = (
                 "CUDA_VISIBLE_DEVICES=0: LLaMA-Factory starts one rank per visible GPU, and ktft runs one rank so far"
@@ -113,31 +110,25 @@ def gpu() -> Iterator[Row]:
     elif driver is None:
         yield Row("gpu", "ok", "none: CPU training works")
     elif torch.version.cuda is None:
-        yield Row(
-            "gpu",
-            "warn",
-            f"torch {torch.__version__} is a CPU build",
-            "reinstall torch with CUDA: docs/guide/install.md",
-        )
+        cure = "reinstall torch with CUDA: docs/guide/install.md"
+        yield Row("gpu", "warn", f"torch {torch.__version__} is a CPU build", cure)
     else:
         cure = "nvidia-smi must list the GPU, with a driver new enough for torch's CUDA; check CUDA_VISIBLE_DEVICES"
         yield Row("gpu", "warn", f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees none; {driver}", cure)
 
 
 def packages() -> Iterator[Row]:
-    from ktft.versions import SERVING_VERSIONS, TESTED_SERVERS, TESTED_VERSIONS, is_within, pip_install, version_of
-
     yield Row("python", "ok", platform.python_version())
-    servers = [name for name in TESTED_SERVERS if version_of(name)]
-    for name, tested in (TESTED_VERSIONS | {name: TESTED_SERVERS[name] for name in servers}).items():
-        version, cure = version_of(name), pip_install(name)
-        serving = SERVING_VERSIONS.get(name, tested) if servers else tested
+    servers = {name: tested for name, tested in versions.TESTED_SERVERS.items() if versions.version_of(name)}
+    for name, tested in (versions.TESTED_VERSIONS | servers).items():
+        version, cure = versions.version_of(name), versions.pip_install(name)
+        serving = versions.SERVING_VERSIONS.get(name, tested) if servers else tested
         if version is None:
             yield Row(name, "warn" if name in OPTIONAL_PACKAGES else "fail", "not installed", cure)
-        elif is_within(version, tested):
+        elif versions.is_within(version, tested):
             yield Row(name, "ok", version)
-        elif is_within(version, serving):
-            value = f"{version}; serves with {servers[0]}, trains from {tested[0]} to below {tested[1]}"
+        elif versions.is_within(version, serving):
+            value = f"{version}; serves with {next(iter(servers))}, trains from {tested[0]} to below {tested[1]}"
             yield Row(name, "ok", value)
         else:
             yield Row(name, "fail", f"{version}; tested from {serving[0]} to below {serving[1]}", cure)
@@ -164,13 +155,11 @@ def hook() -> Iterator[Row]:
 
 def media() -> Iterator[Row]:
     """Check that torchaudio, and torchvision if installed, fit torch, because LLaMA-Factory imports both."""
-    from ktft.versions import version_of
-
     absent: dict[str, Status] = {"torchaudio": "warn", "torchvision": "ok"}
     for name, status in absent.items():
         cure = f"without a GPU: pip install ./ci/stubs/{name} in a ktft checkout; else reinstall {name} to match torch"
         if importlib.util.find_spec(name) is None:
-            placeholder = version_of(name) is not None
+            placeholder = versions.version_of(name) is not None
             value = "a placeholder, enough for text" if placeholder else "not installed"
             yield Row(name, "ok" if placeholder else status, value, "" if placeholder or status == "ok" else cure)
             continue
@@ -195,9 +184,8 @@ def ranks() -> Iterator[Row]:
 def known_limits() -> Iterator[Row]:
     """List what the tested versions cannot do together, and the alternative to each."""
     from ktft.model.quantizer import check_flash_attention
-    from ktft.versions import version_of
 
-    trl, transformers = version_of("trl") or "", version_of("transformers") or ""
+    trl, transformers = versions.version_of("trl") or "", versions.version_of("transformers") or ""
     if trl.startswith("0.24.") and transformers.startswith("5."):
         value = f"DPOTrainer of trl {trl} cannot be imported, or trained with, beside transformers {transformers}"
         yield Row("trl", "ok", f"{value}; LLaMA-Factory's stage: dpo works, SFTTrainer too")
@@ -217,10 +205,8 @@ def examine() -> list[Row]:
         try:
             rows += check()
         except Exception as error:
-            cure = (
-                "make native"
-                if isinstance(error, ImportError)
-                else "please report this with the output of ktft doctor --json"
-            )
+            cure = "please report this with the output of ktft doctor --json"
+            if isinstance(error, ImportError):
+                cure = "make native"
             rows.append(Row(check.__name__, "fail", f"{type(error).__name__}: {error}", cure))
     return rows

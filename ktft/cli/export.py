@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from ktft.cli.progress import progress_bar
+
 
 def export(
     adapter: Annotated[Path, typer.Argument(help="Directory of an adapter that ktft saved.")],
@@ -26,19 +28,15 @@ def export(
     local_path("adapter", adapter)  # before torch is imported, which takes seconds
     if base is not None:
         local_path("--base", base)
-    usage = _export(adapter, out, target, base, Console(stderr=True))
-    typer.echo(f"{out}: written. Use it as in\n  {usage}")
-
-
-def _export(adapter: Path, out: Path, target: str, base: Path | None, console: Console) -> str:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     from ktft.adapters import export
-    from ktft.cli.progress import progress_bar
 
+    console = Console(stderr=True)
     with console.status(f"reading {adapter} ..."):
         opened = export.open_adapter(adapter, base)
         planned = export.plan(opened, target)
     with progress_bar(planned.nbytes, console) as progress:
-        return export.export(opened, target, planned, out, progress)
+        usage = export.export(opened, target, planned, out, progress)
+    typer.echo(f"{out}: written. Use it as in\n  {usage}")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ktft.cli.progress import show
+from ktft.cli.refusal import refuse
 from ktft.config import EXPERT_FORMATS, Settings
 
 if TYPE_CHECKING:
@@ -19,55 +23,64 @@ if TYPE_CHECKING:
     from ktft.verify.merged import MergeCheck
 
 FORMATS = ("same", *EXPERT_FORMATS)
+PACKED = ", ".join(name for name in EXPERT_FORMATS if name != "bf16")
 SHOWN = 12  # the most rows of the table
 
 
-@dataclass(frozen=True)
-class Request:
-    """The user's options."""
+def merge(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="Directory of the base model, as released.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory of the adapter.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
+    storage: Annotated[
+        str, typer.Option("--format", help=f"same as BASE; bf16; or packed for ktft: {PACKED}.")
+    ] = "same",
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare logits with base and adapter.")] = True,
+    allow_drowned: Annotated[
+        bool,
+        typer.Option(
+            "--allow-drowned", help="Write the result even if rounding removed most of what the adapter does."
+        ),
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to work on. [all]")] = None,
+) -> None:
+    """Add an adapter to its base model's weights, and write the sum as a checkpoint of its own.
 
-    base: Path
-    adapter: Path
-    out: Path
-    storage: str
-    settings: Settings
-    check: bool
-    allow_drowned: bool
-
-
-def merge(request: Request, console: Console) -> list[str]:
-    """Merge, with progress on `console`. Returns warnings.
-
-    Raises:
-        FileNotFoundError, ValueError: the merge failed and OUT was not created; the message is for the user.
+    Run it again after an interruption: it goes on where it stopped. Exits with 2 if there is no OUT.
     """
-    _check_directories(request)
-    from dataclasses import replace
+    console, target = Console(stderr=True), Path(os.path.abspath(out))
+    try:
+        settings = Settings(threads=threads, numa_nodes=numa_nodes)
+        _check_directories(base, adapter, target, storage)
+        from ktft.adapters.merge import PACKED, Merge
 
-    from ktft.adapters.merge import PACKED, Merge
+        packing = replace(settings, expert_format=storage if storage in PACKED else "bf16")
+        with console.status(f"reading headers of {base} ..."):
+            merged = Merge(base, adapter, target, storage, packing)
+        with merged.opened():
+            show(merged.run(), merged.total_bytes(), console)
+            groups = merged.outcomes()
+            console.print(_table(groups), soft_wrap=True)
+            warnings, found = _judge(groups, merged, allow_drowned), None
+            if check:
+                found = _check(merged, base, adapter, replace(settings, expert_format="bf16"), console)
+                if found.drowned:
+                    warnings.append(
+                        f"rounding moves the logits by {found.error:.2%}, more than the adapter does "
+                        f"({found.effect:.2%})"
+                    )
+            merged.publish(found.to_dict() if found else None)
+    except KeyboardInterrupt:
+        raise refuse("interrupted; what is finished is kept, run the same command again") from None
+    for warning in warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    place = shlex.quote(str(out))
+    typer.echo(f"{out}: merged. Next:\n  ktft serve {place}\n  ktft chat {place}")
 
-    storage = request.storage
-    settings = replace(request.settings, expert_format=storage if storage in PACKED else "bf16")
-    with console.status(f"reading headers of {request.base} ..."):
-        merge = Merge(request.base, request.adapter, request.out, storage, settings)
-    with merge.opened():
-        show(merge.run(), merge.total_bytes(), console)
-        groups = merge.outcomes()
-        console.print(_table(groups), soft_wrap=True)
-        warnings = _judge(groups, merge, request.allow_drowned)
-        check = _check(merge, request, console) if request.check else None
-        if check is not None and check.drowned:
-            warnings.append(
-                f"rounding moves the logits by {check.error:.2%}, more than the adapter does ({check.effect:.2%})"
-            )
-        merge.publish(None if check is None else check.to_dict())
-    return warnings
 
-
-def _check_directories(request: Request) -> None:
-    base, adapter, out = request.base, request.adapter, request.out
-    if request.storage not in FORMATS:
-        raise ValueError(f"--format is {request.storage!r}; supported: {', '.join(FORMATS)}")
+def _check_directories(base: Path, adapter: Path, out: Path, storage: str) -> None:
+    if storage not in FORMATS:
+        raise ValueError(f"--format is {storage!r}; supported: {', '.join(FORMATS)}")
     if not (base / "config.json").is_file():
         raise ValueError(f"{base} is not a directory with a config.json; download the checkpoint first")
     from ktft.checkpoint.cache import MANIFEST, UNFINISHED
@@ -83,18 +96,15 @@ def _check_directories(request: Request) -> None:
 
 
 def _judge(groups: list[GroupOutcome], merge: Merge, allow_drowned: bool) -> list[str]:
-    """The warnings about projections that rounding changed too much.
-
-    Raises:
-        ValueError: a projection drowned, and that is not allowed.
-    """
+    """The warnings about projections that rounding changed too much. Raises ValueError if one drowned and may not."""
     from ktft.adapters.merge_survival import DROWNED, WEAK
 
-    found = {verdict: [group for group in groups if group.verdict == verdict] for verdict in ("weak", "drowned")}
-    for group in found["drowned"][:1]:
+    weak = [group for group in groups if group.verdict == "weak"]
+    drowned = [group for group in groups if group.verdict == "drowned"]
+    for worst in drowned[:1]:
         text = (
-            f"{len(found['drowned'])} of {len(groups)} merged projections drowned in rounding, the worst is "
-            f"{group.layer} {group.projection}: {group.survival.lost:.0%} of what it does is lost, the limit is "
+            f"{len(drowned)} of {len(groups)} merged projections drowned in rounding, the worst is "
+            f"{worst.layer} {worst.projection}: {worst.survival.lost:.0%} of what it does is lost, the limit is "
             f"{DROWNED:.0%}"
         )
         if not allow_drowned:
@@ -105,34 +115,27 @@ def _judge(groups: list[GroupOutcome], merge: Merge, allow_drowned: bool) -> lis
             )
         return [text]
     return [
-        f"{len(found['weak'])} of {len(groups)} merged projections are weak, the worst is {group.layer} "
-        f"{group.projection}: {group.survival.lost:.0%} of what it does is lost in rounding (above {WEAK:.0%}); "
-        "a format with more bits keeps more"
-        for group in found["weak"][:1]
+        f"{len(weak)} of {len(groups)} merged projections are weak, the worst is {worst.layer} {worst.projection}: "
+        f"{worst.survival.lost:.0%} of what it does is lost in rounding (above {WEAK:.0%}); a format with more bits "
+        "keeps more"
+        for worst in weak[:1]
     ]
 
 
-def _check(merge: Merge, request: Request, console: Console) -> MergeCheck:
-    """Compare the result with base and adapter.
-
-    Raises:
-        ValueError: the error is larger than the result's format explains.
-    """
-    from dataclasses import replace
-
+def _check(merge: Merge, base: Path, adapter: Path, settings: Settings, console: Console) -> MergeCheck:
+    """Compare with base and adapter. Raises ValueError if the error is larger than the result's format explains."""
     from ktft.adapters.merge import PACKED
     from ktft.system import available_memory
     from ktft.verify.merged import check_layers, check_logits, layers_bytes, limit_of, logits_bytes
 
-    settings, packed = replace(request.settings, expert_format="bf16"), request.storage in PACKED
-    places = (request.base, request.adapter, merge.staging, settings, packed)
-    if logits_bytes(request.base) <= available_memory():
+    places = (base, adapter, merge.staging, settings, merge.storage in PACKED)
+    if logits_bytes(base) <= available_memory():
         with console.status("comparing logits with those of base and adapter ..."):
-            check = check_logits(*places, request.storage, merge.scheme)
+            check = check_logits(*places, merge.storage, merge.scheme)
     else:
         found: list[MergeCheck] = []
-        limit = limit_of(request.storage, merge.scheme)
-        show(check_layers(*places, limit, found), layers_bytes(request.base, *places[2:]), console)
+        limit = limit_of(merge.storage, merge.scheme)
+        show(check_layers(*places, limit, found), layers_bytes(base, *places[2:]), console)
         (check,) = found
     effect = f"; the adapter moves them by {check.effect:.2%}" if check.effect is not None else ""
     what = "logits" if check.method == "logits" else f"layer by layer, the worst is {check.where},"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 from rich.table import Table
 from rich.text import Text
@@ -11,8 +11,6 @@ from ktft.cli.doctor import Status
 from ktft.hosts import PATCHES, Patch, installed
 from ktft.hosts.page import tested
 from ktft.versions import version_of
-
-COLUMNS = ("status", "here", "name", "tested", "why")
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ def examine() -> list[PatchRow]:
 
 def table(rows: list[PatchRow], styles: dict[str, str]) -> Table:
     """The rows for a terminal."""
-    found = Table(*COLUMNS, box=None)
+    found = Table(*(field.name for field in fields(PatchRow)), box=None)
     for row in rows:
-        texts = [Text(getattr(row, column), overflow="fold") for column in COLUMNS[1:]]
-        found.add_row(Text(row.status, style=styles[row.status]), *texts)
+        status, *texts = astuple(row)
+        found.add_row(Text(status, style=styles[status]), *(Text(text, overflow="fold") for text in texts))
     return found
 
 

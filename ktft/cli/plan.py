@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ktft.system import readable
+
 if TYPE_CHECKING:
     from ktft.plan.description import Machine
     from ktft.plan.plan import Plan
@@ -93,7 +95,6 @@ def _make(
 def show(plan: Plan, console: Console) -> None:
     """Print the table, the verdict, what to change, and the sources of the numbers."""
     from ktft.plan.plan import advice, to_json, verdict
-    from ktft.system import readable
 
     facts = to_json(plan)
     model, adapter, disk, machine = facts["model"], facts["adapter"], facts["disk"], plan.machine
@@ -133,8 +134,6 @@ def _how_stored(model: dict[str, Any]) -> str:
 
 
 def _table(plan: Plan) -> Table:
-    from ktft.system import readable
-
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("experts")
     for title in ("memory", "a NUMA node", "GPU memory", "loading", "a step", "tokens/s"):

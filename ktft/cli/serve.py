@@ -14,15 +14,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ktft.checkpoint.routing_profile import find_routing
 from ktft.cli.progress import Phases
-from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV
+from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV, DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
+from ktft.sizes import parse_size
 
 if TYPE_CHECKING:
     from ktft.serve.engine import Findings, Options
     from ktft.serve.front.launch import Failed, Place, Watcher
     from ktft.serve.runtime.settings import ServeSettings
 
-FORMATS = "bf16, int8, fp8, k4, int4 or mxfp4. [a converted MODEL's own, else int8]"
+FORMATS = f"{', '.join(EXPERT_FORMATS[:-1])} or {EXPERT_FORMATS[-1]}. [a converted MODEL's own, else "
+FORMATS += f"{DEFAULT_EXPERT_FORMAT}]"
 
 
 def serve(
@@ -85,73 +88,39 @@ def serve(
     Exits with 0 when it was told to end (Ctrl-C, SIGTERM), 1 if the server could not start or died, 2 on bad input.
     """
     from ktft.serve.engine import Options
+    from ktft.serve.front import launch
     from ktft.serve.runtime.settings import ServeSettings
 
+    routing = routing_profile or find_routing(adapter, model)
+    settings = ServeSettings(
+        checkpoint=str(model),
+        served_name=served_model_name,
+        adapter=str(adapter) if adapter else None,
+        adapter_name=adapter_name,
+        adapter_swap=adapter_swap or adapter is not None,
+        expert_format=expert_format,
+        expert_checkpoint=str(expert_checkpoint) if expert_checkpoint else None,
+        threads=threads,
+        numa_nodes=numa_nodes,
+        gpu_expert_memory=gpu_expert_memory,
+        routing=str(routing) if routing else None,
+        deferral=deferral,
+        activation_bits=activation_bits,
+        max_lora_rank=max_lora_rank,
+        swap_timeout=swap_timeout,
+    )
+    options = Options(
+        host,
+        port,
+        max_model_len,
+        max_num_seqs,
+        None if kv_cache_memory is None else parse_size(kv_cache_memory),
+        api_key or None,
+        admin_key or None,
+        tuple(allowed_host or ()),
+        tuple(extra or ()),
+    )
     console = Console(stderr=True)
-    try:
-        settings = ServeSettings(
-            checkpoint=str(model),
-            served_name=served_model_name,
-            adapter=None if adapter is None else str(adapter),
-            adapter_name=adapter_name,
-            adapter_swap=adapter_swap or adapter is not None,
-            expert_format=expert_format,
-            expert_checkpoint=None if expert_checkpoint is None else str(expert_checkpoint),
-            threads=threads,
-            numa_nodes=numa_nodes,
-            gpu_expert_memory=gpu_expert_memory,
-            routing=_routing(routing_profile, adapter, model),
-            deferral=deferral,
-            activation_bits=activation_bits,
-            max_lora_rank=max_lora_rank,
-            swap_timeout=swap_timeout,
-        )
-        options = Options(
-            host,
-            port,
-            max_model_len,
-            max_num_seqs,
-            _size(kv_cache_memory),
-            api_key or None,
-            admin_key or None,
-            tuple(allowed_host or ()),
-            tuple(extra or ()),
-        )
-        run(settings, options, console, supervise=supervise, verbose=verbose)
-    except (OSError, ValueError) as error:
-        console.print(Text(str(error), style="red"), soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
-def _routing(profile: Path | None, *directories: Path | None) -> str | None:
-    from ktft.checkpoint.routing_profile import find_routing
-
-    found = profile or find_routing(*directories)
-    return None if found is None else str(found)
-
-
-def _size(text: str | None) -> int | None:
-    from ktft.sizes import parse_size
-
-    return None if text is None else parse_size(text)
-
-
-def run(
-    settings: ServeSettings,
-    options: Options,
-    console: Console,
-    *,
-    supervise: bool = False,
-    verbose: bool = False,
-) -> None:
-    """Check everything, start a server, and serve until told to end.
-
-    Raises:
-        ValueError, OSError: nothing was started.
-        typer.Exit: the server could not start, or died; the user was told.
-    """
-    from ktft.serve.front import launch
-
     found = _checked(settings, options, console)
     with _files(console, verbose) as (place, progress):
         watcher = _watcher(console, progress, options)
@@ -160,11 +129,7 @@ def run(
 
 @contextmanager
 def started(settings: ServeSettings, options: Options, console: Console) -> Iterator[str]:
-    """Run a server for the duration of the block. Yields its address.
-
-    Raises:
-        ValueError, OSError, typer.Exit: see `run`.
-    """
+    """Run a server for the duration of the block. Yields its address. The user is told if it fails."""
     from ktft.serve.front.launch import Server, url
 
     found, never = _checked(settings, options, console), threading.Event()
@@ -223,18 +188,17 @@ def _files(console: Console, verbose: bool) -> Iterator[tuple[Place, Phases]]:
     from ktft.serve.front.launch import Failed, Place
 
     place, progress = Place(Path(tempfile.mkdtemp(prefix="ktft-serve-"))), Phases(console)
+    keep = False
     try:
         yield place, progress
     except Failed as failure:
+        keep = True
         progress.end()
         _tell(console, failure)
         if not verbose:
             console.print(Text(f"all of its log: {place.log}"), soft_wrap=True)
         raise typer.Exit(1) from None
-    except BaseException:
-        shutil.rmtree(place.directory, ignore_errors=True)
-        raise
-    else:
-        shutil.rmtree(place.directory, ignore_errors=True)
     finally:
         progress.end()
+        if not keep:
+            shutil.rmtree(place.directory, ignore_errors=True)

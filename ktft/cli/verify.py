@@ -7,35 +7,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ktft.cli import verify_server
 from ktft.cli.progress import show
-from ktft.config import PROJECTIONS, Settings
+from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS, Settings
 from ktft.formats import FORMAT_TRAITS
 from ktft.system import available_memory, readable
+from ktft.verify.problem import Problem, percent
 
 if TYPE_CHECKING:
     from ktft.checkpoint.quantization_error import ProjectionError
     from ktft.verify.layers import LayerResult, LayerVerifier
-    from ktft.verify.problem import Problem
     from ktft.verify.whole import WholeResult
 
-
-@dataclass(frozen=True)
-class Request:
-    """The user's options. If `whole` is None, the whole model is compared if it fits in memory."""
-
-    directory: Path
-    settings: Settings
-    layers: list[int] | None
-    tokens: int
-    adapter: Path | None
-    source: Path | None
-    whole: bool | None
+TOKENS, SERVE_TOKENS = 64, 16
 
 
 @dataclass
@@ -71,63 +62,112 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def parse_layers(text: str | None) -> list[int] | None:
-    """Parse layer numbers, such as `3,7`.
+def verify(
+    model: Annotated[Path, typer.Argument(help="Directory of a checkpoint, as released or converted.")],
+    expert_format: Annotated[
+        str | None, typer.Option("--format", help=f"{', '.join(EXPERT_FORMATS)}. [{DEFAULT_EXPERT_FORMAT}]")
+    ] = None,
+    isa: Annotated[str | None, typer.Option(help="Kernels' instruction set. [best of this CPU]")] = None,
+    numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to split experts over. [all]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
+    layers: Annotated[str | None, typer.Option(help="Numbers of the layers to verify, as in 3,7. [all]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens that go through; of each continuation with --serve. [64; 16]")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Directory of an adapter. [random LoRA; none with --serve]")
+    ] = None,
+    source: Annotated[Path | None, typer.Option(help="What MODEL was converted from. [where it was then]")] = None,
+    whole: Annotated[
+        bool | None, typer.Option("--whole/--layers-only", help="The whole model too. [if it fits in memory]")
+    ] = None,
+    serve: Annotated[
+        str | None, typer.Option(metavar="URL", help="Compare the server there with training's model instead.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The server's name for MODEL. [its only one]")] = None,
+    deferral: Annotated[
+        int | None, typer.Option(min=1, help="Report what deferring so many experts a token changes, nothing else.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text for --serve or --deferral, a prompt a line. [short texts, random tokens]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Compare a model's logits and gradients with a reference; say pass, or which layer and expert is off.
 
-    Raises:
-        ValueError: the text is not a list of numbers.
+    With --serve: compare log-probabilities and greedy continuations of a server with those of training's model, MODEL
+    alone or with --adapter; say whether the server applies it. Exits with 0 on a pass, 1 if something is off, 2 on bad
+    input.
     """
-    if text is None:
+    settings = Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
+    verify_server.require_fitting(
+        serve, {"--served-model-name": served_model_name, "--prompts": prompts if deferral is None else None},
+        {"--layers": layers, "--source": source, "--whole": whole, "--deferral": deferral},
+    )  # fmt: skip
+    if serve is not None:
+        length = tokens or SERVE_TOKENS
+        raise typer.Exit(
+            verify_server.verify(serve, served_model_name, model, settings, adapter, prompts, length, as_json)
+        )
+    tokens = tokens or TOKENS
+    if deferral is not None:
+        _show_deferral(model, settings, deferral, tokens, prompts, adapter, as_json)
+        return
+    numbers = _numbers(layers)
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model} is not a directory with a config.json; download the checkpoint first")
+    from ktft.verify.layers import LayerVerifier
+    from ktft.verify.whole import verify_whole, whole_bytes
+
+    console = Console(stderr=True)
+    with console.status(f"reading headers of {model} ..."):
+        verifier = LayerVerifier(model, settings, numbers, tokens, adapter, source)
+        needed = whole_bytes(verifier.plan.layers, model)
+    runtime = verifier.runtime
+    report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes, notes=_notes(model, verifier))
+    show(verifier.run(report.layers), verifier.nbytes, console)
+    if whole or (whole is None and _whole_wanted(numbers, needed, report)):
+        with console.status("whole model ...") as status:
+            for step in verify_whole(model, settings, tokens, adapter, verifier.source):
+                if isinstance(step, str):
+                    status.update(f"whole model: {step} ...")
+                else:
+                    report.whole = step
+    _print(report, model, as_json)
+    raise typer.Exit(int(bool(report.problems)))
+
+
+def _numbers(layers: str | None) -> list[int] | None:
+    if layers is None:
         return None
-    parts = [part.strip() for part in text.split(",")]
+    parts = [part.strip() for part in layers.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"--layers is {text!r}; give layer numbers, as in 3,7")
+        raise ValueError(f"--layers is {layers!r}; give layer numbers, as in 3,7")
     return [int(part) for part in parts]
 
 
-def verify(request: Request, console: Console) -> Report:
-    """Run the comparisons, with progress on `console`.
-
-    Raises:
-        FileNotFoundError, ValueError: the request cannot be done; the message is for the user.
-    """
-    if not (request.directory / "config.json").is_file():
-        raise ValueError(f"{request.directory} is not a directory with a config.json; download the checkpoint first")
+def _notes(directory: Path, verifier: LayerVerifier) -> list[str]:
     from ktft.adapters.below import holds, paths_of
-    from ktft.verify.layers import LayerVerifier
-    from ktft.verify.whole import whole_bytes
 
-    with console.status(f"reading headers of {request.directory} ..."):
-        verifier = LayerVerifier(
-            request.directory, request.settings, request.layers, request.tokens, request.adapter, request.source
-        )
-        needed = whole_bytes(verifier.plan.layers, request.directory)
-    runtime = verifier.runtime
-    report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes)
+    notes, adapter = [], verifier.adapter
     if verifier.source is None:
-        report.notes.append(
+        notes.append(
             "the source is not where it was when it was converted, or has changed, so the packed weights were not "
             "compared with it: give --source"
         )
-    adapter = verifier.adapter
-    if adapter is not None and adapter.below and not holds(request.directory, adapter.below):
-        report.notes.append(
-            f"{adapter.directory} was trained on top of {paths_of(adapter.below)}, which {request.directory} does not "
+    if adapter is not None and adapter.below and not holds(directory, adapter.below):
+        notes.append(
+            f"{adapter.directory} was trained on top of {paths_of(adapter.below)}, which {directory} does not "
             "hold: compared was the adapter alone on this model, which is not what was trained"
         )
-    show(verifier.run(report.layers), verifier.nbytes, console)
-    if _whole_wanted(request, needed, report):
-        _show_whole(verifier, request, report, console)
-    return report
+    return notes
 
 
-def _whole_wanted(request: Request, needed: int, report: Report) -> bool:
-    if request.whole is not None:
-        return request.whole
+def _whole_wanted(numbers: list[int] | None, needed: int, report: Report) -> bool:
     if report.problems:
         report.notes.append("the whole model was not compared, because layers are off already; --whole does it")
         return False
-    if request.layers is not None:
+    if numbers is not None:
         return False
     free = available_memory()
     if needed > free:
@@ -138,18 +178,7 @@ def _whole_wanted(request: Request, needed: int, report: Report) -> bool:
     return needed <= free
 
 
-def _show_whole(verifier: LayerVerifier, request: Request, report: Report, console: Console) -> None:
-    from ktft.verify.whole import WholeResult, verify_whole
-
-    with console.status("whole model ...") as status:
-        for step in verify_whole(request.directory, request.settings, request.tokens, request.adapter, verifier.source):
-            if isinstance(step, WholeResult):
-                report.whole = step
-            else:
-                status.update(f"whole model: {step} ...")
-
-
-def show_deferral(
+def _show_deferral(
     model: Path,
     settings: Settings,
     deferral: int,
@@ -158,13 +187,7 @@ def show_deferral(
     adapter: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure the effect of deferral and print it.
-
-    Raises:
-        OSError, ValueError: the request cannot be done; the message is for the user.
-    """
     from ktft.verify.deferral import verify_deferral
-    from ktft.verify.problem import percent
 
     with Console(stderr=True).status("the model with and without deferral ..."):
         effect = verify_deferral(model, settings, deferral, tokens, prompts, adapter)
@@ -182,17 +205,26 @@ def show_deferral(
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tables(report: Report) -> list[Table | Text]:
-    """The tables and notes for a person to read."""
-    shown: list[Table | Text] = [_layer_table(report)]
-    if report.whole is not None:
-        shown.append(_whole_table(report.whole))
-    return shown + [Text(f"note: {note}", style="yellow") for note in report.notes]
+def _print(report: Report, model: Path, as_json: bool) -> None:
+    problems = report.problems
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        console = Console(soft_wrap=True)
+        console.print(_layer_table(report))
+        if report.whole is not None:
+            console.print(_whole_table(report.whole))
+        for note in report.notes:
+            console.print(Text(f"note: {note}", style="yellow"))
+    for problem in problems:
+        Console(stderr=True).print(Text(problem.text, style="red"), soft_wrap=True)
+    if not as_json:
+        verdict = f"off, {len(problems)} over the limit" if problems else "pass"
+        typer.echo(f"{model} in {report.format}, {report.isa}, {report.numa_nodes} NUMA nodes: {verdict}")
 
 
 def _layer_table(report: Report) -> Table:
     from ktft.verify.contract import GRADIENT_LIMIT, OUTPUT, OUTPUT_LIMIT, comparable
-    from ktft.verify.problem import percent
 
     limits = (OUTPUT_LIMIT, GRADIENT_LIMIT, FORMAT_TRAITS[report.format].error_limit)
     heads = ("output", "gradients", f"{report.format} weights")
@@ -208,7 +240,7 @@ def _layer_table(report: Report) -> Table:
         worst = max(gradients, key=lambda error: comparable(error.worst_relative))
         table.add_row(
             str(result.layer),
-            _verdict(not result.problems),
+            Text("off", style="bold red") if result.problems else Text("pass", style="green"),
             f"{percent(output.relative)}\nexpert {output.worst_expert}: {percent(output.worst_relative)}",
             f"{percent(worst.relative)} {worst.quantity.removesuffix(' gradient')}\n"
             f"expert {worst.worst_expert}: {percent(worst.worst_relative)}",
@@ -218,8 +250,6 @@ def _layer_table(report: Report) -> Table:
 
 
 def _weights(errors: Mapping[str, ProjectionError] | None) -> str:
-    from ktft.verify.problem import percent
-
     if errors is None:
         return "not compared"
     name = max(PROJECTIONS, key=lambda name: errors[name].worst_relative_rms)
@@ -228,8 +258,6 @@ def _weights(errors: Mapping[str, ProjectionError] | None) -> str:
 
 
 def _whole_table(whole: WholeResult) -> Table:
-    from ktft.verify.problem import percent
-
     table = Table(
         "",
         "logits",
@@ -255,7 +283,3 @@ def _whole_table(whole: WholeResult) -> Table:
                 percent(distance.top1),
             )
     return table
-
-
-def _verdict(passed: bool) -> Text:
-    return Text("pass", style="green") if passed else Text("off", style="bold red")

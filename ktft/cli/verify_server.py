@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,64 +18,49 @@ if TYPE_CHECKING:
     from ktft.verify.server import ParityResult
 
 
-@dataclass(frozen=True)
-class Request:
-    """The user's options. Without `model`, the server's only one is used; without `prompts`, built-in texts."""
-
-    url: str
-    model: str | None
-    directory: Path
-    settings: Settings
-    adapter: Path | None
-    prompts: Path | None
-    tokens: int
-
-
 def require_fitting(url: str | None, own: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Refuse options that do not fit the presence or absence of `--serve`.
-
-    Args:
-        url: the value of `--serve`, if it is given.
-        own: options that need `--serve`, and their values.
-        others: options that cannot be combined with `--serve`, and their values.
-
-    Raises:
-        ValueError: an option does not fit.
-    """
+    """Refuse options of `own`, which need `--serve`, without its value `url`, and those of `others` with it."""
     wrong = [name for name, value in (own if url is None else others).items() if value is not None]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: {'only with' if url is None else 'not with'} --serve URL")
 
 
-def verify(request: Request, as_json: bool) -> int:
+def verify(
+    url: str,
+    name: str | None,
+    directory: Path,
+    settings: Settings,
+    adapter: Path | None,
+    prompts: Path | None,
+    tokens: int,
+    as_json: bool,
+) -> int:
     """Compare, and print the findings. Returns the exit code.
 
-    Raises:
-        OSError, ValueError: the request cannot be done; the message is for the user.
+    Without `name`, the server's only model is asked for; without `prompts`, built-in texts.
     """
-    if not (request.directory / "config.json").is_file():
-        raise ValueError(f"{request.directory} is not a directory with a config.json; it must be the model as trained")
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} is not a directory with a config.json; it must be the model as trained")
     from ktft.verify.client import Server
-    from ktft.verify.server import ParityResult, read_prompts, verify_server
+    from ktft.verify.server import read_prompts, verify_server
 
-    prompts = read_prompts(request.prompts)
-    with Server(request.url, request.model) as server, Console(stderr=True).status("asking ...") as status:
-        steps = verify_server(server, request.directory, request.settings, request.adapter, prompts, request.tokens)
-        for step in steps:
-            if isinstance(step, ParityResult):
-                result = step
-            else:
+    texts = read_prompts(prompts)
+    with Server(url, name) as server, Console(stderr=True).status("asking ...") as status:
+        for step in verify_server(server, directory, settings, adapter, texts, tokens):
+            if isinstance(step, str):
                 status.update(f"{step} ...")
+            else:
+                result = step
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        _show(request, result)
+        _show(url, result)
     for problem in result.problems:
         Console(stderr=True).print(Text(problem, style="red"), soft_wrap=True)
     return int(bool(result.problems))
 
 
-def _show(request: Request, result: ParityResult) -> None:
+def _show(url: str, result: ParityResult) -> None:
     console = Console(soft_wrap=True)
     console.print(_table(result))
     for tie in result.ties if not result.problems else ():
@@ -88,7 +72,7 @@ def _show(request: Request, result: ParityResult) -> None:
         )
     share = f", {result.applied:.1%} of what it does" if result.applied is not None else ""
     typer.echo(
-        f"{request.url}, {result.model}: {result.verdict}{share} ({result.tokens} tokens of prompts, "
+        f"{url}, {result.model}: {result.verdict}{share} ({result.tokens} tokens of prompts, "
         f"{result.continued} of greedy continuations)"
     )
 

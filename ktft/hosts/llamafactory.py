@@ -82,10 +82,6 @@ PATCHES = (
 
 
 def adapt(module: ModuleType) -> None:
-    """Install the rows of one module, one of `ktft_autoload.MODULES`.
-
-    Raises:
-        ValueError: this LLaMA-Factory lacks a name.
-    """
+    """Install the rows of a module of `ktft_autoload.MODULES`. Raises ValueError if this LLaMA-Factory lacks a name."""
     name = module.__name__
     install([patch for patch in PATCHES if patch.owner == name or patch.owner.startswith(f"{name}.")])

@@ -13,11 +13,7 @@ MARK = "<!-- The tables are made from ktft/hosts by `python -m ktft.hosts.page d
 
 
 def page(text: str) -> str:
-    """A page with the tables of today.
-
-    Raises:
-        ValueError: it has no `MARK`.
-    """
+    """A page with the tables of today. Raises ValueError if it has no `MARK`."""
     if MARK not in text:
         raise ValueError(f"the page has no line {MARK!r}; put it where the tables begin")
     return text.partition(MARK)[0] + MARK + tables()

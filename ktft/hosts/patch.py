@@ -158,11 +158,7 @@ def _restore(owner: Any, name: str, held: Any) -> None:
 
 
 def _resolve(path: str) -> Any:
-    """The object at a dotted path, of which a beginning is a module.
-
-    Raises:
-        AttributeError: there is none.
-    """
+    """The object at a dotted path, of which a beginning is a module. Raises AttributeError if there is none."""
     names = path.split(".")
     for count in range(len(names), 0, -1):
         module = ".".join(names[:count])

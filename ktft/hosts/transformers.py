@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ktft.hosts.patch import Patch
 
-TRAINER = "transformers.trainer.Trainer"
 MODELING = "transformers.models.*.modeling_*"
 """The code of a model. A model with code of its own has its own module in this place."""
+_of_trainer = partial(Patch, "transformers.trainer.Trainer")
 
 PATCHES = (
     Patch(
@@ -36,70 +38,59 @@ PATCHES = (
         "Every Trainer gets ktft's checks and its report, those of TRL and LLaMA-Factory included. add_callback "
         "reaches one Trainer only, and other programs make it.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "get_optimizer_cls_and_kwargs",
         "ktft.train.optimizer:choose_optimizer",
         "ktft's kernel does the AdamW step of CPU parameters. optimizer_cls_and_kwargs is an argument of the program "
         "that makes the Trainer.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "train",
         "ktft.train.checkpoints:train",
         "output_dir is locked before a checkpoint is read from it, which is before the first callback.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "_inner_training_loop",
         "ktft.train.run:train_loop",
         "The report needs the checkpoint that is resumed and the exception that ends a run. Callbacks get neither.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "training_step",
         "ktft.train.run:training_step",
         "The guards need the loss of each step. Callbacks get the mean of the steps since the last log.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "_clip_grad_norm",
         "ktft.train.run:clip_gradients",
         "ktft's threads measure and clip gradients on the CPU. A callback cannot do it in place of torch.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "_run_epoch",
         "ktft.train.checkpoints:run_epoch",
         "A resumed run keeps the losses since its last log, and does not train a step beyond its last one.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "_finalize_training",
         "ktft.train.checkpoints:finalize_training",
         "A resumed run keeps its losses when no step is left, and finds its best checkpoint in a moved folder.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "save_model",
         "ktft.train.checkpoints:save_model",
         "The folder is locked while a model is written, and the report gets the hash of the adapter. The event on_save "
         "is sent for checkpoints only.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "_save_checkpoint",
         "ktft.train.checkpoints:save_checkpoint",
         "A checkpoint is written in a staging folder, sealed and renamed, so that it is whole or absent.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "_load_from_checkpoint",
         "ktft.train.checkpoints:load_from_checkpoint",
         "A checkpoint is compared with its manifest before it is loaded.",
     ),
-    Patch(
-        TRAINER,
+    _of_trainer(
         "_load_optimizer_and_scheduler",
         "ktft.train.checkpoints:load_optimizer_and_scheduler",
         "The state of the optimizer is compared with the manifest, and changed settings are logged.",
@@ -135,15 +126,13 @@ SHARED_EXPERTS = Patch(
     "The GPU computes shared experts before the block calls them. A forward hook cannot replace the call.",
     on_instances=True,
 )
-OUTPUT_DIR = Patch(
-    TRAINER,
+OUTPUT_DIR = _of_trainer(
     "_get_output_dir",
     "ktft.train.checkpoints:save_checkpoint",
     "It names the staging folder while a checkpoint is written.",
     on_instances=True,
 )
-PUSH = Patch(
-    TRAINER,
+PUSH = _of_trainer(
     "_push_from_checkpoint",
     "ktft.train.checkpoints:save_checkpoint",
     "It does nothing while a checkpoint is written, which is pushed to the hub once it is whole.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,10 +22,16 @@ MOST = 2
 """How many outputs of a layer are kept: DPO's reference runs between the policy's forward and its backward."""
 
 
-Inputs = tuple[Tensor, Tensor, Tensor]
-"""What an output is found by, in host memory: expert numbers and routing weights `[T, k]`, and the sum of each token's
-hidden states, fp32 `[T]`. Equal routing alone proves nothing, because a top-1 router's normalized weights are all 1.
-"""
+class Inputs(NamedTuple):
+    """What an output is found by, in host memory: expert numbers and routing weights, `[T, k]` int64 and fp32, and the
+    sum of each token's hidden states, fp32 `[T]`.
+
+    Equal routing alone proves nothing, because a top-1 router's normalized weights are all 1.
+    """
+
+    top_k_index: Tensor
+    top_k_weights: Tensor
+    sums: Tensor
 
 
 @dataclass(frozen=True, eq=False)  # comparing tensors gives no single truth value, so objects compare by identity

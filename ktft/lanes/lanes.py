@@ -6,17 +6,15 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from ktft import spans
 from ktft.config import PROJECTIONS, Settings
 from ktft.device import ACCELERATORS, device_of
-from ktft.lanes.gpu.crossing import Arriving, Crossing
+from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import TrainingResidents
 from ktft.lanes.kept import KeptOutputs
@@ -25,9 +23,6 @@ from ktft.lanes.routes import Routes
 from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Lanes:
@@ -107,44 +102,41 @@ class DeviceLanes:
         layers: of the model, in order; more may be appended later.
 
     Attributes:
-        device: of hidden states.
         gpu: runs streamed and resident experts.
+        cpu: the CPU lane's own thread, which does not hold the GIL while it waits.
+        crossing: carries hidden states, routing and gradients between host and device.
     """
 
     def __init__(self, device: torch.device, settings: Settings, layers: Sequence[ExpertLayer]) -> None:
         self.device, self.gpu = device, GpuLane(device)
-        self._layers, self._crossing = layers, Crossing(device)
+        self.cpu, self.crossing = ThreadPoolExecutor(1, "ktft-cpu-lane"), Crossing(device)
+        self._layers = layers
         self._passes = Passes(self.gpu, settings.placement)
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
-        self._cpu = ThreadPoolExecutor(1, "ktft-cpu-lane")
         self._mutex = threading.RLock()
 
     # --- one pass -----------------------------------------------------------------------------------------------------
 
     def needs_cpu(self, layer: ExpertLayer) -> bool:
         """Whether the layer's next forward probably has work for the CPU, as its last one had."""
-        before = self._passes.last(layer, Work.FORWARD)
+        before = self._passes.last.get((layer, Work.FORWARD))
         return before is None or bool(before.placement.cpu)
 
     def begin(
         self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
     ) -> Pass:
-        """Decide where the experts of a pass run. `number` is the decoder layer's, `counts` are its rows by expert."""
+        """See `Passes.begin`."""
         with self._mutex:
             run = self._passes.begin(layer, number, counts, top_k, lora, work)
         run.expect()
         return run
 
     def again(self, before: Pass) -> Pass:
-        """Begin the backward of a forward whose CPU lane retained what it needs: each expert runs where it ran."""
+        """See `Passes.again`."""
         with self._mutex:
             run = self._passes.again(before)
         run.expect()
         return run
-
-    def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Begin work on the CPU lane's own thread, which does not hold the GIL while it waits."""
-        return self._cpu.submit(work, *args, **kwargs)
 
     def forward(self, run: Pass, routes: Routes, hidden: Tensor, top_k_weights: Tensor, out: Tensor) -> None:
         """Give the GPU its experts of a forward; the arguments are those of `GpuLane.forward`."""
@@ -175,24 +167,23 @@ class DeviceLanes:
                 self.gpu.backward(run.layer, run.on_gpu, *given, run.lora, grad_hidden, grad_weights, lora_grads)
         self._end(run, -1)
 
-    def finish(self) -> None:
-        """Wait until LoRA's gradients of all backwards so far are in host memory."""
-        self.gpu.finish()
-
     @contextlib.contextmanager
     def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
         """A block that gives the GPU its part of a pass, with events that time it, and spans if it has experts."""
         copies, compute = self.gpu.transfer.into, self.gpu.transfer.compute()
-        streams = (copies, compute) if self.device.type in ACCELERATORS else ()
-        for stream in streams:
-            run.events.append(_event(self.device, stream))
+
+        def time_streams() -> None:
+            for stream in (copies, compute) if self.device.type in ACCELERATORS else ():
+                run.events.append(device_of(self.device).event(timing=True))
+                run.events[-1].record(stream)
+
+        time_streams()
         if run.on_gpu:
             with run.copy_span(copies), run.gpu_span(products, compute):
                 yield
         else:
             yield
-        for stream in streams:
-            run.events.append(_event(self.device, stream))
+        time_streams()
 
     def _end(self, run: Pass, following: int) -> None:
         """Note that the GPU has its part of a pass, and begin to copy experts that the next pass probably streams.
@@ -209,29 +200,9 @@ class DeviceLanes:
                 layer, work = self._layers[at], Work.BACKWARD if following < 0 else run.work
             else:
                 work = Work.BACKWARD if following > 0 else Work.FORWARD
-            before = self._passes.last(layer, work)
+            before = self._passes.last.get((layer, work))
             if before is not None and before.placement.ahead:
                 self.gpu.prefetch(layer, before.placement.ahead, before.lora)
-
-    # --- hidden states and gradients between host and device ----------------------------------------------------------
-
-    def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory whose copies to and from the device run beside everything else."""
-        return self._crossing.pinned(shape, dtype)
-
-    def to_host(self, *tensors: Tensor) -> Arriving:
-        """Begin to copy device tensors to host memory."""
-        return self._crossing.to_host(*tensors)
-
-    def rows_to_host(self, number: int, *tensors: Tensor) -> Arriving:
-        """The same for hidden states or gradients of decoder layer `number`, with a span."""
-        with spans.device("copy_out", number, self._crossing.out, bytes=sum(t.nbytes for t in tensors)):
-            return self._crossing.to_host(*tensors)
-
-    def rows_to_device(self, number: int, *tensors: Tensor) -> list[Tensor]:
-        """Copy what the CPU lane computed for decoder layer `number`. Later work on the current stream waits for it."""
-        with spans.device("copy_in", number, self._crossing.into, bytes=sum(t.nbytes for t in tensors)):
-            return self._crossing.to_device(*tensors)
 
     # --- steps of training --------------------------------------------------------------------------------------------
 
@@ -256,9 +227,3 @@ class DeviceLanes:
         with self._mutex:
             self._passes.end_step()
             self._residents.end_step(self._layers)
-
-
-def _event(device: torch.device, stream: Any) -> Any:
-    event = device_of(device).event(timing=True)
-    event.record(stream)
-    return event

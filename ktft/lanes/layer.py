@@ -1,13 +1,10 @@
-"""One layer's routed experts in several lanes at once: on the CPU, streamed to the GPU, and resident there.
-
-`_Call.begin` sends the routing to the host, decides, and sets the CPU to work. The GPU can do other work then, until
-`_Begun.finish` gives it its experts and adds up what the lanes computed. `_Ran` holds what backward needs.
-"""
+"""One layer's routed experts in several lanes at once: on the CPU, streamed to the GPU, and resident there."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,18 +76,18 @@ class LanedExperts:
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         again = training and not gradients and not torch.is_inference_mode_enabled()
         call = _Call(self, lanes, lora, record, gradients, keep=again)
-        begun = call.begin(hidden_states.detach(), top_k_index, top_k_weights.detach())
+        call.begin(hidden_states.detach(), top_k_index, top_k_weights.detach())
         if meanwhile is not None:
-            with begun.settled():
+            with _settled(call.cpu):
                 meanwhile(hidden_states)
-        parameters, returning = inputs[2:], _Returning(lanes, self.number)
+        parameters = inputs[2:]
         if gradients and any(tensor.requires_grad for tensor in parameters):
-            parameters = _Arrival.apply(returning, *parameters)
+            parameters = _Arrival.apply(call, *parameters)
             parameters[0].grad_fn._set_sequence_nr(0)
-        out = _Laned.apply(begun, returning, hidden_states, top_k_index, top_k_weights, *parameters)
+        out = _Laned.apply(call, hidden_states, top_k_index, top_k_weights, *parameters)
         assert isinstance(out, Tensor)
         if record is not None and torch.is_grad_enabled() and not out.requires_grad:
-            record.count(begun.routing.index)
+            record.count(call.inputs.top_k_index)
         return out
 
     def __post_init__(self) -> None:
@@ -100,30 +97,25 @@ class LanedExperts:
         return LanedExperts(self.lanes, self.layer, self.number, self.activation)
 
 
-@dataclass(frozen=True)
-class _Routing:
-    """The routing of a call.
+@dataclass(eq=False)
+class _Call:
+    """One call of a layer, from its routing to its gradients.
+
+    After `finish` it must not refer to the output: autograd makes the output refer to this, and only gc would free such
+    a cycle.
 
     Attributes:
-        index, weights: `[T, k]` int64 and fp32, in host memory.
-        sums: fp32 `[T]`, in host memory: each token's sum over its hidden states.
+        gradients: a backward may follow.
+        keep: checkpointing will ask for the output again.
+        inputs: in host memory.
         device_weights: `[T, k]` fp32 on the device.
+        routes: of all experts.
+        run: the pass; after `finish` only if its CPU lane saved what backward needs.
+        cpu: work of the CPU lane in forward.
+        kept: the output, if it was kept from checkpointing's first forward; there is no pass then.
+        saved: what the CPU lane saved for backward.
+        zeroed: work of the CPU lane's thread that zeroes LoRA's gradients of experts without rows.
     """
-
-    index: Tensor
-    weights: Tensor
-    sums: Tensor
-    device_weights: Tensor
-
-    @property
-    def inputs(self) -> Inputs:
-        """What a kept output is found by; see `KeptOutputs`."""
-        return self.index, self.weights, self.sums
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a layer. `gradients`: a backward may follow. `keep`: checkpointing will ask for its output again."""
 
     owner: LanedExperts
     lanes: DeviceLanes
@@ -131,167 +123,118 @@ class _Call:
     record: Record | None
     gradients: bool
     keep: bool
+    inputs: Inputs = field(init=False)
+    device_weights: Tensor = field(init=False)
+    routes: Routes = field(init=False)
+    run: Pass | None = None
+    cpu: Future[Any] | None = None
+    kept: Tensor | None = None
+    saved: Any = None
+    zeroed: Future[None] | None = None
 
-    def begin(self, hidden: Tensor, index: Tensor, weights: Tensor) -> _Begun | _Recalled:
+    def begin(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Send the host what it needs, decide where the experts run, and set the CPU to work."""
         owner, lanes = self.owner, self.lanes
-        device_weights = weights.float().contiguous()
+        self.device_weights = weights.float().contiguous()
         # If a token's sum is finite, all its values are: one kernel proves it
-        arriving = lanes.to_host(index.to(torch.int64), device_weights, hidden.sum(1, dtype=torch.float32))
+        sums = hidden.sum(1, dtype=torch.float32)
+        arriving = lanes.crossing.to_host(index.to(torch.int64), self.device_weights, sums)
         may_be_kept = self.gradients and len(owner.kept) > 0
-        sent = self.rows_to_host(hidden) if lanes.needs_cpu(owner.layer) and not may_be_kept else None
+        sent = None
+        if lanes.needs_cpu(owner.layer) and not may_be_kept:
+            sent = lanes.crossing.rows_to_host(owner.number, hidden)
         with spans.span("wait", owner.number):
-            host_index, host_weights, sums = arriving.wait()
-        routing = _Routing(host_index, host_weights, sums, device_weights)
-        if not np.isfinite(sums.numpy()).all() and not torch.isfinite(hidden).all():
+            self.inputs = Inputs(*arriving.wait())
+        if not np.isfinite(self.inputs.sums.numpy()).all() and not torch.isfinite(hidden).all():
             raise ValueError(_not_finite(owner.layer.name, hidden))
-        kept = owner.kept.pop(routing.inputs, self.lora) if may_be_kept else None
+        kept = owner.kept.pop(self.inputs, self.lora) if may_be_kept else None
         if kept is not None:
-            return _Recalled(self, routing, *kept)
-        counts = rows_of(owner.layer, routing.index)
-        work = Work.BOTH if self.gradients and owner.activation == "retain" else Work.FORWARD
-        run = lanes.begin(owner.layer, owner.number, counts, index.shape[1], self.lora, work)
-        cpu = None
-        if run.placement.cpu:
-            cpu = lanes.submit(self._cpu_forward, sent or self.rows_to_host(hidden), routing, run)
-        return _Begun(self, routing, Routes(index, counts), run, cpu)
+            self.kept, self.routes = kept
+            return
+        self.routes = Routes(index, rows_of(owner.layer, self.inputs.top_k_index))
+        self.run = self._placed(Work.BOTH if self.gradients and owner.activation == "retain" else Work.FORWARD)
+        if self.run.placement.cpu:
+            sent = sent or lanes.crossing.rows_to_host(owner.number, hidden)
+            self.cpu = lanes.cpu.submit(self._cpu_forward, sent, self.run)
 
-    def _cpu_forward(self, arriving: Arriving, routing: _Routing, run: Pass) -> tuple[Tensor, Any]:
+    def _placed(self, work: Work) -> Pass:
+        layer, top_k = self.owner.layer, self.inputs.top_k_index.shape[1]
+        return self.lanes.begin(layer, self.owner.number, self.routes.counts, top_k, self.lora, work)
+
+    def _cpu_forward(self, arriving: Arriving, run: Pass) -> tuple[Tensor, Any]:
         """The CPU lane's part of the output, and what is saved for its backward; None if nothing is."""
         layer, activation = self.owner.layer, self.owner.activation if self.gradients else "none"
-        here = only(routing.index, run.placement.cpu, layer.num_experts)
+        here = only(self.inputs.top_k_index, run.placement.cpu, layer.num_experts)
         (hidden,) = arriving.wait()
-        out = self.lanes.pinned(hidden.shape, hidden.dtype)
+        out = self.lanes.crossing.pinned(hidden.shape, hidden.dtype)
         with run.cpu_span(len(PROJECTIONS)):
-            _, saved = layer.forward(hidden, here, routing.weights, self.lora, activation, out=out)
+            _, saved = layer.forward(hidden, here, self.inputs.top_k_weights, self.lora, activation, out=out)
         run.cpu_seconds = time.perf_counter() - run.began
         return out, saved if activation == "retain" else None
 
-    def result(self, future: Future[Any]) -> Any:
+    def _result(self, work: Future[Any]) -> Any:
         """What the CPU lane computed."""
         with spans.span("wait", self.owner.number):
-            return future.result()
+            return work.result()
 
-    def rows_to_host(self, *tensors: Tensor) -> Arriving:
-        """Begin to copy hidden states or gradients to the CPU lane."""
-        return self.lanes.rows_to_host(self.owner.number, *tensors)
-
-    def rows_to_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Copy what the CPU lane computed to the device."""
-        return self.lanes.rows_to_device(self.owner.number, *tensors)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A forward whose placement is decided, and whose CPU lane is at work."""
-
-    call: _Call
-    routing: _Routing
-    routes: Routes
-    run: Pass
-    cpu: Future[Any] | None
-
-    def settled(self) -> _Settled:
-        """A block that an error leaves only after the CPU is done, so that buffers and layers may be freed."""
-        return _Settled(self.cpu)
-
-    def finish(self, hidden: Tensor) -> tuple[Tensor, _Ran]:
-        """Run the GPU's experts. Returns the output, and what backward needs."""
-        call, owner, saved = self.call, self.call.owner, None
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Run the GPU's experts, and add up what the lanes computed."""
+        owner, lanes, run, cpu, kept = self.owner, self.lanes, self.run, self.cpu, self.kept
+        self.run = self.cpu = self.kept = None
+        if run is None:
+            assert kept is not None
+            return kept
         total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        with self.settled():
-            call.lanes.forward(self.run, self.routes, hidden.contiguous(), self.routing.device_weights, total)
-        if self.cpu is not None:
-            computed, saved = call.result(self.cpu)
-            total += call.rows_to_device(computed)[0]
+        with _settled(cpu):
+            lanes.forward(run, self.routes, hidden.contiguous(), self.device_weights, total)
+        if cpu is not None:
+            computed, self.saved = self._result(cpu)
+            total += lanes.crossing.rows_to_device(owner.number, computed)[0]
         if owner.seen is not None:
-            owner.seen(self.run, self.run.counts)
+            owner.seen(run, run.counts)
+        if self.saved is not None:
+            self.run = run
         out = total.to(hidden.dtype)
-        if call.keep:
-            owner.kept.keep(self.routing.inputs, self.routes, call.lora, out)
-        return out, _Ran(call, self.routing, self.routes, self.run if saved is not None else None, saved)
-
-
-@dataclass(frozen=True)
-class _Recalled:
-    """A forward whose output was kept from checkpointing's first forward."""
-
-    call: _Call
-    routing: _Routing
-    out: Tensor
-    routes: Routes
-
-    def settled(self) -> _Settled:
-        """As `_Begun.settled`; the CPU has no work."""
-        return _Settled()
-
-    def finish(self, hidden: Tensor) -> tuple[Tensor, _Ran]:
-        """As `_Begun.finish`."""
-        return self.out, _Ran(self.call, self.routing, self.routes)
-
-
-@dataclass(frozen=True)
-class _Ran:
-    """A forward that ran.
-
-    It must not refer to the output: autograd makes the output refer to this, and only gc would free such a cycle.
-
-    Attributes:
-        retained: the pass, if its CPU lane saved what backward needs; else None.
-        saved: what it saved.
-    """
-
-    call: _Call
-    routing: _Routing
-    routes: Routes
-    retained: Pass | None = None
-    saved: Any = None
+        if self.keep:
+            owner.kept.keep(self.inputs, self.routes, self.lora, out)
+        return out
 
     def backward(
-        self,
-        grad_output: Tensor,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        returning: _Returning,
-        waited_for: bool,
+        self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor, waited_for: bool
     ) -> Gradients:
         """All gradients, each on the device of its tensor.
 
-        Those of LoRA may be in flight. `waited_for` promises that `returning.wait` is called before they are read.
+        Those of LoRA may be in flight. `waited_for` promises that `wait` is called before they are read.
         """
-        call, lanes, counts = self.call, self.call.lanes, self.routes.counts
-        layer, number = call.owner.layer, call.owner.number
-        if self.retained is not None:
-            run = lanes.again(self.retained)
-        else:
-            run = lanes.begin(layer, number, counts, index.shape[1], call.lora, Work.BACKWARD)
+        lanes, layer, number, counts = self.lanes, self.owner.layer, self.owner.number, self.routes.counts
+        run = self._placed(Work.BACKWARD) if self.run is None else lanes.again(self.run)
         grad_output = grad_output.to(hidden.dtype).contiguous()
-        parameters = call.lora.parameters() if call.lora is not None else []
+        parameters = self.lora.parameters() if self.lora is not None else []
         lora_grads = self._room([tensor.shape for tensor in parameters])
         cpu: Future[Gradients] | None = None
         if run.placement.cpu:
-            cpu = lanes.submit(self._cpu_backward, call.rows_to_host(grad_output, hidden), run, lora_grads)
+            sent = lanes.crossing.rows_to_host(number, grad_output, hidden)
+            cpu = lanes.cpu.submit(self._cpu_backward, sent, run, lora_grads)
         elif lora_grads and 0 in counts:
-            returning.zeroed = lanes.submit(_zero_idle, lora_grads, counts)
+            self.zeroed = lanes.cpu.submit(_zero_idle, lora_grads, counts)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
-        with _Settled(cpu, returning.zeroed):
-            given = self.routes, hidden.contiguous(), grad_output, self.routing.device_weights
+        with _settled(cpu, self.zeroed):
+            given = self.routes, hidden.contiguous(), grad_output, self.device_weights
             lanes.backward(run, *given, grad_hidden, grad_weights, lora_grads)
         if cpu is not None:
-            found = call.result(cpu)
-            parts = call.rows_to_device(found.hidden_states, found.top_k_weights)
+            found = self._result(cpu)
+            parts = lanes.crossing.rows_to_device(number, found.hidden_states, found.top_k_weights)
             grad_hidden += parts[0]
             grad_weights += parts[1]
         # Autograd itself reads gradients that it must cast, or search for NaN
         if not waited_for or torch.is_anomaly_enabled() or any(p.dtype != torch.float32 for p in parameters):
-            returning.wait()
+            self.wait()
         lanes.observe(layer, counts)
-        if call.record is not None:
-            call.record.count(self.routing.index)
-            if call.record.watching:
-                call.record.count_reached(index, weights, grad_output)
+        if self.record is not None:
+            self.record.count(self.inputs.top_k_index)
+            if self.record.watching:
+                self.record.count_reached(index, weights, grad_output)
         lora = [grad.to(tensor.dtype) for grad, tensor in zip(lora_grads, parameters, strict=True)]
         return Gradients(grad_hidden.to(hidden.dtype), grad_weights.to(weights.dtype), lora)
 
@@ -300,12 +243,12 @@ class _Ran:
         if not shapes:
             return []
         sizes = [-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes]
-        parts = self.call.lanes.pinned((sum(sizes),), torch.float32).split(sizes)
+        parts = self.lanes.crossing.pinned((sum(sizes),), torch.float32).split(sizes)
         return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _cpu_backward(self, arriving: Arriving, run: Pass, lora_grads: list[Tensor]) -> Gradients:
-        layer, again = self.call.owner.layer, self.saved is None
-        here = only(self.routing.index, run.placement.cpu, layer.num_experts)
+        layer, again = self.owner.layer, self.saved is None
+        here = only(self.inputs.top_k_index, run.placement.cpu, layer.num_experts)
         elsewhere = torch.zeros(layer.num_experts, dtype=torch.bool)
         elsewhere[run.on_gpu] = True
         saved = layer.prepare(here) if again else self.saved
@@ -316,75 +259,54 @@ class _Ran:
                 grad_output,
                 hidden,
                 here,
-                self.routing.weights,
-                self.call.lora,
+                self.inputs.top_k_weights,
+                self.lora,
                 elsewhere=elsewhere,
                 lora_grads=lora_grads,
-                grad_hidden=self.call.lanes.pinned(hidden.shape, hidden.dtype),
+                grad_hidden=self.lanes.crossing.pinned(hidden.shape, hidden.dtype),
             )
         run.cpu_seconds = time.perf_counter() - run.began
         return found
 
-
-class _Returning:
-    """LoRA's gradients of one backward, in flight to host memory.
-
-    Attributes:
-        zeroed: work of the CPU lane's thread that zeroes those of experts without rows; None if there is none.
-    """
-
-    def __init__(self, lanes: DeviceLanes, number: int) -> None:
-        self._lanes, self._number = lanes, number
-        self.zeroed: Future[None] | None = None
-
     def wait(self) -> None:
-        """Wait until they have arrived."""
-        with spans.span("wait", self._number):
+        """Wait until LoRA's gradients are in host memory."""
+        with spans.span("wait", self.owner.number):
             if self.zeroed is not None:
                 self.zeroed.result()
                 self.zeroed = None
-            self._lanes.finish()
+            self.lanes.gpu.finish()
 
 
-class _Settled:
-    """A block that an error leaves only after these works on the CPU have ended, even if they failed."""
-
-    def __init__(self, *works: Future[Any] | None) -> None:
-        self._works = works
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for work in self._works if kind is not None else ():
+@contextlib.contextmanager
+def _settled(*works: Future[Any] | None) -> Iterator[None]:
+    """A block that an error leaves only after these works on the CPU have ended, even if they failed, so that buffers
+    and layers may be freed.
+    """
+    try:
+        yield
+    except BaseException:
+        for work in works:
             if work is not None:
                 work.exception()
+        raise
 
 
 class _Laned(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        begun: _Begun | _Recalled,
-        returning: _Returning,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        *ab: Tensor,
+        ctx: Any, call: _Call, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *ab: Tensor
     ) -> Tensor:
         # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
         ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
-        out, ctx.ran = begun.finish(hidden_states)
-        ctx.returning = returning
-        return out
+        ctx.call = call
+        return call.finish(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
-        waited_for = any(ctx.needs_input_grad[5:])  # then these inputs come from an `_Arrival`
-        given = hidden_states, top_k_index, top_k_weights, ctx.returning, waited_for
-        grads = ctx.ran.backward(grad_outputs[0], *given)
-        return None, None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
+        waited_for = any(ctx.needs_input_grad[4:])  # then these inputs come from an `_Arrival`
+        grads = ctx.call.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights, waited_for)
+        return None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
 
 
 class _Arrival(torch.autograd.Function):
@@ -394,13 +316,13 @@ class _Arrival(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, returning: _Returning, *ab: Tensor) -> tuple[Tensor, ...]:
-        ctx.returning = returning
+    def forward(ctx: Any, call: _Call, *ab: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
         return ab
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.returning.wait()
+        ctx.call.wait()
         return None, *grads
 
 

@@ -99,22 +99,21 @@ class Passes:
     Args:
         lane: runs streamed and resident experts.
         mode: one of `Mode`.
+
+    Attributes:
+        last: each layer's last pass forward and backward since `forget`.
     """
 
     def __init__(self, lane: GpuLane, mode: str) -> None:
         self._lane, self._mode, self._choice = lane, mode, Choice()
         self._placers: dict[LayerKind, Placer] = {}
-        self._last: dict[tuple[ExpertLayer, Work], Pass] = {}
+        self.last: dict[tuple[ExpertLayer, Work], Pass] = {}
         self._unread: deque[Pass] = deque()
-
-    def last(self, layer: ExpertLayer, work: Work) -> Pass | None:
-        """The layer's last pass; None if it had none since `forget`."""
-        return self._last.get((layer, work))
 
     def begin(
         self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
     ) -> Pass:
-        """Decide where the experts of a pass run. `counts` are its rows by expert."""
+        """Decide where the experts of a pass run. `number` is the decoder layer's, `counts` are its rows by expert."""
         self._learn()
         placer, resident = self._placer(layer, top_k, lora), set(self._lane.held(layer))
         chosen = self._choice.mode(sum(counts) // top_k, lambda: _expected(placer, counts, resident))
@@ -133,13 +132,13 @@ class Passes:
 
     def end(self, run: Pass) -> None:
         """Note a pass that has been given to its lanes. Once it is over, the rates learn from it."""
-        self._last[run.layer, run.work] = run
+        self.last[run.layer, run.work] = run
         if run.events:
             self._unread.append(run)
 
     def forget(self) -> None:
         """Forget all passes, but keep what was learned from them."""
-        self._last.clear()
+        self.last.clear()
 
     def begin_step(self) -> None:
         """A step of training begins; passes since the last one, such as those of evaluation, are not part of it."""
@@ -164,7 +163,7 @@ class Passes:
             run.placer.observe(run.work, run.placement, seconds)
 
     def _placer(self, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> Placer:
-        before = self.last(layer, Work.FORWARD)
+        before = self.last.get((layer, Work.FORWARD))
         if before is not None and _alike(before.lora, lora) and before.placer.kind.top_k == top_k:
             return before.placer
         kind = LayerKind.of(layer, top_k, lora)
@@ -178,11 +177,10 @@ class Passes:
 
 def _expected(placer: Placer, counts: Sequence[int], resident: set[int]) -> dict[Mode, float]:
     """Seconds of a layer's forward and backward in each mode."""
-
-    def seconds(mode: Mode) -> float:
-        return sum(max(placer.decide(counts, resident, work, mode).seconds.values()) for work in PASSES)
-
-    return {mode: seconds(mode) for mode in TRIED}
+    return {
+        mode: sum(max(placer.decide(counts, resident, work, mode).seconds.values()) for work in PASSES)
+        for mode in TRIED
+    }
 
 
 def _alike(before: ExpertLora | None, now: ExpertLora | None) -> bool:

@@ -22,7 +22,6 @@ from ktft.native.machine import (
     runtime_of,
     topology,
 )
-from ktft.native.packed import PackedMatrix, PackedSlice
 
 __all__ = [
     "ELSEWHERE",
@@ -32,8 +31,6 @@ __all__ = [
     "HostExperts",
     "HostExpertsError",
     "LayerMemory",
-    "PackedMatrix",
-    "PackedSlice",
     "Runtime",
     "StreamedMemory",
     "check_machine",

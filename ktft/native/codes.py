@@ -10,19 +10,25 @@ from torch import Tensor
 from ktft.native.extension import core
 from ktft.native.tensors import described
 
+CODED = {
+    (torch.float8_e4m3fn, torch.float32): "fp8",
+    (torch.uint8, torch.float32): "int4",
+    (torch.uint8, torch.uint8): "mxfp4",
+}
+"""Types of codes and of their scales -> the core's `Encoding`, which has the name of the expert format that keeps both
+unchanged."""
+
 
 def check_codes(
     codes: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None
 ) -> tuple[Any, int, tuple[int, int]]:
     """The encoding, the number of columns and the block of a weight that is given as codes."""
     nibbles = codes.dtype == torch.uint8
-    if not nibbles and codes.dtype != torch.float8_e4m3fn:
+    if codes.dtype not in {dtype for dtype, _ in CODED}:
         raise ValueError(f"codes with scales are float8_e4m3fn, or uint8 of two 4-bit codes; got {codes.dtype}")
-    if scales.dtype != torch.float32 and not (nibbles and scales.dtype == torch.uint8):
+    name = CODED.get((codes.dtype, scales.dtype))
+    if name is None:
         raise ValueError(f"scales of {codes.dtype} codes cannot be {scales.dtype}")
-    encoding = core.Encoding.fp8
-    if nibbles:
-        encoding = core.Encoding.mxfp4 if scales.dtype == torch.uint8 else core.Encoding.int4
     rows, cols = codes.shape[0], codes.shape[1] * (2 if nibbles else 1)
     block = block if all(block) else (1, 32) if nibbles else (128, 128)
     expected = (-(-rows // block[0]), -(-cols // block[1]))
@@ -31,11 +37,11 @@ def check_codes(
             f"codes [{rows}, {cols}] in blocks of {list(block)} need scales {list(expected)}, got {list(scales.shape)}"
         )
     fits = zeros is None or (zeros.shape == expected and zeros.dtype == torch.uint8 and zeros.device.type == "cpu")
-    if zeros is not None and (encoding != core.Encoding.int4 or not fits):
+    if zeros is not None and (name != "int4" or not fits):
         raise ValueError(f"zero points must be uint8 {list(expected)} of int4 on the CPU, got {described(zeros)}")
     if scales.dtype == torch.float32:
         if not scales.isfinite().all():
             raise ValueError("its scales hold NaN or Inf")
         if not nibbles and bool((scales < 0).any()):
             raise ValueError("its scales hold a negative number, which no fp8 scale is")
-    return encoding, cols, block
+    return getattr(core.Encoding, name), cols, block

@@ -47,17 +47,12 @@ class Driver:
     """
 
     def __init__(self, library: str) -> None:
-        self._driver = core.CudaDriver(library)
-
-    @property
-    def handle(self) -> Any:
-        """The core's own object for the driver."""
-        return self._driver
+        self.handle = core.CudaDriver(library)  # the core's own object
 
     @property
     def devices(self) -> int:
         """The number of CUDA devices."""
-        return int(self._driver.devices)
+        return int(self.handle.devices)
 
     def has_words(self, device: int) -> bool:
         """Whether the device's streams can write and read words of host memory.
@@ -65,7 +60,7 @@ class Driver:
         Raises:
             CudaError: there is no such device.
         """
-        return bool(self._driver.has_words(device))
+        return bool(self.handle.has_words(device))
 
     def register(self, device: int, address: int, size: int) -> None:
         """Lock host memory in place, so that copies of it are asynchronous and run at full rate.
@@ -75,7 +70,7 @@ class Driver:
         Raises:
             CudaError: the driver refused, for instance because a part of the memory is registered already.
         """
-        self._driver.register_host(device, address, size)
+        self.handle.register_host(device, address, size)
 
     def unregister(self, device: int, address: int) -> None:
         """Unlock what `register` locked. No copy of it may be in flight.
@@ -83,7 +78,7 @@ class Driver:
         Raises:
             CudaError: nothing is registered there.
         """
-        self._driver.unregister_host(device, address)
+        self.handle.unregister_host(device, address)
 
     def copy_to_device(self, device: int, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
         """Begin copies from the rows of host matrices to batches on the device. Neighbouring rows share one copy.
@@ -111,7 +106,7 @@ class Driver:
         return self._copy(device, core.CopyDirection.on_device, rows, matrices, stream)
 
     def _copy(self, device: int, direction: Any, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
-        return int(self._driver.copy(device, direction, list(rows), [m.native for m in matrices], stream))
+        return int(self.handle.copy(device, direction, list(rows), [m.native for m in matrices], stream))
 
 
 @functools.cache

@@ -72,7 +72,7 @@ class ExpertLayer:
         self.runtime, self.format, self.name = runtime, format, name
         self.swiglu, self.biases = swiglu, biases
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        self._layer = core.MoeLayer(
+        self.handle = core.MoeLayer(  # the core's own object
             runtime.handle,
             num_experts,
             hidden_size,
@@ -86,14 +86,9 @@ class ExpertLayer:
         )
 
     @property
-    def handle(self) -> Any:
-        """The core's own object for the layer."""
-        return self._layer
-
-    @property
     def packed_bytes(self) -> int:
         """Bytes of packed weights, scales and biases."""
-        return int(self._layer.bytes)
+        return int(self.handle.bytes)
 
     def load(
         self,
@@ -141,7 +136,7 @@ class ExpertLayer:
         given = (("its scales", scales), ("its zero points", zeros))
         addresses = [0 if tensor is None else self._address(tensor, name) for name, tensor in given]
         return bool(
-            self._layer.load(
+            self.handle.load(
                 expert,
                 NATIVE_PROJECTIONS[projection],
                 self._address(weight, "a weight"),
@@ -156,7 +151,7 @@ class ExpertLayer:
 
     def canonical_bytes(self, projection: str) -> int:
         """The size of what `export_packed` returns. It depends only on format and shape."""
-        return int(self._layer.canonical_bytes(NATIVE_PROJECTIONS[projection]))
+        return int(self.handle.canonical_bytes(NATIVE_PROJECTIONS[projection]))
 
     def export_packed(self, expert: int, projection: str) -> Tensor:
         """One packed weight in the canonical layout of docs/reference/convert.md, uint8 `[canonical_bytes]`.
@@ -167,7 +162,7 @@ class ExpertLayer:
             ValueError: there is no such expert, or its weight was not loaded.
         """
         out = torch.empty(self.canonical_bytes(projection), dtype=torch.uint8, device="cpu")
-        self._layer.export_canonical(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
+        self.handle.export_canonical(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
     def import_packed(self, expert: int, projection: str, packed: Tensor) -> None:
@@ -181,12 +176,12 @@ class ExpertLayer:
         if packed.dtype != torch.uint8 or packed.shape != (size,) or packed.device.type != "cpu":
             raise ValueError(f"expected {size} bytes of {self.format}, got {list(packed.shape)} {packed.dtype}")
         self._refuse_second(expert, projection)
-        self._layer.import_canonical(
+        self.handle.import_canonical(
             expert, NATIVE_PROJECTIONS[projection], self._address(packed.contiguous(), "packed")
         )
 
     def _refuse_second(self, expert: int, projection: str) -> None:
-        if 0 <= expert < self.num_experts and self._layer.loaded(expert, NATIVE_PROJECTIONS[projection]):
+        if 0 <= expert < self.num_experts and self.handle.loaded(expert, NATIVE_PROJECTIONS[projection]):
             raise ValueError(f"{self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice")
 
     def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
@@ -200,16 +195,16 @@ class ExpertLayer:
             raise ValueError(
                 f"expected a 1-D fp32, bf16 or fp16 CPU tensor, got {bias.dtype} {list(bias.shape)} on {bias.device}"
             )
-        if 0 <= expert < self.num_experts and self._layer.loaded_bias(expert, NATIVE_PROJECTIONS[projection]):
+        if 0 <= expert < self.num_experts and self.handle.loaded_bias(expert, NATIVE_PROJECTIONS[projection]):
             raise ValueError(
                 f"the bias of {self.name}.{expert}.{projection} was loaded already: the checkpoint holds it twice"
             )
         bias = bias.float().contiguous()
-        self._layer.load_bias(expert, NATIVE_PROJECTIONS[projection], self._address(bias, "a bias"), len(bias))
+        self.handle.load_bias(expert, NATIVE_PROJECTIONS[projection], self._address(bias, "a bias"), len(bias))
 
     def missing(self) -> list[tuple[int, str]]:
         """(expert, projection) pairs whose weight or, in a layer with biases, bias was never loaded."""
-        filled = (self._layer.loaded, self._layer.loaded_bias) if self.biases else (self._layer.loaded,)
+        filled = (self.handle.loaded, self.handle.loaded_bias) if self.biases else (self.handle.loaded,)
         return [
             (expert, name)
             for expert in range(self.num_experts)
@@ -221,7 +216,7 @@ class ExpertLayer:
         """The packed weight as fp32 `[out_features, in_features]`."""
         shape = (self.hidden_size, self.intermediate_size)
         out = torch.empty(shape if projection == "down_proj" else shape[::-1], dtype=torch.float32, device="cpu")
-        self._layer.dequantize(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
+        self.handle.dequantize(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
     def bias(self, expert: int, projection: str) -> Tensor:
@@ -236,12 +231,12 @@ class ExpertLayer:
             raise ValueError(f"{self.name}: expert {expert} does not exist, there are {self.num_experts}")
         size = self.hidden_size if projection == "down_proj" else self.intermediate_size
         out = torch.empty(size, dtype=torch.float32, device="cpu")
-        self._layer.bias(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
+        self.handle.bias(expert, NATIVE_PROJECTIONS[projection], out.data_ptr())
         return out
 
     def slices(self) -> list[PackedSlice]:
         """The places of the packed experts in memory. Each NUMA node has a slice of the intermediate dimension."""
-        return [PackedSlice.of(*slice) for slice in self._layer.slices()]
+        return [PackedSlice.of(*slice) for slice in self.handle.slices()]
 
     def forward(
         self,
@@ -277,7 +272,7 @@ class ExpertLayer:
         x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
         adapters, _keep_alive = self.native_lora(lora)
         out = torch.empty_like(x) if out is None else check_like(out, x.shape, x.dtype, "out")
-        saved = self._layer.forward(
+        saved = self.handle.forward(
             self._address(x, "hidden_states"),
             DTYPES[x.dtype],
             self._address(index, "top_k_index"),
@@ -297,7 +292,7 @@ class ExpertLayer:
             ValueError: the tensor is not integers `[T, k]` in CPU memory, or an expert number is out of range.
         """
         index = self._numbers(top_k_index)
-        return self._layer.prepare(self._address(index, "top_k_index"), *index.shape)
+        return self.handle.prepare(self._address(index, "top_k_index"), *index.shape)
 
     def backward(
         self,
@@ -342,7 +337,7 @@ class ExpertLayer:
             torch.empty_like(x) if grad_hidden is None else check_like(grad_hidden, x.shape, x.dtype, "grad_hidden")
         )
         grad_weights = torch.empty(index.shape, dtype=torch.float32, device="cpu")
-        self._layer.backward(
+        self.handle.backward(
             saved,
             self._address(x, "hidden_states"),
             self._address(grad_output, "grad_output"),

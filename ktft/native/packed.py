@@ -71,8 +71,8 @@ class PackedMatrix:
         rows, cols: `[width, hidden_size]` for gate and up, `[hidden_size, width]` for down.
         tiles: the offset of the first strip of 16 rows; docs/dev/architecture.md has the layout.
         strip_bytes: the distance from one strip to the next.
-        scales: the offset of the fp32 scales, `[rows]` (int8, k4) or `[ceil(rows / 128), ceil(cols / 128)]` (fp8); None
-            if the format has no scales outside of its tiles.
+        scales: the offset of the fp32 scales, `[rows]` in row-scaled formats or `[ceil(rows / 128), ceil(cols / 128)]`
+            in block-scaled ones; None if the format has no scales outside of its tiles.
         bias: the offset of the fp32 bias, `[rows]`; None if there is none. Only the first slice has down's bias.
     """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +17,9 @@ from ktft.device import ACCELERATORS, device_of
 from ktft.model.experts import KtftExperts
 from ktft.model.memory import FP32, Workload, torch_activations
 from ktft.model.shape import ModelShape
-from ktft.plan.rates import LayerRate
+from ktft.plan.rates import LayerRate, medians
 from ktft.system import available_memory, readable
 
-_PASSES = 3  # the number of timed passes, which follow one that is not timed
 _LARGEST = 4096  # tokens in a timed pass; the time of more tokens is scaled up by whole sequences
 _MEMORY_SHARE = 0.5  # the share of available memory that timing may take
 
@@ -129,15 +127,15 @@ def _time(
 ) -> tuple[float, float]:
     dtype = torch.float32 if work.weight_bytes == FP32 else torch.bfloat16
     x = torch.randn(batch, work.sequence, hidden_size, device=device).to(dtype).requires_grad_()
-    times = []
-    for _ in range(1 + _PASSES):
+
+    def once() -> tuple[float, float]:
         with _clock(device) as forward, torch.autocast(device.type, torch.bfloat16, enabled=work.mixed):
             y = decoder(inputs_embeds=x, use_cache=False).last_hidden_state
         with _clock(device) as backward:
             y.backward(torch.ones_like(y))
-        times.append((forward[0], backward[0]))
-    first, second = zip(*times[1:], strict=True)
-    return statistics.median(first), statistics.median(second)
+        return forward[0], backward[0]
+
+    return medians(once)
 
 
 @contextmanager

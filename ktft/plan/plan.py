@@ -111,7 +111,7 @@ def cost_of(plan: FormatPlan) -> str:
     return f"{plan.step.total:,.1f} s a step ({plan.tokens_per_second:,.0f} tokens/s)"
 
 
-_LANE_NAMES = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
+LANE_WORDS = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
 
 
 def lane_notes(plan: Plan) -> list[str]:
@@ -120,12 +120,12 @@ def lane_notes(plan: Plan) -> list[str]:
     if (lanes := best.lanes) is None:
         return []
     shares: dict[str, str] = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
-    busy = ", ".join(f"{_LANE_NAMES[lane]} {seconds / lanes.total:.0%}" for lane, seconds in lanes.busy.items())
+    busy = ", ".join(f"{LANE_WORDS[lane]} {seconds / lanes.total:.0%}" for lane, seconds in lanes.busy.items())
     vram = best.footprint.vram
     own = ", ".join(f"{part} {readable(vram[part])}" for part in LANE_PARTS if vram.get(part))
     return [
         f"{best.format} experts: of their rows {shares['cpu']} run on the CPU, {shares['stream']} are streamed to the "
-        f"GPU, {shares['resident']} meet residents there; {_LANE_NAMES[lanes.slowest]} is what most time is waited for "
+        f"GPU, {shares['resident']} meet residents there; {LANE_WORDS[lanes.slowest]} is what most time is waited for "
         f"(busy: {busy})",
         f"of the GPU's memory the experts take: {own or 'nothing'}",
     ]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ktft import native
+from ktft.config import PROJECTIONS
 from ktft.formats import FORMAT_TRAITS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.memory import Adapter, Workload, active_experts
@@ -122,7 +123,7 @@ def timed_expert_rate(
         format=expert_format,
     )
     start = time.perf_counter()
-    for name in ("gate_proj", "up_proj", "down_proj"):
+    for name in PROJECTIONS:
         inputs, outputs = moe.projection(name)
         weight = torch.randn(outputs, inputs).to(torch.bfloat16)
         for expert in range(experts):
@@ -142,10 +143,8 @@ def timed_expert_rate(
         layer.backward(saved, x, x, index, weights, lora)
         return middle - begin, time.perf_counter() - middle
 
-    once()
-    times = [once() for _ in range(3)]
     flops = 6.0 * count * top_k * matrix
-    forward, backward = (flops / statistics.median(t[i] for t in times) for i in range(2))
+    forward, backward = (flops / seconds for seconds in medians(once))
     return ExpertRate(forward, backward, 2 * 3 * experts * matrix / packing)
 
 
@@ -178,7 +177,7 @@ def timed_torch_rate(shape: ModelShape, work: Workload) -> TorchRate:
         y.backward(y)
         return middle - begin, time.perf_counter() - middle
 
-    plain, adapted = _median(lambda: linear(False)), _median(lambda: linear(True))
+    plain, adapted = medians(lambda: linear(False)), medians(lambda: linear(True))
     rows = max(min(tokens, 1 << 24) * 1024 // shape.vocab_size, 16)
     logits = torch.randn(rows, shape.vocab_size).to(dtype).requires_grad_()
     labels = torch.zeros(rows, dtype=torch.long)
@@ -191,11 +190,12 @@ def timed_torch_rate(shape: ModelShape, work: Workload) -> TorchRate:
     flops = 2.0 * tokens * size * size
     extra = max(sum(adapted) - sum(plain), 0.0) if rank else 0.0
     return TorchRate(
-        flops / plain[0], flops / plain[1], extra / (tokens * 2 * size), _median(loss)[0] / (rows * shape.vocab_size)
+        flops / plain[0], flops / plain[1], extra / (tokens * 2 * size), medians(loss)[0] / (rows * shape.vocab_size)
     )
 
 
-def _median(once: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+def medians(once: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """The medians of both times that `once` measures, over three calls that follow one that does not count."""
     once()
     times = [once() for _ in range(3)]
     return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)

@@ -8,14 +8,13 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from ktft.checkpoint.cache import PackedCache
 from ktft.checkpoint.reader import BITS, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointReader
-from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, Scheme, scheme_of
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
 from ktft.config import Settings
 from ktft.model.experts import experts_family
 from ktft.model.shape import ModelShape, MoeShape, shape_of
@@ -73,36 +72,31 @@ def read_source(path: Path, settings: Settings, name: str | None = None) -> Mode
     reader = _open(path) if path.is_dir() else None
     experts = Path(settings.expert_checkpoint or path)
     packed = PackedCache.find(experts, settings.verify_checksums) if experts.is_dir() else None
-    common: dict[str, Any] = {
-        "name": name or file.parent.resolve().name if file.name == CONFIG_NAME else file.name,
-        "config": config,
-        "shape": shape,
-        "model": model,
-        "scheme": None if scheme is PLAIN_SCHEME else scheme.name,
-        "expert_format": None if packed is None else packed.check_format(settings.expert_format),
-    }
+    expert_format = None if packed is None else packed.check_format(settings.expert_format)
     if packed is not None:
         packed.check_model(config.model_type, shape.moe)
     if reader is None:
         plain = weight_bytes_of(config)
-        other_bytes = shape.other_parameters * (1 if isinstance(scheme, Fp8) else plain)
+        other_bytes = shape.other_parameters * (plain if scheme.dense_bytes is None else scheme.dense_bytes)
         expert_bytes = sum(_expert_bytes(moe, scheme, plain) for moe in shape.moe.values())
-        return ModelSource(
-            expert_bytes=expert_bytes if packed is None else packed.nbytes(),
-            other_bytes=other_bytes,
-            from_shards=False,
-            shard=None,
-            **common,
-        )
-    is_expert = experts_family(model).expert_pattern()
-    other = sum(entry.nbytes for entry in reader.tensors.values() if not is_expert.match(entry.name))
-    if packed is not None:
-        expert_bytes = packed.nbytes()
     else:
-        source = reader if settings.expert_checkpoint is None else CheckpointReader.from_directory(experts)
-        expert_bytes = sum(entry.nbytes for entry in source.tensors.values() if is_expert.match(entry.name))
-    shard = max(reader.files, key=lambda each: each.stat().st_size)
-    return ModelSource(expert_bytes=expert_bytes, other_bytes=other, from_shards=True, shard=shard, **common)
+        is_expert = experts_family(model).expert_pattern()
+        other_bytes = sum(entry.nbytes for entry in reader.tensors.values() if not is_expert.match(entry.name))
+        if packed is None:
+            source = reader if settings.expert_checkpoint is None else CheckpointReader.from_directory(experts)
+            expert_bytes = sum(entry.nbytes for entry in source.tensors.values() if is_expert.match(entry.name))
+    return ModelSource(
+        name=name or file.parent.resolve().name if file.name == CONFIG_NAME else file.name,
+        config=config,
+        shape=shape,
+        model=model,
+        expert_bytes=expert_bytes if packed is None else packed.nbytes(),
+        other_bytes=other_bytes,
+        from_shards=reader is not None,
+        scheme=None if scheme is PLAIN_SCHEME else scheme.name,
+        expert_format=expert_format,
+        shard=None if reader is None else max(reader.files, key=lambda each: each.stat().st_size),
+    )
 
 
 def _open(directory: Path) -> CheckpointReader | None:

@@ -47,12 +47,7 @@ class Options:
 class Findings:
     """What the checks before the start have settled.
 
-    Attributes:
-        engine: the engine that will serve.
-        model_type: as in the model's config.
-        gpu: whether the engine computes on a GPU.
-        max_model_len, kv_cache: as in `Options`; None leaves them to the engine.
-        notes: lines for the user.
+    `max_model_len` and `kv_cache` are as in `Options`; None leaves them to the engine. `notes` are lines for the user.
     """
 
     engine: Engine

@@ -45,10 +45,8 @@ class AttentionSpans:
             ]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
 
 class _Watch:
@@ -59,8 +57,7 @@ class _Watch:
         self.span: spans.Span | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = _hidden(args, kwargs)
-        if hidden is not None:
+        if (hidden := _hidden(args, kwargs)) is not None:
             self.span = _span(self.layer, hidden.device).begin()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -92,9 +89,9 @@ class _Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def end(self, *_: Tensor) -> None:
-        span, self.span = self.span, None
-        if span is not None:
-            span.end()
+        if self.span is not None:
+            self.span.end()
+            self.span = None
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

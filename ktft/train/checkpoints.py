@@ -1,9 +1,8 @@
 """Atomic checkpoints and exact resuming, for every Trainer on a model with ktft's experts.
 
-Functions marked `_of_experts` wrap methods of transformers' Trainers; the table in `ktft/hosts/transformers.py` lists
-them. While a run trains or saves, its `output_dir` is locked. A checkpoint, with what callbacks write in `on_save`, is
-written into a staging folder in `output_dir`, sealed with a manifest and renamed, so it is either complete or absent.
-A checkpoint is verified against its manifest before training resumes from it.
+Functions marked `_of_experts` wrap methods of transformers' Trainers; `ktft/hosts/transformers.py` lists them. While a
+run trains or saves, its `output_dir` is locked. A checkpoint, with what callbacks write in `on_save`, is written into a
+staging folder in `output_dir`, sealed with a manifest and renamed. It is verified before training resumes from it.
 """
 
 from __future__ import annotations
@@ -35,20 +34,7 @@ from ktft.checkpoint.lock import locked
 from ktft.hosts.transformers import ON_SAVE, OUTPUT_DIR, PUSH
 from ktft.model.experts import find_experts
 from ktft.system import readable
-from ktft.train.manifest import (
-    changed_settings,
-    checkpoints,
-    damage,
-    data_facts,
-    newest_whole,
-    other_parameters,
-    other_state,
-    parameter_facts,
-    read_manifest,
-    run_facts,
-    seal,
-    settings_of,
-)
+from ktft.train import manifest
 from ktft.train.report import logger
 from ktft.train.run import note_saved
 
@@ -81,8 +67,7 @@ def _of_experts(around: Callable[..., Any]) -> Callable[..., Any]:
 def hold(args: TrainingArguments) -> AbstractContextManager[Any]:
     """Lock `output_dir` against other runs before anything there is read or written. Only the saving rank locks it.
 
-    Raises:
-        ValueError: another run uses the folder. OSError: the folder is not writable.
+    Raises ValueError if another run uses the folder, OSError if the folder is not writable.
     """
     return locked(Path(str(args.output_dir)), "training") if args.should_save else nullcontext()
 
@@ -156,7 +141,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, tria
     try:
         with _staging(run_dir) as staging:
             _write(original, trainer, model, trial, staging, place)
-            nbytes = seal(staging / place.name, _facts(trainer))
+            nbytes = manifest.seal(staging / place.name, _facts(trainer))
             _publish(staging / place.name, place)
             _rotate(run_dir, staging, trainer.args.save_total_limit, place, trainer.state.best_model_checkpoint)
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -204,11 +189,11 @@ def _find_best(state: TrainerState, run_dir: Path, place: Path | None = None) ->
 def _facts(trainer: Any) -> dict[str, Any]:
     return {
         "step": trainer.state.global_step,
-        "run": run_facts(trainer.model, trainer.args.optim),
-        "settings": settings_of(trainer),
-        "data": data_facts(trainer),
+        "run": manifest.run_facts(trainer.model, trainer.args.optim),
+        "settings": manifest.settings_of(trainer),
+        "data": manifest.data_facts(trainer),
         "seed": torch.initial_seed(),  # also determines the data order: accelerate's sampler uses it
-        "parameters": parameter_facts(trainer.model, trainer.optimizer),
+        "parameters": manifest.parameter_facts(trainer.model, trainer.optimizer),
         # Losses since the last log and before it: transformers does not save them, so it would log other values
         # after resuming.
         "losses": {
@@ -232,14 +217,13 @@ def _publish(written: Path, place: Path) -> None:
 
 
 def _rotate(run_dir: Path, staging: Path, limit: int | None, *kept: str | Path | None) -> None:
-    """Remove the checkpoints of the earliest steps, except those in `kept`, until `limit` are left.
+    """Move the checkpoints of the earliest steps, except those in `kept`, into `staging`, until `limit` are left.
 
-    The step number decides, because file times are wrong after a clock was set or a folder was copied. A checkpoint is
-    renamed before its files are removed.
+    The step number decides, because file times are wrong after a clock was set or a folder was copied.
     """
     if limit is None or limit <= 0:
         return
-    found = checkpoints(run_dir)
+    found = manifest.checkpoints(run_dir)
     names = {Path(path).name for path in (*found[:1], *kept) if path is not None}
     removable = [path for path in reversed(found) if path.name not in names]
     for path in removable[: max(0, len(found) - limit)]:
@@ -251,7 +235,7 @@ def _not_written(trainer: Any, place: Path, error: Exception) -> str:
     states = trainer.optimizer.state_dict()["state"].values()
     tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(place.parent).free
-    last = newest_whole(place.parent)
+    last = manifest.newest_whole(place.parent)
     then = f"{last} is whole: the same command resumes from it" if last else "no checkpoint was written before it"
     return (
         f"{place} could not be written: {error}. It takes about {readable(needed)}, and {readable(free)} are free in "
@@ -276,16 +260,16 @@ def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint:
     path = Path(checkpoint)
     if path.is_dir():
         logger().info("reading %s against its manifest", path)
-        if problem := damage(path):
+        if problem := manifest.damage(path):
             raise ValueError(_refusal(path, problem))
-        manifest = read_manifest(path)
-        if manifest is None:
+        sealed = manifest.read_manifest(path)
+        if sealed is None:
             logger().warning(
                 "%s has no manifest: plain transformers or an older ktft wrote it, nothing proves it", path
             )
         else:
-            _require_same_run(path, manifest, trainer)
-            torch.manual_seed(manifest["seed"])  # before the sampler is made; generator states are restored later
+            _require_same_run(path, sealed, trainer)
+            torch.manual_seed(sealed["seed"])  # before the sampler is made; generator states are restored later
     try:
         if isinstance(trainer.model, PreTrainedModel | PeftModel) or (path / SAFE_WEIGHTS_NAME).is_file():
             original(checkpoint, model)
@@ -296,9 +280,9 @@ def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint:
 
 
 def _load_around_adapter(path: Path, model: nn.Module) -> None:
-    """Load a model that wraps a PEFT model without being a transformers or PEFT class, such as one with a value head.
+    """Load a model around a PEFT model that transformers cannot load, such as one with a value head.
 
-    transformers cannot load it. The other tensors are in safetensors files beside the adapter, under the model's names.
+    The other tensors are in safetensors files beside the adapter, under the model's names.
     """
     inside, adapted = next((n, m) for n, m in model.named_modules() if isinstance(m, KtftPeftMixin))
     adapted.load_adapter(str(path), adapted.active_adapters[0], is_trainable=True)
@@ -312,18 +296,17 @@ def _load_around_adapter(path: Path, model: nn.Module) -> None:
                 parameter.copy_(tensors[name])
 
 
-def _require_same_run(path: Path, manifest: dict[str, Any], trainer: Any) -> None:
-    problem = other_parameters(manifest["parameters"], trainer.model)
-    if problem is not None:
+def _require_same_run(path: Path, sealed: dict[str, Any], trainer: Any) -> None:
+    if problem := manifest.other_parameters(sealed["parameters"], trainer.model):
         cure = "set lora_target (target_modules), lora_rank and the model as they were"
         raise ValueError(f"{path} cannot be resumed: {problem}; {cure}, {_ANEW.format(path)}")
-    now = run_facts(trainer.model, trainer.args.optim)
-    for key, value in manifest["run"].items():
+    now = manifest.run_facts(trainer.model, trainer.args.optim)
+    for key, value in sealed["run"].items():
         if now.get(key) != value:
             cure = f"set it as it was, {_ANEW.format(path)}"
             raise ValueError(f"{path} cannot be resumed: {key} was {value}, it is {now.get(key)} now; {cure}")
-    for key, value in data_facts(trainer).items():
-        if value != (then := manifest["data"][key]):
+    for key, value in manifest.data_facts(trainer).items():
+        if value != (then := sealed["data"][key]):
             logger().warning(
                 "%s: %s were %s, they are %s now: data will be repeated or left out", path, key, then, value
             )
@@ -339,17 +322,18 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
         original(checkpoint)
     except (RuntimeError, ValueError, KeyError, EOFError) as error:
         raise ValueError(_refusal(path, f"its optimizer's state cannot be loaded: {error}")) from error
-    if manifest := read_manifest(path):
-        problem = other_state(manifest["parameters"], parameter_facts(trainer.model, trainer.optimizer))
-        if problem is not None:
+    if sealed := manifest.read_manifest(path):
+        now = manifest.parameter_facts(trainer.model, trainer.optimizer)
+        if problem := manifest.other_state(sealed["parameters"], now):
             raise ValueError(_refusal(path, problem))
-        setattr(trainer, _LOSSES, manifest["losses"])
-    _tell_settings(path, manifest or {}, trainer)
+        setattr(trainer, _LOSSES, sealed["losses"])
+    _tell_settings(path, sealed or {}, trainer)
 
 
-def _tell_settings(path: Path, manifest: dict[str, Any], trainer: Any) -> None:
+def _tell_settings(path: Path, sealed: dict[str, Any], trainer: Any) -> None:
     """Warn if the resumed run had already finished, and name the settings that differ from those it began with."""
-    state, changed = trainer.state, changed_settings(manifest.get("settings", {}), settings_of(trainer))
+    state = trainer.state
+    changed = manifest.changed_settings(sealed.get("settings", {}), manifest.settings_of(trainer))
     others = f"Settings are others than then: {'; '.join(changed)}. " if changed else ""
     if state.global_step >= state.max_steps:
         logger().warning(
@@ -371,7 +355,7 @@ def _tell_settings(path: Path, manifest: dict[str, Any], trainer: Any) -> None:
 
 
 def _refusal(path: Path, problem: str) -> str:
-    other = newest_whole(path.parent, besides=path)
+    other = manifest.newest_whole(path.parent, besides=path)
     cure = f"give resume_from_checkpoint: {other}, which is whole" if other else "no whole checkpoint lies beside it"
     if (path / ADAPTER_SAFE_WEIGHTS_NAME).is_file() and not (path / OPTIMIZER_NAME).is_file():
         cure += f". save_only_model: true keeps no optimizer; leave it out of runs to be resumed, {_ANEW.format(path)}"

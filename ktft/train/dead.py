@@ -1,11 +1,10 @@
 """Decides whether a run still learns. A run that can no longer learn ends with an error and never counts as finished.
 
-Steps whose gradients are checked are also checked for two signs. A run that learns shows neither:
+Steps whose gradients are checked are also looked at for two signs. A run that learns shows neither:
 
 - Dead: the gradient of every trained tensor is exactly 0, while the loss is not near 0. If nothing is left to learn,
   the loss is near 0 too; a batch without labels has a loss of 0, or none.
-- Lost: the loss began well below that of a random guess among all tokens, ln(vocabulary), and is now at that level or
-  above it.
+- Lost: the loss began well below that of a guess among all tokens, ln(vocabulary), and is now at that level or above.
 
 A sign must hold at several looks in a row, and at ten times as many if the learning rate is usual for LoRA: DPO pairs
 whose answers are truncated to the same text have a loss of ln(2) and no gradient, and several may come in a row.
@@ -30,7 +29,7 @@ FIRST = 3
 WITHOUT_GRADIENT = 10
 """A run whose first looks, this many, show neither a gradient nor a loss gets a warning."""
 LEAST_LOSS = 0.01
-"""A loss below this value may come from a model with nothing left to learn, or from a batch without labels."""
+"""A loss of more than this value shows that there is something to learn."""
 KNOWING, GUESSING = 0.75, 0.9
 """Shares of ln(vocabulary). A loss below the first comes from a model that knows something, a loss above the second
 from a guess. The second is below 1 because transformers divides by the number of labels, and the first label of each
@@ -54,14 +53,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 @dataclass(frozen=True)
 class Look:
-    """The result of one look at a step.
-
-    Attributes:
-        number: the step's number, from 1.
-        loss: the step's mean loss; None if it is not known.
-        norm: the norm of all gradients together.
-        rate: the largest learning rate.
-    """
+    """One look at step `number`, from 1: its mean loss, if known, the norm of all gradients, and the largest rate."""
 
     number: int
     loss: float | None
@@ -76,23 +68,13 @@ class Look:
 
 @dataclass
 class LifeSigns:
-    """The results of a run's looks so far.
+    """The results of a run's looks so far."""
 
-    Attributes:
-        vocabulary: the number of tokens; None if it is unknown.
-        alive: the last look with a gradient.
-        dead: the latest looks, without a gap, that showed a dead run.
-        lost: the latest looks, without a gap, whose loss was at the level of a guess.
-        began: the losses of the first `FIRST` looks with labels.
-        looks: the number of looks.
-        peak_rate: the largest learning rate so far.
-    """
-
-    vocabulary: int | None
-    alive: Look | None = None
-    dead: list[Look] = field(default_factory=list)
-    lost: list[Look] = field(default_factory=list)
-    began: list[float] = field(default_factory=list)
+    vocabulary: int | None  # the number of tokens, if known
+    alive: Look | None = None  # the last look with a gradient
+    dead: list[Look] = field(default_factory=list)  # the latest looks, without a gap, that showed a dead run
+    lost: list[Look] = field(default_factory=list)  # the latest looks, without a gap, whose loss was that of a guess
+    began: list[float] = field(default_factory=list)  # the losses of the first `FIRST` looks with labels
     looks: int = 0
     peak_rate: float = 0.0
 
@@ -104,8 +86,12 @@ class LifeSigns:
     @property
     def doubtful(self) -> bool:
         """Whether the last looks leave open if the run still learns: look again at once and save nothing."""
-        sure = max(len(self.dead) / DEAD_STEPS, len(self.lost) / LOST_STEPS) * 3 >= self._patience
-        return sure or (bool(self.dead) and self._unusual)
+        return self._signs * 3 >= self._patience or (bool(self.dead) and self._unusual)
+
+    @property
+    def _signs(self) -> float:
+        """How many times `DEAD_STEPS` or `LOST_STEPS` the latest looks are; at `_patience`, the run ends."""
+        return max(len(self.dead) / DEAD_STEPS, len(self.lost) / LOST_STEPS)
 
     @property
     def _unusual(self) -> bool:
@@ -113,7 +99,6 @@ class LifeSigns:
 
     @property
     def _patience(self) -> int:
-        """The factor on `DEAD_STEPS` and `LOST_STEPS` after which the run ends."""
         return 1 if self._unusual else 10
 
     @property
@@ -123,11 +108,7 @@ class LifeSigns:
         return bool(enough) and max(enough) < KNOWING * self.guess
 
     def look(self, look: Look) -> str | None:
-        """Record a look at a step.
-
-        Returns:
-            The reason why the run must end; None if it goes on.
-        """
+        """Record a look at a step. Returns the reason why the run must end; None if it goes on."""
         self.looks += 1
         self.peak_rate = max(self.peak_rate, look.rate)
         if look.norm > 0:
@@ -135,33 +116,24 @@ class LifeSigns:
             self.dead.clear()
         elif look.labelled:
             self.dead.append(look)
-        self._compare(look)
-        if len(self.dead) >= DEAD_STEPS * self._patience or len(self.lost) >= LOST_STEPS * self._patience:
+        if look.labelled and look.loss is not None:
+            if len(self.began) < FIRST:
+                self.began.append(look.loss)
+            if look.loss >= GUESSING * self.guess and self._knew:
+                self.lost.append(look)
+            else:
+                self.lost.clear()
+        if self._signs >= self._patience:
             return self._reason()
         if self.alive is None and not self.dead and self.looks == WITHOUT_GRADIENT:
             logger().warning("%s", self._never())
         return None
 
     def end(self) -> str | None:
-        """Judge the run at its end.
-
-        Returns:
-            The reason why the run must not count as finished; None if it may.
-        """
+        """The reason why a run that ends now must not count as finished; None if it may."""
         if self.doubtful:
             return self._reason()
         return self._never() if self.alive is None and self.looks >= FIRST else None
-
-    def _compare(self, look: Look) -> None:
-        """Compare a loss with the first losses and with the loss of a guess."""
-        if not look.labelled:
-            return
-        if len(self.began) < FIRST:
-            self.began.append(look.loss or 0.0)
-        if (look.loss or 0.0) >= GUESSING * self.guess and self._knew:
-            self.lost.append(look)
-        else:
-            self.lost.clear()
 
     def _reason(self) -> str:
         return self._dead() if self.dead else self._lost()
@@ -169,11 +141,9 @@ class LifeSigns:
     def _dead(self) -> str:
         first, last = self.dead[0], self.dead[-1]
         assert last.loss is not None
-        since = (
-            f"in {_steps(first, last)}" if self.alive is not None else f"in every step looked at up to {last.number}"
-        )
+        since = _steps(first, last) if self.alive is not None else f"every step looked at up to {last.number}"
         return (
-            f"step {last.number}: the run is dead: the gradient of every trained tensor is exactly 0 {since}, "
+            f"step {last.number}: the run is dead: the gradient of every trained tensor is exactly 0 in {since}, "
             f"with a loss of {last.loss:.4g}{self._level(last.loss)}. {self._cause()}. {NOT_SAVED}"
         )
 
@@ -209,10 +179,9 @@ class LifeSigns:
                 "There never was a gradient: something between the loss and all trained parameters cuts the graph "
                 "(detach, no_grad, a patched or wrapped module), or A and B of LoRA are both 0"
             )
-        last = (
-            f"At step {self.alive.number} the gradient still had a norm of {self.alive.norm:.3g}. " if self.dead else ""
-        )
-        return last + self.blame()
+        if not self.dead:
+            return self.blame()
+        return f"At step {self.alive.number} the gradient still had a norm of {self.alive.norm:.3g}. {self.blame()}"
 
     def blame(self) -> str:
         """The most likely cause of the damage since the run began, as a sentence without its full stop."""

@@ -6,7 +6,6 @@ import platform
 from collections.abc import Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any
 
 from peft import PeftModel
@@ -17,24 +16,18 @@ from ktft import native, system
 from ktft.device import accelerators
 from ktft.model.experts import experts_family
 from ktft.train.report import Report
-from ktft.versions import TESTED_VERSIONS
+from ktft.versions import TESTED_VERSIONS, version_of
 
 TOLD = (
     *("stage", "dataset", "eval_dataset", "val_size", "max_samples", "template", "cutoff_len", "max_length"),
     *("packing", "neat_packing", "train_on_prompt", "mask_history", "streaming", "pref_loss", "pref_beta"),
 )
-"""Settings of data and method that the report states, wherever they are found; TRL has them in the Trainer's
-arguments."""
+"""Settings of data and method that the report states; TRL has them in the Trainer's arguments."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """Facts that a Trainer knows but does not pass to callbacks.
-
-    Attributes:
-        precision: the precision in which it computes.
-        settings: the settings of `TOLD` that are set, and the numbers of samples.
-    """
+    """Facts that a Trainer knows but does not pass to callbacks: settings of `TOLD`, and the numbers of samples."""
 
     precision: str = "not known"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -42,11 +35,9 @@ class Told:
     @classmethod
     def by(cls, trainer: Any) -> Told:
         """Read the facts of any Trainer. LLaMA-Factory's arguments are found in a callback of its own."""
-        callbacks = trainer.callback_handler.callbacks
-        sources = [
-            trainer.args,
-            *(getattr(each, name, None) for each in callbacks for name in ("finetuning_args", "data_args")),
-        ]
+        sources = [trainer.args]
+        for callback in trainer.callback_handler.callbacks:
+            sources += [getattr(callback, name, None) for name in ("finetuning_args", "data_args")]
         found = {name: getattr(source, name, None) for source in sources for name in TOLD if hasattr(source, name)}
         settings = {name: _plain(value) for name, value in found.items() if value not in (None, False, 0)}
         counts = {"samples": _samples(trainer.train_dataset), "eval_samples": _samples(trainer.eval_dataset)}
@@ -55,9 +46,9 @@ class Told:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value if isinstance(value, bool | int | float) else ", ".join(value) if isinstance(value, list) else str(value)
-    )
+    if isinstance(value, bool | int | float):
+        return value
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def _precision(trainer: Any) -> str:
@@ -156,10 +147,5 @@ def _machine() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("ktft", "torch", *TESTED_VERSIONS):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {package: version_of(package) for package in ("ktft", "torch", *TESTED_VERSIONS)}
+    return {"python": platform.python_version()} | {name: it for name, it in found.items() if it is not None}

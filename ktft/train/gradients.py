@@ -20,24 +20,13 @@ from ktft.train.norms import norms
 
 @dataclass(frozen=True)
 class Trained:
-    """A parameter that the run trains.
-
-    Attributes:
-        late: whether it has no gradient until its partner has moved away from zero.
-        layer: the name of the routed experts that it stacks along its first dimension; None for other parameters.
-    """
+    """A parameter that the run trains."""
 
     name: str
     parameter: nn.Parameter
     group: str
-    late: bool
-    layer: str | None
-
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient in the shape that `rows` gives."""
-        assert self.parameter.grad is not None
-        return self.rows(self.parameter.grad)
+    late: bool  # it has no gradient until its partner has moved away from zero
+    layer: str | None  # the name of the routed experts that it stacks along its first dimension, if it does
 
     def rows(self, tensor: Tensor) -> Tensor:
         """The tensor, or its gradient, as `[experts, elements]`, with one row if the parameter is not stacked."""
@@ -60,11 +49,7 @@ def trained_parameters(model: nn.Module) -> dict[str, Trained]:
 
 
 class GradientWatch:
-    """Takes norms of gradients after the last backward of an optimizer step, before clipping, in the order of backward.
-
-    Attributes:
-        on: whether norms are taken.
-    """
+    """While `on`, takes norms of gradients after an optimizer step's last backward, in its order, before clipping."""
 
     def __init__(self, parameters: Mapping[str, Trained], runtime: Runtime) -> None:
         self.on = False
@@ -86,9 +71,9 @@ class GradientWatch:
         """Take the norms now, because the gradients are about to change."""
         if self._norms is not None:
             return
-        complete = [each for each in self._complete.values() if each.parameter.grad is not None]
-        found = norms(self._runtime, [each.gradient for each in complete])
-        self._norms = {each.name: norm for each, norm in zip(complete, found, strict=True)}
+        gradients = [(each, each.parameter.grad) for each in self._complete.values()]
+        rows = {each.name: each.rows(gradient) for each, gradient in gradients if gradient is not None}
+        self._norms = dict(zip(rows, norms(self._runtime, list(rows.values())), strict=True))
 
     def take(self) -> dict[str, Tensor]:
         """Name -> norms on the CPU, `[experts]` or `[1]`, of the gradients since the last call."""
@@ -98,7 +83,6 @@ class GradientWatch:
         return taken or {}
 
     def close(self) -> None:
-        """Stop taking norms."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,5 +1,4 @@
-"""Guards prove in a run's first optimizer steps that everything requested is trained. Afterwards they watch for NaN and
-for runs that no longer learn (`ktft.train.dead`).
+"""Guards prove in a run's first steps that all that was asked for is trained. Later they watch for NaN and dead runs.
 
 LoRA's A has no gradient while B is zero. So after the first step with a learning rate, each group of parameters must
 have a gradient and each B must differ from zero; A must have moved `WINDOW` such steps later. Each routed expert whose
@@ -53,47 +52,29 @@ class GroupProof:
 
 @dataclass
 class Step:
-    """One optimizer step as the guards see it.
+    """One optimizer step as the guards see it."""
 
-    Attributes:
-        number: the step's number, from 1.
-        norms: norms of gradients, see `GradientWatch`; a gradient scaler's factor is still in them.
-        reached: name of routed experts -> for each expert, the (token, expert) pairs that the loss depends on.
-        rates: id of a parameter -> its learning rate.
-        scaled: whether a gradient scaler may skip this step.
-        loss: the mean over the step's batches; None if it is not known.
-    """
-
-    number: int
-    norms: dict[str, Tensor]
-    reached: dict[str, Tensor]
-    rates: dict[int, float]
-    scaled: bool = False
-    loss: float | None = None
+    number: int  # from 1
+    norms: dict[str, Tensor]  # norms of gradients, see `GradientWatch`, without a gradient scaler's factor
+    reached: dict[str, Tensor]  # routed experts -> for each expert, the (token, expert) pairs that the loss depends on
+    rates: dict[int, float]  # id of a parameter -> its learning rate
+    scaled: bool = False  # whether a gradient scaler may skip this step
+    loss: float | None = None  # the mean over the step's batches, if it is known
 
 
 @dataclass
 class Guards:
-    """The checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order.
-
-    Attributes:
-        parameters: the parameters that the run trains.
-        life: decides whether the run still learns.
-        proofs: group -> what has been seen of it.
-        steps: the number of finished steps in the window.
-        closed_step: the step at which the window closed; None while it is open.
-        failure: the message of the error that was raised.
-    """
+    """The checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order."""
 
     parameters: dict[str, Trained]
     life: LifeSigns = field(default_factory=lambda: LifeSigns(None))
-    proofs: dict[str, GroupProof] = field(default_factory=dict)
-    steps: int = 0
+    proofs: dict[str, GroupProof] = field(default_factory=dict)  # group -> what has been seen of it
+    steps: int = 0  # finished ones in the window
     skipped: int = 0
-    closed_step: int | None = None
-    failure: str | None = None
+    closed_step: int | None = None  # the step at which the window closed
+    failure: str | None = None  # the message of the error that was raised
     _bits: dict[str, Tensor] = field(default_factory=dict)
-    _moved: dict[str, Tensor] = field(default_factory=dict)
+    _moved: dict[str, Tensor] = field(default_factory=dict)  # layer -> whether a B of each expert moved
     _step: Step | None = None
     _rates: dict[int, float] = field(default_factory=dict)
     _overflow: str | None = None
@@ -105,11 +86,7 @@ class Guards:
     @property
     def experts_updated(self) -> int:
         """The number of (layer, expert) pairs with a B that moved within the window."""
-        layers: dict[str, Tensor] = {}
-        for name, moved in self._moved.items():
-            layer = str(self.parameters[name].layer)
-            layers[layer] = moved | layers[layer] if layer in layers else moved
-        return sum(int(moved.sum()) for moved in layers.values())
+        return sum(int(moved.sum()) for moved in self._moved.values())
 
     @property
     def open(self) -> bool:
@@ -119,8 +96,7 @@ class Guards:
     def before_step(self, step: Step) -> None:
         """Check gradients.
 
-        Raises:
-            GuardError: a gradient holds NaN or Inf, a group or an expert has none, or the run no longer learns.
+        Raises GuardError if one holds NaN or Inf, a group or an expert has none, or the run no longer learns.
         """
         self._step, self._overflow = None, None
         every = torch.cat([torch.zeros(1), *step.norms.values()])
@@ -133,8 +109,7 @@ class Guards:
         if broken is not None:
             self._fail(self._not_finite(step, broken))
         norm = float(torch.linalg.vector_norm(every.double()))
-        dead = self.life.look(Look(step.number, step.loss, norm, max(step.rates.values(), default=0.0)))
-        if dead is not None:
+        if dead := self.life.look(Look(step.number, step.loss, norm, max(step.rates.values(), default=0.0))):
             self._fail(dead)
         if not every.any():
             return  # no sample had a label, for instance
@@ -148,8 +123,7 @@ class Guards:
     def after_step(self, number: int, skipped: bool) -> None:
         """Check within the window that parameters moved.
 
-        Raises:
-            GuardError: a parameter did not move, or a gradient scaler skips all steps.
+        Raises GuardError if one did not, or if a gradient scaler skips all steps.
         """
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped > MAX_SKIPPED:
@@ -172,8 +146,7 @@ class Guards:
     def close(self, number: int) -> None:
         """End the window, unless it has ended or is too short, with the checks that need several steps.
 
-        Raises:
-            GuardError: a group had no gradient, or the group or LoRA's A in it was not updated.
+        Raises GuardError if a group had no gradient, or the group or LoRA's A in it was not updated.
         """
         if self.closed_step is not None or self.steps < 3:
             return
@@ -197,26 +170,17 @@ class Guards:
         )
 
     def end(self, number: int) -> None:
-        """Make the last checks of a run.
-
-        Raises:
-            GuardError: for the reasons of `close`, or the run did not learn at its end, or never did.
-        """
-        dead = self.life.end()
-        if dead is not None:
+        """Make the last checks of a run. Raises GuardError as `close` does, or if the run does not learn at its end."""
+        if dead := self.life.end():
             self._fail(dead)
         self.close(number)
         self.check_finite(number)
 
     def check_finite(self, number: int) -> None:
-        """Check all trained parameters before they are saved.
-
-        Raises:
-            GuardError: a parameter holds NaN or Inf.
-        """
+        """Check all trained parameters before they are saved. Raises GuardError if one holds NaN or Inf."""
         for name, each in self.parameters.items():
             rows = each.rows(each.parameter)
-            finite = _row_norms(rows).isfinite()
+            finite = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).isfinite()
             if finite.all() or rows.isfinite().all():
                 continue
             expert = f" of expert {int((~finite).nonzero()[0])}" if each.layer else ""
@@ -239,11 +203,8 @@ class Guards:
         for name, each in self.parameters.items():
             if each.layer is None or each.late:
                 continue
-            reached, norm, cut = (
-                step.reached[each.layer],
-                step.norms.get(name),
-                self._cut(self.proofs[each.group], step),
-            )
+            reached, norm = step.reached[each.layer], step.norms.get(name)
+            cut = self._cut(self.proofs[each.group], step)
             if not reached.any():
                 self._fail(
                     f"step {step.number}: {each.layer}: none of its tokens has a gradient, while other layers' have; "
@@ -272,7 +233,7 @@ class Guards:
             self._bits[name], moved = after, after != before
             norm = step.norms.get(name, torch.zeros(len(after)))
             if each.layer is not None and not each.late:
-                self._moved[name] = self._moved.get(name, torch.zeros_like(moved)) | moved
+                self._moved[each.layer] = self._moved.get(each.layer, moved) | moved
             proof = self.proofs[each.group]
             if moved.any() and norm.any():
                 if each.late:
@@ -316,10 +277,6 @@ class Guards:
     def _fail(self, message: str) -> None:
         self.failure = message
         raise GuardError(message)
-
-
-def _row_norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
 
 
 def _bits(each: Trained) -> Tensor:

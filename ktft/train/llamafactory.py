@@ -13,7 +13,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from ktft.model.experts import find_experts
 from ktft.model.quantizer import check_flash_attention, configure
 from ktft.train.checkpoints import hold
 from ktft.train.muon import take_stacked
-from ktft.train.recipe import Recipe, check_names, recipe_of_arguments, training_reserve
+from ktft.train.recipe import Recipe, check_names, kt_mapping, recipe_of_arguments, training_reserve
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch
 from ktft.versions import require_tested
@@ -123,7 +123,7 @@ def parse_args(
         check_names(arguments)
     model_args = next(arguments for arguments in parsed if isinstance(arguments, module.ModelArguments))
     top_level |= {key: getattr(model_args, key) for key in TOP_LEVEL_KEYS if key in known}
-    settings, notes = parse_kt_config(_mapping(kt_config), top_level)
+    settings, notes = parse_kt_config(kt_mapping(kt_config), top_level)
     for note in notes:
         logger().info(note)
     setattr(model_args, _SETTINGS, settings)
@@ -180,15 +180,6 @@ def _truth(use_kt: Any) -> bool:
         raise ValueError(f"use_kt is {use_kt!r}; give true or false") from None
 
 
-def _mapping(kt_config: Any) -> Mapping[str, Any]:
-    """The mapping that `kt_config` gives: it may be empty, a mapping, or the path of a JSON or YAML file with one."""
-    if isinstance(kt_config, str) and Path(kt_config).is_file():
-        kt_config = yaml.safe_load(Path(kt_config).read_bytes())
-    if not isinstance(kt_config, Mapping | None):
-        raise ValueError(f"kt_config is {kt_config!r}; give a mapping, or the path of a file that holds one")
-    return kt_config or {}
-
-
 def _check_environment(module: Any, args: Any) -> None:
     """Refuse what is known before transformers reads the arguments, which may start process groups and DeepSpeed."""
     for package in ("llamafactory", "transformers", "peft", "accelerate"):
@@ -199,7 +190,8 @@ def _check_environment(module: Any, args: Any) -> None:
     try:
         check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")), processes=world_size())
     except ValueError as error:
-        _tell_torchrun(error)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it last, not 50 lines further up
+            Path(file).write_text(json.dumps({"message": str(error)}))
         raise
     importlib.import_module("llamafactory.model")
     for patch in PATCHES:
@@ -208,12 +200,6 @@ def _check_environment(module: Any, args: Any) -> None:
                 f"ktft could not replace {patch.owner}.{patch.name}, so use_kt: true would load stock experts; run "
                 "ktft doctor --patches"
             )
-
-
-def _tell_torchrun(error: Exception) -> None:
-    """Write the error where torchrun looks for its last message; otherwise it would appear 50 lines further up."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": str(error)}))
 
 
 def _check_values(arguments: Any) -> None:
@@ -251,24 +237,19 @@ def configure_attention(original: Callable[..., None], config: Any, model_args: 
 
 
 def patch_config(
-    original: Callable[..., None],
-    config: Any,
-    tokenizer: Any,
-    model_args: Any,
-    init_kwargs: dict[str, Any],
-    *args: Any,
+    original: Callable[..., None], config: Any, tokenizer: Any, model_args: Any, init_kwargs: dict[str, Any], *args: Any
 ) -> None:
     """Make the model of this config load its routed experts with ktft."""
     settings = settings_of(model_args)
-    if settings is not None:
-        # LLaMA-Factory would require the packages of the checkpoint's own method, and give that method to the model.
-        vars(config).pop("quantization_config", None)
+    if settings is None:
+        return original(config, tokenizer, model_args, init_kwargs, *args)
+    # LLaMA-Factory would require the packages of the checkpoint's own method, and give that method to the model.
+    vars(config).pop("quantization_config", None)
     original(config, tokenizer, model_args, init_kwargs, *args)
-    if settings is not None:
-        configure(config, settings, _reserve(config, model_args, settings))
-        if init_kwargs.get("device_map") == "auto":  # inference: it would spread the model over all GPUs
-            misc = importlib.import_module("llamafactory.extras.misc")
-            init_kwargs["device_map"] = {"": misc.get_current_device()}
+    configure(config, settings, _reserve(config, model_args, settings))
+    if init_kwargs.get("device_map") == "auto":  # inference: it would spread the model over all GPUs
+        misc = importlib.import_module("llamafactory.extras.misc")
+        init_kwargs["device_map"] = {"": misc.get_current_device()}
 
 
 def apply_liger_kernel(original: Callable[..., None], config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -279,14 +260,13 @@ def apply_liger_kernel(original: Callable[..., None], config: Any, model_args: A
 
 def resize_embedding_layer(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Resize the embedding layer like that of an unquantized model: only the experts are quantized."""
-    method = model.quantization_method if find_experts(model) else None
-    if method is not None:
-        model.quantization_method = None
+    if not find_experts(model):
+        return original(model, *args, **kwargs)
+    method, model.quantization_method = model.quantization_method, None
     try:
         original(model, *args, **kwargs)
     finally:
-        if method is not None:
-            model.quantization_method = method
+        model.quantization_method = method
 
 
 def init_adapter(
@@ -338,10 +318,7 @@ def create_muon_optimizer(original: Callable[..., Any], model: Any, *args: Any, 
 
 
 def _tell_of_balance(model: Any, coefficient: float | None) -> None:
-    """Warn if a balancing loss is asked for but has no effect.
-
-    LLaMA-Factory accepts `moe_aux_loss_coef` for any model, but transformers balances the experts of some models only.
-    """
+    """Warn if a balancing loss has no effect: LLaMA-Factory accepts one for any model, transformers has it for some."""
     if coefficient and all(getattr(each, "router_aux_loss_coef", None) != coefficient for each in model.modules()):
         logger().warning(
             "moe_aux_loss_coef: %g has no effect: transformers' code of %s has no loss that balances its experts; "
@@ -352,10 +329,7 @@ def _tell_of_balance(model: Any, coefficient: float | None) -> None:
 
 
 def _check_precision(model: Any, recipe: Recipe | None) -> None:
-    """Check the precision of training additional_target modules.
-
-    LLaMA-Factory trains them in fp32, which works in a bf16 model only under autocast.
-    """
+    """LLaMA-Factory trains additional_target modules in fp32, which works in a bf16 model only under autocast."""
     whole = any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
     if whole and recipe and not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and model.dtype != torch.float32:
         also = "" if recipe.use_cpu or accelerator() is not None else " and use_cpu: true"
@@ -384,10 +358,7 @@ def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *arg
 def patch_target_modules(
     original: Callable[..., list[str]], model: Any, finetuning_args: Any, targets: list[str]
 ) -> list[str]:
-    """Keep the experts among the targets of a vision-language model.
-
-    For such models LLaMA-Factory expands the targets to full module names, none of which is an expert's projection.
-    """
+    """Keep the experts among the targets of a vision-language model, which LLaMA-Factory expands to modules' names."""
     names, experts = original(model, finetuning_args, targets), find_experts(model)
     if names is targets or not experts.keys() & set(original(model, finetuning_args, ["experts"])):
         return names

@@ -30,7 +30,7 @@ REQUIRED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth
 def seal(directory: Path, facts: Mapping[str, Any]) -> int:
     """Make a written checkpoint durable, then list its files' sizes and SHA-256 beside `facts`. Returns their bytes."""
     sync_tree(directory)
-    files = _describe(directory, sorted(_files(directory)))
+    files = _describe_all(directory, _files(directory))
     write_whole(directory / MANIFEST, to_json({"version": VERSION, **facts, "files": files}))
     return sum(file["bytes"] for file in files.values())
 
@@ -38,8 +38,7 @@ def seal(directory: Path, facts: Mapping[str, Any]) -> int:
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """A checkpoint's manifest; None if it has none, as checkpoints of plain transformers.
 
-    Raises:
-        ValueError: the manifest is not JSON, is of another version, or a field has an impossible value.
+    Raises ValueError if it is not JSON, is of another version, or a field has an impossible value.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -72,17 +71,14 @@ def _is_file(found: Any) -> bool:
     return isinstance(found, dict) and type(found.get("bytes")) is int and isinstance(found.get("sha256"), str)
 
 
-def _is_number(found: Any) -> bool:
-    return type(found) in (int, float)
-
-
+_is_losses = _is_map(lambda value: type(value) in (int, float))
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": lambda found: type(found) is int,
     "run": _is_map(lambda value: isinstance(value, str)),
     "data": _is_map(lambda value: value is None or type(value) is int),
     "seed": lambda found: type(found) is int,
     "parameters": lambda found: isinstance(found, list) and all(map(_is_parameter, found)),
-    "losses": lambda found: _is_map(_is_number)(found) and found.keys() >= {"since_logged", "logged", "last_logged"},
+    "losses": lambda found: _is_losses(found) and found.keys() >= {"since_logged", "logged", "last_logged"},
     "files": _is_map(_is_file),
 }
 """Key of a manifest -> function that checks its value."""
@@ -107,7 +103,7 @@ def damage(directory: Path) -> str | None:
     for name, file in listed.items():
         if (size := (directory / name).stat().st_size) != file["bytes"]:
             return f"{name} has {size} bytes, {file['bytes']} were written"
-    for name, file in _describe(directory, sorted(listed)).items():
+    for name, file in _describe_all(directory, listed).items():
         if file["sha256"] != listed[name]["sha256"]:
             return f"{name} has SHA-256 {file['sha256']}, what was written had {listed[name]['sha256']}"
     return None
@@ -115,8 +111,8 @@ def damage(directory: Path) -> str | None:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, newest first, by step."""
-    steps = {path: re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name) for path in run_dir.glob("*")}
-    return sorted((p for p, step in steps.items() if step and p.is_dir()), key=lambda p: -int(p.name.split("-")[1]))
+    found = (path for path in run_dir.glob("*") if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name))
+    return sorted(filter(Path.is_dir, found), key=lambda path: -int(path.name.split("-")[1]))
 
 
 def newest_whole(run_dir: Path, besides: Path | None = None) -> Path | None:
@@ -130,14 +126,16 @@ def _files(directory: Path) -> set[str]:
     return found - {MANIFEST}
 
 
-def _describe(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    def one(name: str) -> tuple[str, dict[str, Any]]:
-        with (directory / name).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return name, {"bytes": (directory / name).stat().st_size, "sha256": digest}
+def describe(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
+
+def _describe_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    names = sorted(names)
     with ThreadPoolExecutor(4) as threads:  # hashing leaves the GIL to others
-        return dict(threads.map(one, names))
+        return dict(zip(names, threads.map(describe, map(directory.joinpath, names)), strict=True))
 
 
 # --- facts of a run ---------------------------------------------------------------------------------------------------
@@ -200,7 +198,7 @@ def data_facts(trainer: Any) -> dict[str, int | None]:
 def parameter_facts(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     """Name, shape and counts of nonzero values in each state tensor, for each parameter in the optimizer's order.
 
-    The counts do not depend on the number of threads. They take one pass over the state at memory speed.
+    The counts do not depend on the number of threads, and take one pass over the state.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,7 +1,6 @@
 """Muon for the stacked LoRA of routed experts. One call orthogonalizes each expert's matrix by itself.
 
-LLaMA-Factory's Muon takes two-dimensional parameters and leaves all others to AdamW. With expert LoRA, nearly all
-trained parameters would go to AdamW.
+LLaMA-Factory's Muon takes two-dimensional parameters, and would leave expert LoRA, nearly all there is, to AdamW.
 """
 
 from __future__ import annotations
@@ -48,19 +47,18 @@ def _stacked(base: Any) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = [(parameter, parameter.grad) for parameter in self.stacked if parameter.grad is not None]
-        ours = {id(parameter): gradient for parameter, gradient in gradients}
+        gradients = {parameter: parameter.grad for parameter in self.stacked if parameter.grad is not None}
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if id(parameter) in ours:
-                        _update(group, self.state[parameter], parameter, ours[id(parameter)])
+                    if parameter in gradients:
+                        _update(group, self.state[parameter], parameter, gradients[parameter])
         try:
-            for parameter, _ in gradients:
+            for parameter in gradients:
                 parameter.grad = None  # `base` skips parameters without a gradient
             base.step(self)
         finally:
-            for parameter, gradient in gradients:
+            for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         return loss
 

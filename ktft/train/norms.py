@@ -28,11 +28,9 @@ def norms(runtime: Runtime, rows: Sequence[Tensor]) -> list[Tensor]:
 
 def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors on the CPU, copied once for each device."""
-    found: list[Tensor] = list(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for at, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(at)
-    for places in by_device.values():
+    found = list(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [at for at, tensor in enumerate(tensors) if tensor.device == device]
         whole = torch.cat([tensors[at] for at in places]).cpu()
         for at, part in zip(places, whole.split([len(tensors[at]) for at in places]), strict=True):
             found[at] = part
@@ -41,24 +39,18 @@ def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], most: float, runtime: Runtime) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` that does not write gradients which need no clipping.
+    """`torch.nn.utils.clip_grad_norm_` to the norm `most`, which does not write gradients that need no clipping.
 
-    Args:
-        parameters: the parameters whose gradients are clipped.
-        most: the largest norm of all gradients together.
-        runtime: threads for gradients in CPU memory.
-
-    Returns:
-        The norm before clipping, on the first gradient's device.
+    Returns the norm before clipping, on the first gradient's device.
     """
-    clipped = [parameter for parameter in parameters if parameter.grad is not None]
-    grads = [parameter.grad for parameter in clipped if parameter.grad is not None]
+    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [grad for _, grad in found]
     if not grads:
         return torch.tensor(0.0)
     total = torch.linalg.vector_norm(torch.cat(norms(runtime, [grad.reshape(1, -1) for grad in grads])))
     factor = float(most / (total + 1e-6))
     if not factor >= 1:  # NaN included
         scale(runtime, [grad for grad in grads if takes(grad)], factor)
-        others = [parameter for parameter, grad in zip(clipped, grads, strict=True) if not takes(grad)]
+        others = [parameter for parameter, grad in found if not takes(grad)]
         torch.nn.utils.clip_grads_with_norm_(others, most, total)
     return total.to(grads[0].device)

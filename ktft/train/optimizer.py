@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ktft import native
 from ktft.lanes.gpu.lane import adapters_at_rest
 from ktft.model.experts import find_experts
 from ktft.native.optim import adamw, takes
+from ktft.versions import version_of
 
 _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -29,8 +29,7 @@ class AdamW(torch.optim.AdamW):
     given. State and state dicts are those of `torch.optim.AdamW`, so either optimizer can load the other's checkpoint.
 
     Args:
-        params, lr, betas, eps, weight_decay, fused: see `torch.optim.AdamW`.
-        runtime: threads for the CPU parameters; None uses the process's default.
+        runtime: threads for the CPU parameters; None uses the process's default. The others are torch's.
 
     Raises:
         ValueError: a parameter group, or a state to load, with amsgrad, maximize, capturable or differentiable.
@@ -54,7 +53,6 @@ class AdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # a GradScaler then unscales gradients itself, before the step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`."""
         _refuse_flags(param_group)
         super().add_param_group(param_group)
 
@@ -95,34 +93,14 @@ class AdamW(torch.optim.AdamW):
             )
 
     def _step_in_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        params, grads, exp_avgs, exp_avg_sqs, maxima, steps, has_complex = self._with_state(group, params)
-        adam(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            maxima,
-            steps,
-            foreach=group["foreach"],
-            fused=group["fused"],
-            has_complex=has_complex,
-            amsgrad=False,
-            maximize=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            decoupled_weight_decay=True,
-        )
+        *lists, has_complex = self._with_state(group, params)
+        given = {name: group[name] for name in ("foreach", "fused", "amsgrad", "maximize", "lr", "weight_decay", "eps")}
+        given |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        given |= {"has_complex": has_complex, "decoupled_weight_decay": True}
+        adam(*lists, **given)
 
     def _with_state(self, group: dict[str, Any], params: list[Tensor]) -> Any:
-        """Collect the state of the parameters that have a gradient.
-
-        Returns:
-            Lists of the parameters, their gradients, both moments, amsgrad's maxima (empty) and steps; and whether any
-            parameter is complex.
-        """
+        """The arguments of torch's `adam`: parameters with a gradient, their state, and whether any is complex."""
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group({**group, "params": params}, *lists)
         return *lists, has_complex
@@ -152,29 +130,21 @@ PACKAGES = {
 }
 """Package requirement -> values of `optim` that also work on CPU parameters, from that version on."""
 _GPU_ONLY = "it has no CPU kernels, and expert LoRA is updated on the CPU"
+_TORCHAO = "torchao does not go with the peft that ktft needs; for moments in 8 bits there is adamw_8bit"
 _WHOLE_WEIGHTS = "it saves memory where whole weights are trained, and works on linear layers, which expert LoRA is not"
+_GALORE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
 REFUSED = {
-    "adamw_apex_fused": _GPU_ONLY,
-    "adamw_torch_npu_fused": _GPU_ONLY,
-    "adamw_torch_xla": _GPU_ONLY,
+    **dict.fromkeys(("adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch_xla"), _GPU_ONLY),
     "adamw_anyprecision": "torchdistx, which has it, is not maintained any more",
-    "adamw_torch_4bit": "torchao does not go with the peft that ktft needs; for moments in 8 bits there is adamw_8bit",
-    "adamw_torch_8bit": "torchao does not go with the peft that ktft needs; for moments in 8 bits there is adamw_8bit",
-    "adalomo": _WHOLE_WEIGHTS,
-    "lomo": _WHOLE_WEIGHTS,
-    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), _WHOLE_WEIGHTS),
-    **{f"galore_{name}": _WHOLE_WEIGHTS for name in ("adamw", "adamw_8bit", "adafactor")},
-    **{f"galore_{name}_layerwise": _WHOLE_WEIGHTS for name in ("adamw", "adamw_8bit", "adafactor")},
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), _TORCHAO),
+    **dict.fromkeys(("adalomo", "lomo", "apollo_adamw", "apollo_adamw_layerwise"), _WHOLE_WEIGHTS),
+    **dict.fromkeys((*_GALORE, *(f"{name}_layerwise" for name in _GALORE)), _WHOLE_WEIGHTS),
 }
 """Value of `optim` -> reason for refusing it."""
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Refuse what cannot train expert LoRA, before a model is loaded.
-
-    Raises:
-        ValueError: `args.optim` is one of `REFUSED`, is unknown here, or needs a package that is not installed.
-    """
+    """Raise ValueError if `args.optim` cannot train expert LoRA, is unknown, or needs a package that is not there."""
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in (*NATIVE, *BUILT_IN):
         return
@@ -182,15 +152,12 @@ def check_optimizer(args: TrainingArguments) -> None:
     if requirement is None:
         reason = REFUSED.get(optim, "nobody has tried it on expert LoRA")
         raise ValueError(f"optim is {optim!r}, which ktft does not support: {reason}; set optim: adamw_torch")
-    name = Requirement(requirement).name
-    try:
-        installed = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        installed = "none"
-    if installed == "none" or not Requirement(requirement).specifier.contains(installed, prereleases=True):
+    needed = Requirement(requirement)
+    installed = version_of(needed.name)
+    if installed is None or not needed.specifier.contains(installed, prereleases=True):
         raise ValueError(
-            f"optim is {optim!r}, which needs {requirement} for parameters on the CPU, and installed is {installed}; "
-            f"pip install '{requirement}', or set optim: adamw_torch"
+            f"optim is {optim!r}, which needs {requirement} for parameters on the CPU, and installed is "
+            f"{installed or 'none'}; pip install '{requirement}', or set optim: adamw_torch"
         )
 
 
@@ -207,11 +174,7 @@ def remember_model(args: TrainingArguments, model: nn.Module) -> None:
 def choose_optimizer(
     original: Callable[..., tuple[Any, Any]], args: TrainingArguments, model: Any = None
 ) -> tuple[Any, Any]:
-    """Choose a Trainer's optimizer; torch's AdamW becomes this module's if the model has ktft's experts.
-
-    Returns:
-        The optimizer's class and its keyword arguments.
-    """
+    """A Trainer's optimizer, its class and keyword arguments; torch's AdamW becomes ktft's if the model has experts."""
     cls, kwargs = original(args, model)
     trained = model if model is not None else _models.get(id(args), lambda: None)()
     experts = list(find_experts(trained).values()) if trained is not None else []

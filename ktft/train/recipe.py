@@ -39,11 +39,7 @@ OPTIMIZER_STATES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """LLaMA-Factory's keys with their defaults, and `kt_config` as settings.
-
-    Raises:
-        ValueError: a value that training would refuse too.
-    """
+    """LLaMA-Factory's keys with their defaults, and `kt_config` as settings. Raises ValueError as training would."""
 
     stage: str = "sft"
     finetuning_type: str = "lora"
@@ -93,8 +89,7 @@ class Recipe:
     def adapters(self, shape: ModelShape, model: nn.Module) -> tuple[Adapter, ...]:
         """All LoRA that training would add to a model whose experts are empty `KtftExperts`.
 
-        Raises:
-            ValueError: lora_target matches nothing, or the router, or only some experts.
+        Raises ValueError if lora_target matches nothing, or the router, or only some experts.
         """
         names = [name.strip() for name in self.lora_target.split(",")]
         targets = sorted(linear_names(model)) if names == ["all"] else names
@@ -115,8 +110,7 @@ class Recipe:
 def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:
     """The recipe of a training YAML, or LLaMA-Factory's defaults, and notes on kt_config.
 
-    Raises:
-        ValueError: the file is no YAML mapping, a key of kt_config is unknown, or training would refuse a value.
+    Raises ValueError if it is no YAML mapping, a key of kt_config is unknown, or training would refuse a value.
     """
     if path is None:
         return Recipe(), []
@@ -134,15 +128,19 @@ def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:
 
 def recipe_of(values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """The recipe of LLaMA-Factory's keys, and notes on kt_config. Other keys are ignored."""
-    kt_config = values.get("kt_config") or {}
-    if isinstance(kt_config, str) and Path(kt_config).is_file():
-        kt_config = yaml.safe_load(Path(kt_config).read_bytes())
-    if not isinstance(kt_config, Mapping):
-        raise ValueError(f"kt_config is {kt_config!r}; give a mapping, or the path of a file that holds one")
     top_level = {key: value for key, value in values.items() if key.startswith("kt_") and key != "kt_config"}
     top_level = {key: value for key, value in top_level.items() if key not in TOP_LEVEL_KEYS or value is not None}
-    settings, notes = parse_kt_config(kt_config, top_level)
+    settings, notes = parse_kt_config(kt_mapping(values.get("kt_config") or None), top_level)
     return _from_keys(values, settings), notes
+
+
+def kt_mapping(kt_config: Any) -> Mapping[str, Any]:
+    """The mapping that `kt_config` gives: it may be empty, a mapping, or the path of a JSON or YAML file with one."""
+    if isinstance(kt_config, str) and Path(kt_config).is_file():
+        kt_config = yaml.safe_load(Path(kt_config).read_bytes())
+    if not isinstance(kt_config, Mapping | None):
+        raise ValueError(f"kt_config is {kt_config!r}; give a mapping, or the path of a file that holds one")
+    return kt_config or {}
 
 
 def _from_keys(values: Mapping[str, Any], settings: Settings) -> Recipe:
@@ -174,11 +172,7 @@ NAMES = {
 
 
 def check_names(arguments: Any) -> None:
-    """Refuse names of models and adapters that do not exist, before anything is loaded.
-
-    Raises:
-        ValueError: see `ktft.checkpoint.hub.require_found`.
-    """
+    """Refuse names of models and adapters that do not exist, as `require_found` does, before anything is loaded."""
     if other_hub():  # LLaMA-Factory downloads from another hub itself
         return
     for argument, file in NAMES.items():

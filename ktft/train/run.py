@@ -42,20 +42,12 @@ class Run:
     """A training run on a model with ktft's experts, from `on_train_begin` on.
 
     Attributes:
-        records: name of a routed experts module, any LoRA on it included -> the counts that the module keeps.
-        attention: hooks that time attention.
-        trace: the trace file being written; None if none was asked for.
-        runtime: the experts' runtime.
-        lanes: the lanes that the experts run in; None if they run in none.
-        norms: gradient norms by group, of step `norms_step`.
-        since: times and memory accumulated for the next log.
         loss: the current step's loss, summed over its batches so far; None at steps whose gradients are not checked.
         mark: time at which the last step, or the last work outside training (logging, saving, evaluating), ended.
         began: time at which the current step began, reading its data included.
-        optimizer: the span of the current optimizer step.
     """
 
-    records: dict[str, Record]
+    records: dict[str, Record]  # name of a routed experts module, with any LoRA on it -> the counts that it keeps
     guards: Guards
     watch: GradientWatch
     report: RunReport
@@ -63,7 +55,7 @@ class Run:
     trace: Trace | None
     runtime: Runtime
     lanes: Lanes | None = None
-    norms: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
     since: Since = field(default_factory=Since)
     loss: Tensor | None = None
@@ -80,23 +72,19 @@ class Run:
         if report is None:
             return None
         facts = facts_of(model, report, args, state, told, **kwargs)
-        path = trace_file()
-        trace = None if path is None else Trace(path)
+        trace = None if (path := trace_file()) is None else Trace(path)
         experts = find_experts(model)
         for name, module in experts.items():
             module.record = Record(module.num_experts, layer_number(name), module.held.first)
         parameters, runtime = trained_parameters(model), next(iter(experts.values())).layer.runtime
+        tokens = torch.zeros(len(experts), report.num_experts, dtype=torch.int64)
         spans.RECORDER.start(trace)
         shorten(model)
         return cls(
             records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
             guards=Guards(parameters, LifeSigns(vocabulary_of(model))),
             watch=GradientWatch(parameters, runtime),
-            report=RunReport(
-                facts,
-                [layer_number(name) for name in experts],
-                torch.zeros(len(experts), report.num_experts, dtype=torch.int64),
-            ),
+            report=RunReport(facts, list(map(layer_number, experts)), tokens),
             attention=AttentionSpans(model),
             trace=trace,
             runtime=runtime,
@@ -133,12 +121,6 @@ class Run:
             self.guards.before_step(step)
         self.optimizer = spans.span("optimizer").begin()
 
-    def after_optimizer(self) -> None:
-        """End the optimizer's span."""
-        if self.optimizer is not None:
-            self.optimizer.end()
-            self.optimizer = None
-
     def end_step(self, number: int, skipped: bool) -> None:
         """End a step: check its updates, and record its times, tokens and memory. `skipped`: no update was made."""
         if self.lanes is not None:
@@ -163,51 +145,39 @@ class Run:
             record.tokens.zero_()
             record.rows = 0
 
-    def end(self, model: nn.Module | None, how: str) -> None:
+    def end(self, model: nn.Module, how: str) -> None:
         """Stop counting and checking; `how` is the reason, for the report."""
         self.report.spans.add(spans.RECORDER.stop(wait=how == FINISHED))
         if self.trace is not None:
             self.trace.close()
         self.attention.close()
         self.watch.close()
-        if model is not None:
-            restore(model)
-        for module in find_experts(model).values() if model is not None else ():
+        restore(model)
+        for module in find_experts(model).values():
             module.record = None
         self.report.ended = how
         self.report.note_guards(self.guards)
 
 
 class RunCallback(TrainerCallback):
-    """Guards and reports a run on a model with ktft's experts; ignores all other models.
-
-    Attributes:
-        run: the current run, or the last one.
-        resume_from: the checkpoint that the run resumes from.
-        told: facts that only the Trainer knows.
-    """
+    """Guards and reports a run on a model with ktft's experts; ignores all other models."""
 
     def __init__(self) -> None:
-        self.run: Run | None = None
+        self.run: Run | None = None  # the current one, or the last one
         self.resume_from: str | None = None
         self.told = Told()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start counting and checking gradients."""
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self.run = Run.of(args, state, self.told, **kwargs)
         if self.run is not None and self.resume_from is not None:
             self.run.report.resume(Path(self.resume_from), state.global_step, state.log_history)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Restart the clock: training time counts again from here."""
         if self.run is not None:
             self.run.mark = time.perf_counter()
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Record the metrics in the report, also when they are measured after training has ended."""
         if self.run is not None:
             self.run.report.evaluate(state.global_step, kwargs.get("metrics") or {})
@@ -215,26 +185,19 @@ class RunCallback(TrainerCallback):
             if self.run.report.ended != "running" and state.is_world_process_zero:
                 self.run.report.write(Path(str(args.output_dir)))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Begin a step; the data of its first batches has been read."""
         if self.run is not None:
             self.run.begin_step(self.run.guards.open or _looked_at(state.global_step + 1, args, state))
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Check gradients if this step checks them."""
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self.run is not None:
             self.run.before_optimizer(state.global_step + 1, kwargs["optimizer"])
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """End the optimizer's span."""
-        if self.run is not None:
-            self.run.after_optimizer()
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.run is not None and self.run.optimizer is not None:
+            self.run.optimizer.end()
+            self.run.optimizer = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check updates within the guards' window and, before a checkpoint, all parameters."""
@@ -243,9 +206,7 @@ class RunCallback(TrainerCallback):
             self._before_save(state, control)
             self.run.mark = time.perf_counter()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Check all parameters before a checkpoint at the end of an epoch."""
         self._before_save(state, control)
 
@@ -260,40 +221,33 @@ class RunCallback(TrainerCallback):
                 state.global_step,
             )
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Record what is logged in the report, and add times and memory for the console and other callbacks.
 
         These are kept out of the Trainer's history, which is identical whenever a run is repeated.
         """
-        if self.run is not None and logs is not None and "loss" in logs:
+        if self.run is None:
+            return
+        logs = kwargs.get("logs") or {}
+        if "loss" in logs:
             norms = self.run.norms if self.run.norms_step == state.global_step else {}
             self.run.report.log(state.global_step, logs, norms)
             logs |= self.run.since.take()
-        if self.run is not None:
-            self.run.mark = time.perf_counter()
+        self.run.mark = time.perf_counter()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write the report so far into the checkpoint, for the run that resumes from it."""
-        if self.run is not None and state.is_world_process_zero:
-            checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            if checkpoint.is_dir():
-                self.run.report.note_guards(self.run.guards)
-                self.run.report.write(checkpoint, page=False)
-        if self.run is not None:
-            if self.run.lanes is not None:
-                self.run.lanes.forget()
-            self.run.mark = time.perf_counter()
+        if self.run is None:
+            return
+        checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if state.is_world_process_zero and checkpoint.is_dir():
+            self.run.report.note_guards(self.run.guards)
+            self.run.report.write(checkpoint, page=False)
+        if self.run.lanes is not None:
+            self.run.lanes.forget()
+        self.run.mark = time.perf_counter()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Check all parameters a last time and write the report."""
         if self.run is not None:
             self.run.guards.end(state.global_step)
@@ -370,17 +324,14 @@ def note_saved(trainer: Any, directory: Path) -> None:
 
 def _interrupted(trainer: Any) -> str:
     """The note for a person who interrupted training: the last whole checkpoint and how to resume from it."""
-    whole = (path for path in checkpoints(Path(str(trainer.args.output_dir))) if (path / MANIFEST).is_file())
-    last, step = next(whole, None), f"interrupted after step {trainer.state.global_step}"
-    if last is None:
-        return f"{step}; no checkpoint was saved, so training would begin anew"
-    return f"{step}; the same command goes on from {last} (in Python: train(resume_from_checkpoint=True))"
+    step = f"interrupted after step {trainer.state.global_step}"
+    for path in checkpoints(Path(str(trainer.args.output_dir))):
+        if (path / MANIFEST).is_file():
+            return f"{step}; the same command goes on from {path} (in Python: train(resume_from_checkpoint=True))"
+    return f"{step}; no checkpoint was saved, so training would begin anew"
 
 
 def _callback(trainer: Any) -> RunCallback:
-    """A Trainer's callback, or a new one without a run if the Trainer has none.
-
-    A Trainer has none if it was made before ktft was imported, or if the callback was removed.
-    """
+    """A Trainer's callback; a new one, without a run, if the Trainer is older than ktft's import or removed its own."""
     found = (each for each in trainer.callback_handler.callbacks if isinstance(each, RunCallback))
     return next(found, RunCallback())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from ktft.checkpoint.files import write_whole
 from ktft.checkpoint.routing_profile import ROUTING_NAME, Routing
 from ktft.train.guards import WINDOW, Guards
+from ktft.train.manifest import describe
 from ktft.train.report import logger
 from ktft.train.run_times import BUSY, ROOM, TIMES, Row, RunSums, lane_rates
 
@@ -32,11 +32,9 @@ MAX_ROWS = 4096
 class Series:
     """A bounded number of rows over steps. Beyond `MAX_ROWS`, each row stands for 2, 4, 8, ... added rows.
 
-    Attributes:
-        sums, peaks, lows: names of values of which a merged row has the sum, the largest or the smallest. It has the
-            mean of all others.
-        rows: the rows; `step` is the number of a row's last step, `merged` the number of added rows it stands for.
-        stride: the number of added rows that the next row will stand for.
+    `step` is the number of a row's last step, `merged` the number of added rows it stands for, `stride` that of the
+    next row. A merged row has the sum, the largest or the smallest of the values that `sums`, `peaks` and `lows` name,
+    and the mean of all others.
     """
 
     sums: frozenset[str] = frozenset()
@@ -84,11 +82,6 @@ class Series:
         self.stride = int(self.rows[0]["merged"] or 1) if self.rows else 1
 
 
-def _is_measure(name: str, value: Any) -> bool:
-    speed = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
-    return name.startswith("eval_") and not name.endswith(speed) and isinstance(value, Real)
-
-
 def _finite(value: float | None) -> float | None:
     """The value, or None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
@@ -105,20 +98,15 @@ class RunReport:
     """The report of a run so far.
 
     Attributes:
-        facts: facts that do not change: machine, versions, model, experts, adapter, training.
         steps: one row per optimizer step: seconds in all and by `TIMES` and `BUSY`, tokens, memory.
-        spans: sums of spans over all steps, by layer.
-        evaluated: one row per evaluation of the Trainer: its measures without those of speed.
         logged: one row each time the Trainer logs: loss, learning rate, and gradient norm in all and by group.
-        layers: the numbers of the layers with experts, one for each row of `expert_tokens`.
-        expert_tokens: `[layers, experts]` int64, counts of (token, expert) pairs.
+        evaluated: one row per evaluation of the Trainer: its measures without those of speed.
         resumed: the checkpoints from which this run resumed, and the source of the values of earlier steps.
-        ended: how the run ended, or `running`.
     """
 
-    facts: dict[str, Any]
-    layers: list[int]
-    expert_tokens: Tensor
+    facts: dict[str, Any]  # see `ktft.train.facts`
+    layers: list[int]  # the numbers of the layers with experts
+    expert_tokens: Tensor  # [layers, experts] int64, counts of (token, expert) pairs
     steps: Series = field(default_factory=_steps)
     spans: RunSums = field(default_factory=RunSums)
     logged: Series = field(default_factory=Series)
@@ -172,14 +160,15 @@ class RunReport:
     def log(self, step: int, logs: Mapping[str, Any], norms: Mapping[str, float]) -> None:
         """Add the Trainer's log entry of a step."""
         row: Row = {"step": step}
-        for ours, theirs in (("loss", "loss"), ("learning_rate", "learning_rate"), ("grad_norm", "grad_norm")):
-            row[ours] = None if logs.get(theirs) is None else float(logs[theirs])
+        for name in ("loss", "learning_rate", "grad_norm"):
+            row[name] = None if logs.get(name) is None else float(logs[name])
         self.logged.add(row | {f"grad_norm of {group}": norm for group, norm in norms.items()})
 
     def evaluate(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the measures of the Trainer's evaluation after a step."""
-        found = {name: float(value) for name, value in metrics.items() if _is_measure(name, value)}
-        if found:
+        speed = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
+        names = [name for name in metrics if name.startswith("eval_") and not name.endswith(speed)]
+        if found := {name: float(metrics[name]) for name in names if isinstance(metrics[name], Real)}:
             self.evaluated.add({"step": step, **found})
 
     def note_guards(self, guards: Guards) -> None:
@@ -197,17 +186,24 @@ class RunReport:
         """Record size and SHA-256 of the adapter in a directory."""
         path = directory / ADAPTER_SAFE_WEIGHTS_NAME
         if path.is_file():
-            with path.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            self.facts["adapter"]["file"] = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+            self.facts["adapter"]["file"] = {"name": path.name, **describe(path)}
 
     def write(self, directory: Path, page: bool = True) -> bool:
         """Write the report, each file whole or not at all. An error is logged, because it must not end the training.
 
-        Returns:
-            Whether the report was written.
+        Returns whether the report was written.
         """
-        return _attempt(lambda: self._write(directory, page), directory / JSON_NAME)
+        try:
+            self._write(directory, page)
+        except Exception as error:
+            logger().warning(
+                "the training report %s could not be written: %s: %s. The adapter and the checkpoints are not affected",
+                directory / JSON_NAME,
+                type(error).__name__,
+                error,
+            )
+            return False
+        return True
 
     def _write(self, directory: Path, page: bool) -> None:
         content = self.content()
@@ -221,20 +217,6 @@ class RunReport:
         from ktft.train.run_report_page import page_of
 
         write_whole(directory / PAGE_NAME, page_of(content).encode())
-
-
-def _attempt(write: Callable[[], None], path: Path) -> bool:
-    try:
-        write()
-    except Exception as error:
-        logger().warning(
-            "the training report %s could not be written: %s: %s. The adapter and the checkpoints are not affected",
-            path,
-            type(error).__name__,
-            error,
-        )
-        return False
-    return True
 
 
 def _earlier(path: Path, now: RunReport) -> dict[str, Any] | None:

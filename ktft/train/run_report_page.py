@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ktft.spans import PARALLEL
+from ktft.spans import KINDS, PARALLEL
 from ktft.system import readable
 from ktft.train.run_times import ROOM, TIMES
 
@@ -48,19 +48,10 @@ _STYLE: Any = {
 }
 _MANY = 60  # with more rows than this, lines and areas replace markers and bars
 _MOST = 300  # the most rows drawn; more are averaged
-_TIME_STYLES = {
-    "attention": ("attention", _COLOURS[3]),
-    "cpu": ("experts: CPU", _COLOURS[0]),
-    "stream": ("experts: streamed", _COLOURS[1]),
-    "resident": ("experts: resident", "#c9a227"),
-    "copy_in": ("copies to the GPU", "#3aa6a6"),
-    "copy_out": ("copies from the GPU", "#a0704a"),
-    "wait": ("waiting", _COLOURS[5]),
-    "optimizer": ("optimizer", _COLOURS[2]),
-    "data": ("data loading", "#d583b0"),
-    "other": ("other modules", _COLOURS[4]),
+_TIME_STYLES = {name: (kind.label, kind.colour) for name, kind in KINDS.items()} | {
+    "other": ("other modules", _COLOURS[4])
 }
-"""Name of spans -> their label and colour on the page."""
+"""The label and colour of each part of a step's time."""
 _MISSING = "-"
 
 Columns = Mapping[str, list[float | None]]
@@ -105,16 +96,14 @@ def page_of(content: Mapping[str, Any]) -> str:
 
 def _thinned(columns: Columns) -> Drawn:
     """At most `_MOST` rows. A row that stands for several has their last `step` and the means of all other values."""
-    values = {name: np.array([math.nan if v is None else v for v in column]) for name, column in columns.items()}
-    size = max(-(-len(column) // _MOST) for column in values.values()) if values else 1
-    return {name: _means(column, size, last=name == "step") for name, column in values.items()}
-
-
-def _means(values: np.ndarray, size: int, last: bool) -> np.ndarray:
-    rows = np.append(values, np.full(-len(values) % size, math.nan)).reshape(-1, size)
+    size = max((-(-len(column) // _MOST) for column in columns.values()), default=1)
+    drawn = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # nanmean warns of rows without a value
-        return np.nanmax(rows, axis=1) if last else np.nanmean(rows, axis=1)
+        for name, column in columns.items():
+            values = [math.nan if value is None else value for value in column] + [math.nan] * (-len(column) % size)
+            drawn[name] = (np.nanmax if name == "step" else np.nanmean)(np.reshape(values, (-1, size)), axis=1)
+    return drawn
 
 
 def _axes(ylabel: str) -> tuple[Figure, Axes]:
@@ -281,21 +270,20 @@ def _summary(content: Mapping[str, Any]) -> str:
     number = int(max([*steps.get("step", []), *logged.get("step", []), 0]))
     count = sum(steps.get("merged", []))
     rss, gpu = (max((v for v in steps.get(key, []) if v), default=None) for key in ("rss_bytes", "gpu_bytes"))
-    left = [min((v for v in steps.get(key, []) if v is not None), default=None) for key in ROOM]
+    lows = [min((v for v in steps.get(key, []) if v is not None), default=None) for key in ROOM]
+    left = [f"{readable(low)} {of}" for low, of in zip(lows, ("RAM", "GPU"), strict=True) if low is not None]
     file = content["adapter"]["file"]
+    resumed = ", ".join(str(each["step"]) for each in content["resumed"])
     trainable = sum(group["trainable"] for group in content["adapter"]["groups"])
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ", no GPU"
     rows = {
         "Loss": f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else _MISSING,
         "Evaluation": _evaluation(content.get("evaluated", {})),
-        "Steps": f"{number:,}" + _resumed(content["resumed"]),
+        "Steps": f"{number:,}" + (f", resumed after {resumed}" if resumed else ""),
         "Tokens": f"{tokens:,.0f}, {tokens / seconds:,.0f} tokens/s" if seconds else _MISSING,
         "A step": f"{_duration(seconds / count)}, {_duration(seconds)} in all" if count else _MISSING,
         "Peak memory": f"{readable(rss)} RAM" + (f", {readable(gpu)} GPU" if gpu else "") if rss else _MISSING,
-        "Memory left": ", ".join(
-            f"{readable(v)} {of}" for v, of in zip(left, ("RAM", "GPU"), strict=True) if v is not None
-        )
-        or _MISSING,
+        "Memory left": ", ".join(left) or _MISSING,
         "Trained": f"{trainable:,} parameters",
         "LoRA": _lora(content["adapter"].get("lora", {})),
         "Data": _named(content.get("data", {})),
@@ -315,14 +303,11 @@ def _named(facts: Mapping[str, Any]) -> str:
 
 def _lora(adapters: Mapping[str, Mapping[str, Any]]) -> str:
     """Each adapter's rank, alpha, dropout and modules."""
-    return (
-        "; ".join(
-            _named({k: v for k, v in own.items() if v not in (None, False) and k != "modules"})
-            + f", on {', '.join(own['modules'])}"
-            for own in adapters.values()
-        )
-        or _MISSING
-    )
+    parts = []
+    for own in adapters.values():
+        settings = {name: value for name, value in own.items() if value not in (None, False) and name != "modules"}
+        parts.append(f"{_named(settings)}, on {', '.join(own['modules'])}")
+    return "; ".join(parts) or _MISSING
 
 
 def _evaluation(evaluated: Columns) -> str:
@@ -331,15 +316,9 @@ def _evaluation(evaluated: Columns) -> str:
     for name, column in evaluated.items():
         values = [value for value in column if value is not None]
         if values and name not in ("step", "merged"):
-            parts.append(
-                f"{name.removeprefix('eval_')} "
-                + " → ".join(f"{v:.4g}" for v in dict.fromkeys((values[0], values[-1])))
-            )
+            ends = " → ".join(f"{value:.4g}" for value in dict.fromkeys((values[0], values[-1])))
+            parts.append(f"{name.removeprefix('eval_')} {ends}")
     return ", ".join(parts) or _MISSING
-
-
-def _resumed(resumed: list[dict[str, Any]]) -> str:
-    return f", resumed after {', '.join(str(each['step']) for each in resumed)}" if resumed else ""
 
 
 def _duration(seconds: float) -> str:
@@ -354,13 +333,8 @@ def _groups(content: Mapping[str, Any]) -> str:
     guards, last = content["guards"], {}
     for name, column in content["logged"].items():
         last[name] = next((value for value in reversed(column) if value is not None), None)
-    rows = [
-        [
-            f"<th>{name}</th>"
-            for name in ("Group", "Parameters", "Of these on the CPU", "First gradient", "First update")
-        ]
-    ]
-    rows[0] += ["<th>A's first update</th>", "<th>Gradient norm, last</th>"]
+    names = ("Group", "Parameters", "Of these on the CPU", "First gradient", "First update", "A's first update")
+    rows = [[f"<th>{name}</th>" for name in (*names, "Gradient norm, last")]]
     for group in content["adapter"]["groups"]:
         proof = guards.get("groups", {}).get(group["name"], {})
         norm = last.get(f"grad_norm of {group['name']}")

@@ -8,11 +8,11 @@ from typing import Any
 
 from ktft import system
 from ktft.device import accelerator
-from ktft.spans import NAMES, PARALLEL, Sum, Sums
+from ktft.spans import KINDS, PARALLEL, Sum, Sums
 
 Row = dict[str, float | None]
 
-TIMES = (*NAMES, "other")
+TIMES = (*KINDS, "other")
 """Parts of a step in seconds, as the training thread spent them. They add up to `seconds`."""
 BUSY = tuple(f"busy_{name}" for name in PARALLEL)
 """Seconds of a step in which each lane was busy, alone or beside others."""
@@ -30,7 +30,7 @@ LOGGED = (
 
 def times_of(seconds: float, sums: Sums) -> Row:
     """The values of `TIMES` and `BUSY` for one step."""
-    times, busy = dict.fromkeys(NAMES, 0.0), dict.fromkeys(PARALLEL, 0.0)
+    times, busy = dict.fromkeys(KINDS, 0.0), dict.fromkeys(PARALLEL, 0.0)
     for (name, _), found in sums.items():
         times[name] += found.waited
         if name in busy:
@@ -62,7 +62,6 @@ class Since:
     totals: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
-        """Add a step's row."""
         self.steps += 1
         for name in ("seconds", "tokens", "wait", *BUSY):
             self.totals[name] = self.totals.get(name, 0.0) + (row[name] or 0.0)
@@ -91,21 +90,22 @@ class RunSums:
     sums: Sums = field(default_factory=dict)
 
     def add(self, sums: Sums) -> None:
-        """Add the sums of a step."""
         for key, more in sums.items():
             self.sums.setdefault(key, Sum()).add(more)
 
     def content(self) -> dict[str, Any]:
         """Name -> columns with one value per layer; the layer is null for spans that belong to no layer."""
         content: dict[str, Any] = {}
-        for name in NAMES:
-            rows = sorted(((layer, s) for (n, layer), s in self.sums.items() if n == name), key=_by_layer)
-            if rows:
+        for name in KINDS:
+            rows = {layer: found for (n, layer), found in self.sums.items() if n == name}
+            layers = sorted(rows, key=lambda layer: -1 if layer is None else layer)
+            if layers:
+                found = [rows[layer] for layer in layers]
                 content[name] = {
-                    "layers": [layer for layer, _ in rows],
-                    "count": [s.count for _, s in rows],
-                    **{key: [round(getattr(s, key), 6) for _, s in rows] for key in ("seconds", "waited", "expected")},
-                    **{key: [int(getattr(s, key)) for _, s in rows] for key in ("bytes", "flops")},
+                    "layers": layers,
+                    "count": [s.count for s in found],
+                    **{key: [round(getattr(s, key), 6) for s in found] for key in ("seconds", "waited", "expected")},
+                    **{key: [int(getattr(s, key)) for s in found] for key in ("bytes", "flops")},
                 }
         return content
 
@@ -117,16 +117,10 @@ class RunSums:
                 self.add({(name, layer): Sum(**dict(zip(keys, values, strict=True)))})
 
 
-def _by_layer(row: tuple[int | None, Sum]) -> int:
-    return -1 if row[0] is None else row[0]
-
-
 def lane_rates(spans: Mapping[str, Any], seconds: float) -> dict[str, dict[str, float | None]]:
     """For each lane that ran: busy and expected seconds, share of the run's time, and GB/s and TFLOPS while busy.
 
-    Args:
-        spans: the result of `RunSums.content`.
-        seconds: the time of all steps.
+    `spans` is the result of `RunSums.content`, `seconds` the time of all steps.
     """
     rates: dict[str, dict[str, float | None]] = {}
     for name in PARALLEL:

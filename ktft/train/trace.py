@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from ktft.config import TRACE_STEPS
-from ktft.spans import NAMES, ON_HOST, Interval
+from ktft.spans import KINDS, ON_HOST, Interval
 from ktft.train.report import logger
 
-ROWS = ("steps", *dict.fromkeys(NAMES.values()), ON_HOST)
+ROWS = ("steps", *dict.fromkeys(kind.row for kind in KINDS.values()), ON_HOST)
 MAX_EVENTS = 500_000
 """The most spans of a trace, about 90 MB. With very many layers or micro-batches it ends before its last step."""
 
 
 def require_writable(path: Path) -> None:
-    """Refuse a file to which no trace can be written.
-
-    Raises:
-        ValueError: the file cannot be written; the message says why.
-    """
+    """Raise ValueError, with the reason, for a file to which no trace can be written."""
     try:
         existed = path.exists()
         path.open("ab").close()
@@ -36,16 +32,10 @@ def require_writable(path: Path) -> None:
 
 
 class Trace:
-    """A trace file in progress. A step's spans are written when it ends, so a killed run keeps those of earlier steps.
+    """A trace file in progress, which replaces one that exists and ends after `steps` steps.
 
-    The format allows the closing bracket to be missing.
-
-    Args:
-        path: the file, which is replaced if it exists.
-        steps: the number of steps after which the trace ends.
-
-    Raises:
-        ValueError: the file cannot be written.
+    A step's spans are written when it ends, so a killed run keeps those of earlier steps: the format allows the closing
+    bracket to be missing. Raises ValueError if the file cannot be written.
     """
 
     def __init__(self, path: Path, steps: int = TRACE_STEPS) -> None:
@@ -64,7 +54,6 @@ class Trace:
         self._write()
 
     def __call__(self, over: Interval) -> None:
-        """Add a finished span."""
         if self._file is None or (self._until is not None and over.begin >= self._until):
             return
         if self._events == MAX_EVENTS:
@@ -95,7 +84,6 @@ class Trace:
             self._until = end
 
     def close(self) -> None:
-        """Finish and close the file."""
         self._write("\n]\n")
         if self._file is None:
             return
@@ -114,7 +102,6 @@ class Trace:
         self._between = ",\n"
 
     def _write(self, tail: str = "") -> None:
-        """Write all lines so far to the file."""
         if self._file is None:
             return
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ktft import config
 from ktft.adapters.elsewhere import said_before_training
@@ -19,6 +18,7 @@ from ktft.adapters.reach import reach_of
 from ktft.model.experts import find_experts
 from ktft.train import run
 from ktft.train.checkpoints import clear_leftovers
+from ktft.train.gradients import rates_of
 from ktft.train.guards import ROUTED
 from ktft.train.optimizer import check_optimizer, describe, remember_model
 from ktft.train.report import Report, examine, format_report, logger
@@ -27,12 +27,7 @@ from ktft.train.trace import require_writable
 
 
 def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int = 1, gpus: int = 1) -> None:
-    """Refuse launches that this release does not support.
-
-    Raises:
-        ValueError: FSDP, DeepSpeed, several processes or several GPUs are requested, by these arguments or by the
-            environment; the message says what to do.
-    """
+    """Raise ValueError if the arguments or the environment ask for what this release does not support."""
     if (launch := config.launched_as()) is not None:
         variable, setting = launch
         raise ValueError(
@@ -61,52 +56,39 @@ def check_arguments(args: TrainingArguments) -> None:
         )
     if (path := config.trace_file()) is not None:
         require_writable(path)
-    check_launch(
-        fsdp=bool(args.fsdp),
-        deepspeed=args.deepspeed is not None,
-        processes=args.world_size,
-        gpus=args.n_gpu,
-    )
+    check_launch(fsdp=bool(args.fsdp), deepspeed=args.deepspeed is not None, processes=args.world_size, gpus=args.n_gpu)
 
 
 class KtftCallback(TrainerCallback):
     """Checks and reports a run on a model with ktft's experts before its first step; ignores all other models."""
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Check what can be known before training starts."""
         model = kwargs.get("model")
         if model is not None and find_experts(model):
             check_arguments(args)
             remember_model(args, model)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Log the report; refuse a run that would leave out parameters it was asked to train."""
-        model = kwargs["model"]
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
         report = examine(model)
-        if report is not None:
-            optimizer = kwargs["optimizer"]
-            check_trained(model, report, optimizer)
-            clear_leftovers(Path(str(args.output_dir)))
-            left = state.global_step < state.max_steps  # a resumed run may have no step left
-            when = f"before step {state.global_step + 1}" if left else f"after step {state.global_step}, the last"
-            logger().info("%s\n%s\n%s\n%s", when, format_report(report), describe(optimizer), LOGGED)
-            for ignored in without_effect(args):
-                logger().warning("%s", ignored)
-            if refused := said_before_training(model):
-                logger().info(refused)
-
-
-def without_effect(args: TrainingArguments) -> list[str]:
-    """One sentence for each setting in `args` that has no effect on this machine."""
-    asked = {"fp16": args.fp16, "fp8": getattr(args, "fp8", False)}
-    return [
-        f"{name}: true has no effect on a CPU, where training runs in the model's own precision; set bf16: true, or "
-        "leave it out"
-        for name, value in asked.items()
-        if value and args.device.type == "cpu"
-    ]
+        if report is None:
+            return
+        check_trained(model, report, optimizer)
+        clear_leftovers(Path(str(args.output_dir)))
+        left = state.global_step < state.max_steps  # a resumed run may have no step left
+        when = f"before step {state.global_step + 1}" if left else f"after step {state.global_step}, the last"
+        logger().info("%s\n%s\n%s\n%s", when, format_report(report), describe(optimizer), LOGGED)
+        for name in ("fp16", "fp8"):
+            if getattr(args, name, False) and args.device.type == "cpu":
+                logger().warning(
+                    "%s: true has no effect on a CPU, where training runs in the model's own precision; set bf16: "
+                    "true, or leave it out",
+                    name,
+                )
+        if refused := said_before_training(model):
+            logger().info(refused)
 
 
 def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optimizer | None) -> None:
@@ -130,8 +112,10 @@ def check_trained(model: nn.Module, report: Report, optimizer: torch.optim.Optim
             "no expert would train; put it on the model with ktft.get_peft_model. To train other modules alone, name "
             "these, such as q_proj"
         )
-    missing = _names_not_in(model, optimizer.param_groups) if optimizer is not None else []
-    if missing:
+    if optimizer is None:
+        return
+    held = rates_of(optimizer.param_groups)
+    if missing := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
         raise ValueError(
             f"the optimizer lacks {len(missing)} trainable parameters, the first is {missing[0]}; build it after "
             "adding LoRA, from all parameters with requires_grad"
@@ -150,17 +134,8 @@ def _adapters_without_experts(model: nn.Module, report: Report) -> list[str]:
     return [name for name in sorted(names) if reach_of(base, copy.copy(adapted.peft_config[name])).ranks]
 
 
-def _names_not_in(model: nn.Module, param_groups: Iterable[dict[str, Any]]) -> list[str]:
-    held = {id(parameter) for group in param_groups for parameter in group["params"]}
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-
-
 class Trainer(transformers.Trainer):
-    """transformers' Trainer, which accepts only a model with ktft's experts.
-
-    Raises:
-        ValueError: the model has no experts held by ktft, or `args` asks for what `check_arguments` refuses.
-    """
+    """transformers' Trainer for models with ktft's experts. Raises ValueError for others, and as `check_arguments`."""
 
     def __init__(self, model: nn.Module | None = None, args: TrainingArguments | None = None, **kwargs: Any) -> None:
         if model is None or not find_experts(model):

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from ktft.config import Settings
 from ktft.deferral import lowest
 from ktft.verify.contract import relative_error
-from ktft.verify.whole import load_model, outermost_experts, random_tokens
+from ktft.verify.whole import divergence, load_model, logits_of, outermost_experts, random_tokens
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,24 @@ def _tokenized(directory: Path, prompts: Path, most: int) -> list[Tensor]:
     return found
 
 
+@torch.no_grad()
 def deferral_effect(model: Any, sequences: Sequence[Tensor], deferral: int) -> DeferralEffect:
     """The effect of deferral on a model with ktft's experts, measured on `[1, n]` token sequences.
 
     Raises:
         ValueError: fewer than one expert deferred, or fewer than one on time.
     """
-    plain = [_logits(model, ids) for ids in sequences]
+    plain = [logits_of(model, ids)[0] for ids in sequences]
     with deferred(model, deferral) as top_k:
-        late = [_logits(model, ids) for ids in sequences]
-    log_p, log_q = (torch.cat(logits).log_softmax(-1) for logits in (plain, late))
-    kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
+        late = [logits_of(model, ids)[0] for ids in sequences]
+    kl, top1 = divergence(torch.cat(late), torch.cat(plain))
     return DeferralEffect(
         deferred=deferral,
         top_k=top_k[0],
-        tokens=len(log_p),
+        tokens=sum(map(len, plain)),
         logits=relative_error(torch.cat(late), torch.cat(plain)),
-        kl=max(float(kl), 0.0),
-        top1=float((log_p.argmax(-1) == log_q.argmax(-1)).float().mean()),
+        kl=kl,
+        top1=top1,
         perplexity=_perplexity(plain, sequences),
         deferred_perplexity=_perplexity(late, sequences),
     )
@@ -132,12 +132,6 @@ def deferred(model: Any, count: int) -> Iterator[list[int]]:
     finally:
         for module in modules:
             del module.forward
-
-
-@torch.no_grad()
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
-    return logits
 
 
 def _perplexity(logits: Sequence[Tensor], sequences: Sequence[Tensor]) -> float:

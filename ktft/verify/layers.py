@@ -16,13 +16,13 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.quantization_error import ErrorMeter, ProjectionError
 from ktft.config import Settings
 from ktft.model.outline import outline
+from ktft.model.shape import top_k_of
 from ktft.native import ExpertLayer
 from ktft.verify.contract import ContractError, check_contract, comparable, random_lora
 from ktft.verify.problem import Problem
 from ktft.verify.weights import PackingMeter, outliers
 
 SEED = 20
-TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class LayerVerifier:
                     f"{known[0]} to {known[-1]}"
                 )
         self.numbers = known if layers is None else sorted(set(layers))
-        text = config.get_text_config()
-        self.top_k = next((int(getattr(text, name)) for name in TOP_K_NAMES if getattr(text, name, None)), 2)
+        self.top_k = top_k_of(config.get_text_config())
         first = plan.layers[known[0]]
         self.format, self.runtime = first.format, first.runtime
 

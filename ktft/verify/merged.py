@@ -22,15 +22,12 @@ from ktft.model.outline import outline
 from ktft.model.quantizer import LoadPlan
 from ktft.model.shape import shape_of, top_k_of
 from ktft.native import ExpertLayer
-from ktft.verify.contract import relative_error
+from ktft.verify.contract import comparable, relative_error
 from ktft.verify.layers import SEED
-from ktft.verify.whole import AMPLIFIED, Choices, load_model, outermost_experts, random_tokens
+from ktft.verify.whole import AMPLIFIED, Choices, load_model, logits_of, outermost_experts, random_tokens
 
 EXACT_LIMIT = 0.01
 """The limit of the logits' relative error for weights stored in 16 bits or more."""
-KINDS = {"fp8": "fp8", "compressed-tensors float-quantized": "fp8", "mxfp4": "mxfp4"}
-KINDS |= {"compressed-tensors pack-quantized": "int4"}
-"""Source scheme -> the expert format with the same typical error."""
 TOKENS = 64
 
 
@@ -77,8 +74,8 @@ def limit_of(storage: str, scheme: Scheme, noise: float = 0.0) -> float:
         noise: the relative error of the same output computed in bf16, because some models amplify every rounding.
     """
     kinds = {storage} - {"same", "bf16"}
-    if storage != "bf16":
-        kinds |= {KINDS[scheme.name]} if scheme.name in KINDS else set()
+    if storage != "bf16" and scheme.rounds_as is not None:
+        kinds.add(scheme.rounds_as)
     amplified = max(AMPLIFIED, noise / FORMAT_TRAITS["bf16"].error)
     return max([EXACT_LIMIT, noise, *(amplified * FORMAT_TRAITS[kind].error for kind in kinds)])
 
@@ -106,22 +103,17 @@ def check_logits(
     choices = Choices(set(family.without_lora) - {family.router})
     with torch.no_grad():
         with choices.recorded(inner):
-            expected = _logits(inner, ids)
+            expected = logits_of(inner, ids)
         with before.disable_adapter(), choices.replayed(inner, {}):
-            alone = _logits(inner, ids)
+            alone = logits_of(inner, ids)
         with choices.replayed(before.to(torch.bfloat16).get_base_model(), outermost_experts(inner)):
-            noise = relative_error(_logits(inner, ids), expected)
+            noise = relative_error(logits_of(inner, ids), expected)
     del before, inner
     after = load_model(merged, _for(settings, packed), None)
     with torch.no_grad(), choices.replayed(after, outermost_experts(after)):
-        found = _logits(after, ids)
+        found = logits_of(after, ids)
     limit = limit_of(storage, scheme, noise)
     return MergeCheck("logits", relative_error(found, expected), limit, relative_error(alone, expected))
-
-
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits.float()
 
 
 def _for(settings: Settings, packed: bool) -> Settings:
@@ -154,7 +146,7 @@ def check_layers(
     for name in (*(place.name for place in saved.linears), *saved.whole):
         errors.append((_weight_error(name, saved, before, after), name))
         yield f"checking {name}", 0
-    worst, where = max(errors, key=lambda error: math.inf if math.isnan(error[0]) else error[0])
+    worst, where = max(errors, key=lambda error: comparable(error[0]))
     found.append(MergeCheck("layers", worst, limit, where=where))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -14,7 +13,7 @@ from ktft.checkpoint.families import Family
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora
 from ktft.model.experts import expert_modules
-from ktft.model.meta import auto_class
+from ktft.model.meta import meta_model
 from ktft.native import ExpertLayer
 
 
@@ -46,18 +45,9 @@ class StockExperts:
         number = PROJECTIONS.index(projection)
         return stacked[:, number::2] if transposed else stacked.chunk(2, dim=1)[number]
 
-    def load(
-        self,
-        expert: int,
-        projection: str,
-        weight: Tensor,
-        scales: Tensor | None = None,
-        *,
-        block: tuple[int, int] | None = None,
-        zeros: Tensor | None = None,
-    ) -> bool:
+    def load(self, expert: int, projection: str, weight: Tensor, scales: Tensor | None = None, **more: Any) -> bool:
         """Copy one weight. The arguments are those of `ExpertLayer.load`."""
-        self._pick("", projection)[expert].copy_(Encoded(weight, scales, block, zeros).dequantize())
+        self._pick("", projection)[expert].copy_(Encoded(weight, scales, **more).dequantize())
         return True
 
     def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
@@ -85,7 +75,5 @@ class StockExperts:
 
 def stock_modules(directory: Path, family: Family) -> dict[str, nn.Module]:
     """Name -> experts module of transformers' own model, on meta."""
-    config = AutoConfig.from_pretrained(directory)
-    with torch.device("meta"):
-        model: Any = auto_class(config).from_config(config)
+    model = meta_model(AutoConfig.from_pretrained(directory))
     return {name: model.get_submodule(name) for _, name, _ in expert_modules(model, family)}

@@ -6,7 +6,7 @@ Both runs share the weights around the experts, in fp32, so only the experts dif
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.config import PROJECTIONS, Settings
 from ktft.formats import FORMAT_TRAITS
 from ktft.model.experts import KtftExperts, find_experts, layer_number
-from ktft.model.meta import auto_class
+from ktft.model.meta import auto_class, meta_model
 from ktft.model.quantizer import KtftConfig
 from ktft.native import ExpertLayer
 from ktft.verify.contract import relative_error
@@ -88,11 +88,18 @@ class _Run:
     gradient: Tensor
 
     def distance(self, exact: _Run) -> Distance:
-        log_p, log_q = (run.logits.log_softmax(-1) for run in (exact, self))
-        kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
-        top1 = (self.logits.argmax(-1) == exact.logits.argmax(-1)).float().mean()
+        kl, top1 = divergence(self.logits, exact.logits)
         off = relative_error(self.gradient, exact.gradient)
-        return Distance(relative_error(self.logits, exact.logits), max(float(kl), 0.0), float(top1), off)
+        return Distance(relative_error(self.logits, exact.logits), kl, top1, off)
+
+
+def divergence(logits: Tensor, exact: Tensor) -> tuple[float, float]:
+    """The mean Kullback-Leibler divergence of the next token's distribution from that of `exact`, in nats, and the
+    share of positions with the same likeliest token.
+    """
+    log_p, log_q = exact.log_softmax(-1), logits.log_softmax(-1)
+    kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
+    return max(float(kl), 0.0), float((logits.argmax(-1) == exact.argmax(-1)).float().mean())
 
 
 def verify_whole(
@@ -145,9 +152,7 @@ def verify_whole(
 
 def whole_bytes(layers: dict[int, ExpertLayer], directory: Path) -> int:
     """Memory that `verify_whole` needs: all weights in fp32 and the packed experts."""
-    config = AutoConfig.from_pretrained(directory)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = meta_model(AutoConfig.from_pretrained(directory))
     packed = sum(
         layer.num_experts * sum(layer.canonical_bytes(name) for name in PROJECTIONS) for layer in layers.values()
     )
@@ -213,6 +218,12 @@ def random_tokens(model: Any, tokens: int) -> Tensor:
     return usable[torch.randint(len(usable), (1, tokens), generator=torch.Generator().manual_seed(SEED))]
 
 
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    """The model's logits `[1, n, vocabulary]` in fp32 for tokens `[1, n]`."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
 def _run(model: Any, ids: Tensor) -> _Run:
     """Logits, and the next-token loss's gradient with respect to the embeddings, in fp32."""
     leaves: list[Tensor] = []
@@ -223,7 +234,7 @@ def _run(model: Any, ids: Tensor) -> _Run:
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
     try:
-        logits = model(input_ids=ids, use_cache=False).logits.float()
+        logits = logits_of(model, ids)
     finally:
         handle.remove()
     loss = F.cross_entropy(logits[0, :-1], ids[0, 1:])
@@ -258,13 +269,8 @@ class Choices:
         def after(number: int, output: Tensor) -> None:
             self._outputs[number] = output.detach()
 
-        with self._hooked(outermost_experts(model), before, after):
-            handles = [
-                module.register_forward_hook(lambda _, __, out, n=name: self._chosen.update({n: out}))
-                for name, module in self._choosers(model)
-            ]
+        with self._hooked(model, outermost_experts(model), before, after, self._chosen.__setitem__):
             yield
-            _remove(handles)
 
     @contextmanager
     def replayed(self, model: nn.Module, experts: dict[int, nn.Module]) -> Iterator[None]:
@@ -278,25 +284,21 @@ class Choices:
             if number in self._outputs:
                 self.errors[number] = relative_error(self._outputs.pop(number), output.detach())
 
-        with self._hooked(experts, before, after):
-            handles = [
-                module.register_forward_hook(lambda _, __, ___, n=name: self._chosen[n])
-                for name, module in self._choosers(model)
-            ]
+        with self._hooked(model, experts, before, after, lambda name, _: self._chosen[name]):
             yield
-            _remove(handles)
-
-    def _choosers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(name, m) for name, m in model.named_modules() if name.rpartition(".")[2] in self.others]
 
     @contextmanager
-    def _hooked(self, modules: dict[int, nn.Module], before: Any, after: Any) -> Iterator[None]:
-        handles = []
-        for number, module in modules.items():
-            handles.append(module.register_forward_pre_hook(lambda _, args, n=number: before(n, args)))
-            handles.append(module.register_forward_hook(lambda _, __, out, n=number: after(n, out)))
-        yield
-        _remove(handles)
+    def _hooked(
+        self, model: nn.Module, experts: dict[int, nn.Module], before: Any, after: Any, choose: Any
+    ) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, module in experts.items():
+                stack.callback(module.register_forward_pre_hook(lambda _, args, n=number: before(n, args)).remove)
+                stack.callback(module.register_forward_hook(lambda _, __, out, n=number: after(n, out)).remove)
+            for name, module in model.named_modules():
+                if name.rpartition(".")[2] in self.others:
+                    stack.callback(module.register_forward_hook(lambda _, __, out, n=name: choose(n, out)).remove)
+            yield
 
 
 def outermost_experts(model: nn.Module) -> dict[int, nn.Module]:
@@ -306,8 +308,3 @@ def outermost_experts(model: nn.Module) -> dict[int, nn.Module]:
         if isinstance(module, (KtftExperts, KtftExpertsLora)):
             found.setdefault(layer_number(name), module)
     return found
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

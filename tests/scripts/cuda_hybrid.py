@@ -15,72 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from measuring import end, failed, milliseconds, part, random_layer, random_lora
 from torch import Tensor
 
 from ktft import native
-from ktft.config import PROJECTIONS
-from ktft.lora import ExpertLora, LoraPair
+from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer, HostExperts, HostExpertsError, StreamedMemory
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, RANK = 128, 2048, 768, 8, 8
 WAYS = ("words", "host_functions")
 EMPTY_LAYERS = 48
 found: dict[str, Any] = {}
-failed: list[str] = []
-
-
-@contextmanager
-def part(name: str) -> Iterator[None]:
-    """One part of it, whose failure is shown and counted."""
-    print(f"\n== {name}", flush=True)
-    begin = time.perf_counter()
-    try:
-        yield
-    except Exception:
-        failed.append(name)
-        traceback.print_exc(file=sys.stdout)
-    print(f"   ({time.perf_counter() - begin:.1f} s)", flush=True)
-
-
-def new_layer(runtime: native.Runtime, fmt: str, experts: int, hidden: int, intermediate: int) -> ExpertLayer:
-    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
-    return ExpertLayer(runtime, **sizes, format=fmt, name=f"{fmt} experts")
-
-
-def packed(runtime: native.Runtime, fmt: str, hidden: int, intermediate: int) -> dict[tuple[int, str], Tensor]:
-    """Three random experts in the canonical layout, for every expert of every layer."""
-    layer, drawn = new_layer(runtime, fmt, 3, hidden, intermediate), {}
-    for expert in range(3):
-        for name in PROJECTIONS:
-            rows, cols = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
-            layer.load(expert, name, torch.randn(rows, cols) * cols**-0.5)
-            drawn[expert, name] = layer.export_packed(expert, name)
-    return drawn
-
-
-def filled(runtime: native.Runtime, fmt: str, drawn: dict[tuple[int, str], Tensor], shape: tuple[int, int, int]):
-    layer = new_layer(runtime, fmt, *shape)
-    for expert in range(shape[0]):
-        for name in PROJECTIONS:
-            layer.import_packed(expert, name, drawn[expert % 3, name])
-    return layer
-
-
-def random_lora(experts: int, hidden: int, intermediate: int, seed: int) -> ExpertLora:
-    generator, pairs = torch.Generator().manual_seed(seed), {}
-    for name in PROJECTIONS:
-        inputs, outputs = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
-        a = torch.randn(experts, RANK, inputs, generator=generator) * inputs**-0.5
-        pairs[name] = LoraPair(a, torch.randn(experts, outputs, RANK, generator=generator) * 0.1, 2.0)
-    return ExpertLora(pairs)
 
 
 class Inputs:
@@ -103,6 +52,11 @@ class Inputs:
 
     def direct(self, layer: ExpertLayer, lora: ExpertLora | None) -> Tensor:
         return layer.forward(self.x.cpu(), self.index.cpu(), self.weights.cpu(), lora, "none")[0]
+
+
+def host_of(runtime: native.Runtime, hidden: int, **options: Any) -> HostExperts:
+    sizes = {"max_tokens": 32, "hidden_size": hidden, "top_k": TOP_K, "dtype": torch.bfloat16}
+    return HostExperts(runtime, "cuda", **sizes, **options)
 
 
 def through(host: HostExperts, layer: ExpertLayer, at: Inputs, between: Callable[[], None] = lambda: None) -> Tensor:
@@ -172,36 +126,21 @@ def refuse(host: HostExperts, layer: ExpertLayer) -> None:
 def correctness(runtime: native.Runtime, way: str) -> None:
     """Formats x tokens x adapters."""
     shape, compared = (16, 512, 256), 0
-    sizes = {"max_tokens": 32, "hidden_size": shape[1], "top_k": TOP_K, "dtype": torch.bfloat16}
-    loras = [None, random_lora(*shape, seed=1), random_lora(*shape, seed=2)]
     for fmt in ("bf16", "int8", "k4"):
-        layer = filled(runtime, fmt, packed(runtime, fmt, *shape[1:]), shape)
-        host = HostExperts(runtime, "cuda", **sizes, through=way)
+        layer = random_layer(runtime, fmt, *shape)
+        loras = [None, random_lora(layer, RANK), random_lora(layer, RANK)]
+        host = host_of(runtime, shape[1], through=way)
         compared += sum(compare(host, layer, tokens, loras) for tokens in range(1, 33))
         refuse(host, layer)
         host.close()
     print(f"   {compared} outputs are the native layer's bits, 1 to 32 tokens, eager and replayed, through {way}")
 
 
-def milliseconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median of a call, which the device has done."""
-    run()
-    torch.cuda.synchronize()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        taken.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(taken)
-
-
 def overhead(runtime: native.Runtime, way: str) -> None:
     """Layers whose experts are all elsewhere, in one graph."""
     shape = (16, HIDDEN, 256)
-    layer = filled(runtime, "k4", packed(runtime, "k4", *shape[1:]), shape)
-    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
-    host = HostExperts(runtime, "cuda", **sizes, through=way)
+    layer = random_layer(runtime, "k4", *shape)
+    host = host_of(runtime, HIDDEN, through=way)
     for tokens in (1, 8, 32):
         at = Inputs(tokens, shape[0], HIDDEN, torch.int32)
         at.index.fill_(ELSEWHERE)
@@ -245,8 +184,7 @@ def copies_alone() -> None:
 
 def overlap(runtime: native.Runtime, layers: list[ExpertLayer]) -> None:
     """GPU work between submit and wait runs beside the CPU's."""
-    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
-    host, at = HostExperts(runtime, "cuda", **sizes), Inputs(8, EXPERTS, HIDDEN)
+    host, at = host_of(runtime, HIDDEN), Inputs(8, EXPERTS, HIDDEN)
     square, out = torch.randn(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
 
     def multiply() -> None:
@@ -268,9 +206,8 @@ def bandwidth(fmt: str, threads: int, layers: list[ExpertLayer], lora: bool, tok
     """A layer's time in a replayed graph and of direct calls, against the bytes of its chosen experts."""
     runtime = layers[0].runtime
     read = max(StreamedMemory(runtime, 1 << 30).read() for _ in range(2))
-    sizes = {"max_tokens": 32, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
-    host = HostExperts(runtime, "cuda", **sizes)
-    adapters = random_lora(EXPERTS, HIDDEN, INTERMEDIATE, 3) if lora else None
+    host = host_of(runtime, HIDDEN)
+    adapters = random_lora(layers[0], RANK) if lora else None
     for layer in layers:
         host.set_lora(layer, adapters)
     for tokens in tokens_of:
@@ -313,7 +250,7 @@ def bandwidth(fmt: str, threads: int, layers: list[ExpertLayer], lora: bool, tok
     host.close()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="where to write everything found, as JSON")
     parser.add_argument("--formats", nargs="+", default=["k4", "int8"])
@@ -336,10 +273,9 @@ def main() -> int:
             overhead(runtime, way)
     for fmt in args.formats:
         with part(f"3. {fmt} at Qwen3-30B-A3B's shape, {args.layers} layers"):
-            drawn = packed(runtime, fmt, HIDDEN, INTERMEDIATE)
-            shape = (EXPERTS, HIDDEN, INTERMEDIATE)
             for number, threads in enumerate(counts):
-                layers = [filled(native.runtime(threads), fmt, drawn, shape) for _ in range(args.layers)]
+                shape = (fmt, EXPERTS, HIDDEN, INTERMEDIATE)
+                layers = [random_layer(native.runtime(threads), *shape) for _ in range(args.layers)]
                 print(f"   {args.layers} layers of {layers[0].packed_bytes / 1e9:.2f} GB are in memory", flush=True)
                 if number == 0 and fmt == args.formats[0]:
                     overlap(layers[0].runtime, layers)
@@ -349,9 +285,8 @@ def main() -> int:
     if args.out:
         with open(args.out, "w") as file:
             json.dump(found | {"failed": failed}, file, indent=1)
-    print(f"\nfailed: {failed or 'nothing'}")
-    return 1 if failed else 0
+    end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

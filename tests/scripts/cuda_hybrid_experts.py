@@ -13,16 +13,14 @@ still run; the script then exits 1.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import attempt, end, failed, milliseconds, part, random_layer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import contract as kernels
@@ -43,13 +41,8 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def small_layer(fmt: str, hidden: int, intermediate: int) -> ExpertLayer:
     """Of five experts, over as many NUMA nodes as there are."""
-    return kernels.make_layer(hidden, intermediate, fmt, native.default_isa(), *_machine())
-
-
-@functools.cache
-def _machine() -> tuple[int, int]:
     runtime = native.runtime()
-    return runtime.threads, runtime.nodes
+    return kernels.make_layer(hidden, intermediate, fmt, native.default_isa(), runtime.threads, runtime.nodes)
 
 
 def batch(tokens: int, hidden: int, seed: int) -> Batch:
@@ -183,60 +176,23 @@ def zipf(tokens: int, experts: int, top_k: int, exponent: float, generator: torc
     return torch.multinomial(popularity.expand(tokens, -1), top_k, generator=generator)
 
 
-def big_layers(args: argparse.Namespace, fmt: str) -> dict[int, ExpertLayer]:
-    """Random experts; few different matrices, for packing takes longer than timing."""
-    shapes = {n: (args.hidden, args.intermediate) if n == "down_proj" else (args.intermediate, args.hidden)
-              for n in kernels.PROJECTIONS}  # fmt: skip
-    matrices = {n: (torch.randn(shape) * shape[1] ** -0.5).bfloat16() for n, shape in shapes.items()}
-    made, packed = {}, {}
-    for number in range(args.layers):
-        layer = native.ExpertLayer(
-            native.runtime(), num_experts=args.experts, hidden_size=args.hidden,
-            intermediate_size=args.intermediate, format=fmt,
-        )  # fmt: skip
-        for expert, name in itertools.product(range(args.experts), kernels.PROJECTIONS):
-            if name not in packed:
-                layer.load(expert, name, matrices[name])
-                packed[name] = layer.export_packed(expert, name)
-            else:
-                layer.import_packed(expert, name, packed[name])
-        made[number] = layer
-    return made
+def big_batch(args: argparse.Namespace, tokens: int, generator: torch.Generator) -> Batch:
+    """Of the shape that is timed, on the GPU."""
+    index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).int()
+    x = torch.randn(tokens, args.hidden, generator=generator).bfloat16()
+    return on("cuda", (x, index, torch.rand(tokens, args.top_k, generator=generator)))
 
 
-def milliseconds(call: Callable[[], Any], seconds: float, least: int = 5) -> float:
-    """Of one call, the median."""
-    times = []
-    began = time.perf_counter()
-    while len(times) < least or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return sorted(times)[len(times) // 2]
-
-
-def decode_graphs(model: HybridModel, args: argparse.Namespace, tokens: int) -> Iterator[Callable[[], None]]:
+def decode_graphs(model: HybridModel, args: argparse.Namespace, tokens: int) -> Iterator[Captured]:
     """Graphs of all layers with routing of their own: enough of them that no CPU cache holds the experts."""
     generator = torch.Generator().manual_seed(tokens)
     for _ in range(args.graphs):
-        batches = []
-        for _ in model.layers:
-            index = zipf(tokens, args.experts, args.top_k, args.zipf, generator)
-            x = torch.randn(tokens, args.hidden, generator=generator).bfloat16()
-            batches.append(on("cuda", (x, index.int(), torch.rand(tokens, args.top_k, generator=generator))))
-        graph = Captured(model, batches)
-        yield functools.partial(_replay, graph)
+        yield Captured(model, [big_batch(args, tokens, generator) for _ in model.layers])
 
 
-def _replay(graph: Captured) -> None:
-    assert graph.graph is not None
-    graph.graph.replay()
-
-
-def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> list[str]:
-    """Milliseconds a layer, with and without residents; returns where the goal was missed."""
-    resident, missed = args.experts // 5, []
+def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> None:
+    """Milliseconds a layer, with and without residents."""
+    resident = args.experts // 5
     share = zipf(4096, args.experts, args.top_k, args.zipf, torch.Generator().manual_seed(0)).lt(resident)
     print(
         f"{fmt}: the hottest {resident} of {args.experts} experts take {100 * share.double().mean():.0f}% of the pairs"
@@ -246,8 +202,8 @@ def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: s
     for tokens in args.tokens:
         found = {}
         for count, model in models.items():
-            calls = itertools.cycle(list(decode_graphs(model, args, tokens)))
-            found[count] = milliseconds(lambda c=calls: next(c)(), args.seconds) / len(layers)
+            graphs = itertools.cycle(list(decode_graphs(model, args, tokens)))
+            found[count] = milliseconds(lambda g=graphs: next(g).graph.replay(), seconds=args.seconds) / len(layers)
             model.check()
         alone = hot_alone(models[resident], args, tokens)
         gain = found[0] / found[resident]
@@ -257,18 +213,14 @@ def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: s
             f"{'' if gain >= GOAL else '  UNDER ' + str(GOAL)}",
             flush=True,
         )
-        missed += [] if gain >= GOAL else [f"{fmt} decode {tokens}"]
+        failed.extend([] if gain >= GOAL else [f"{fmt} decode {tokens}"])
     for model in models.values():
         model.close()
-    return missed
 
 
 def hot_alone(model: HybridModel, args: argparse.Namespace, tokens: int) -> float:
     """Milliseconds a layer of routing's split and the residents' products, without the CPU."""
-    generator = torch.Generator().manual_seed(1)
-    index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).to("cuda")
-    x = torch.randn(tokens, args.hidden, generator=generator).bfloat16().to("cuda")
-    weights = torch.rand(tokens, args.top_k, generator=generator).to("cuda")
+    x, index, weights = big_batch(args, tokens, torch.Generator().manual_seed(1))
 
     def run() -> None:
         for hot in model.hot.layers:
@@ -280,7 +232,7 @@ def hot_alone(model: HybridModel, args: argparse.Namespace, tokens: int) -> floa
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return milliseconds(graph.replay, 0.2) / len(model.layers)
+    return milliseconds(graph.replay, seconds=0.2) / len(model.layers)
 
 
 def time_prefill(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> None:
@@ -288,19 +240,16 @@ def time_prefill(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: 
     model = make(layers, "cuda", args.experts // 5, top_k=args.top_k)
     model.warm_up()
     for tokens in args.prefill:
-        generator = torch.Generator().manual_seed(tokens)
-        index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).to("cuda")
-        x = torch.randn(tokens, args.hidden, generator=generator).bfloat16().to("cuda")
-        weights = torch.rand(tokens, args.top_k, generator=generator).to("cuda")
+        given = big_batch(args, tokens, torch.Generator().manual_seed(tokens))
 
-        def step(x: torch.Tensor = x, index: torch.Tensor = index, weights: torch.Tensor = weights) -> None:
+        def step(given: Batch = given) -> None:
             for experts in model.layers.values():
-                experts(x, index, weights)
+                experts(*given)
 
         for _ in range(8):  # auto tries its ways
             step()
         before = model.status()["lanes"]
-        spent = milliseconds(step, args.seconds) / len(layers)
+        spent = milliseconds(step, seconds=args.seconds) / len(layers)
         after = model.status()["lanes"]
         pairs = {lane: after[lane]["pairs"] - before[lane]["pairs"] for lane in after}
         shares = ", ".join(f"{lane} {100 * n / sum(pairs.values()):.0f}%" for lane, n in pairs.items())
@@ -317,7 +266,6 @@ def _made_up_rates(*_: Any) -> Rates:
 
 
 def main() -> None:
-    """Check, then time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu checks the script itself, without times")
     parser.add_argument("--skip-times", action="store_true")
@@ -335,32 +283,26 @@ def main() -> None:
     parser.add_argument("--check-formats", nargs="+", default=["k4", "int8", "bf16", "fp8", "int4", "mxfp4"])
     parser.add_argument("--formats", nargs="+", default=["k4", "int8"])
     args = parser.parse_args()
-    failed: list[str] = []
-    started = time.perf_counter()
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            failed.extend(call() or [])
-        except Exception:
-            traceback.print_exc()
-            failed.append(name)
-        print(f"    {time.perf_counter() - started:.0f} s", flush=True)
-
     if not args.skip_checks:
         measured, passes.measured_rates = passes.measured_rates, _made_up_rates
         print("worst relative L2 error, %, of 1 to 32 tokens (few) and 256")
         for fmt, rank in itertools.product(args.check_formats, (0, 20)):
-            attempt(f"{fmt} r={rank}", functools.partial(check_contract, args.device, fmt, rank))
+            with attempt(f"{fmt} r={rank}"):
+                check_contract(args.device, fmt, rank)
         for fmt, deferral in (("k4", 0), ("int8", 0), ("k4", 1)):
-            attempt(f"capture {fmt} deferral {deferral}", functools.partial(check_capture, args.device, fmt, deferral))
+            with attempt(f"capture {fmt} deferral {deferral}"):
+                check_capture(args.device, fmt, deferral)
         passes.measured_rates = measured
     for fmt in [] if args.skip_times or args.device == "cpu" else args.formats:
         layers: dict[int, ExpertLayer] = {}
-        attempt(f"layers of {fmt}", lambda f=fmt, to=layers: to.update(big_layers(args, f)))
-        attempt(f"decode {fmt}", functools.partial(time_decode, args, layers, fmt))
-        attempt(f"prefill {fmt}", functools.partial(time_prefill, args, layers, fmt))
-    print("failed:", ", ".join(failed) if failed else "nothing")
-    sys.exit(bool(failed))
+        shape = (args.experts, args.hidden, args.intermediate)
+        with part(f"layers of {fmt}"):
+            layers |= {number: random_layer(native.runtime(), fmt, *shape) for number in range(args.layers)}
+        with part(f"decode {fmt}"):
+            time_decode(args, layers, fmt)
+        with part(f"prefill {fmt}"):
+            time_prefill(args, layers, fmt)
+    end()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import argparse
 import functools
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import attempt, end, failed, part, random_layer, random_lora
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import contract as kernels
@@ -29,8 +29,9 @@ from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
 from ktft.lanes.ops import torch_ops
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import ChunkWeights, decode, place
+from ktft.lanes.ops.decode import decode, place
 from ktft.lanes.ops.interface import Operations, has_triton
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes, lay_out
 
 ISA = native.default_isa()
@@ -77,24 +78,19 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "int8 r=16 fp32", functools.partial(plain, "int8", 64, 160, 16, 2, torch.float32)
 
 
-def check(device: str) -> list[str]:
-    """Prints every case's errors; returns what failed."""
-    failed = []
+def check(device: str) -> None:
+    """Prints every case's errors."""
     names = ("output", "hidden_states", "top_k_weights", *(f"{p}.lora_{m}" for p in kernels.PROJECTIONS for m in "AB"))
     print("relative L2 error, %", " ".join(n.replace("_proj.lora_", ".").replace("_states", "") for n in names))
     for name, make in cases():
         for kind, ops in implementations(device).items():
-            try:
+            with attempt(f"{name} {kind}"):
                 layer, lora, inputs, oracle = make()
                 errors = kernels.compare(layer, lora, *inputs, oracle=oracle, forward=Lane(device, ops, piece_rows=200))
                 over = any(not error <= kernels.limits(errors)[n] for n, error in errors.items())
                 shown = " ".join(f"{100 * errors[n]:6.3f}" if n in errors else "     -" for n in names)
                 print(f"{name:22} {kind:7} {shown} {'OVER THE CONTRACT' if over else ''}", flush=True)
-                failed += [f"{name} {kind}"] if over else []
-            except Exception:
-                traceback.print_exc()
-                failed.append(f"{name} {kind}")
-    return failed
+                failed.extend([f"{name} {kind}"] if over else [])
 
 
 def timed(call: Callable[[], Any], repeats: int = 10) -> tuple[float, float]:
@@ -123,21 +119,14 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
     """Prints the rates of one format's chunk."""
     hidden, intermediate, experts = args.hidden, args.intermediate, list(range(args.experts))
     device = torch.device("cuda")
-    layer = native.ExpertLayer(
-        native.runtime(), num_experts=len(experts), hidden_size=hidden, intermediate_size=intermediate, format=fmt
-    )
-    for expert in experts:
-        for name in kernels.PROJECTIONS:
-            shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
-            layer.load(expert, name, torch.randn(shape) * shape[1] ** -0.5)
+    layer = random_layer(native.runtime(), fmt, len(experts), hidden, intermediate)
     packed, parts = blocks(layer, experts, device), layer.slices()
-    kernels.EXPERTS = len(experts)
-    lora = adapters(kernels.make_lora(hidden, intermediate, args.rank, torch.float32), experts, device)
+    lora = adapters(random_lora(layer, args.rank), experts, device)
     for kind, ops in implementations("cuda").items():
         weights = ChunkWeights.empty(fmt, len(experts), hidden, intermediate, lora, False, device)
         ms, host = timed(lambda w=weights, o=ops: decode(fmt, parts, packed, w, o))
         place(lora, weights, ops)
-        moved = weights.bytes + sum(block.nbytes for block in packed)
+        moved = weights.gate_up.values.nbytes + weights.down.values.nbytes + sum(block.nbytes for block in packed)
         print(f"{fmt:6} {kind:7} decode             {ms:8.3f} ms  host {host:6.3f} ms  {moved / ms / 1e6:7.0f} GB/s")
         for rows in args.rows:
             index = torch.arange(rows * len(experts)).view(-1, 1) % len(experts)
@@ -164,7 +153,6 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Check, then time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu checks the script itself, without times")
     parser.add_argument("--skip-times", action="store_true")
@@ -176,15 +164,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024], help="an expert")
     parser.add_argument("--formats", nargs="+", default=list(EXPERT_FORMATS))
     args = parser.parse_args()
-    failed = [] if args.skip_checks else check(args.device)
+    if not args.skip_checks:
+        check(args.device)
     for fmt in [] if args.skip_times or args.device == "cpu" else args.formats:
-        try:
+        with part(f"times of {fmt}"):
             time_format(fmt, args)
-        except Exception:
-            traceback.print_exc()
-            failed.append(f"times of {fmt}")
-    print("failed:", ", ".join(failed) if failed else "nothing")
-    sys.exit(bool(failed))
+    end()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ def losses(use_cpu: bool, overrides: list[str], folder: Path) -> dict[int, float
 
 
 def main() -> None:
-    """Run both and compare."""
     with tempfile.TemporaryDirectory() as scratch:
         cpu, cuda = (losses(on_cpu, sys.argv[1:], Path(scratch, str(on_cpu))) for on_cpu in (True, False))
     assert cpu.keys() == cuda.keys(), (sorted(cpu), sorted(cuda))

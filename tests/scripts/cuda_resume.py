@@ -23,7 +23,6 @@ PLACEMENTS = "cpu", "stream"
 
 
 def train(base: str, output: str, resume: str, placement: str) -> None:
-    """One run, in this process."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, TrainingArguments
@@ -63,7 +62,6 @@ def losses(output: Path) -> list[tuple[float, ...]]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     if len(sys.argv) > 1:
         train(*sys.argv[1:5])
         return 0

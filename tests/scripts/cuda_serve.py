@@ -59,13 +59,8 @@ def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         disable_log_stats=True,
         **MODES[mode],
     )
-    found: dict[str, Any] = {
-        "load": time.perf_counter() - began,
-        "tokens": {},
-        "logprobs": {},
-        "rates": {},
-        "seconds": {},
-    }
+    found: dict[str, Any] = {name: {} for name in ("tokens", "logprobs", "rates", "seconds")}
+    found["load"] = time.perf_counter() - began
     for requests in args.requests:
         prompts = [{"prompt_token_ids": [7 + request, *range(10, 40)]} for request in range(requests)]
         rates, outputs = [], []

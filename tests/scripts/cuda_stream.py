@@ -15,65 +15,26 @@ import statistics
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from measuring import end, part, random_layer, random_lora
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from contract import relative
 
 from ktft import config, native
-from ktft.config import PROJECTIONS
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import Residents, free_for_residents
 from ktft.lanes.ops.interface import operations
 from ktft.lanes.routes import Routes
-from ktft.lora import ExpertLora, LoraPair
+from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, cuda
 from ktft.native.cuda import Rows
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, RANK = 128, 2048, 768, 8, 8
 GB = 1e9
-failed: list[str] = []
-
-
-@contextmanager
-def part(name: str) -> Iterator[None]:
-    """One part of it, whose failure is shown and counted."""
-    print(f"\n== {name}", flush=True)
-    try:
-        yield
-    except Exception:
-        failed.append(name)
-        traceback.print_exc(file=sys.stdout)
-
-
-def make_layer(fmt: str, threads: int) -> ExpertLayer:
-    """Random experts: a few different matrices, packed again and again on some threads."""
-    sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
-    layer = ExpertLayer(native.runtime(threads), **sizes, format=fmt, name=f"{fmt} experts")
-    torch.manual_seed(0)
-    drawn = [torch.randn(INTERMEDIATE, HIDDEN) * HIDDEN**-0.5 for _ in range(7)]
-
-    def load(number: int) -> None:
-        expert, which = divmod(number, 3)
-        weight = drawn[(5 * expert + which) % 7]
-        layer.load(expert, PROJECTIONS[which], weight.T.contiguous() if which == 2 else weight)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(load, range(3 * EXPERTS)))
-    return layer
-
-
-def make_lora() -> ExpertLora:
-    """fp32 CPU parameters, as the adapter makes them."""
-    pairs = {}
-    for name in PROJECTIONS:
-        inputs, outputs = (INTERMEDIATE, HIDDEN) if name == "down_proj" else (HIDDEN, INTERMEDIATE)
-        a, b = torch.randn(EXPERTS, RANK, inputs) * inputs**-0.5, torch.randn(EXPERTS, outputs, RANK) * 0.1
-        pairs[name] = LoraPair(torch.nn.Parameter(a), torch.nn.Parameter(b), 2.0)
-    return ExpertLora(pairs)
 
 
 class Batch:
@@ -164,11 +125,6 @@ def copies(lane: GpuLane, layer: ExpertLayer, busy: ExpertLayer) -> float:
     return alone
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    return float((found - expected).norm() / expected.norm())
-
-
 def against_native(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora) -> None:
     """Every third expert resident, the others streamed, some native: the contract's limits are 0.5% and 1%."""
     batch = Batch(300, lora, lane.device)
@@ -178,11 +134,12 @@ def against_native(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora) -> None:
     batch.forward(lane, layer, experts)
     batch.backward(lane, layer, experts)
     lane.finish()
-    print(f"output {relative(batch.out, expected):.4%}, hidden {relative(batch.grads[0], wanted.hidden_states):.4%}, ")
-    print(f"routing weights {relative(batch.grads[1], wanted.top_k_weights):.4%}")
+    out, hidden, weights = (each.cpu() for each in (batch.out, *batch.grads))
+    print(f"output {relative(out, expected):.4%}, hidden {relative(hidden, wanted.hidden_states):.4%}, ")
+    print(f"routing weights {relative(weights, wanted.top_k_weights):.4%}")
     worst = max(relative(mine, its) for mine, its in zip(batch.lora_grads, wanted.lora, strict=True))
     print(f"LoRA, the worst of {len(wanted.lora)}: {worst:.4%}")
-    assert relative(batch.out, expected) < 0.01 and worst < 0.02, "the lane and the native layer differ"
+    assert relative(out, expected) < 0.01 and worst < 0.02, "the lane and the native layer differ"
     first = batch.out.clone()
     batch.out.zero_()
     batch.forward(lane, layer, experts)
@@ -251,8 +208,8 @@ def neighbours(lane: GpuLane) -> None:
 
 
 def measure(fmt: str, tokens: list[int], threads: int) -> None:
-    """All of one format."""
-    layer, busy, lora = make_layer(fmt, threads), make_layer(fmt, threads), make_lora()
+    layer, busy = (random_layer(native.runtime(threads), fmt, EXPERTS, HIDDEN, INTERMEDIATE) for _ in range(2))
+    lora = random_lora(layer, RANK)
     lane, rate = GpuLane("cuda"), 50.0
     print(f"{fmt}: {layer.packed_bytes / GB:.3f} GB a layer, {len(layer.slices())} slices, {layer.runtime.isa}")
     with part(f"{fmt}: locking"):
@@ -286,7 +243,6 @@ def measure(fmt: str, tokens: list[int], threads: int) -> None:
 
 
 def main() -> None:
-    """Parse, measure, count failures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--formats", nargs="+", default=["int8", "k4"], choices=config.EXPERT_FORMATS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 4096, 16384])
@@ -301,8 +257,7 @@ def main() -> None:
     for fmt in given.formats:
         with part(fmt):
             measure(fmt, given.tokens, given.threads)
-    print(f"\n{len(failed)} parts failed: {', '.join(failed)}" if failed else "\nall parts ran")
-    sys.exit(bool(failed))
+    end()
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import contract
+
 from ktft import native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, Settings
 from ktft.lanes.lanes import Lanes
-from ktft.lora import ExpertLora, LoraPair
+from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
 
 DEVICE = torch.device("cuda", 0)
@@ -53,13 +55,8 @@ def make_layers(settings: Settings) -> list[KtftExperts]:
 
 def make_lora(rank: int, seed: int) -> ExpertLora:
     """Adapters on all projections."""
-    generator, pairs = torch.Generator().manual_seed(seed), {}
-    for name in PROJECTIONS:
-        inputs, outputs = (INTERMEDIATE, HIDDEN) if name == "down_proj" else (HIDDEN, INTERMEDIATE)
-        a = torch.randn(EXPERTS, rank, inputs, generator=generator) / inputs**0.5
-        b = torch.randn(EXPERTS, outputs, rank, generator=generator) / rank**0.5
-        pairs[name] = LoraPair(a.requires_grad_(), b.requires_grad_(), 1.0)
-    return ExpertLora(pairs)
+    torch.manual_seed(seed)
+    return contract.make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32, experts=EXPERTS)
 
 
 def batch(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,13 +69,11 @@ def batch(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def evaluated(experts: KtftExperts, lora: ExpertLora, given: tuple[Tensor, ...]) -> list[Tensor]:
-    """One layer's output."""
     with torch.no_grad():
         return [experts(*given, lora)]
 
 
 def trained(experts: KtftExperts, lora: ExpertLora, given: tuple[Tensor, ...]) -> list[Tensor]:
-    """One layer's output and gradients."""
     hidden, index, weights = given
     hidden = hidden.detach().requires_grad_()
     out = experts(hidden, index, weights, lora)
@@ -174,7 +169,6 @@ def check_adapters_after(calls: int = 50) -> int:
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=10_000)
     calls = parser.parse_args().calls

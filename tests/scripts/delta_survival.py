@@ -20,7 +20,7 @@ from quantize import fp8, int4, mxfp4
 
 from ktft import native
 from ktft.adapters.merge_survival import Survival
-from ktft.checkpoint.encode import add
+from ktft.checkpoint.addition import add
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, Mxfp4, PackedInt4, Scheme
 
 RANK, SIZES = 8, (0.001, 0.003, 0.01, 0.03)
@@ -49,7 +49,6 @@ def packed(weight: Tensor, expert_format: str) -> Moved:
 
 
 def main() -> None:
-    """Print the table."""
     size = int(sys.argv[1]) if len(sys.argv) > 1 else 2048
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(size, size, generator=generator) * 0.02

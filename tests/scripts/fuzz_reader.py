@@ -188,20 +188,8 @@ def damage_json(rng: random.Random, raw: bytes, under: str) -> bytes:
     if rng.random() < 0.2:
         parent.pop(key, None)
     elif rng.random() < 0.4:
-        names = [
-            "",
-            ".",
-            "..",
-            "/",
-            "../x.safetensors",
-            "x.safetensors",
-            "\0.safetensors",
-            "fp8",
-            "gptq",
-            "awq",
-            "mxfp4",
-        ]
-        parent[key] = rng.choice(names)
+        files = ["", ".", "..", "/", "../x.safetensors", "x.safetensors", "\0.safetensors"]
+        parent[key] = rng.choice([*files, "fp8", "gptq", "awq", "mxfp4"])
     else:
         parent[key] = odd_value(rng, parent.get(key))
     return json.dumps(tree).encode()

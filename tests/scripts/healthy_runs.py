@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import transformers
 from peft import LoraConfig
-from tiny import write_checkpoint, write_data
+from tiny import factory_settings, write_checkpoint, write_data
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import ktft
@@ -71,26 +71,11 @@ def settings(seed: int, steps: int, output: Path) -> dict[str, Any]:
 
 
 def through_factory(stage: str, seed: int, steps: int, model: Path, data: Path, output: Path, norms: Norms) -> None:
-    """One run of LLaMA-Factory's."""
     from llamafactory.train.tuner import run_exp
 
-    options = {
-        "model_name_or_path": str(model),
-        "stage": stage,
-        "do_train": True,
-        "finetuning_type": "lora",
-        "lora_target": "all",
-        "lora_rank": 4,
-        "lora_dropout": (0.0, 0.1)[seed % 2],
-        "use_kt": True,
-        "kt_config": {"expert_format": "bf16", "threads": 1},
-        "dataset_dir": str(data),
-        "dataset": stage,
-        "template": "default",
-        "cutoff_len": 64,
-        "disable_gradient_checkpointing": bool(seed % 2),
-    }
-    run_exp(options | settings(seed, steps, output), callbacks=[norms])
+    own = {"stage": stage, "dataset": stage, "lora_rank": 4, "lora_dropout": (0.0, 0.1)[seed % 2]}
+    own |= {"disable_gradient_checkpointing": bool(seed % 2)}
+    run_exp(factory_settings(model, data, output, **own | settings(seed, steps, output)), callbacks=[norms])
 
 
 def masked(seed: int, steps: int, model: Path, output: Path, norms: Norms) -> None:
@@ -118,7 +103,6 @@ def masked(seed: int, steps: int, model: Path, output: Path, norms: Norms) -> No
 
 
 def main() -> int:
-    """Run them all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=10)

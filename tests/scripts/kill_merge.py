@@ -10,91 +10,31 @@ back or forth, and so do the times of what was written.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import random
-import shutil
-import signal
 import sys
-import tempfile
-import time
 from pathlib import Path
 
-from killing import JumpingTimes, hashes, start, wait
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-SIZES = {
-    "hidden_size": 1024,
-    "moe_intermediate_size": 512,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 8,
-}
+from killing import hunt
+from measuring import make_model
 
 
-def make(base: Path, adapter: Path, hidden_size: int) -> None:
-    """Write checkpoint and adapter."""
-    import torch
+def make(folder: Path, hidden_size: int) -> None:
     from merging import write_adapter
-    from tiny import write_checkpoint
 
-    torch.set_default_dtype(torch.bfloat16)
-    write_checkpoint("qwen3moe", base, **SIZES | {"hidden_size": hidden_size})
-    torch.set_default_dtype(torch.float32)
-    write_adapter(base, adapter)
+    make_model(folder / "base", 16, 4, hidden_size=hidden_size)
+    write_adapter(folder / "base", folder / "adapter")
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--format", default="same")
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"], help="less of it on a slow machine")
+    parser.add_argument("--hidden-size", type=int, default=1024, help="less of it on a slow machine")
     options = parser.parse_args()
-    seed = random.randrange(1 << 32)
-    chance = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        base, adapter, whole, out = (Path(folder) / name for name in ("base", "adapter", "whole", "out"))
-        maker = multiprocessing.get_context("spawn").Process(target=make, args=(base, adapter, options.hidden_size))
-        maker.start()
-        maker.join()
-        import ktft.adapters.merge
-        import ktft.cli.merge  # noqa: F401  # with all of torch, transformers and peft
+    import ktft.adapters.merge
+    import ktft.cli.merge  # noqa: F401  # with all of torch, transformers and peft
 
-        given = ("merge", "--format", options.format, "--no-check", str(base), str(adapter))
-        begin = time.monotonic()
-        if status := wait(start(*given, str(whole)), float("inf")):
-            sys.exit(f"the uninterrupted merge exited with {status}")
-        total, expected = time.monotonic() - begin, hashes(whole)
-        print(f"seed {seed}; {options.format}: uninterrupted {total:.1f} s, {len(expected)} files", flush=True)
-        kills = finished = half_written = 0
-        staging = out.with_name("out.merging")
-        times = JumpingTimes(Path(folder), "out.merging/**/*", chance)
-        while kills < options.kills or staging.exists():
-            times.touch()
-            child, moment = start(*given, str(out), jumping=True), chance.uniform(0, total)
-            status = wait(child, moment if kills < options.kills else float("inf"))
-            if status is None:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                kills += 1
-                files, half = len(list(staging.rglob("*.safetensors"))), len(list(staging.rglob("*.ktft-tmp")))
-                half_written += half
-                print(f"kill {kills} after {moment:.2f} s: {files} files, {half} half written", flush=True)
-            if not out.exists():
-                if status is not None:
-                    print(f"exit status {status}, and no OUT", flush=True)
-                    return 1
-                continue
-            if hashes(out) != expected:
-                print("finished: DIFFERENT", flush=True)
-                return 1
-            print("finished: the same bytes", flush=True)
-            finished += 1
-            shutil.rmtree(out)
-        print(f"ok: {kills} kills, {half_written} files half written, {finished} merges with the same bytes")
-    return 0
+    command = ("merge", "--format", options.format, "--no-check", "{folder}/base", "{folder}/adapter")
+    return hunt(command, "out.merging", options.kills, make, options.hidden_size)
 
 
 if __name__ == "__main__":

@@ -17,18 +17,15 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from killing import JumpingTimes, jump_clock
+from killing import JumpingTimes, jump_clock, kill, wait
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 STEPS, SAVE_STEPS = 12, 2
@@ -37,19 +34,10 @@ STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state
 
 def settings(folder: Path) -> dict[str, Any]:
     """LLaMA-Factory's; a model and data are written to `folder`."""
-    from tiny import write_checkpoint, write_data
+    from tiny import factory_settings, write_checkpoint, write_data
 
-    return {
-        "model_name_or_path": str(write_checkpoint("dsv3", folder / "model")),
-        "dataset_dir": str(write_data(folder / "data")),
-        "dataset": "sft",
-        "template": "default",
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "lora_target": "all",
+    own = {
         "lora_dropout": 0.1,
-        "use_kt": True,
         "kt_config": {"expert_format": "int8", "threads": 1},
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
@@ -58,9 +46,10 @@ def settings(folder: Path) -> dict[str, Any]:
         "save_steps": SAVE_STEPS,
         "save_total_limit": 2,
         "logging_steps": 3,
-        "report_to": "none",
-        "use_cpu": True,
     }
+    return factory_settings(
+        write_checkpoint("dsv3", folder / "model"), write_data(folder / "data"), folder / "output", **own
+    )
 
 
 def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:
@@ -96,17 +85,6 @@ def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:
         os._exit(status)
 
 
-def wait(child: int, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
-    """Its exit status, minus the signal if one ended it; None if it runs on after these seconds, or when `until`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not until():
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    return None
-
-
 def result(output: Path) -> dict[str, Any]:
     """What must be the same: losses, the final adapter, and the state of the last checkpoint."""
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
@@ -116,7 +94,6 @@ def result(output: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--cli", type=int, default=6, help="kills of llamafactory-cli train")
@@ -174,8 +151,7 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
             status = wait(child, chance.uniform(0, took[cli] / 4))
         resumed += begun > 0
         if status is None:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            kill(child)
             done, half, now = done + 1, half + saving(), checkpoints(output)
             print(f"kill {done}: {', '.join(p.name for p in now) or 'none'}{', while saving' * saving()}", flush=True)
             if newest() < seen:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
+import signal
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from measuring import in_a_process
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -70,12 +78,64 @@ def start(*arguments: str, jumping: bool = False) -> int:
     return child
 
 
-def wait(child: int, seconds: float) -> int | None:
-    """Its exit status, minus the signal if one ended it; None if it runs on."""
+def wait(child: int, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
+    """Its exit status, minus the signal if one ended it; None if it runs on after these seconds, or when `until`."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end and not until():
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
+        time.sleep(0.001)
     return None
+
+
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def hunt(command: tuple[str, ...], unfinished: str, wanted: int, make: Callable[..., None], *given: Any) -> int:
+    """Run a command at one go, then kill it at random moments and run it again, until there were enough kills.
+
+    Args:
+        command: with `{folder}` for a folder of its own; where it writes to comes last.
+        unfinished: the name beside that of what a killed command leaves: "out" where it is the output itself.
+        wanted: kills.
+        make: writes to the folder what the command reads: `make(folder, *given)`.
+
+    Returns:
+        The exit status: 1 where an output that was finished has other bytes than that of the command at one go.
+    """
+    seed = random.randrange(1 << 32)
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder, what = Path(name), command[0]
+        in_a_process(make, folder, *given)
+        words = [word.format(folder=folder) for word in command]
+        out, left, begin = folder / "out", folder / unfinished, time.monotonic()
+        if status := wait(start(*words, str(folder / "whole")), float("inf")):
+            sys.exit(f"the uninterrupted {what} exited with {status}")
+        total, expected = time.monotonic() - begin, hashes(folder / "whole")
+        print(f"seed {seed}; uninterrupted {total:.1f} s, {len(expected)} files", flush=True)
+        kills = finished = half_written = 0
+        times = JumpingTimes(folder, f"{unfinished}/**/*", chance)
+        while kills < wanted or left.exists():
+            times.touch()
+            child, moment = start(*words, str(out), jumping=True), chance.uniform(0, total)
+            status = wait(child, moment if kills < wanted else float("inf"))
+            if status is None:
+                kill(child)
+                kills += 1
+                files, half = len(list(left.rglob("*.safetensors"))), len(list(left.rglob("*.ktft-tmp")))
+                half_written += half
+                print(f"kill {kills} after {moment:.2f} s: {files} files, {half} half written", flush=True)
+                if left.exists() or not out.exists():
+                    continue
+            same = not status and out.exists() and hashes(out) == expected
+            print("finished:", "the same bytes" if same else f"DIFFERENT, exit status {status}", flush=True)
+            if not same:
+                return 1
+            finished += 1
+            shutil.rmtree(out)
+        print(f"ok: {kills} kills, {half_written} files half written, {finished} times the same bytes")
+    return 0

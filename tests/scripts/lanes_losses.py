@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from llamafactory.train.tuner import run_exp
-from tiny import write_checkpoint, write_data
+from tiny import factory_settings, write_checkpoint, write_data
 
 LIMIT = 0.005
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -34,38 +34,25 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 def losses(folder: Path, name: str, family: str, steps: int, kt_config: dict[str, Any]) -> list[float]:
     """Of one run."""
     out = folder / name
-    run_exp(
-        {
-            "model_name_or_path": str(folder / family),
-            "stage": "sft",
-            "do_train": True,
-            "finetuning_type": "lora",
-            "lora_target": "all",
-            "lora_rank": 8,
-            "lora_dropout": 0.1,
-            "use_kt": True,
-            "kt_config": kt_config,
-            "dataset_dir": str(folder / "data"),
-            "dataset": "sft",
-            "template": "default",
-            "cutoff_len": 128,
-            "output_dir": str(out),
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-4,
-            "max_steps": steps,
-            "logging_steps": 5,
-            "report_to": "none",
-            "bf16": torch.cuda.is_available(),
-            "use_cpu": not torch.cuda.is_available(),
-            "save_strategy": "no",
-        }
-    )
+    own = {
+        "lora_rank": 8,
+        "lora_dropout": 0.1,
+        "kt_config": kt_config,
+        "cutoff_len": 128,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-4,
+        "max_steps": steps,
+        "logging_steps": 5,
+        "bf16": torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
+        "save_strategy": "no",
+    }
+    run_exp(factory_settings(folder / family, folder / "data", out, **own))
     state = json.loads((out / "trainer_state.json").read_text())
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
 def main() -> int:
-    """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="dsv3", help="qwen3moe, dsv2 or dsv3")
     parser.add_argument("--format", default="int8")
@@ -74,9 +61,7 @@ def main() -> int:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / args.family).mkdir()
         write_checkpoint(args.family, folder / args.family)
-        (folder / "data").mkdir()
         write_data(folder / "data")
         for placement, kt_config in PLACEMENTS.items():
             settings = {"expert_format": args.format, **kt_config}

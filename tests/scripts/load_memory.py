@@ -11,7 +11,6 @@ packs from memory. Exits 1 when a limit is missed.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import tempfile
 import time
@@ -21,18 +20,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from measuring import in_a_process, memory
 from rich.console import Console
 from rich.table import Table
 
 HIDDEN, INTER, EXPERTS = 7168, 2048, 16
 SHARE_OF_DISK, SHARE_OF_PACKING, SLACK = 0.6, 0.9, 10**9
 CHUNK = 16 << 20
-
-
-def memory(field: str) -> int:
-    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def make(folder: Path, layers: int) -> None:
@@ -136,7 +130,7 @@ def packing_rate(expert_format: str) -> float:
     return 8 * codes.numel() / (time.perf_counter() - start)
 
 
-def measure(folder: Path, expert_format: str, result: multiprocessing.Queue[dict[str, float]]) -> None:
+def measure(folder: Path, expert_format: str) -> dict[str, float]:
     """Load, and report bytes and seconds."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -166,16 +160,14 @@ def measure(folder: Path, expert_format: str, result: multiprocessing.Queue[dict
     packed = sum(experts.layer.packed_bytes for experts in find_experts(model).values())
     held = packed + sum(p.numel() * p.element_size() for p in model.parameters())
     layer = 3 * EXPERTS * HIDDEN * INTER
-    result.put(
-        {
-            "packed": packed,
-            "held": held,
-            "peak": peak,
-            "allowed": held + 2 * layer + SLACK,
-            "rate": sum(read) / spent[0],
-            "packing": packing_rate(expert_format),
-        }
-    )
+    return {
+        "packed": packed,
+        "held": held,
+        "peak": peak,
+        "allowed": held + 2 * layer + SLACK,
+        "rate": sum(read) / spent[0],
+        "packing": packing_rate(expert_format),
+    }
 
 
 def main(
@@ -187,27 +179,18 @@ def main(
     from ktft.checkpoint.load import READERS
 
     layers = max(2, round(gigabytes * 1e9 / (3 * EXPERTS * HIDDEN * INTER)))
-    spawn = multiprocessing.get_context("spawn")
-    result: multiprocessing.Queue[dict[str, float]] = spawn.Queue()
     table = Table("format", "packed", "held", "peak RSS", "allowed", "read/s", "disk/s", "pack/s", "", title="GB")
     kept = True
     with tempfile.TemporaryDirectory(dir=folder) as name:
         path = Path(name)
-        maker = spawn.Process(target=make, args=(path, layers))
-        maker.start()
-        maker.join()
+        in_a_process(make, path, layers)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         console = Console()
         console.print(f"checkpoint: {size / 1e9:.2f} GB, {layers} layers of {EXPERTS} experts")
         for expert_format in formats.split(","):
             disk = disk_rate(path, READERS)
             drop_cache(path)
-            process = spawn.Process(target=measure, args=(path, expert_format, result))
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise typer.Exit(1)
-            got = result.get()
+            got = in_a_process(measure, path, expert_format)
             enough = min(SHARE_OF_DISK * disk, SHARE_OF_PACKING * got["packing"])
             good = got["peak"] <= got["allowed"] and got["rate"] >= enough
             kept = kept and good

@@ -7,40 +7,17 @@ pages included) with what it has to hold. Exits 1 when that is exceeded.
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from measuring import in_a_process, make_model, memory
 
 SLACK = 1.15
-SIZES = {
-    "hidden_size": 1024,
-    "moe_intermediate_size": 512,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 11,
-}
 
 
-def memory(field: str) -> int:
-    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
-
-
-def make(path: Path) -> None:
-    """Write the checkpoint."""
-    import torch
-    from tiny import write_checkpoint
-
-    torch.set_default_dtype(torch.bfloat16)
-    write_checkpoint("qwen3moe", path, **SIZES)
-
-
-def measure(path: Path, expert_format: str, result: multiprocessing.Queue[tuple[bool, str]]) -> None:
-    """Load, train two steps, and report."""
+def measure(path: Path, expert_format: str) -> tuple[bool, str]:
+    """Load, train two steps; whether the peak is within the contract, and a line that says so."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -56,14 +33,8 @@ def measure(path: Path, expert_format: str, result: multiprocessing.Queue[tuple[
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = ktft.get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
     rows = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 2
-    arguments = TrainingArguments(
-        str(path / "out"),
-        max_steps=2,
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-    )
+    settings = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(path / "out"), report_to="none", **settings)
     Trainer(model, arguments, train_dataset=rows).train()
 
     layers = [experts.layer for experts in find_experts(model).values()]
@@ -76,28 +47,18 @@ def measure(path: Path, expert_format: str, result: multiprocessing.Queue[tuple[
     parts |= {"other weights": other}
     parts |= {"peak after loading": loaded, "peak": peak, "allowed": int(allowed)}
     figures = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in parts.items())
-    result.put((peak <= allowed, f"{expert_format}: {(peak - imports) / needed:.3f}x of what it holds; {figures}"))
+    return peak <= allowed, f"{expert_format}: {(peak - imports) / needed:.3f}x of what it holds; {figures}"
 
 
 def main() -> int:
-    """Returns the exit status."""
-    spawn = multiprocessing.get_context("spawn")
-    result: multiprocessing.Queue[tuple[bool, str]] = spawn.Queue()
     kept = True
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        maker = spawn.Process(target=make, args=(path,))
-        maker.start()
-        maker.join()
+        in_a_process(make_model, path, 64, 8, 11)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         print(f"checkpoint: {size / 2**30:.2f} GiB")
         for expert_format in ("int8", "bf16"):
-            process = spawn.Process(target=measure, args=(path, expert_format, result))
-            process.start()
-            process.join()
-            if process.exitcode:
-                return 1
-            within, line = result.get()
+            within, line = in_a_process(measure, path, expert_format)
             print("ok  " if within else "OVER", line)
             kept = kept and within
     return 0 if kept else 1

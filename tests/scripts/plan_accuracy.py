@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import queue
 import shutil
 import statistics
 import subprocess
@@ -21,12 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from measuring import in_a_process, memory
 
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.10, 0.30
 WARM_STEPS = 2
@@ -84,13 +81,7 @@ def make(case: Case, path: Path) -> None:
     model.save_pretrained(path)
 
 
-def memory(name: str) -> int:
-    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
-
-
-def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict[str, Any]]) -> None:
+def train(case: Case, path: Path, steps: int) -> dict[str, Any]:
     """Train, and report what it took."""
     if not case.cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else the data loader's pinned memory starts CUDA
@@ -161,21 +152,19 @@ def train(case: Case, path: Path, steps: int, result: multiprocessing.Queue[dict
     from ktft.model.experts import find_experts
 
     runtime = next(iter(find_experts(model).values())).layer.runtime
-    result.put(
-        {
-            "ram": memory("VmHWM"),
-            "loaded": loaded,
-            "vram": total - free,
-            "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
-            "step": statistics.median(times[min(WARM_STEPS, steps - 1) :]),
-            "experts": statistics.median(experts[min(WARM_STEPS, steps - 1) :]),
-            "load": loading,
-            "workspace": runtime.workspace_bytes,
-        }
-    )
+    return {
+        "ram": memory("VmHWM"),
+        "loaded": loaded,
+        "vram": total - free,
+        "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
+        "step": statistics.median(times[min(WARM_STEPS, steps - 1) :]),
+        "experts": statistics.median(experts[min(WARM_STEPS, steps - 1) :]),
+        "load": loading,
+        "workspace": runtime.workspace_bytes,
+    }
 
 
-def prepare(cases: list[tuple[Case, Path]], result: multiprocessing.Queue[list[dict[str, Any]]]) -> None:
+def prepare(cases: list[tuple[Case, Path]]) -> list[dict[str, Any]]:
     """Write the checkpoints, and ask `ktft plan` about each: the whole, and the row of its format."""
     from typer.testing import CliRunner
 
@@ -188,25 +177,11 @@ def prepare(cases: list[tuple[Case, Path]], result: multiprocessing.Queue[list[d
         recipe.write_text(json.dumps(case.recipe | {"kt_config": case.kt_config, "use_cpu": not case.cuda}))
         done = CliRunner().invoke(app, ["plan", str(path), str(recipe), "--json"])
         if not done.stdout.startswith("{"):
-            sys.exit(f"ktft plan {path} {recipe}: {done.output} {done.exception!r}")
+            raise RuntimeError(f"ktft plan {path} {recipe}: {done.output} {done.exception!r}")
         told = json.loads(done.stdout)
         row = next(row for row in told["formats"] if row["format"] == case.kt_config["expert_format"])
         plans.append(told | {"row": row})
-    result.put(plans)
-
-
-def in_a_process(target: Callable[..., None], *args: Any) -> Any:
-    """What `target` puts into the queue that it gets as its last argument; ends this process if it fails."""
-    spawn = multiprocessing.get_context("spawn")
-    result: multiprocessing.Queue[Any] = spawn.Queue()
-    process = spawn.Process(target=target, args=(*args, result))
-    process.start()
-    while process.is_alive():
-        with suppress(queue.Empty):
-            value = result.get(timeout=0.2)
-            process.join()
-            return value
-    sys.exit(f"{target.__name__} ended with status {process.exitcode}")
+    return plans
 
 
 def gpu_memory_in_use() -> int:
@@ -264,7 +239,6 @@ def show(lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", action="store_true", help="add the case that runs on the GPU")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each case")

@@ -17,7 +17,7 @@ import typer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import test_formats as formats
+from packing import error_percent, gaussian, pack, round_trip, student_t5
 
 from ktft import native
 
@@ -46,16 +46,16 @@ def nf4_style(weight: Tensor) -> Tensor:
 
 def main(size: Annotated[int, typer.Option(help="rows and columns of the matrix")] = 2048) -> None:
     """Print the table."""
-    weights = formats.gaussian(size, size), formats.student_t5(size, size)
+    weights = gaussian(size, size), student_t5(size, size)
     rows: list[tuple[str, float, list[Tensor]]] = []
     for fmt in native.FORMATS:
-        bits = formats.pack(fmt, weights[0]).packed_bytes * 8 / (3 * size * size)
-        rows.append((f"`{fmt}`", bits, [formats.round_trip(fmt, weight) for weight in weights]))
+        bits = pack(fmt, weights[0]).packed_bytes * 8 / (3 * size * size)
+        rows.append((f"`{fmt}`", bits, [round_trip(fmt, weight) for weight in weights]))
     for name, scheme in (("Q4_0-style", q4_0_style), ("NF4-style", nf4_style)):
         rows.append((name, 4.5, [scheme(weight) for weight in weights]))
     print("| Format | Bits a weight | Gaussian, % | Student t5, % |\n|---|---|---|---|")
     for name, bits, results in sorted(rows, key=lambda row: -row[1]):
-        errors = [formats.error_percent(result, weight) for result, weight in zip(results, weights, strict=True)]
+        errors = [error_percent(result, weight) for result, weight in zip(results, weights, strict=True)]
         print(f"| {name} | {bits:.2f} | {errors[0]:.2f} | {errors[1]:.2f} |")
 
 

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 PROMPT = list(range(10, 42))
 BOUND = 0.2  # of the mean difference of log-probabilities, in those that leaving out all routed experts makes
-# Attention on vLLM's CPU backend takes heads of 32 and more
+# Settings of the tiny checkpoints that vLLM cannot serve as tests/tiny.py has them: attention on its CPU backend takes
+# heads of 32 and more
 HEADS: dict[str, Any] = {"head_dim": 32}
 TWO_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
 MLA: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
@@ -79,7 +80,7 @@ def served(checkpoint: Path) -> list[float]:
     from vllm import LLM, SamplingParams
 
     from ktft.serve.runtime.settings import ServeSettings
-    from ktft.serve.vllm.families import CONFIG_OVERRIDES, compilation_config
+    from ktft.serve.vllm.families import compilation_config, of
 
     model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
     os.environ.update(ServeSettings(str(checkpoint), expert_format="bf16", threads=1).to_env())
@@ -92,7 +93,7 @@ def served(checkpoint: Path) -> list[float]:
         max_model_len=128,
         max_num_seqs=2,
         disable_log_stats=True,
-        hf_overrides=CONFIG_OVERRIDES.get(model_type),
+        hf_overrides=of(model_type).overrides,
         compilation_config=compilation_config(model_type, torch.cuda.is_available(), 2),
     )
     out = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=1, prompt_logprobs=0))
@@ -107,7 +108,7 @@ def examine(family: str) -> str:
             "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from tiny import write_checkpoint;"
             "import json; write_checkpoint(sys.argv[2], Path(sys.argv[3]), **json.loads(sys.argv[4]))"
         )
-        tests, overrides = str(Path(__file__).parents[1]), json.dumps(OVERRIDES[family])
+        tests, overrides = str(Path(__file__).parents[1]), json.dumps(OVERRIDES.get(family, {}))
         subprocess.run(
             [sys.executable, "-c", code, tests, family, folder, overrides], check=True, capture_output=True, text=True
         )
@@ -135,7 +136,7 @@ def difference(one: list[float], other: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=list(OVERRIDES), choices=list(OVERRIDES))
+    parser.add_argument("--families", nargs="+", metavar="FAMILY", help="names of tests/tiny.py; by default all")
     parser.add_argument("--side", choices=("trained", "served"), help="internal: what one process does")
     parser.add_argument("--checkpoint", type=Path)
     args = parser.parse_args()
@@ -143,9 +144,14 @@ def main() -> None:
         sides = {"trained": trained, "served": served}
         print(json.dumps(sides[args.side](args.checkpoint)), flush=True)
         return
+    from tiny import FAMILIES, MORE_FAMILIES
+
+    known = [*FAMILIES, *MORE_FAMILIES]
+    if unknown := {*(args.families or ())} - {*known}:
+        parser.error(f"tests/tiny.py has no {', '.join(sorted(unknown))}; it has {', '.join(known)}")
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for family in args.families:
+    for family in args.families or known:
         print(examine(family), flush=True)
 
 

@@ -324,7 +324,6 @@ def growth(memory: list[tuple[float, int]]) -> tuple[int, int]:
 
 
 def make_models(folder: Path) -> dict[str, Path]:
-    """The base model and its adapters."""
     from adapters import random_adapter
     from tiny import write_checkpoint
 
@@ -334,7 +333,6 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 def start(models: dict[str, Path], port: int, log: Path, options: list[str]) -> subprocess.Popen[bytes]:
-    """The server."""
     command = [str(Path(sys.executable).parent / "ktft"), "serve", str(models[BASE]), "--port", str(port)]
     command += ["--adapter-swap", "--max-model-len", str(MOST_TOKENS), "--kv-cache-memory", "256M", *options]
     with log.open("wb") as file:

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import types
 import zipfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -200,16 +201,12 @@ def main() -> None:
         for package in REAL:
             if not (folder / package).is_dir():
                 download(package, getattr(args, package), folder)
-        models = []
-        for family in ("qwen3moe", "dsv2", "dsv3"):
-            checkpoint = write_checkpoint(family, Path(scratch, family))
-            for case, own in CASES.items():
-                for target in REAL:
-                    options = {"target_modules": TARGETS[family, target]} | own
-                    models.append((family, case, target, checkpoint, options))
         failed = False
         prepared = []
-        for family, case, target, checkpoint, options in models:
+        for family, case, target in product(("qwen3moe", "dsv2", "dsv3"), CASES, REAL):
+            checkpoint, options = Path(scratch, family), {"target_modules": TARGETS[family, target]} | CASES[case]
+            if not checkpoint.exists():
+                write_checkpoint(family, checkpoint)
             saved, out = Path(scratch, f"{family}-{case}-{target}"), Path(scratch, f"{family}-{case}-{target}-out")
             adapted(checkpoint, **options).save_pretrained(saved)
             opened = export.open_adapter(saved)

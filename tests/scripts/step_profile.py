@@ -294,7 +294,6 @@ def train(args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("bench", "train"))
     parser.add_argument("--shape", default="qwen3-30b-a3b", help="of bench: a name, or E,k,H,I")
@@ -318,7 +317,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns the exit status."""
     args = arguments()
     {"bench": bench, "train": train}[args.what](args)
     return 0

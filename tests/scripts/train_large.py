@@ -32,21 +32,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import yaml
 from safetensors.torch import save_file
-from tiny import tokenizer
+from tiny import factory_settings, tokenizer
 
 from benchmarks.cases import Shape
 from benchmarks.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
 from ktft import native
-from ktft.checkpoint.cache import (
-    MANIFEST,
-    ExpertShape,
-    Manifest,
-    describe_file,
-    layer_file,
-    layer_metadata,
-    layer_tensors,
-    sha256,
-)
+from ktft.checkpoint import cache
 from ktft.checkpoint.convert import check_space
 from ktft.checkpoint.files import to_json, write_safetensors, write_whole
 from ktft.checkpoint.identity import identify
@@ -69,7 +60,6 @@ TOKENIZER_SIZE = 320
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """Print the seconds."""
     began = time.perf_counter()
     yield
     print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
@@ -92,23 +82,23 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
     with part(f"packing {DISTINCT} experts"):
         packed = {place: tensor.numpy().data for place, tensor in pack_some(layer).items()}
     model_type = json.loads((path / "config.json").read_text())["model_type"]
-    shapes = {number: ExpertShape.of(layer) for number in range(args.layers)}
+    shapes = {number: cache.ExpertShape.of(layer) for number in range(args.layers)}
     source = identify([path / SHARD])
-    manifest = Manifest(args.format, model_type, source, shapes, {}, sha256(path / "config.json"))
-    tensors = layer_tensors(layer)
+    manifest = cache.Manifest(args.format, model_type, source, shapes, {}, cache.sha256(path / "config.json"))
+    tensors = cache.layer_tensors(layer)
 
     def write(number: int) -> None:
         content = ([packed[expert % DISTINCT, name]] for expert, name in tensors.values())
-        metadata = layer_metadata(manifest, number, "0" * 64)
-        write_safetensors(path / layer_file(number), list(tensors), metadata, content)
+        metadata = cache.layer_metadata(manifest, number, "0" * 64)
+        write_safetensors(path / cache.layer_file(number), list(tensors), metadata, content)
 
     size = args.layers * sum(tensor.nbytes for tensor in tensors)
     check_space(path, size)
     with part(f"packed experts, {size / 1e9:.1f} GB"):
         with ThreadPoolExecutor(layer.runtime.threads) as pool:
             list(pool.map(write, range(args.layers)))
-        files = {name: describe_file(path / name) for name in (SHARD, *map(layer_file, range(args.layers)))}
-        write_whole(path / MANIFEST, to_json(replace(manifest, files=files).to_dict()))
+        files = {name: cache.describe_file(path / name) for name in (SHARD, *map(cache.layer_file, range(args.layers)))}
+        write_whole(path / cache.MANIFEST, to_json(replace(manifest, files=files).to_dict()))
 
 
 def write_backbone(args: argparse.Namespace, shape: Shape, path: Path) -> None:
@@ -147,21 +137,11 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     kt_config = {"threads": args.threads, "verify_checksums": args.verify}
     kt_config |= {"placement": args.placement, "gpu_expert_memory": args.gpu_expert_memory}
-    return {
-        "model_name_or_path": str(root / "model"),
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "lora_target": "all",
+    own = {
         "lora_rank": args.rank,
         "lora_alpha": 2 * args.rank,
-        "use_kt": True,
         "kt_config": kt_config,
-        "dataset_dir": str(root / "data"),
-        "dataset": "sft",
-        "template": "default",
         "cutoff_len": args.cutoff,
-        "output_dir": str(root / "out"),
         "overwrite_output_dir": True,
         "per_device_train_batch_size": args.batch,
         "learning_rate": 1e-4,
@@ -170,9 +150,10 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "disable_gradient_checkpointing": not args.checkpointing,
         "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": "none",
         "bf16": on_gpu,
+        "use_cpu": False,
     }
+    return factory_settings(root / "model", root / "data", root / "out", **own)
 
 
 def train(args: argparse.Namespace, root: Path) -> bool:
@@ -230,10 +211,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns the exit status."""
     args = arguments()
     root = args.directory
-    if not (root / "model" / MANIFEST).is_file():
+    if not (root / "model" / cache.MANIFEST).is_file():
         write_checkpoint(args, root / "model")
     write_data(args, root / "data")
     report = root / "out" / "ktft_report.json"

@@ -6,8 +6,9 @@ Its paths are vLLM's. The engine itself is none but `Engine` of this file.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,25 +188,29 @@ def ask(server: Server, model: str) -> Awaitable[Response]:
     return done(server, CHAT, {"model": model, "messages": HELLO})
 
 
-Run = Callable[..., None]
+Serve = Callable[..., Server]
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Run:
-    """`serve(test, **settings)` runs `await test(server)` around a new server."""
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """`serve(**settings)` -> a new server. Where one hangs, all threads are shown and the tests end."""
     checkpoint = tmp_path / "base"
     checkpoint.mkdir()
+    common = {"swap_timeout": 60.0, "adapter_swap": True, "status_path": str(tmp_path / "status.json")}
 
-    def run(test: Callable[[Server], Coroutine[Any, Any, None]], **settings: Any) -> None:
-        async def inside() -> None:
-            values = {
-                "swap_timeout": 60.0,
-                "adapter_swap": True,
-                "status_path": str(tmp_path / "status.json"),
-            } | settings
-            async with asyncio.timeout(300):
-                await test(Server(ServeSettings(str(checkpoint), **values), CollectorRegistry()))
+    def make(**settings: Any) -> Server:
+        return Server(ServeSettings(str(checkpoint), **common | settings), CollectorRegistry())
 
-        asyncio.run(inside())
+    faulthandler.dump_traceback_later(300, exit=True)
+    yield make
+    faulthandler.cancel_dump_traceback_later()
 
-    return run
+
+@pytest.fixture
+def server(serve: Serve) -> Server:
+    return serve()

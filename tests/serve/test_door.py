@@ -6,42 +6,41 @@ Around vLLM's server in small there is what vLLM puts there: `CORSMiddleware`, a
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from gated import CHAT, HELLO, Run, Server, adapter, serve
+from gated import CHAT, HELLO, Serve, Server, adapter, anyio_backend, serve
+from httpx import ASGITransport, AsyncClient
 from starlette.middleware.cors import CORSMiddleware
 
-__all__ = ["serve"]
+__all__ = ["anyio_backend", "serve"]
+
+pytestmark = pytest.mark.anyio
 
 FOREIGN = {"Origin": "https://evil.example"}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 ASK = {"model": "base", "messages": HELLO}
-Test = Callable[[Server, httpx.AsyncClient], Awaitable[None]]
+
+
+class Client(AsyncClient):
+    """Of HTTP, for a server in this process."""
+
+    def __init__(self, server: Server) -> None:
+        inner = server.gate.app
+        server.gate.app = CORSMiddleware(inner, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+        super().__init__(transport=ASGITransport(app=server.gate), base_url="http://127.0.0.1:8000", timeout=None)
+        self.server = server
 
 
 @pytest.fixture
-def over_http(serve: Run) -> Callable[..., None]:
-    """`over_http(test, base_url=..., **settings)` runs `await test(server, client)` with a client of HTTP."""
-
-    def run(test: Test, base_url: str = "http://127.0.0.1:8000", **settings: Any) -> None:
-        async def inside(server: Server) -> None:
-            inner = server.gate.app
-            server.gate.app = CORSMiddleware(inner, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-
-            transport = httpx.ASGITransport(app=server.gate)
-            async with httpx.AsyncClient(transport=transport, base_url=base_url, timeout=None) as client:
-                await test(server, client)
-
-        serve(inside, **settings)
-
-    return run
+def client(serve: Serve) -> Client:
+    return Client(serve())
 
 
-def load(client: httpx.AsyncClient, path: str, name: str = "tuned", **headers: str) -> Awaitable[httpx.Response]:
+def load(client: Client, path: str, name: str = "tuned", **headers: str) -> Awaitable[httpx.Response]:
     body = {"lora_name": name, "lora_path": path}
     return client.post("/v1/load_lora_adapter", json=body, headers=headers)
 
@@ -56,88 +55,73 @@ def message(response: httpx.Response) -> str:
 # --- origins ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_page_of_another_origin_reads_or_changes_anything(over_http: Callable[..., None], tmp_path: Path) -> None:
+async def test_no_page_of_another_origin_reads_or_changes_anything(client: Client, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    for origin in ("https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null"):
+        page = {"Origin": origin}
+        answers = [
+            await client.options("/v1/load_lora_adapter", headers=page | asked),
+            await load(client, path, **page),
+            await client.post("/v1/unload_lora_adapter", json={"lora_name": "tuned"}, headers=page),
+            await client.post(CHAT, json=ASK, headers=page),
+            await client.post("/abort_requests", headers=page),
+            await client.get("/v1/models", headers=page),
+            await client.get("/ktft/status", headers=page),
+            await client.get("/metrics", headers=page),
+        ]
+        for answer in answers:
+            assert answer.status_code == 403, (origin, answer.request.url)
+            assert "access-control-allow-origin" not in answer.headers
+        assert f"""-- --allowed-origins '["{origin}"]'""" in message(answers[1])
+    assert not client.server.seen and not client.server.engine.calls
 
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-        for origin in ("https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null"):
-            page = {"Origin": origin}
-            answers = [
-                await client.options("/v1/load_lora_adapter", headers=page | asked),
-                await load(client, path, **page),
-                await client.post("/v1/unload_lora_adapter", json={"lora_name": "tuned"}, headers=page),
-                await client.post(CHAT, json=ASK, headers=page),
-                await client.post("/abort_requests", headers=page),
-                await client.get("/v1/models", headers=page),
-                await client.get("/ktft/status", headers=page),
-                await client.get("/metrics", headers=page),
-            ]
-            for answer in answers:
-                assert answer.status_code == 403, (origin, answer.request.url)
-                assert "access-control-allow-origin" not in answer.headers
-            assert f"""-- --allowed-origins '["{origin}"]'""" in message(answers[1])
-        assert not server.seen and not server.engine.calls
-
-        own = {"Origin": "http://127.0.0.1:8000"}  # vLLM's /docs
-        for page in (own, {}):  # and curl, openai
-            assert (await client.post(CHAT, json=ASK, headers=page)).status_code == 200
-        assert (await load(client, path, **own)).status_code == 200
-
-    over_http(test)
+    own = {"Origin": "http://127.0.0.1:8000"}  # vLLM's /docs
+    for page in (own, {}):  # and curl, openai
+        assert (await client.post(CHAT, json=ASK, headers=page)).status_code == 200
+    assert (await load(client, path, **own)).status_code == 200
 
 
-def test_an_origin_that_was_allowed_reads_answers_and_refusals(over_http: Callable[..., None]) -> None:
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        page = {"Origin": "https://good.example"}
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-        assert (await client.options(CHAT, headers=page | asked)).status_code == 200
-        for body, status in ((ASK, 200), ({"model": "other", "messages": HELLO}, 404)):
-            answer = await client.post(CHAT, json=body, headers=page)
-            assert answer.status_code == status
-            assert answer.headers["access-control-allow-origin"] in ("https://good.example", "*")
-        assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 403
-
-    over_http(test, origins=["https://good.example"])
+async def test_an_origin_that_was_allowed_reads_answers_and_refusals(serve: Serve) -> None:
+    client = Client(serve(origins=["https://good.example"]))
+    page = {"Origin": "https://good.example"}
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    assert (await client.options(CHAT, headers=page | asked)).status_code == 200
+    for body, status in ((ASK, 200), ({"model": "other", "messages": HELLO}, 404)):
+        answer = await client.post(CHAT, json=body, headers=page)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] in ("https://good.example", "*")
+    assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 403
 
 
-def test_any_origin_if_the_user_says_so(over_http: Callable[..., None]) -> None:
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 200
-
-    over_http(test, origins=["*"])
+async def test_any_origin_if_the_user_says_so(serve: Serve) -> None:
+    client = Client(serve(origins=["*"]))
+    assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 200
 
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "LocalHost", "proxy.lan"])
-def test_names_of_this_server(over_http: Callable[..., None], host: str) -> None:
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        assert (await client.post(CHAT, json=ASK, headers={"Host": host})).status_code == 200
-        assert (
-            await client.post(CHAT, json=ASK, headers={"Host": host, "Origin": f"http://{host}"})
-        ).status_code == 200
-
-    over_http(test, hosts=[*LOCAL_NAMES, "proxy.lan"])
+async def test_names_of_this_server(serve: Serve, host: str) -> None:
+    client = Client(serve(hosts=[*LOCAL_NAMES, "proxy.lan"]))
+    assert (await client.post(CHAT, json=ASK, headers={"Host": host})).status_code == 200
+    assert (await client.post(CHAT, json=ASK, headers={"Host": host, "Origin": f"http://{host}"})).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "@"])
-def test_a_name_that_was_bound_to_this_machine(over_http: Callable[..., None], tmp_path: Path, host: str) -> None:
+async def test_a_name_that_was_bound_to_this_machine(serve: Serve, tmp_path: Path, host: str) -> None:
     """Its page is of the origin that it asks: nothing but the host gives it away."""
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        page = {"Host": host, "Origin": f"http://{host}"}
-        for answer in (
-            await load(client, path, **page),
-            await client.get("/v1/models", headers=page),
-            await client.get("/health", headers={"Host": host}),
-        ):
-            assert answer.status_code == 403 and "--allowed-host" in message(answer)
-        assert not server.seen and not server.engine.calls
-
-    over_http(test, hosts=LOCAL_NAMES)
+    client = Client(serve(hosts=LOCAL_NAMES))
+    page = {"Host": host, "Origin": f"http://{host}"}
+    for answer in (
+        await load(client, path, **page),
+        await client.get("/v1/models", headers=page),
+        await client.get("/health", headers={"Host": host}),
+    ):
+        assert answer.status_code == 403 and "--allowed-host" in message(answer)
+    assert not client.server.seen and not client.server.engine.calls
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -147,43 +131,37 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_an_admin_key_is_apart_from_the_users(
-    over_http: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_admin_key_is_apart_from_the_users(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "user")
     monkeypatch.setenv("KTFT_ADMIN_KEY", "admin")
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        for changing in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests", "/start_profile"):
-            for headers, status in ((bearer("user"), 403), (bearer("wrong"), 401), ({}, 401)):
-                answer = await client.post(changing, json={"lora_name": "tuned", "lora_path": path}, headers=headers)
-                assert answer.status_code == status, (changing, headers)
-                assert "admin key" in message(answer)
-        assert not server.engine.calls and not server.seen
-        assert (await load(client, path, **bearer("admin"))).status_code == 200
-        ask = ASK | {"model": "tuned"}
-        for key in ("user", "admin"):
-            assert (await client.post(CHAT, json=ask, headers=bearer(key))).status_code == 200
-        assert (await client.post(CHAT, json=ask, headers={"x-api-key": "admin"})).status_code == 200
-        assert (await client.post(CHAT, json=ask, headers=bearer("wrong"))).status_code == 401
-
-    over_http(test)
+    client = Client(serve())
+    for changing in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests", "/start_profile"):
+        for headers, status in ((bearer("user"), 403), (bearer("wrong"), 401), ({}, 401)):
+            answer = await client.post(changing, json={"lora_name": "tuned", "lora_path": path}, headers=headers)
+            assert answer.status_code == status, (changing, headers)
+            assert "admin key" in message(answer)
+    assert not client.server.engine.calls and not client.server.seen
+    assert (await load(client, path, **bearer("admin"))).status_code == 200
+    ask = ASK | {"model": "tuned"}
+    for key in ("user", "admin"):
+        assert (await client.post(CHAT, json=ask, headers=bearer(key))).status_code == 200
+    assert (await client.post(CHAT, json=ask, headers={"x-api-key": "admin"})).status_code == 200
+    assert (await client.post(CHAT, json=ask, headers=bearer("wrong"))).status_code == 401
 
 
-def test_an_admin_key_alone_leaves_users_without_one(
-    over_http: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_admin_key_alone_leaves_users_without_one(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("KTFT_ADMIN_KEY", "admin")
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        assert (await load(client, path)).status_code == 401
-        assert (await client.post(CHAT, json=ASK)).status_code == 200
-        assert (await load(client, path, **bearer("admin"))).status_code == 200
-
-    over_http(test)
+    client = Client(serve())
+    assert (await load(client, path)).status_code == 401
+    assert (await client.post(CHAT, json=ASK)).status_code == 200
+    assert (await load(client, path, **bearer("admin"))).status_code == 200
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -217,16 +195,13 @@ MANY = 10**30
     ],
     ids=str,
 )
-def test_a_limit_holds_whatever_the_type_of_json(over_http: Callable[..., None], changes: dict[str, Any]) -> None:
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        for path in (CHAT, "/inference/v1/generate", "/invocations"):
-            answer = await client.post(path, json=ASK | changes)
-            assert answer.status_code == 400
-            field = next(iter(changes.get("sampling_params", changes)))
-            assert field in message(answer) and " from " in message(answer)
-        assert not server.seen
-
-    over_http(test)
+async def test_a_limit_holds_whatever_the_type_of_json(client: Client, changes: dict[str, Any]) -> None:
+    for path in (CHAT, "/inference/v1/generate", "/invocations"):
+        answer = await client.post(path, json=ASK | changes)
+        assert answer.status_code == 400
+        field = next(iter(changes.get("sampling_params", changes)))
+        assert field in message(answer) and " from " in message(answer)
+    assert not client.server.seen
 
 
 @pytest.mark.parametrize(
@@ -241,28 +216,20 @@ def test_a_limit_holds_whatever_the_type_of_json(over_http: Callable[..., None],
     ],
     ids=["texts", "tokens", "times n", "embeddings", "conversations", "items"],
 )
-def test_the_answers_of_a_request_are_counted(
-    over_http: Callable[..., None], path: str, changes: dict[str, Any]
-) -> None:
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        answer = await client.post(path, json={"model": "base"} | changes)
-        assert answer.status_code == 400 and "may have 2048 in all" in message(answer)
-        assert not server.seen
-
-    over_http(test)
+async def test_the_answers_of_a_request_are_counted(client: Client, path: str, changes: dict[str, Any]) -> None:
+    answer = await client.post(path, json={"model": "base"} | changes)
+    assert answer.status_code == 400 and "may have 2048 in all" in message(answer)
+    assert not client.server.seen
 
 
-def test_numbers_that_hold_pass_as_they_came(over_http: Callable[..., None]) -> None:
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        for changes in (
-            {"n": "2", "temperature": "1.5", "top_k": -1},
-            {"n": 3.0, "temperature": True, "sampling_params": {"n": 128}},
-            {"n": None, "temperature": 0, "prompt": list(range(5000)), "logprobs": True},
-        ):
-            assert (await client.post(CHAT, json=ASK | changes)).status_code == 200
-            assert json.loads(server.seen[-1][1]) == ASK | changes
-
-    over_http(test)
+async def test_numbers_that_hold_pass_as_they_came(client: Client) -> None:
+    for changes in (
+        {"n": "2", "temperature": "1.5", "top_k": -1},
+        {"n": 3.0, "temperature": True, "sampling_params": {"n": 128}},
+        {"n": None, "temperature": 0, "prompt": list(range(5000)), "logprobs": True},
+    ):
+        assert (await client.post(CHAT, json=ASK | changes)).status_code == 200
+        assert json.loads(client.server.seen[-1][1]) == ASK | changes
 
 
 # --- paths and names of adapters --------------------------------------------------------------------------------------
@@ -279,19 +246,16 @@ def test_numbers_that_hold_pass_as_they_came(over_http: Callable[..., None]) -> 
     ],
     ids=["long", "nul", "surrogate", "device", "below a device"],
 )
-def test_paths_that_are_none(over_http: Callable[..., None], path: str, words: str) -> None:
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        body = json.dumps({"lora_name": "x", "lora_path": path}).encode()
-        answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400 and words in message(answer)
-        assert (await client.post(CHAT, json=ASK)).status_code == 200
-
-    over_http(test)
+async def test_paths_that_are_none(client: Client, path: str, words: str) -> None:
+    body = json.dumps({"lora_name": "x", "lora_path": path}).encode()
+    answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and words in message(answer)
+    assert (await client.post(CHAT, json=ASK)).status_code == 200
 
 
 @pytest.mark.parametrize("missing", ["stat", "access"], ids=["directory", "file"])
-def test_a_path_without_permission(
-    over_http: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+async def test_a_path_without_permission(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     """Whoever runs the tests, root included."""
     path = adapter(tmp_path / "secret")
@@ -302,104 +266,82 @@ def test_a_path_without_permission(
             raise PermissionError(13, "Permission denied", str(self))
         return found(self, **how)
 
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        if missing == "stat":
-            monkeypatch.setattr(Path, "stat", stat)
-        else:
-            monkeypatch.setattr("os.access", lambda at, mode: Path(at).parent.name != "secret" and may(at, mode))
-        answer = await load(client, path)
-        assert answer.status_code == 403 and "permission denied" in message(answer)
-        assert not server.engine.calls
-
-    over_http(test)
+    if missing == "stat":
+        monkeypatch.setattr(Path, "stat", stat)
+    else:
+        monkeypatch.setattr("os.access", lambda at, mode: Path(at).parent.name != "secret" and may(at, mode))
+    answer = await load(client, path)
+    assert answer.status_code == 403 and "permission denied" in message(answer)
+    assert not client.server.engine.calls
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "a\nb", "\ud800", "\0"], ids=["long", "line", "surrogate", "nul"])
-def test_names_that_no_metric_could_have(over_http: Callable[..., None], tmp_path: Path, name: str) -> None:
+async def test_names_that_no_metric_could_have(client: Client, tmp_path: Path, name: str) -> None:
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        body = json.dumps({"lora_name": name, "lora_path": path}).encode()
-        answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400 and "lora_name has" in message(answer)
-        assert (await client.get("/metrics")).status_code == 200
-
-    over_http(test)
+    body = json.dumps({"lora_name": name, "lora_path": path}).encode()
+    answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "lora_name has" in message(answer)
+    assert (await client.get("/metrics")).status_code == 200
 
 
 # --- the record for a server that is started again --------------------------------------------------------------------
 
 
-def test_a_full_disk_refuses_before_anything_changes(
-    over_http: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_full_disk_refuses_before_anything_changes(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        assert (await load(client, paths[0], "one")).status_code == 200
-        with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", full)
-            answer = await load(client, paths[1], "two")
-        assert answer.status_code == 503
-        assert "No space left on device" in message(answer) and "Nothing has changed: one is served" in message(answer)
-        assert server.engine.adapter == paths[0]
-        assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
-        assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
-
-    over_http(test)
+    assert (await load(client, paths[0], "one")).status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        answer = await load(client, paths[1], "two")
+    assert answer.status_code == 503
+    assert "No space left on device" in message(answer) and "Nothing has changed: one is served" in message(answer)
+    assert client.server.engine.adapter == paths[0]
+    assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
+    assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
 
 
-def test_a_record_that_could_not_change_is_told(
-    over_http: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_record_that_could_not_change_is_told(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = adapter(tmp_path / "one")
 
     def readonly(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr("os.replace", readonly)
-            answer = await load(client, path, "one")
-        assert answer.status_code == 200
-        assert (
-            "one is served" in answer.json()["warning"]
-            and "would start the server with base" in answer.json()["warning"]
-        )
-        assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
-
-    over_http(test)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", readonly)
+        answer = await load(client, path, "one")
+    assert answer.status_code == 200
+    assert (
+        "one is served" in answer.json()["warning"] and "would start the server with base" in answer.json()["warning"]
+    )
+    assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
 
 
-def test_a_failed_change_leaves_the_record(over_http: Callable[..., None], tmp_path: Path) -> None:
+async def test_a_failed_change_leaves_the_record(client: Client, tmp_path: Path) -> None:
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
-
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        assert (await load(client, paths[0], "one")).status_code == 200
-        server.engine.failure = "out of memory"
-        assert (await load(client, paths[1], "two")).status_code == 400
-        assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter.json", "base", "one", "two"]
-
-    over_http(test)
+    assert (await load(client, paths[0], "one")).status_code == 200
+    client.server.engine.failure = "out of memory"
+    assert (await load(client, paths[1], "two")).status_code == 400
+    assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter.json", "base", "one", "two"]
 
 
-def test_a_model_with_parts_of_two_adapters_serves_nothing(over_http: Callable[..., None], tmp_path: Path) -> None:
+async def test_a_model_with_parts_of_two_adapters_serves_nothing(client: Client, tmp_path: Path) -> None:
     path = adapter(tmp_path / "one")
-
-    async def test(server: Server, client: httpx.AsyncClient) -> None:
-        server.engine.failure = "parts of two adapters are in the model: out of memory"
-        assert (await load(client, path)).status_code == 400
-        answer = await client.post(CHAT, json=ASK)
-        assert answer.status_code == 503 and "parts of two adapters" in message(answer)
-        server.engine.failure = None
-        assert (await load(client, path)).status_code == 200
-        assert (await client.post(CHAT, json=ASK | {"model": "tuned"})).status_code == 200
-
-    over_http(test)
+    client.server.engine.failure = "parts of two adapters are in the model: out of memory"
+    assert (await load(client, path)).status_code == 400
+    answer = await client.post(CHAT, json=ASK)
+    assert answer.status_code == 503 and "parts of two adapters" in message(answer)
+    client.server.engine.failure = None
+    assert (await load(client, path)).status_code == 200
+    assert (await client.post(CHAT, json=ASK | {"model": "tuned"})).status_code == 200
 
 
 # --- what a server is told of its names and of origins ----------------------------------------------------------------

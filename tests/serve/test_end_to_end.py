@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import Server, serving
-from tiny import write_data
+from tiny import factory_settings, write_data
 
 TRAINING_BIN = os.environ.get("KTFT_TRAINING_BIN")
 QUESTIONS = [f"add {number} and {number + 1}" for number in (0, 3, 7, 12)]
@@ -52,28 +52,9 @@ class Trained:
 def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("run")
     found = Trained(served_checkpoint, folder / "adapter", folder / "merged")
-    settings = {
-        "model_name_or_path": str(found.base),
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "lora_target": "all",
-        "lora_rank": 8,
-        "lora_alpha": 16,
-        "use_kt": True,
-        "kt_config": {"expert_format": "bf16", "threads": 1},
-        "dataset_dir": str(write_data(folder / "data")),
-        "dataset": "sft",
-        "template": "default",
-        "cutoff_len": 64,
-        "output_dir": str(found.adapter),
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "max_steps": 40,
-        "logging_steps": 10,
-        "report_to": "none",
-        "use_cpu": True,
-    }
+    learning = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, "max_steps": 40, "logging_steps": 10}
+    data = write_data(folder / "data")
+    settings = factory_settings(found.base, data, found.adapter, lora_rank=8, lora_alpha=16, **learning)
     (folder / "train.yaml").write_text(json.dumps(settings))  # JSON is YAML
     succeed("llamafactory-cli", "train", str(folder / "train.yaml"), HF_DATASETS_CACHE=str(folder / "cache"))
     succeed("ktft", "merge", str(found.base), str(found.adapter), str(found.merged), "--threads", "1")

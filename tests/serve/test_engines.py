@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from ktft.serve.front.checks import check
 from ktft.serve.front.gate import Gate
 from ktft.serve.front.kv_cache import kv_token_bytes
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm import families
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
@@ -32,6 +34,13 @@ def test_a_row_names_what_there_is(engine: Engine) -> None:
     assert set(engine.packages) <= {"gpu", "cpu"} and set(engine.packages.values()) <= set(versions.TESTED_SERVERS)
     assert set(engine.families) <= set(FAMILIES)
     assert all(engine.install(device) for device in engine.packages)
+
+
+def test_what_vllm_serves_was_measured() -> None:
+    assert {*families.ROWS} <= {*FAMILIES}
+    page = (Path(__file__).parents[2] / "docs/reference/serve-families.md").read_text()
+    measured = set(re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|", page, re.MULTILINE))
+    assert measured == {FAMILIES[model_type].name for model_type in families.SERVED}
 
 
 def test_the_checks_go_by_the_row(served_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

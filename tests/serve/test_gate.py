@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gated import CHAT, HELLO, STATUS, Run, Server, adapter, done, load, serve, settle
+from gated import CHAT, HELLO, STATUS, Serve, Server, adapter, anyio_backend, done, load, serve, server, settle
 
 from ktft.serve.front import asgi
 
-__all__ = ["serve"]
+__all__ = ["anyio_backend", "serve", "server"]
+
+pytestmark = pytest.mark.anyio
 
 
-def test_the_body_reaches_the_engine_as_it_came(serve: Run) -> None:
-    async def test(server: Server) -> None:
-        content = {"model": "base", "messages": [{"role": "user", "content": "x" * 5000}]}
-        response = await done(server, CHAT, content)
-        assert (response.status, response.body) == (200, b"None None None ")
-        assert json.loads(server.seen[0][1]) == content
-        assert server.gate.admission.in_flight == 0
-
-    serve(test)
+async def test_the_body_reaches_the_engine_as_it_came(server: Server) -> None:
+    content = {"model": "base", "messages": [{"role": "user", "content": "x" * 5000}]}
+    response = await done(server, CHAT, content)
+    assert (response.status, response.body) == (200, b"None None None ")
+    assert json.loads(server.seen[0][1]) == content
+    assert server.gate.admission.in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -49,76 +48,61 @@ def test_the_body_reaches_the_engine_as_it_came(serve: Run) -> None:
         ("/collective_rpc", {"method": "x"}, 404, "no /collective_rpc"),
     ],
 )
-def test_bad_requests_never_reach_the_engine(serve: Run, path: str, content: Any, status: int, words: str) -> None:
-    async def test(server: Server) -> None:
-        response = await done(server, path, content)
-        assert response.status == status
-        assert words in response.error["message"]
-        assert not server.seen
-        assert (await done(server, CHAT, {"model": "base", "messages": HELLO})).status == 200
-
-    serve(test)
-
-
-def test_names_are_optional_where_nothing_is_generated(serve: Run) -> None:
-    async def test(server: Server) -> None:
-        assert (await done(server, "/tokenize", {"prompt": "x"})).status == 200
-
-    serve(test)
+async def test_bad_requests_never_reach_the_engine(
+    server: Server, path: str, content: Any, status: int, words: str
+) -> None:
+    response = await done(server, path, content)
+    assert response.status == status
+    assert words in response.error["message"]
+    assert not server.seen
+    assert (await done(server, CHAT, {"model": "base", "messages": HELLO})).status == 200
 
 
-def test_a_body_is_bounded_whether_its_length_is_declared_or_not(serve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(server: Server) -> None:
-        for headers in ({}, {"content-length": "5000"}):
-            response = await done(server, CHAT, b"x" * 5000, headers=headers)
-            assert response.status == 413
-            assert "4000 bytes" in response.error["message"]
+async def test_names_are_optional_where_nothing_is_generated(server: Server) -> None:
+    assert (await done(server, "/tokenize", {"prompt": "x"})).status == 200
 
+
+async def test_a_body_is_bounded_whether_its_length_is_declared_or_not(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(asgi.read_body, "__defaults__", (4000,))
-    serve(test)
+    server = serve()
+    for headers in ({}, {"content-length": "5000"}):
+        response = await done(server, CHAT, b"x" * 5000, headers=headers)
+        assert response.status == 413
+        assert "4000 bytes" in response.error["message"]
 
 
-def test_another_content_type(serve: Run) -> None:
-    async def test(server: Server) -> None:
-        response = await done(
-            server, CHAT, b"model=base", headers={"content-type": "application/x-www-form-urlencoded"}
-        )
-        assert response.status == 415
-        assert "application/json" in response.error["message"]
-
-    serve(test)
+async def test_another_content_type(server: Server) -> None:
+    response = await done(server, CHAT, b"model=base", headers={"content-type": "application/x-www-form-urlencoded"})
+    assert response.status == 415
+    assert "application/json" in response.error["message"]
 
 
-def test_a_client_that_leaves_while_it_sends(serve: Run) -> None:
-    async def test(server: Server) -> None:
-        async def receive() -> Any:
-            return {"type": "http.disconnect"}
+async def test_a_client_that_leaves_while_it_sends(server: Server) -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
 
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-        await server.gate(scope, receive, None)
-        assert not server.seen
-
-    serve(test)
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    await server.gate(scope, receive, None)
+    assert not server.seen
 
 
-def test_websockets_are_refused(serve: Run) -> None:
-    async def test(server: Server) -> None:
-        sent: list[Any] = []
+async def test_websockets_are_refused(server: Server) -> None:
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        await server.gate({"type": "websocket", "path": "/v1/realtime"}, None, send)
-        assert sent[0]["type"] == "websocket.close"
-
-    serve(test)
+    await server.gate({"type": "websocket", "path": "/v1/realtime"}, None, send)
+    assert sent[0]["type"] == "websocket.close"
 
 
 # --- keys and metrics -------------------------------------------------------------------------------------------------
 
 
-def test_keys_guard_everything_that_computes_or_tells(
-    serve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_keys_guard_everything_that_computes_or_tells(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     path = adapter(tmp_path / "tuned")
@@ -136,80 +120,65 @@ def test_keys_guard_everything_that_computes_or_tells(
         ("/abort_requests", {}),
         ("/start_profile", {}),
     ]
-
-    async def test(server: Server) -> None:
-        for where, content in guarded:
-            for key in ("", "Bearer wrong", "Basic secret", "Bearer "):
-                response = await done(server, where, content, headers={"authorization": key})
-                assert response.status == 401, (where, key)
-                assert "Authorization: Bearer" in response.error["message"]
-        assert not server.seen and not server.engine.calls
-        assert (await done(server, CHAT, guarded[0][1], headers={"authorization": "bearer secret"})).status == 200
-        assert (await done(server, CHAT, guarded[0][1], headers={"x-api-key": "secret"})).status == 200
-        assert (await done(server, "/metrics", headers={"authorization": "Bearer secret"})).status == 200
-        assert (await done(server, "/health")).status == 200
-
-    serve(test)
+    server = serve()
+    for where, content in guarded:
+        for key in ("", "Bearer wrong", "Basic secret", "Bearer "):
+            response = await done(server, where, content, headers={"authorization": key})
+            assert response.status == 401, (where, key)
+            assert "Authorization: Bearer" in response.error["message"]
+    assert not server.seen and not server.engine.calls
+    assert (await done(server, CHAT, guarded[0][1], headers={"authorization": "bearer secret"})).status == 200
+    assert (await done(server, CHAT, guarded[0][1], headers={"x-api-key": "secret"})).status == 200
+    assert (await done(server, "/metrics", headers={"authorization": "Bearer secret"})).status == 200
+    assert (await done(server, "/health")).status == 200
 
 
-def test_status_and_metrics(serve: Run, tmp_path: Path) -> None:
+async def test_status_and_metrics(server: Server, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server) -> None:
-        await load(server, path)
-        status = json.loads((await done(server, "/ktft/status")).body)
-        assert status["adapter"] == {"name": "tuned", "path": path}
-        assert status["adapter_swaps"] == 1 and status["requests_in_flight"] == 0
-        assert status["engine"] == STATUS
-        assert json.loads((await done(server, "/ktft/routing")).body) == {"layout": 1, "layers": STATUS["heat"]}
-        text = json.loads((await done(server, "/metrics")).body)
-        for line in (
-            'ktft_expert_seconds_total{lane="cpu"} 0.5',
-            'ktft_expert_pairs_total{lane="cpu"} 12.0',
-            'ktft_expert_heat_total{expert="1",layer="2"} 7.0',
-            'ktft_adapter_info{base="base",name="tuned"} 1.0',
-            "ktft_adapter_swaps_total 1.0",
-            "ktft_requests_in_flight 0.0",
-        ):
-            assert f"{line}\n" in text
-        assert server.engine.calls.count("status") == 1  # cached
-
-    serve(test)
+    await load(server, path)
+    status = json.loads((await done(server, "/ktft/status")).body)
+    assert status["adapter"] == {"name": "tuned", "path": path}
+    assert status["adapter_swaps"] == 1 and status["requests_in_flight"] == 0
+    assert status["engine"] == STATUS
+    assert json.loads((await done(server, "/ktft/routing")).body) == {"layout": 1, "layers": STATUS["heat"]}
+    text = json.loads((await done(server, "/metrics")).body)
+    for line in (
+        'ktft_expert_seconds_total{lane="cpu"} 0.5',
+        'ktft_expert_pairs_total{lane="cpu"} 12.0',
+        'ktft_expert_heat_total{expert="1",layer="2"} 7.0',
+        'ktft_adapter_info{base="base",name="tuned"} 1.0',
+        "ktft_adapter_swaps_total 1.0",
+        "ktft_requests_in_flight 0.0",
+    ):
+        assert f"{line}\n" in text
+    assert server.engine.calls.count("status") == 1  # cached
 
 
-def test_an_answer_from_before_a_change_is_not_shown_after_it(serve: Run, tmp_path: Path) -> None:
+async def test_an_answer_from_before_a_change_is_not_shown_after_it(server: Server, tmp_path: Path) -> None:
     """The engine was asked before, and answers when the adapter has changed."""
     path = adapter(tmp_path / "tuned")
+    answered = asyncio.Event()
 
-    async def test(server: Server) -> None:
-        answered = asyncio.Event()
+    async def late() -> dict[str, Any]:
+        answer = {**STATUS, "adapter": server.engine.adapter}
+        await answered.wait()
+        return answer
 
-        async def late() -> dict[str, Any]:
-            answer = {**STATUS, "adapter": server.engine.adapter}
-            await answered.wait()
-            return answer
-
-        server.engine.status = late  # type: ignore[method-assign]
-        before = asyncio.ensure_future(done(server, "/ktft/status"))
-        await settle()
-        assert (await load(server, path)).status == 200
-        answered.set()
-        await before
-        assert json.loads((await done(server, "/ktft/status")).body)["engine"]["adapter"] == path
-
-    serve(test)
+    server.engine.status = late  # type: ignore[method-assign]
+    before = asyncio.ensure_future(done(server, "/ktft/status"))
+    await settle()
+    assert (await load(server, path)).status == 200
+    answered.set()
+    await before
+    assert json.loads((await done(server, "/ktft/status")).body)["engine"]["adapter"] == path
 
 
-def test_a_dead_engine_leaves_the_other_metrics(serve: Run, tmp_path: Path) -> None:
+async def test_a_dead_engine_leaves_the_other_metrics(server: Server, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server) -> None:
-        server.engine.dead = True
-        text = json.loads((await done(server, "/metrics")).body)
-        assert "ktft_requests_in_flight 0.0" in text and "ktft_expert_seconds" not in text
-        assert (await done(server, "/ktft/routing")).status == 503
-        response = await load(server, path)
-        assert response.status == 503
-        assert "encountered an issue" in response.error["message"]
-
-    serve(test)
+    server.engine.dead = True
+    text = json.loads((await done(server, "/metrics")).body)
+    assert "ktft_requests_in_flight 0.0" in text and "ktft_expert_seconds" not in text
+    assert (await done(server, "/ktft/routing")).status == 503
+    response = await load(server, path)
+    assert response.status == 503
+    assert "encountered an issue" in response.error["message"]

@@ -8,206 +8,187 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gated import CHAT, HELLO, Run, Server, adapter, ask, done, load, request, serve, settle, unload
+from gated import (
+    CHAT,
+    HELLO,
+    Serve,
+    Server,
+    adapter,
+    anyio_backend,
+    ask,
+    done,
+    load,
+    request,
+    serve,
+    server,
+    settle,
+    unload,
+)
 
-__all__ = ["serve"]
+__all__ = ["anyio_backend", "serve", "server"]
+
+pytestmark = pytest.mark.anyio
 
 
-def test_load_and_unload(serve: Run, tmp_path: Path) -> None:
+async def test_load_and_unload(server: Server, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
+    response = await load(server, path)
+    assert (response.status, json.loads(response.body)["model"]) == (200, "tuned")
+    assert server.engine.calls == ["reset", f"set {path}"]  # old prefixes first, then the adapter
+    response = await ask(server, "base")
+    assert response.status == 404
+    assert "what is served is the adapter tuned of base" in response.error["message"]
+    assert (await ask(server, "tuned")).body == f"{path} ".encode() * 3
+    assert server.engine.name == "tuned"
+    models = json.loads((await done(server, "/v1/models")).body)
+    assert models == {"data": [{"id": "tuned", "parent": "base", "root": path}]}
+    assert json.loads((tmp_path / "adapter.json").read_text()) == ["tuned", path]
 
-    async def test(server: Server) -> None:
-        response = await load(server, path)
-        assert (response.status, json.loads(response.body)["model"]) == (200, "tuned")
-        assert server.engine.calls == ["reset", f"set {path}"]  # old prefixes first, then the adapter
-        response = await ask(server, "base")
-        assert response.status == 404
-        assert "what is served is the adapter tuned of base" in response.error["message"]
-        assert (await ask(server, "tuned")).body == f"{path} ".encode() * 3
-        assert server.engine.name == "tuned"
-        models = json.loads((await done(server, "/v1/models")).body)
-        assert models == {"data": [{"id": "tuned", "parent": "base", "root": path}]}
-        assert json.loads((tmp_path / "adapter.json").read_text()) == ["tuned", path]
-
-        assert (await unload(server, "other")).status == 404
-        assert (await unload(server)).status == 200
-        assert server.engine.adapter is None
-        assert (await ask(server, "tuned")).status == 404
-        assert (await ask(server, "base")).status == 200
-        assert json.loads((tmp_path / "adapter.json").read_text()) is None
-        assert (await unload(server)).status == 404
-
-    serve(test)
+    assert (await unload(server, "other")).status == 404
+    assert (await unload(server)).status == 200
+    assert server.engine.adapter is None
+    assert (await ask(server, "tuned")).status == 404
+    assert (await ask(server, "base")).status == 200
+    assert json.loads((tmp_path / "adapter.json").read_text()) is None
+    assert (await unload(server)).status == 404
 
 
-def test_a_server_without_room_for_adapters(serve: Run, tmp_path: Path) -> None:
+async def test_a_server_without_room_for_adapters(serve: Serve, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server) -> None:
-        response = await load(server, path)
-        assert response.status == 400
-        assert "start it with --adapter-swap" in response.error["message"]
-
-    serve(test, adapter_swap=False)
+    server = serve(adapter_swap=False)
+    response = await load(server, path)
+    assert response.status == 400
+    assert "start it with --adapter-swap" in response.error["message"]
 
 
-def test_the_adapter_of_the_start(serve: Run, tmp_path: Path) -> None:
-    async def test(server: Server) -> None:
-        assert (await ask(server, "base")).status == 404
-        assert (await ask(server, "mine")).status == 200
-
-    serve(test, adapter=adapter(tmp_path / "tuned"), adapter_name="mine")
+async def test_the_adapter_of_the_start(serve: Serve, tmp_path: Path) -> None:
+    server = serve(adapter=adapter(tmp_path / "tuned"), adapter_name="mine")
+    assert (await ask(server, "base")).status == 404
+    assert (await ask(server, "mine")).status == 200
 
 
-def test_a_swap_waits_for_streams_and_requests_wait_for_the_swap(serve: Run, tmp_path: Path) -> None:
+async def test_a_swap_waits_for_streams_and_requests_wait_for_the_swap(server: Server, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server) -> None:
-        server.go.clear()
-        stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
-        await settle()
-        assert streamed.status == 200  # headers are out, the body is not
-        swap = asyncio.ensure_future(load(server, path))
-        await settle()
-        old, refused = request(server, CHAT, {"model": "base", "messages": HELLO})
-        new, answered = request(server, CHAT, {"model": "tuned", "messages": HELLO})
-        await settle()
-        assert server.gate.admission.waiting == 2
-        assert not swap.done() and not server.engine.calls
-        server.go.set()
-        await asyncio.gather(stream, swap, old, new)
-        assert streamed.body == b"None None None "
-        assert swap.result().status == 200
-        assert refused.status == 404
-        assert answered.body == f"{path} ".encode() * 3
-        assert server.gate.admission.in_flight == server.gate.admission.waiting == 0
-
-    serve(test)
+    server.go.clear()
+    stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
+    await settle()
+    assert streamed.status == 200  # headers are out, the body is not
+    swap = asyncio.ensure_future(load(server, path))
+    await settle()
+    old, refused = request(server, CHAT, {"model": "base", "messages": HELLO})
+    new, answered = request(server, CHAT, {"model": "tuned", "messages": HELLO})
+    await settle()
+    assert server.gate.admission.waiting == 2
+    assert not swap.done() and not server.engine.calls
+    server.go.set()
+    await asyncio.gather(stream, swap, old, new)
+    assert streamed.body == b"None None None "
+    assert swap.result().status == 200
+    assert refused.status == 404
+    assert answered.body == f"{path} ".encode() * 3
+    assert server.gate.admission.in_flight == server.gate.admission.waiting == 0
 
 
-def test_a_stream_whose_client_leaves_is_no_longer_in_flight(serve: Run, tmp_path: Path) -> None:
+async def test_a_stream_whose_client_leaves_is_no_longer_in_flight(server: Server, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server) -> None:
-        server.go.clear()
-        stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
-        swap = asyncio.ensure_future(load(server, path))
-        await settle()
-        streamed.leave.set()
-        await asyncio.gather(stream, swap)
-        assert swap.result().status == 200
-
-    serve(test)
+    server.go.clear()
+    stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
+    swap = asyncio.ensure_future(load(server, path))
+    await settle()
+    streamed.leave.set()
+    await asyncio.gather(stream, swap)
+    assert swap.result().status == 200
 
 
-def test_a_client_that_leaves_while_it_waits(serve: Run, tmp_path: Path) -> None:
+async def test_a_client_that_leaves_while_it_waits(server: Server, tmp_path: Path) -> None:
     path = adapter(tmp_path / "tuned")
-
-    async def test(server: Server) -> None:
-        server.engine.slow = asyncio.Event()
-        swap = asyncio.ensure_future(load(server, path))
-        await settle()
-        waits, waiting = request(server, CHAT, {"model": "tuned", "messages": HELLO})
-        await settle()
-        waiting.leave.set()
-        await waits
-        assert waiting.status == 0 and not server.seen
-        assert server.gate.admission.waiting == 0
-        server.engine.slow.set()
-        await swap
-
-    serve(test)
+    server.engine.slow = asyncio.Event()
+    swap = asyncio.ensure_future(load(server, path))
+    await settle()
+    waits, waiting = request(server, CHAT, {"model": "tuned", "messages": HELLO})
+    await settle()
+    waiting.leave.set()
+    await waits
+    assert waiting.status == 0 and not server.seen
+    assert server.gate.admission.waiting == 0
+    server.engine.slow.set()
+    await swap
 
 
-def test_what_takes_too_long_is_busy(serve: Run, tmp_path: Path) -> None:
+async def test_what_takes_too_long_is_busy(serve: Serve, tmp_path: Path) -> None:
     """A stream that does not end keeps the adapter; a swap that does not end keeps requests. All may try again."""
     path = adapter(tmp_path / "tuned")
+    server = serve(swap_timeout=0.2)
+    server.go.clear()
+    stream, _ = request(server, CHAT, {"model": "base", "messages": HELLO})
+    await settle()
+    response = await load(server, path)
+    assert (response.status, response.headers["retry-after"]) == (503, "1")
+    assert "in flight" in response.error["message"]
+    server.go.set()
+    await stream
+    assert (await ask(server, "base")).status == 200  # nothing has changed
 
-    async def test(server: Server) -> None:
-        server.go.clear()
-        stream, _ = request(server, CHAT, {"model": "base", "messages": HELLO})
-        await settle()
-        response = await load(server, path)
-        assert (response.status, response.headers["retry-after"]) == (503, "1")
-        assert "in flight" in response.error["message"]
-        server.go.set()
-        await stream
-        assert (await ask(server, "base")).status == 200  # nothing has changed
-
-        server.engine.slow = asyncio.Event()
-        swap = asyncio.ensure_future(load(server, path))
-        await settle()
-        assert (await ask(server, "base")).status == 503
-        assert (await unload(server)).status == 404
-        assert (await load(server, path, "second")).status == 503
-        server.engine.slow.set()
-        assert (await swap).status == 200
-        assert (await ask(server, "tuned")).status == 200
-
-    serve(test, swap_timeout=0.2)
+    server.engine.slow = asyncio.Event()
+    swap = asyncio.ensure_future(load(server, path))
+    await settle()
+    assert (await ask(server, "base")).status == 503
+    assert (await unload(server)).status == 404
+    assert (await load(server, path, "second")).status == 503
+    server.engine.slow.set()
+    assert (await swap).status == 200
+    assert (await ask(server, "tuned")).status == 200
 
 
-def test_swaps_come_one_after_the_other(serve: Run, tmp_path: Path) -> None:
+async def test_swaps_come_one_after_the_other(server: Server, tmp_path: Path) -> None:
     """And requests that waited for the first get in before the second."""
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
-
-    async def test(server: Server) -> None:
-        server.engine.slow = asyncio.Event()
-        first = asyncio.ensure_future(load(server, paths[0], "one"))
-        await settle()
-        waits, answered = request(server, CHAT, {"model": "one", "messages": HELLO})
-        await settle()
-        second = asyncio.ensure_future(load(server, paths[1], "two"))
-        await settle()
-        server.engine.slow.set()
-        assert [(await each).status for each in (first, second)] == [200, 200]
-        await waits
-        assert answered.body == f"{paths[0]} ".encode() * 3
-        assert server.engine.calls == ["reset", f"set {paths[0]}", "reset", f"set {paths[1]}"]
-        assert server.gate.swaps == 2
-
-    serve(test)
+    server.engine.slow = asyncio.Event()
+    first = asyncio.ensure_future(load(server, paths[0], "one"))
+    await settle()
+    waits, answered = request(server, CHAT, {"model": "one", "messages": HELLO})
+    await settle()
+    second = asyncio.ensure_future(load(server, paths[1], "two"))
+    await settle()
+    server.engine.slow.set()
+    assert [(await each).status for each in (first, second)] == [200, 200]
+    await waits
+    assert answered.body == f"{paths[0]} ".encode() * 3
+    assert server.engine.calls == ["reset", f"set {paths[0]}", "reset", f"set {paths[1]}"]
+    assert server.gate.swaps == 2
 
 
-def test_many_swaps_under_load_never_mix_adapters(serve: Run, tmp_path: Path) -> None:
+async def test_many_swaps_under_load_never_mix_adapters(server: Server, tmp_path: Path) -> None:
     paths = {name: adapter(tmp_path / name) for name in ("one", "two", "three")}
+    counts = {200: 0, 404: 0}
 
-    async def test(server: Server) -> None:
-        counts = {200: 0, 404: 0}
+    async def client(name: str) -> None:
+        for _ in range(60):
+            response = await ask(server, name)
+            counts[response.status] += 1
+            if response.status == 200:
+                assert response.body == f"{paths[name]} ".encode() * 3
+            await asyncio.sleep(0)
 
-        async def client(name: str) -> None:
-            for _ in range(60):
-                response = await ask(server, name)
-                counts[response.status] += 1
-                if response.status == 200:
-                    assert response.body == f"{paths[name]} ".encode() * 3
-                await asyncio.sleep(0)
+    async def swapper() -> None:
+        for number in range(30):
+            name = list(paths)[number % 3]
+            assert (await load(server, paths[name], name)).status == 200
+            await asyncio.sleep(0)
 
-        async def swapper() -> None:
-            for number in range(30):
-                name = list(paths)[number % 3]
-                assert (await load(server, paths[name], name)).status == 200
-                await asyncio.sleep(0)
-
-        await asyncio.gather(swapper(), *(client(name) for name in (*paths, *paths)))
-        assert min(counts.values()) > 30
-
-    serve(test)
+    await asyncio.gather(swapper(), *(client(name) for name in (*paths, *paths)))
+    assert min(counts.values()) > 30
 
 
-def test_a_failed_load_changes_nothing(serve: Run, tmp_path: Path) -> None:
+async def test_a_failed_load_changes_nothing(server: Server, tmp_path: Path) -> None:
     good, bad = adapter(tmp_path / "good"), adapter(tmp_path / "bad")
-
-    async def test(server: Server) -> None:
-        await load(server, good, "good")
-        server.engine.failure = "bad/adapter_model.safetensors: lora_A of layer 3 is [4, 64], rank is 8"
-        response = await load(server, bad, "bad")
-        assert response.status == 400
-        assert response.error["message"] == server.engine.failure
-        assert (await ask(server, "bad")).status == 404
-        assert (await ask(server, "good")).body == f"{good} ".encode() * 3
-
-    serve(test)
+    await load(server, good, "good")
+    server.engine.failure = "bad/adapter_model.safetensors: lora_A of layer 3 is [4, 64], rank is 8"
+    response = await load(server, bad, "bad")
+    assert response.status == 400
+    assert response.error["message"] == server.engine.failure
+    assert (await ask(server, "bad")).status == 404
+    assert (await ask(server, "good")).body == f"{good} ".encode() * 3
 
 
 @pytest.mark.parametrize(
@@ -220,31 +201,25 @@ def test_a_failed_load_changes_nothing(serve: Run, tmp_path: Path) -> None:
         ({"lora_name": 5, "lora_path": "/nowhere"}, "lora_name is 5"),
     ],
 )
-def test_bad_loads_are_refused_before_anything_waits(serve: Run, content: Any, words: str) -> None:
-    async def test(server: Server) -> None:
-        server.go.clear()  # a stream that would keep a swap waiting
-        stream, _ = request(server, CHAT, {"model": "base", "messages": HELLO})
-        response = await done(server, "/v1/load_lora_adapter", content)
-        assert response.status == 400
-        assert words in response.error["message"]
-        server.go.set()
-        await stream
-
-    serve(test)
+async def test_bad_loads_are_refused_before_anything_waits(server: Server, content: Any, words: str) -> None:
+    server.go.clear()  # a stream that would keep a swap waiting
+    stream, _ = request(server, CHAT, {"model": "base", "messages": HELLO})
+    response = await done(server, "/v1/load_lora_adapter", content)
+    assert response.status == 400
+    assert words in response.error["message"]
+    server.go.set()
+    await stream
 
 
-def test_prefixes_that_are_still_held(serve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefixes_that_are_still_held(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = adapter(tmp_path / "tuned")
     monkeypatch.setattr("ktft.serve.front.gate._RESET_PAUSE", 0.0)
-
-    async def test(server: Server) -> None:
-        server.engine.busy = 3
-        assert (await load(server, path)).status == 200
-        assert server.engine.calls == ["reset"] * 4 + [f"set {path}"]
-        server.engine.busy = 1 << 30
-        response = await unload(server)
-        assert response.status == 503
-        assert server.engine.adapter == path
-        assert (await ask(server, "tuned")).status == 200
-
-    serve(test)
+    server = serve()
+    server.engine.busy = 3
+    assert (await load(server, path)).status == 200
+    assert server.engine.calls == ["reset"] * 4 + [f"set {path}"]
+    server.engine.busy = 1 << 30
+    response = await unload(server)
+    assert response.status == 503
+    assert server.engine.adapter == path
+    assert (await ask(server, "tuned")).status == 200

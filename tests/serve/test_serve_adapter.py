@@ -39,17 +39,21 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def qwen(bases: dict[str, Path]) -> Iterator[Served]:
-    with served(bases["qwen2moe"], options={"dtype": "float32"}) as running:
+def base(bases: dict[str, Path]) -> Path:
+    return bases["qwen2moe"]
+
+
+@pytest.fixture(scope="module")
+def qwen(base: Path) -> Iterator[Served]:
+    with served(base, options={"dtype": "float32"}) as running:
         yield running
 
 
 # --- what is applied --------------------------------------------------------------------------------------------------
 
 
-def test_each_module_has_its_effect(qwen: Served, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_each_module_has_its_effect(qwen: Served, base: Path, tmp_path: Path) -> None:
     """Adapters on one kind of module each: attention, shared experts and their gate, routed experts; then on all."""
-    base = bases["qwen2moe"]
     qwen.set_adapter(None)
     plain = qwen.logprobs()
     assert (plain - expected(base)).norm() < 1e-2 * plain.norm()
@@ -71,8 +75,7 @@ def test_each_module_has_its_effect(qwen: Served, bases: dict[str, Path], tmp_pa
 # --- swapping ---------------------------------------------------------------------------------------------------------
 
 
-def test_swaps_are_exact_and_keep_nothing(qwen: Served, bases: dict[str, Path], tmp_path: Path) -> None:
-    base = bases["qwen2moe"]
+def test_swaps_are_exact_and_keep_nothing(qwen: Served, base: Path, tmp_path: Path) -> None:
     one, two = (random_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
     said = {}
     qwen.set_adapter(None)
@@ -98,10 +101,9 @@ def test_swaps_are_exact_and_keep_nothing(qwen: Served, bases: dict[str, Path], 
 
 @pytest.mark.parametrize("first", [True, False], ids=["from the base", "from another"])
 def test_memory_that_runs_out_between_experts_and_linear_layers(
-    qwen: Served, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+    qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """All of the one before is served on: at whatever layer it happens."""
-    base = bases["qwen2moe"]
     one, two = (random_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
     told = qwen.set_adapter(None if first else one)
     before, put = qwen.logprobs(), KtftLinearMethod.put
@@ -123,10 +125,10 @@ def test_memory_that_runs_out_between_experts_and_linear_layers(
 
 
 def test_what_cannot_be_put_back_is_said(
-    qwen: Served, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server serves nothing then, until a change works."""
-    adapter = random_adapter(bases["qwen2moe"], tmp_path / "one", seed=1)
+    adapter = random_adapter(base, tmp_path / "one", seed=1)
     qwen.set_adapter(None)
     before = qwen.logprobs()
 
@@ -141,8 +143,7 @@ def test_what_cannot_be_put_back_is_said(
     assert torch.equal(qwen.logprobs(), before)
 
 
-def test_a_bad_adapter_leaves_the_one_before(qwen: Served, bases: dict[str, Path], tmp_path: Path) -> None:
-    base = bases["qwen2moe"]
+def test_a_bad_adapter_leaves_the_one_before(qwen: Served, base: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     good = random_adapter(base, tmp_path / "good", seed=3)
     qwen.set_adapter(good)
     before, status = qwen.logprobs(), qwen.status()["adapter"]
@@ -187,11 +188,11 @@ def test_a_bad_adapter_leaves_the_one_before(qwen: Served, bases: dict[str, Path
 
 
 def test_too_little_memory_is_said_before_anything_changes(
-    qwen: Served, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ktft.serve.runtime.served_adapter.available_memory", lambda: 1 << 16)
     with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload that one first"):
-        qwen.set_adapter(random_adapter(bases["qwen2moe"], tmp_path / "big"))
+        qwen.set_adapter(random_adapter(base, tmp_path / "big"))
 
 
 # --- places, without a server -----------------------------------------------------------------------------------------
@@ -227,11 +228,7 @@ def test_what_has_no_place_is_refused_by_name(bases: dict[str, Path], tmp_path: 
     on_input = random_adapter(base, tmp_path / "q", target_modules=["q_a_proj"])
     fused = {f"model.layers.{n}.self_attn.fused_qkv_a_proj": Slot(64, (32, 319)) for n in range(3)}
     for adapter, made_for, message in (
-        (
-            on_output,
-            target({}),
-            f"would not apply base_model.model.{name}.lora_A.weight: its model has no linear layer",
-        ),
+        (on_output, target({}), f"not apply base_model.model.{name}.lora_A.weight: its model has no linear layer"),
         (on_output, target({}, {name: "it is computed by a spell"}), "computed by a spell; merge it"),
         (on_output, target({name: Slot(127, (64,))}), r"128 inputs and rows 0 to 64 of 64; the server's .* 127 inputs"),
         (on_input, target(fused), r"rows 0 to 32 of 352; the server's .*parts of \(32, 319\)"),

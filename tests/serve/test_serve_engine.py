@@ -115,9 +115,8 @@ def test_what_the_kernels_do_not_compute_is_refused(changes: dict[str, Any], mes
     from ktft.serve.vllm.moe import KtftMoEMethod
 
     assert KtftMoEMethod(vllm_layer()).number == 2
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"model.layers.2.mlp.experts: vLLM asks for {message}"):
         KtftMoEMethod(vllm_layer(**changes))
-    assert f"model.layers.2.mlp.experts: vLLM asks for {message}" in str(error.value)
 
 
 def test_made_up_tokens_of_vllms_profiling_run_reach_no_expert() -> None:

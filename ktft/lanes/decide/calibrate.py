@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,10 @@ _LONG, _MOST_ROWS = 0.02, 1024  # a pass shows enough once it takes so many seco
 _COPIES = (1 << 20, 256 << 20)  # bytes
 
 
-class Probe(Protocol):
-    """Runs `experts` experts with `rows` rows each, forward or backward, and returns the seconds that this took.
-
-    The lane runs alone, and its work is done when the time ends: a GPU's probe synchronizes.
-    """
-
-    def __call__(self, work: Work, experts: int, rows: int) -> float:
-        """Run once."""
+Probe = Callable[[Work, int, int], float]
+"""Runs some experts with so many rows each, forward or backward, and returns the seconds that this took. The lane runs
+alone, and its work is done when the time ends: a GPU's probe synchronizes.
+"""
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def cpu_probe(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Probe:
     """Probes one of the model's own layers. Its weights and adapters are read, and nothing is changed.
 
     Args:
-        layer: an `ExpertLayer`, packed and loaded.
+        layer: an `ExpertLayer`, loaded.
         recompute: backward computes gate and up again, as it does under gradient checkpointing, whose forward keeps
             nothing.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import add
 from typing import Any, NamedTuple, TypeVar
@@ -155,13 +155,13 @@ class Costs(NamedTuple):
 
     def corrected(self, factors: Mapping[Lane, float]) -> Costs:
         """The same with every lane's seconds times its factor."""
-        cpu, copy, gpu = ([cost * factor for cost in lane] for lane, factor in zip(self, factors.values(), strict=True))
-        return Costs(CpuCost(*cpu), CopyCost(*copy), GpuCost(*gpu))
+        lanes: Iterable[Any] = zip(self, factors.values(), strict=True)
+        return Costs._make(lane._make(cost * factor for cost in lane) for lane, factor in lanes)
 
     def plus(self, other: Costs) -> Costs:
         """Those of both."""
-        cpu, copy, gpu = (map(add, mine, theirs) for mine, theirs in zip(self, other, strict=True))
-        return Costs(CpuCost(*cpu), CopyCost(*copy), GpuCost(*gpu))
+        lanes: Iterable[Any] = zip(self, other, strict=True)
+        return Costs._make(mine._make(map(add, mine, theirs)) for mine, theirs in lanes)
 
 
 def costs(kind: LayerKind, rates: Rates, work: Work) -> Costs:

@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ktft.config import Settings
 from ktft.lanes.decide.costs import Costs, LayerKind, Number, Rates, costs
@@ -274,19 +276,12 @@ def _soonest(
     return best, found[best]
 
 
-class _Group:
-    """Experts that may run on the GPU in the same way, most rows first.
-
-    Attributes:
-        n: 0, 1, ... up to all of them.
-        cpu, gpu: seconds in that lane of the first n of them.
-    """
-
-    def __init__(self, rows: list[int], cost: Costs) -> None:
-        _, expert, row = cost.gpu
-        self.n = np.arange(len(rows) + 1)
-        self.cpu = np.array([0.0, *accumulate(cost.cpu.experts(rows))])
-        self.gpu = np.array([0.0, *accumulate([each * row + expert for each in rows])])
+def _group(rows: list[int], cost: Costs) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """n = 0, 1, ... up to all experts with these rows; and seconds of the first n of them on the CPU and on the GPU."""
+    _, expert, row = cost.gpu
+    on_gpu = [each * row + expert for each in rows]
+    cpu, gpu = (np.array([0.0, *accumulate(seconds)]) for seconds in (cost.cpu.experts(rows), on_gpu))
+    return np.arange(len(rows) + 1), cpu, gpu
 
 
 def _fewer_residents(
@@ -297,20 +292,21 @@ def _fewer_residents(
     Each further resident leaves the CPU less to do and the other lanes more. So for any number of streamed experts the
     best number of residents is where the lanes meet, or one fewer, or all.
     """
-    some, here, every = _Group(streamed, cost), _Group(stay, cost), len(stay)
-    n, there, used = some.n, np.minimum(some.n, arrived), len(streamed) + every
-    both = some.cpu[-1] + here.cpu[-1]
-    left = both - some.cpu + (cost.cpu.call + cost.cpu.cross * tokens)
+    n, some_cpu, some_gpu = _group(streamed, cost)
+    all_j, here_cpu, here_gpu = _group(stay, cost)
+    there, used, every = np.minimum(n, arrived), len(streamed) + len(stay), len(stay)
+    both = some_cpu[-1] + here_cpu[-1]
+    left = both - some_cpu + (cost.cpu.call + cost.cpu.cross * tokens)
     copies = n * cost.copy.expert - there * (cost.copy.expert - cost.copy.resident)
     # One row for each other lane: what it takes without residents, and what the first j of them add
     others = (
-        (copies + (cost.copy.call + cost.copy.cross * tokens), here.n * cost.copy.resident),
-        (some.gpu + cost.gpu.call, here.gpu),
+        (copies + (cost.copy.call + cost.copy.cross * tokens), all_j * cost.copy.resident),
+        (some_gpu + cost.gpu.call, here_gpu),
     )
-    meets = [(here.cpu + more).searchsorted(left - without) for without, more in others]
+    meets = [(here_cpu + more).searchsorted(left - without) for without, more in others]
     meet = np.minimum(np.minimum.reduce(meets), every)
     j = np.stack([np.full_like(n, every), meet, np.maximum(meet - 1, 0)])
-    times = _times(n, j, used, both, some.cpu + here.cpu[j], some.gpu + here.gpu[j], there, tokens, cost)
+    times = _times(n, j, used, both, some_cpu + here_cpu[j], some_gpu + here_gpu[j], there, tokens, cost)
     best = int(np.maximum.reduce(times).argmin())
     return best % len(n), int(j.flat[best])
 

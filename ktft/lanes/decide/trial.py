@@ -42,20 +42,14 @@ of its size. They are compared by size because what a model does before its firs
 
 
 class _Size:
-    """What is known about batches of about one size.
-
-    Args:
-        modes: those to try.
-    """
+    """What is known about batches of about one size, for which these modes are tried."""
 
     def __init__(self, modes: Sequence[Mode]) -> None:
         self.pauses: deque[float] = deque(maxlen=PAUSES)
         self._trial: dict[Mode, list[float]] = {mode: [] for mode in modes}  # seconds that count
         self._near: list[Mode] = []  # the last trial's best mode, and the second if it is near; empty during a trial
-        self._usual, self._last = (
-            0.0,
-            deque[float](maxlen=TRIALS + MORE),
-        )  # the chosen mode: in its trial, and since
+        self._usual = 0.0  # what the chosen mode took in its trial
+        self._last: deque[float] = deque(maxlen=TRIALS + MORE)  # and since
         self._left = self._again = AGAIN
         self._before: Mode | None = None  # the last step's mode
         self._chosen: Mode | None = None  # the last trial's
@@ -112,11 +106,7 @@ class _Step:
 
 
 class Choice:
-    """Chooses for one model. All layers of a step have the same mode.
-
-    Args:
-        clock: seconds.
-    """
+    """Chooses for one model. All layers of a step have the same mode."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

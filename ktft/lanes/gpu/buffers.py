@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ktft.lanes.gpu.rings import Place, Ring, Source, aligned, row_bytes
 from ktft.lanes.gpu.transfer import Transfer
-from ktft.lanes.ops.decode import ChunkWeights
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 from ktft.native.packed import PackedSlice
@@ -47,42 +46,30 @@ class ChunkLayout:
     def decoded(self, experts: int) -> ChunkWeights:
         """The part of `weights` for a chunk of so many experts."""
         if experts not in self._decoded:
-            first: dict[str, Any] = {name: tensor[:experts] for name, tensor in tensors(self.weights).items()}
-            self._decoded[experts] = replace(self.weights, **first)
+            self._decoded[experts] = self.weights.changed(lambda tensor: tensor[:experts])
         return self._decoded[experts]
-
-
-def tensors(weights: ChunkWeights) -> dict[str, Tensor]:
-    """The tensors that these weights have, by attribute."""
-    found = {each.name: getattr(weights, each.name) for each in fields(weights)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def decoded_bytes(weights: ChunkWeights) -> int:
     """How many bytes of a buffer `laid_over` needs."""
-    return sum(aligned(tensor.nbytes) for tensor in tensors(weights).values())
+    return sum(aligned(tensor.nbytes) for tensor in (*weights.gate_up.tensors, *weights.down.tensors))
 
 
 def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
     """Weights of the same shapes as views of a buffer, uint8 `[decoded_bytes]` or more."""
-    placed: dict[str, Any] = {}
-    at = 0
-    for name, tensor in tensors(weights).items():
-        placed[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        at += aligned(tensor.nbytes)
-    return replace(weights, **placed)
+    left = memory
+
+    def view(tensor: Tensor) -> Tensor:
+        nonlocal left
+        found, left = left[: tensor.nbytes], left[aligned(tensor.nbytes) :]
+        return found.view(tensor.dtype).view(tensor.shape)
+
+    return weights.changed(view)
 
 
 class Buffers:
-    """A lane's buffers: two for packed bytes, two for LoRA tensors, one for residents' packed bytes, one for decoded
-    weights.
-
-    Args:
-        transfer: copies to the device.
-        chunk_bytes, limit: see `GpuLane`.
-
-    Attributes:
-        packed, adapters, gathered: the rings of the first three.
+    """A lane's buffers: two for packed bytes, two for LoRA tensors (`adapters`), one for residents' packed bytes
+    (`gathered`), one for decoded weights. `GpuLane` explains `chunk_bytes` and `limit`.
     """
 
     def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
@@ -93,7 +80,7 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
-        """How much memory of the device the buffers take."""
+        """Size of all buffers."""
         return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
 
     def forget(self) -> None:
@@ -105,10 +92,7 @@ class Buffers:
     ) -> ChunkLayout:
         """The layer's layout, which is made in its first call, and again when the adapters have other tensors.
 
-        Args:
-            layer: the packed experts.
-            lora: adapters, CPU tensors.
-            residents: gives the sources of a layer's residents.
+        `residents` gives the sources of a layer's residents.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
@@ -120,17 +104,14 @@ class Buffers:
         found = self._layouts.get(layer)
         if found is None or found[0] != signature:
             with torch.inference_mode(False):  # a later call that trains writes there as well
-                found = signature, self._make(layer, lora, parameters, residents)
+                found = signature, self._make(layer, lora, residents)
             self._layouts[layer] = found
         return found[1]
 
     def _make(
-        self,
-        layer: ExpertLayer,
-        lora: ExpertLora | None,
-        parameters: Sequence[Tensor],
-        residents: Callable[[ExpertLayer], list[Source]] | None,
+        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
     ) -> ChunkLayout:
+        parameters = lora.parameters() if lora is not None else []
         for tensor in parameters:
             if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.shape[0] != layer.num_experts:
                 raise ValueError(
@@ -140,7 +121,7 @@ class Buffers:
         slices, locks = layer.slices(), self._transfer.locks
         locked = locks.layer(layer)
         blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
-        adapters = [Source.of(tensor, locks.tensor(tensor)) for tensor in parameters]
+        adapters = [Source(t.data_ptr(), tuple(t.shape[1:]), t.dtype, locks.tensor(t)) for t in parameters]
 
         def shapes(experts: int) -> ChunkWeights:
             sizes = experts, layer.hidden_size, layer.intermediate_size
@@ -155,12 +136,13 @@ class Buffers:
         weights = shapes(capacity)
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
+        ranks = [*weights.gate_up.places.items(), *weights.down.places.items()]
         if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
             self._layouts.clear()
         weights = laid_over(weights, self._decoded)
         return ChunkLayout(
             slices,
-            (layer.format, capacity, self._decoded.data_ptr(), *weights.places.items(), *parts, *rows),
+            (layer.format, capacity, self._decoded.data_ptr(), *ranks, *parts, *rows),
             capacity,
             self.packed.places(blocks, capacity),
             self.adapters.places(adapters, capacity) if adapters else [],

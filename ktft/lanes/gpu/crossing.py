@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktft import spans
 from ktft.device import ACCELERATORS, device_of
 
 
@@ -56,14 +57,22 @@ class Crossing:
             event.record(self.out)
         return Arriving(found, event)
 
-    def to_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Copies of host tensors, made at once; what the current stream is given next waits for them."""
-        if self.into is None:
-            return list(tensors)
-        current = self._device.current_stream()
-        with self._device.stream(self.into):
-            found = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
-        current.wait_stream(self.into)
-        for tensor in found:
-            self._device.record_stream(tensor, current)
-        return found
+    def rows_to_host(self, number: int, *tensors: Tensor) -> Arriving:
+        """The same for hidden states or gradients of decoder layer `number`, with a span."""
+        with spans.device("copy_out", number, self.out, bytes=sum(t.nbytes for t in tensors)):
+            return self.to_host(*tensors)
+
+    def rows_to_device(self, number: int, *tensors: Tensor) -> list[Tensor]:
+        """Copies of what the CPU lane computed for decoder layer `number`, with a span. They are made at once; what the
+        current stream is given next waits for them.
+        """
+        with spans.device("copy_in", number, self.into, bytes=sum(t.nbytes for t in tensors)):
+            if self.into is None:
+                return list(tensors)
+            current = self._device.current_stream()
+            with self._device.stream(self.into):
+                found = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+            current.wait_stream(self.into)
+            for tensor in found:
+                self._device.record_stream(tensor, current)
+            return found

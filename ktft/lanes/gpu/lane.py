@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +26,9 @@ from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.rings import Place, Source
 from ktft.lanes.gpu.transfer import transfer
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import ChunkWeights, decode, place
+from ktft.lanes.ops.decode import decode, place
 from ktft.lanes.ops.interface import by_triton
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
@@ -40,50 +40,34 @@ CHUNK_BYTES = 320 << 20
 
 
 class HeldExperts(Protocol):
-    """What a lane must know of the experts that stay on its device; `ktft.lanes.gpu.residents.Residents` has it.
+    """What a lane must know of the experts that stay on its device; see `ktft.lanes.gpu.residents.Residents`."""
 
-    Attributes:
-        bytes: how much memory of the device they take.
-        arrived: event after which every expert is in its block.
-    """
+    arrived: Any
 
     @property
     def bytes(self) -> int: ...
 
-    arrived: Any
+    def slots(self, layer: ExpertLayer) -> dict[int, int]: ...
 
-    def slots(self, layer: ExpertLayer) -> dict[int, int]:
-        """The layer's experts that stay on the device, each with the number of its block."""
-
-    def sources(self, layer: ExpertLayer) -> list[Source]:
-        """The blocks as matrices to copy from: one for each slice of the layer's packed experts."""
+    def sources(self, layer: ExpertLayer) -> list[Source]: ...
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The experts of one chunk. `slots` are their blocks among the residents; None if they are streamed."""
+@dataclass
+class _Chunk:
+    """Experts that are decoded and multiplied together.
 
+    Attributes:
+        layout: their layer's.
+        slots: their blocks among the residents; None if they are streamed.
+        packed: where their packed bytes are copied to, once that has begun; None for residents.
+        adapters: likewise their LoRA.
+    """
+
+    layout: ChunkLayout
     experts: list[int]
     slots: list[int] | None = None
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A chunk whose copies have begun. `packed` is None if its experts are residents."""
-
-    part: _Part
-    packed: Place | None
+    packed: Place | None = None
     adapters: Place | None = None
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A chunk that can be multiplied."""
-
-    experts: list[int]
-    rows: ChunkRows
-    weights: ChunkWeights
-    lora: ExpertLora | None
 
 
 class GpuLane:
@@ -116,7 +100,7 @@ class GpuLane:
         self.residents: HeldExperts | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._recorded = Recorded(device, on=by_triton(device))
-        self._ahead: deque[tuple[ChunkLayout, _Begun]] = deque()
+        self._ahead: list[_Chunk] = []  # prefetched
         self._returning: list[Tensor] = []  # copies may be writing them, so nobody else may get their memory
         self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
         self.mutex = threading.RLock()
@@ -181,8 +165,8 @@ class GpuLane:
             ValueError: a LoRA tensor cannot be copied.
         """
         with self._guard(layer, "forward"):
-            for chunk in self._chunks(layer, experts, routes, lora):
-                chunk_forward(chunk.weights, chunk.lora, chunk.rows, hidden, top_k_weights, layer.swiglu, out)
+            for _, chunk in self._chunks(layer, experts, routes, lora):
+                chunk_forward(*chunk, hidden, top_k_weights, layer.swiglu, out)
 
     def backward(
         self,
@@ -214,10 +198,11 @@ class GpuLane:
         self._check(layer, lora, lora_grads)
         with self._guard(layer, "backward"):
             self._returning += lora_grads
-            for chunk in self._chunks(layer, experts, routes, lora):
-                rows = chunk.rows, hidden, top_k_weights, layer.swiglu
-                grads = chunk_backward(chunk.weights, chunk.lora, *rows, grad_output, grad_hidden, grad_weights)
-                self._return(chunk.experts, grads, lora_grads)
+            for own, chunk in self._chunks(layer, experts, routes, lora):
+                grads = chunk_backward(
+                    *chunk, hidden, top_k_weights, layer.swiglu, grad_output, grad_hidden, grad_weights
+                )
+                self._return(own, grads, lora_grads)
 
     def finish(self) -> None:
         """Wait until all gradients of LoRA are in host memory. LoRA's tensors may change then, too."""
@@ -241,9 +226,10 @@ class GpuLane:
             if self._ahead:
                 return
             layout, held = self._layout(layer, lora), self._held(layer)
-            parts = _cut(layout, sorted(e for e in experts if e not in held))
-            for part in itertools.islice(parts, len(layout.packed)):
-                self._ahead.append((layout, _Begun(part, self._buffers.packed.fill(layout.packed, part.experts))))
+            chunks = _cut(layout, sorted(e for e in experts if e not in held))
+            for chunk in itertools.islice(chunks, len(layout.packed)):
+                chunk.packed = self._buffers.packed.fill(layout.packed, chunk.experts)
+                self._ahead.append(chunk)
 
     def forget(self) -> None:
         """Drop the prefetched chunks, so that the next call begins with nothing in flight."""
@@ -254,60 +240,58 @@ class GpuLane:
     def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> Coming:
         """The experts that `prefetch` began to copy for a call of this layer with these adapters."""
         with self.mutex:
-            if not self._ahead or self._ahead[0][0] is not self._layout(layer, lora):
+            if not self._ahead or self._ahead[0].layout is not self._layout(layer, lora):
                 return Coming()
-            sizes = [len(begun.part.experts) for _, begun in self._ahead]
-            there = sum(begun.packed is not None and begun.packed.there() for _, begun in self._ahead)
+            sizes = [len(chunk.experts) for chunk in self._ahead]
+            there = sum(chunk.packed is not None and chunk.packed.there() for chunk in self._ahead)
             # The chunk that is being copied counts as half arrived, for nothing says how far it is
             arrived = sum(sizes[:there]) + sum(sizes[there : there + 1]) / 2
-            return Coming([expert for _, begun in self._ahead for expert in begun.part.experts], arrived)
+            return Coming([expert for chunk in self._ahead for expert in chunk.experts], arrived)
 
     def _chunks(
         self, layer: ExpertLayer, experts: Sequence[int], routes: Routes, lora: ExpertLora | None
-    ) -> Iterator[_Ready]:
-        """The experts in chunks. The caller must have queued a chunk's products when it asks for the next one."""
-        layout, compute = self._layout(layer, lora), self.transfer.compute()
-        ahead, parts = self._parts(layer, layout, experts, routes.counts)
+    ) -> Iterator[tuple[list[int], tuple[ChunkWeights, ExpertLora | None, ChunkRows]]]:
+        """The experts in chunks: their numbers, and the first arguments of `chunk_forward`. The caller must have queued
+        a chunk's products when it asks for the next one.
+        """
+        compute = self.transfer.compute()
+        chunks = self._cut_up(layer, self._layout(layer, lora), experts, routes.counts)
         limit = piece_rows(layer.hidden_size, layer.intermediate_size)
-        rows = lay_out(routes, [part.experts for part in parts], limit)
-        waiting = self._begin(layout, ahead, parts)
+        rows = lay_out(routes, [chunk.experts for chunk in chunks], limit)
+        waiting = map(self._begun, chunks)  # a chunk's copies begin when it is asked for
         self.used.wait(compute)
         coming = next(waiting, None)
         for chunk_rows in rows:
             now, coming = coming, next(waiting, None)
             assert now is not None
-            weights = self._decode(layer, layout, now, compute)
-            yield _Ready(now.part.experts, chunk_rows, weights, self._place(layout, now, lora, weights, compute))
+            weights = self._decode(layer, now, compute)
+            yield now.experts, (weights, self._place(now, lora, weights, compute), chunk_rows)
         self._arrived.record(self.transfer.into)
         self.used.record(compute)
 
-    def _begin(self, layout: ChunkLayout, ahead: Sequence[_Begun], parts: Sequence[_Part]) -> Iterator[_Begun]:
-        """Begin each part's copies when the caller asks for it. The first parts may have been prefetched."""
-        for i, part in enumerate(parts):
-            packed = ahead[i].packed if i < len(ahead) else None
-            if packed is None and part.slots is None:
-                packed = self._buffers.packed.fill(layout.packed, part.experts)
-            adapters = self._buffers.adapters.fill(layout.adapters, part.experts) if layout.adapters else None
-            yield _Begun(part, packed, adapters)
+    def _begun(self, chunk: _Chunk) -> _Chunk:
+        """The chunk, whose copies have begun."""
+        layout = chunk.layout
+        if chunk.packed is None and chunk.slots is None:
+            chunk.packed = self._buffers.packed.fill(layout.packed, chunk.experts)
+        if layout.adapters:
+            chunk.adapters = self._buffers.adapters.fill(layout.adapters, chunk.experts)
+        return chunk
 
-    def _parts(
+    def _cut_up(
         self, layer: ExpertLayer, layout: ChunkLayout, experts: Sequence[int], counts: Sequence[int]
-    ) -> tuple[list[_Begun], list[_Part]]:
-        """The prefetched chunks that this call needs; and all its parts: those first, then residents, then the rest."""
+    ) -> list[_Chunk]:
+        """All chunks of this call: those that were prefetched and that it needs, then residents, then the rest."""
         wanted = set(experts).union(e for e, rows in enumerate(counts) if not rows)
-        ahead = [
-            begun
-            for _, begun in itertools.takewhile(
-                lambda entry: entry[0] is layout and wanted.issuperset(entry[1].part.experts), self._ahead
-            )
-        ]
+        needed = itertools.takewhile(lambda c: c.layout is layout and wanted.issuperset(c.experts), self._ahead)
+        ahead = list(needed)
         self._buffers.packed.turn_back(len(self._ahead) - len(ahead))
         self._ahead.clear()
-        left, held = set(experts).difference(*(begun.part.experts for begun in ahead)), self._held(layer)
-        stay = sorted((e for e in left if e in held), key=held.__getitem__)
-        residents = (_Part(part.experts, [held[e] for e in part.experts]) for part in _cut(layout, stay))
-        streamed = _cut(layout, sorted(e for e in left if e not in held))
-        return ahead, [*(begun.part for begun in ahead), *residents, *streamed]
+        left, held = set(experts).difference(*(chunk.experts for chunk in ahead)), self._held(layer)
+        residents = list(_cut(layout, sorted((e for e in left if e in held), key=held.__getitem__)))
+        for chunk in residents:
+            chunk.slots = [held[expert] for expert in chunk.experts]
+        return [*ahead, *residents, *_cut(layout, sorted(e for e in left if e not in held))]
 
     def _layout(self, layer: ExpertLayer, lora: ExpertLora | None) -> ChunkLayout:
         return self._buffers.layout(layer, lora, self.residents.sources if self.residents is not None else None)
@@ -315,37 +299,36 @@ class GpuLane:
     def _held(self, layer: ExpertLayer) -> dict[int, int]:
         return self.residents.slots(layer) if self.residents is not None else {}
 
-    def _decode(self, layer: ExpertLayer, layout: ChunkLayout, begun: _Begun, compute: object) -> ChunkWeights:
-        count = len(begun.part.experts)
+    def _decode(self, layer: ExpertLayer, chunk: _Chunk, compute: object) -> ChunkWeights:
+        layout, count, packed = chunk.layout, len(chunk.experts), chunk.packed
         weights = layout.decoded(count)
-        if begun.packed is not None:
-            packed = begun.packed
+        if packed is not None:
             packed.wait(compute)
         else:
-            assert self.residents is not None and begun.part.slots is not None
+            assert self.residents is not None and chunk.slots is not None
             self.residents.arrived.wait(compute)
-            packed = self._buffers.gathered.gather(layout.gathered, begun.part.slots)
+            packed = self._buffers.gathered.gather(layout.gathered, chunk.slots)
         work = partial(decode, layer.format, layout.slices, packed.first(count), weights)
         self._recorded.run(_key(layout, count, packed), work)
-        if begun.packed is not None:
+        if chunk.packed is not None:
             packed.buffer.free.record(compute)
         return weights
 
     def _place(
-        self, layout: ChunkLayout, begun: _Begun, lora: ExpertLora | None, weights: ChunkWeights, compute: object
+        self, chunk: _Chunk, lora: ExpertLora | None, weights: ChunkWeights, compute: object
     ) -> ExpertLora | None:
         """Write a chunk's adapters beside its weights; returns the adapters on the device."""
-        if lora is None or begun.adapters is None:
+        if lora is None or chunk.adapters is None:
             return None
-        begun.adapters.wait(compute)
-        count = len(begun.part.experts)
-        views = iter(begun.adapters.first(count))
+        chunk.adapters.wait(compute)
+        count = len(chunk.experts)
+        views = iter(chunk.adapters.first(count))
         scalings = {name: lora.pairs[name].scaling for name in PROJECTIONS if name in lora.pairs}
-        chunk = replace(lora, pairs={name: LoraPair(next(views), next(views), each) for name, each in scalings.items()})
-        key = _key(layout, count, begun.adapters, lora.dropout, *scalings.values())
-        self._recorded.run(key, partial(place, chunk, weights))
-        begun.adapters.buffer.free.record(compute)
-        return chunk
+        own = replace(lora, pairs={name: LoraPair(next(views), next(views), each) for name, each in scalings.items()})
+        key = _key(chunk.layout, count, chunk.adapters, lora.dropout, *scalings.values())
+        self._recorded.run(key, partial(place, own, weights))
+        chunk.adapters.buffer.free.record(compute)
+        return own
 
     def _return(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:
         """Begin to copy a chunk's LoRA gradients to the rows of `lora_grads` that belong to its experts."""
@@ -416,11 +399,11 @@ def adapters_at_rest() -> Iterator[None]:
         yield
 
 
-def _cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[_Part]:
+def _cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[_Chunk]:
     """Cut experts into chunks of about the same size."""
     count = -(-len(experts) // layout.capacity)
     for i in range(count):
-        yield _Part(list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
+        yield _Chunk(layout, list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
 
 
 def _key(layout: ChunkLayout, experts: int, source: Place, *numbers: float) -> Hashable:

@@ -112,14 +112,8 @@ class Residents:
     def sources(self, layer: ExpertLayer) -> list[Source]:
         """The blocks as matrices to copy from: one for each slice of the layer's packed experts."""
         part = self._layers.get(layer)
-        return (
-            []
-            if part is None
-            else [
-                Source(matrix.batch, (matrix.bytes,), torch.uint8, stride=self._block_bytes)
-                for matrix in self._blocks(part, 0)
-            ]
-        )
+        first = self._blocks(part, 0) if part is not None else []
+        return [Source(m.batch, (m.bytes,), torch.uint8, stride=self._block_bytes) for m in first]
 
     def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
         """Fill the arena by the tokens of each expert that an earlier run counted, as in its training report."""
@@ -160,23 +154,22 @@ class Residents:
 
     def _replace(self, swaps: int) -> int:
         """Fill free blocks, then exchange at most `swaps` residents; returns the bytes that are copied."""
-        with self._lane.mutex:
-            return self._replaced(swaps)
-
-    def _replaced(self, swaps: int) -> int:
         outside: list[tuple[float, int, ExpertLayer, int]] = []
         inside: list[tuple[float, int, ExpertLayer, int]] = []
-        for number, (layer, part) in enumerate(self._layers.items()):
-            for expert, share in enumerate(part.share.tolist()):
-                (inside if expert in part.slots else outside).append((share, number, layer, expert))
-        comers = [comer for comer in _most(outside, len(self._free) + swaps) if comer[0] > 0]
-        coming = [(layer, expert, self._free.pop()) for _, _, layer, expert in comers[: len(self._free)]]
-        goers = heapq.nsmallest(swaps, inside, key=lambda entry: entry[:2] + entry[3:])
-        for (share, _, layer, expert), (held, _, other, out) in zip(comers[len(coming) :], goers, strict=False):
-            if share <= MARGIN * held:
-                break
-            coming.append((layer, expert, self._layers[other].slots.pop(out)))
-        return self._bring(coming)
+        with self._lane.mutex:
+            for number, (layer, part) in enumerate(self._layers.items()):
+                for expert, share in enumerate(part.share.tolist()):
+                    (inside if expert in part.slots else outside).append((share, number, layer, expert))
+            # Equal shares go by the order of layers and experts
+            most = heapq.nsmallest(len(self._free) + swaps, outside, key=lambda each: (-each[0], each[1], each[3]))
+            comers = [comer for comer in most if comer[0] > 0]
+            coming = [(layer, expert, self._free.pop()) for _, _, layer, expert in comers[: len(self._free)]]
+            goers = heapq.nsmallest(swaps, inside, key=lambda each: (each[0], each[1], each[3]))
+            for (share, _, layer, expert), (held, _, other, out) in zip(comers[len(coming) :], goers, strict=False):
+                if share <= MARGIN * held:
+                    break
+                coming.append((layer, expert, self._layers[other].slots.pop(out)))
+            return self._bring(coming)
 
     def _bring(self, coming: Sequence[tuple[ExpertLayer, int, int]]) -> int:
         """Copy experts to their blocks, as soon as the products no longer read these."""
@@ -234,10 +227,3 @@ class TrainingResidents:
         while self._counted:
             self._residents.observe(*self._counted.pop())
         self._residents.adapt()
-
-
-def _most(
-    entries: Sequence[tuple[float, int, ExpertLayer, int]], count: int
-) -> list[tuple[float, int, ExpertLayer, int]]:
-    """The `count` entries with the most tokens; equal ones in the order of layers and experts."""
-    return heapq.nsmallest(count, entries, key=lambda entry: (-entry[0], entry[1], entry[3]))

@@ -39,14 +39,9 @@ class Source:
         """Size of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @classmethod
-    def of(cls, tensor: Tensor, locked: bool) -> Source:
-        """The rows of a tensor."""
-        return cls(tensor.data_ptr(), tuple(tensor.shape[1:]), tensor.dtype, locked)
-
 
 class Buffer:
-    """One of the buffers that take turns.
+    """One of a ring's buffers.
 
     Attributes:
         memory: on the device.
@@ -94,10 +89,9 @@ class Place:
         """Whether the last copy is complete."""
         return bool(self.buffer.copied.query())
 
-    def wait(self, stream: object) -> list[Tensor]:
-        """Make `stream` wait for the last copy; returns the views."""
+    def wait(self, stream: object) -> None:
+        """Make `stream` wait for the last copy."""
         self.buffer.copied.wait(stream)
-        return self.views
 
 
 def row_bytes(sources: Sequence[Source]) -> int:
@@ -121,12 +115,12 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """How much memory of the device the buffers take."""
+        """Size of all buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     @staticmethod
     def size(sources: Sequence[Source], capacity: int) -> int:
-        """Bytes of a buffer that holds `capacity` rows of each source."""
+        """Bytes of one buffer for `capacity` rows of each source."""
         return sum(aligned(source.bytes * capacity) for source in sources)
 
     def reserve(self, size: int) -> bool:
@@ -192,15 +186,13 @@ class Ring:
     def _through_mirror(self, place: Place, rows: Sequence[int]) -> None:
         buffer = place.buffer
         if buffer.mirror is None:
+            size, pinned = buffer.memory.nbytes, self._transfer.driver is not None
             with torch.inference_mode(False):
-                buffer.mirror = torch.empty(
-                    buffer.memory.nbytes, dtype=torch.uint8, pin_memory=self._transfer.driver is not None
-                )
+                buffer.mirror = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         buffer.copied.synchronize()  # until then the copy before this one reads the mirror
         shift = buffer.mirror.data_ptr() - buffer.memory.data_ptr()
-        copy_on_host(
-            rows, [Rows(m.matrix, m.batch + shift, m.bytes, m.matrix_stride) for m in place.pageable], gather=True
-        )
+        mirrored = [Rows(m.matrix, m.batch + shift, m.bytes, m.matrix_stride) for m in place.pageable]
+        copy_on_host(rows, mirrored, gather=True)
         self._transfer.copy_in(range(len(rows)), [Rows(m.batch + shift, m.batch, m.bytes) for m in place.pageable])
 
 

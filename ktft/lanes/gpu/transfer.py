@@ -28,7 +28,7 @@ class Transfer:
     """One device's copies: a stream into it and one out of it. What they copy must lie still until they have passed.
 
     Args:
-        device: of a type that `ktft.device` knows, with its index.
+        device: with its index.
 
     Attributes:
         driver: the device's, None on the CPU.
@@ -38,7 +38,7 @@ class Transfer:
 
     Raises:
         CudaError: the driver cannot be opened.
-        ValueError: a device of another type.
+        ValueError: `device` is of a type that `ktft.device` does not know.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -166,10 +166,5 @@ class Locks:
 
 @functools.cache
 def transfer(device: torch.device) -> Transfer:
-    """The process's own for a device (with its index): memory can be locked once only.
-
-    Raises:
-        CudaError: the driver cannot be opened.
-        ValueError: a device of a type that `ktft.device` does not know.
-    """
+    """The process's own for a device, because memory can be locked once only."""
     return Transfer(device)

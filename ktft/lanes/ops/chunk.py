@@ -1,86 +1,72 @@
 """A chunk of experts on a device, forward and backward: `ktft.reference.moe` in bf16 products with fp32 sums.
 
-LoRA and biases go through the same products as the weights: see `ChunkWeights`. Backward computes gate and up again
+LoRA and biases go through the same products as the weights: see `ChunkMatrix`. Backward computes gate and up again
 from the hidden states, so nothing is kept after forward.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ktft.lanes.ops.chunk_adapters import Adapters
-from ktft.lanes.ops.decode import ChunkWeights
 from ktft.lanes.ops.interface import Operations, operations
 from ktft.lanes.ops.products import grouped
 from ktft.lanes.ops.tiles import PLACES
+from ktft.lanes.ops.weights import Adapters, ChunkMatrix, ChunkWeights
 from ktft.lanes.routes import ChunkRows, Piece
 from ktft.lora import ExpertLora
 from ktft.swiglu import Swiglu
 
 
+@dataclass(frozen=True)
 class _Side:
     """One of a chunk's two matrices with its adapters: it turns inputs into outputs, and gradients back."""
 
-    def __init__(
-        self,
-        matrix: Tensor,
-        transposed: Tensor,
-        a: Tensor | None,
-        scale: Tensor | None,
-        ones: Tensor | None,
-        adapters: Adapters | None,
-        ops: Operations,
-    ) -> None:
-        self.matrix, self.transposed, self.a, self.scale = matrix, transposed, a, scale
-        self.ones, self.adapters, self.ops = ones, adapters, ops
+    matrix: ChunkMatrix
+    adapters: Adapters | None
+    ops: Operations
 
     def rows(self, piece: Piece) -> Tensor:
         """Memory for inputs, with the columns behind them that LoRA and the biases need."""
-        rows = torch.empty(piece.rows, self.matrix.shape[2], dtype=torch.bfloat16, device=self.matrix.device)
-        if self.ones is not None:
-            rows[:, -PLACES:] = self.ones
+        values, ones = self.matrix.values, self.matrix.ones
+        rows = values.new_empty(piece.rows, values.shape[2])
+        if ones is not None:
+            rows[:, -PLACES:] = ones
         return rows
 
     def add_places(self, x: Tensor, piece: Piece) -> None:
         """Write A x into the columns behind x."""
-        if self.adapters is not None and self.a is not None:
+        if self.adapters is not None:
             for begin, end, dropout in self.adapters.masked():
-                self.ops.low_rank(x, self.a, piece, begin, end, dropout)
+                self.ops.low_rank(x, self.adapters.a, piece, begin, end, dropout)
 
     def outputs(self, x: Tensor, piece: Piece) -> Tensor:
-        """The outputs for x, whose columns behind the inputs are filled."""
-        return grouped(x, self.transposed, piece)
+        """The outputs for x, with A x written behind it."""
+        self.add_places(x, piece)
+        return grouped(x, self.matrix.transposed, piece)
 
     def input_grads(self, dy: Tensor, piece: Piece) -> Tensor:
         """Wᵀ dy + Aᵀ Bᵀ dy, with Bᵀ dy in the columns behind it."""
-        dx = grouped(dy, self.matrix, piece)
-        if self.adapters is not None and self.a is not None:
+        dx = grouped(dy, self.matrix.values, piece)
+        if self.adapters is not None:
             for begin, end, dropout in self.adapters.masked():
-                self.ops.add_low_rank(dx, self.a, piece, begin, end, dropout)
+                self.ops.add_low_rank(dx, self.adapters.a, piece, begin, end, dropout)
         return dx
 
 
-class _Chunk:
-    """What forward and backward of a chunk share."""
+def _sides(weights: ChunkWeights, lora: ExpertLora | None, ops: Operations | None) -> tuple[_Side, _Side]:
+    ops = ops or operations(weights.down.values.device)
+    first, second = (_Side(each, each.adapters(lora), ops) for each in (weights.gate_up, weights.down))
+    return first, second
 
-    def __init__(
-        self, weights: ChunkWeights, lora: ExpertLora | None, hidden: Tensor, swiglu: Swiglu, ops: Operations | None
-    ) -> None:
-        self.hidden, self.swiglu = hidden, swiglu
-        self.ops = ops = ops or operations(hidden.device)
-        first, second = weights.adapters(lora)
-        gate_up_t, down_t = weights.transposed
-        ones = weights.ones
-        self.gate_up = _Side(weights.gate_up, gate_up_t, weights.gate_up_a, weights.gate_up_scale, ones, first, ops)
-        self.down = _Side(weights.down, down_t, weights.down_a, weights.down_scale, ones, second, ops)
 
-    def gate_and_up(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Rows of x with the columns behind them, and gate and up before the activation."""
-        x = self.gate_up.rows(piece)
-        self.ops.gather(self.hidden, piece, None, x)
-        self.gate_up.add_places(x, piece)
-        return x, self.gate_up.outputs(x, piece)
+def _gate_and_up(side: _Side, hidden: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Rows of x with the columns behind them, and gate and up before the activation."""
+    x = side.rows(piece)
+    side.ops.gather(hidden, piece, None, x)
+    return x, side.outputs(x, piece)
 
 
 def chunk_forward(
@@ -105,16 +91,13 @@ def chunk_forward(
         out: fp32 `[T, H]`, added to.
         ops: None for the best implementation on the device.
     """
-    if not rows:
-        return
-    chunk = _Chunk(weights, lora, hidden, swiglu, ops)
+    first, second = _sides(weights, lora, ops)
     for piece in rows:
-        _, gate_up = chunk.gate_and_up(piece)
-        h = chunk.down.rows(piece)
-        chunk.ops.swiglu(gate_up, weights.gate_up_scale, piece, swiglu, h)
-        chunk.down.add_places(h, piece)
-        y = chunk.down.outputs(h, piece)
-        chunk.ops.combine(y, weights.down_scale, piece, top_k_weights, out)
+        _, gate_up = _gate_and_up(first, hidden, piece)
+        h = second.rows(piece)
+        first.ops.swiglu(gate_up, weights.gate_up.scale, piece, swiglu, h)
+        y = second.outputs(h, piece)
+        second.ops.combine(y, weights.down.scale, piece, top_k_weights, out)
 
 
 def chunk_backward(
@@ -145,42 +128,27 @@ def chunk_backward(
     sizes = [parameter.numel() for parameter in parameters]
     # The first piece writes every element
     grads = (torch.empty if rows else torch.zeros)(sum(sizes), dtype=torch.float32, device=hidden.device)
-    if rows:
-        chunk = _Chunk(weights, lora, hidden, swiglu, ops)
-        for piece in rows:
-            adds = piece is not rows[0]
-            _piece_backward(chunk, piece, top_k_weights, grad_output, grad_hidden, grad_weights, grads, adds)
+    first, second = _sides(weights, lora, ops)
+    ops, first_scale, second_scale = first.ops, weights.gate_up.scale, weights.down.scale
+    of_first = first.adapters.parameters if first.adapters is not None else 0
+    for piece in rows:
+        x, gate_up = _gate_and_up(first, hidden, piece)
+        dy = x.new_empty(piece.rows, grad_output.shape[1])
+        ops.gather(grad_output, piece, second_scale, dy)
+
+        # dh lacks the routing weight, so that <dh, h> is the gradient of that weight
+        dh = second.input_grads(dy, piece)
+        h = second.rows(piece)
+        bias = dh[:, -PLACES:] if weights.down.biases else None
+        ops.swiglu_backward(gate_up, first_scale, dh, bias, piece, swiglu, top_k_weights, h, grad_weights)
+        second.add_places(h, piece)
+
+        dx = first.input_grads(gate_up, piece)
+        ops.combine(dx, None, piece, None, grad_hidden)
+        adds = piece is not rows[0]
+        if first.adapters is not None:
+            ops.lora_gradients(first.adapters, x, dx, gate_up, piece, None, grads[:of_first], adds)
+        if second.adapters is not None:
+            ops.lora_gradients(second.adapters, h, dh, dy, piece, top_k_weights, grads[of_first:], adds)
     parts = zip(grads.split(sizes), parameters, strict=True) if sizes else ()
     return [grad.view(parameter.shape) for grad, parameter in parts]
-
-
-def _piece_backward(
-    chunk: _Chunk,
-    piece: Piece,
-    top_k_weights: Tensor,
-    grad_output: Tensor,
-    grad_hidden: Tensor,
-    grad_weights: Tensor,
-    grads: Tensor,
-    adds: bool,
-) -> None:
-    ops, first, second = chunk.ops, chunk.gate_up, chunk.down
-    x, gate_up = chunk.gate_and_up(piece)
-    dy = torch.empty(piece.rows, grad_output.shape[1], dtype=torch.bfloat16, device=x.device)
-    ops.gather(grad_output, piece, second.scale, dy)
-
-    # dh lacks the routing weight, so that <dh, h> is the gradient of that weight
-    dh = second.input_grads(dy, piece)
-    h = second.rows(piece)
-    bias = dh[:, -PLACES:] if second.ones is not None else None
-    ops.swiglu_backward(gate_up, first.scale, dh, bias, piece, chunk.swiglu, top_k_weights, h, grad_weights)
-    second.add_places(h, piece)
-
-    dx = first.input_grads(gate_up, piece)
-    ops.combine(dx, None, piece, None, grad_hidden)
-    before = 0
-    if first.adapters is not None:
-        before = sum(tensor.numel() for tensor in first.adapters.tensors)
-        ops.lora_gradients(first.adapters, x, dx, gate_up, piece, None, first.scale, grads[:before], adds)
-    if second.adapters is not None:
-        ops.lora_gradients(second.adapters, h, dh, dy, piece, top_k_weights, second.scale, grads[before:], adds)

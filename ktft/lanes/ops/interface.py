@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ktft import config
 from ktft.device import device_of
-from ktft.lanes.ops.chunk_adapters import Adapters
 from ktft.lanes.ops.dropout import Dropout
+from ktft.lanes.ops.weights import Adapters, ChunkMatrix
 from ktft.lanes.routes import Piece
 from ktft.native.packed import PackedMatrix
 from ktft.swiglu import Swiglu
@@ -23,32 +23,25 @@ from ktft.swiglu import Swiglu
 class Operations(Protocol):
     """What an implementation, which is a module, must have.
 
-    A piece has n rows of G experts. M projections have outputs side by side (2 for gate and up, 1 for down) and N
-    inputs each; their adapters have P places, see `Adapters`. A scale is fp32 `[G, outputs]`, in formats that have one.
+    A piece has n rows of G experts. A matrix has the outputs of M projections side by side (2 for gate and up, 1 for
+    down) and N inputs; its adapters have P places. A scale is fp32 `[G, outputs]`, in formats that have one.
     Activations are bf16 and contiguous. `[n, N+]` means rows of N columns and more: two parts of P places, which are
     added up, and columns for biases if there are any. Sums are fp32, in an order that is the same in every call.
     Nothing waits for the device.
     """
 
     def decode(
-        self,
-        format: str,
-        blocks: Tensor,
-        matrices: Sequence[PackedMatrix],
-        out: Tensor,
-        scale: Tensor | None,
-        row: int,
-        col: int,
+        self, format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int, col: int
     ) -> None:
-        """out `[G, M, rows, cols+]` from `row` and `col` on = M projections, of the same shape and strips, of packed
-        experts, uint8 `[G, expert_bytes]`, without row scales; these become scale `[G, M, rows]`. Biases, divided by
-        the scale, become the first two of the last `PLACES` columns, of which the others become zero.
+        """Values of out `[G, M, rows, cols+]` from `row` and `col` on = M projections, of the same shape and strips, of
+        packed experts, uint8 `[G, expert_bytes]`, without row scales; these become its scale. Biases, divided by the
+        scale, become the first two of the last `PLACES` columns, of which the others become zero.
         """
 
-    def place(self, adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
-        """a `[G, 2, P, N]` = A / kept, in a high and a low part; b `[G, outputs, ...]` from column `col` on = scaling ·
-        B / scale likewise, with P columns a part. Places beyond a rank become zero, and so does B beside the rows of
-        other projections.
+    def place(self, adapters: Adapters) -> None:
+        """The a of `adapters` = A / kept, in a high and a low part; its b from column N on = scaling · B / scale
+        likewise, with P columns a part. Places beyond a rank become zero, and so does B beside the rows of other
+        projections.
         """
 
     def gather(self, source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
@@ -72,7 +65,6 @@ class Operations(Protocol):
         dy: Tensor,
         piece: Piece,
         weights: Tensor | None,
-        scale: Tensor | None,
         out: Tensor,
         adds: bool,
     ) -> None:

@@ -1,4 +1,4 @@
-"""`interface.Operations` in torch operations, for any device."""
+"""`interface.Operations`, which says what each function does, in torch operations, for any device."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ktft.lanes.ops.chunk_adapters import Adapters
 from ktft.lanes.ops.dropout import Dropout, stays
 from ktft.lanes.ops.tiles import PLACES
+from ktft.lanes.ops.weights import Adapters, ChunkMatrix
 from ktft.lanes.routes import Piece
 from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedMatrix
 from ktft.swiglu import Swiglu
 
 
-def decode(
-    format: str,
-    blocks: Tensor,
-    matrices: Sequence[PackedMatrix],
-    out: Tensor,
-    scale: Tensor | None,
-    row: int,
-    col: int,
-) -> None:
-    """See `Operations`. Experts are decoded one by one, since decoding takes several times the bytes of their codes."""
+def decode(format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int, col: int) -> None:
+    """Experts are decoded one by one, since decoding takes several times the bytes of their codes."""
+    stacked, scale = out.by_projection
     for i, matrix in enumerate(matrices):
         rows = slice(row, row + matrix.rows)
-        for block, decoded in zip(blocks, out[:, i, rows, col : col + matrix.cols], strict=True):
+        for block, decoded in zip(blocks, stacked[:, i, rows, col : col + matrix.cols], strict=True):
             values = _tiles(format, block, matrix)
             values = values.permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
             if PACKED_FORMATS[format].block_scaled:
@@ -39,7 +32,7 @@ def decode(
             scales = scale[:, i, rows]
             scales.copy_(_floats(blocks, matrix.scales, matrix.rows))
         if matrix.bias is not None:
-            bias, to = _floats(blocks, matrix.bias, matrix.rows), out[:, i, rows, -PLACES:]
+            bias, to = _floats(blocks, matrix.bias, matrix.rows), stacked[:, i, rows, -PLACES:]
             to.zero_()
             _split(bias if scales is None else bias / scales, to[..., 0], to[..., 1])
 
@@ -99,9 +92,9 @@ def _of_rows(scale: Tensor, piece: Piece) -> Tensor:
     return scale[torch.searchsorted(piece.ends, rows, right=True)]
 
 
-def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
-    """See `Operations`."""
-    parts = b[..., col : col + 2 * adapters.places].unflatten(-1, (2, -1))
+def place(adapters: Adapters) -> None:
+    a, b, scale = adapters.a, adapters.b, adapters.scale
+    parts = b[..., a.shape[3] :][..., : 2 * adapters.places].unflatten(-1, (2, -1))
     parts.zero_()
     a.zero_()
     outputs = b.shape[1] // len(adapters.pairs)
@@ -115,7 +108,6 @@ def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: i
 
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
-    """See `Operations`."""
     rows = source[piece.row_route // piece.top_k]
     out[:, : source.shape[1]] = rows if scale is None else rows.float() * _of_rows(scale, piece)
 
@@ -132,7 +124,6 @@ def _places(rows: Tensor, inputs: int, places: int) -> Tensor:
 
 
 def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `Operations`."""
     _, _, places, inputs = a.shape
     x, out = _dropped(rows[:, :inputs], piece, dropout), _places(rows, inputs, places)
     for expert, at in piece.ranges():
@@ -140,7 +131,6 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
 
 
 def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `Operations`."""
     _, _, places, inputs = a.shape
     low = _places(rows, inputs, places)[..., begin:end].float().sum(1)
     added = torch.empty(rows.shape[0], inputs, device=rows.device)
@@ -150,20 +140,12 @@ def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dr
 
 
 def lora_gradients(
-    adapters: Adapters,
-    x: Tensor,
-    dx: Tensor,
-    dy: Tensor,
-    piece: Piece,
-    weights: Tensor | None,
-    scale: Tensor | None,
-    out: Tensor,
-    adds: bool,
+    adapters: Adapters, x: Tensor, dx: Tensor, dy: Tensor, piece: Piece, weights: Tensor | None, out: Tensor, adds: bool
 ) -> None:
-    """See `Operations`."""
     if not adds:
         out.zero_()
     outputs, at = dy.shape[1] // len(adapters.pairs), 0
+    scale = adapters.scale
     routing = 1 if weights is None else weights.view(-1)[piece.row_route][:, None]
     for i, (pair, begin, dropout) in enumerate(zip(adapters.pairs, adapters.begins, adapters.dropouts, strict=True)):
         if pair is None:
@@ -194,7 +176,6 @@ def _activation(
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
-    """See `Operations`."""
     gate, _, sigmoid, up = _activation(gate_up, scale, piece, swiglu)
     out[:, : up.shape[1]] = gate.clamp(max=swiglu.limit) * sigmoid * up
 
@@ -210,7 +191,6 @@ def swiglu_backward(
     h: Tensor,
     grad_weights: Tensor,
 ) -> None:
-    """See `Operations`."""
     routes = piece.row_route
     gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
     clamped = gate.clamp(max=swiglu.limit)
@@ -228,7 +208,6 @@ def swiglu_backward(
 
 
 def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
-    """See `Operations`."""
     y = y[:, : out.shape[1]]
     if scale is not None:
         y = y.float() * _of_rows(scale, piece)

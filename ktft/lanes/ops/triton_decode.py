@@ -11,18 +11,22 @@ from torch import Tensor
 from ktft.lanes.ops.tiles import cdiv
 from ktft.lanes.ops.triton_codes import ROWS, columns, constants, groups, value_of, views
 from ktft.lanes.ops.triton_launch import short
+from ktft.lanes.ops.weights import ChunkMatrix
 from ktft.native.packed import PACKED_FORMATS, TILE_ROWS, PackedMatrix
 
 COLS = 256
 
 
+@short
 @triton.jit
-def _strip(
-    floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
-    tiles, scales, biases, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
+def _decode(
+    codes, floats, halves, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
+    cols, tiles, scales, biases,
+    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
+    GROUPED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Where this program's strip begins among the codes, and where its first row goes in out; the program's first
-    column, the strip's first row in the matrix, and where the matrix's scales begin among the floats.
+    """`codes` has the codes' dtype, uint8 for E4M3 and for 4 bits. `GROUPED`: of 4 bits, with one scale for each group
+    of columns.
 
     The program of a strip's first columns also writes the scales and biases of its rows.
     """
@@ -49,69 +53,30 @@ def _strip(
             both = tl.where(c == 0, high, tl.where(c == 1, bias - high, 0.0))
             tl.store(out + (first_row + r + 1)[:, None] * out_row - 16 + c, both.to(tl.bfloat16))
     source = expert * block_codes + mine_tiles + strip.to(tl.int64) * strip_codes
-    at = expert * block_floats + mine_scales
-    return source, out + first_row * out_row + col, tl.program_id(1) * COLS, strip * 16, at
+    to, first = out + first_row * out_row + col, tl.program_id(1) * COLS
+    if GROUPED:
+        code, factor, column, i, here = groups(codes, halves, source, first, cols, SCALES, TILE, COLS)
+        place = to + tl.arange(0, ROWS)[:, None, None] * out_row + column + i
+        tl.store(place, (value_of(code & 15, CODES, TABLE, UNIT) * factor).to(tl.bfloat16), mask=here)
+        tl.store(place + 16, (value_of(code >> 4, CODES, TABLE, UNIT) * factor).to(tl.bfloat16), mask=here)
+    else:
+        at = expert * block_floats + mine_scales
+        value, column, here = columns(
+            codes, floats, source, at, strip * 16, first, cols, CODES, TABLE, UNIT, SCALES, TILE, COLS
+        )
+        tl.store(to + tl.arange(0, ROWS)[:, None] * out_row + column, value.to(tl.bfloat16), mask=here)
 
 
-@short
-@triton.jit
-def _plain(
-    codes, floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
-    cols, tiles, scales, biases,
-    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Formats whose codes are whole bytes; `codes` has the codes' dtype, uint8 for E4M3."""
-    source, to, first, row, at = _strip(
-        floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
-        tiles, scales, biases, SCALED, BIASED, COLS,
-    )  # fmt: skip
-    value, col, here = columns(codes, floats, source, at, row, first, cols, CODES, TABLE, UNIT, SCALES, TILE, COLS)
-    tl.store(to + tl.arange(0, ROWS)[:, None] * out_row + col, value.to(tl.bfloat16), mask=here)
-
-
-@short
-@triton.jit
-def _nibbles(
-    codes, floats, halves, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
-    cols, tiles, scales, biases,
-    CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Formats of 4 bits, which have one scale for each group of columns."""
-    source, to, first, _, _ = _strip(
-        floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
-        tiles, scales, biases, SCALED, BIASED, COLS,
-    )  # fmt: skip
-    code, factor, col, i, here = groups(codes, halves, source, first, cols, SCALES, TILE, COLS)
-    place = to + tl.arange(0, ROWS)[:, None, None] * out_row + col + i
-    tl.store(place, (value_of(code & 15, CODES, TABLE, UNIT) * factor).to(tl.bfloat16), mask=here)
-    tl.store(place + 16, (value_of(code >> 4, CODES, TABLE, UNIT) * factor).to(tl.bfloat16), mask=here)
-
-
-def decode(
-    format: str,
-    blocks: Tensor,
-    matrices: Sequence[PackedMatrix],
-    out: Tensor,
-    scale: Tensor | None,
-    row: int,
-    col: int,
-) -> None:
-    """See `Operations`."""
-    first, (codes, floats, halves) = matrices[0], views(format, blocks)
+def decode(format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int, col: int) -> None:
+    first, (codes, floats, halves), (values, scale) = matrices[0], views(format, blocks), out.by_projection
     size = codes.element_size()
     strips = first.rows // TILE_ROWS
-    grid = (blocks.shape[0] * len(matrices) * strips, cdiv(first.cols, COLS))
-    common = (
-        out, out.stride(2), out.shape[2], row, col, scale, strips,
+    _decode[(blocks.shape[0] * len(matrices) * strips, cdiv(first.cols, COLS))](
+        codes, floats, halves, values, values.stride(2), values.shape[2], row, col, scale, strips,
         first.strip_bytes // size, codes.stride(0), floats.stride(0), first.cols,
         tuple(matrix.tiles // size for matrix in matrices),
         tuple((matrix.scales or 0) // 4 for matrix in matrices),
         tuple((matrix.bias or 0) // 4 for matrix in matrices),
+        **constants(format), GROUPED=bool(PACKED_FORMATS[format].values), SCALED=scale is not None,
+        BIASED=first.bias is not None, COLS=COLS,
     )  # fmt: skip
-    compiled_for = {**constants(format), "SCALED": scale is not None, "BIASED": first.bias is not None, "COLS": COLS}
-    if PACKED_FORMATS[format].values:
-        _nibbles[grid](codes, floats, halves, *common, **compiled_for)
-    else:
-        _plain[grid](codes, floats, *common, **compiled_for)

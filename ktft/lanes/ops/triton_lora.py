@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktft.lanes.ops.chunk_adapters import Adapters
 from ktft.lanes.ops.dropout import Dropout, signed
 from ktft.lanes.ops.tiles import cdiv, power_of_2
 from ktft.lanes.ops.triton_launch import short
+from ktft.lanes.ops.weights import Adapters
 from ktft.lanes.routes import Piece
 from ktft.lora import LoraPair
 
@@ -273,21 +273,20 @@ def _two(adapters: Adapters) -> tuple[LoraPair, int, LoraPair, int, bool]:
     return first or some, next(ranks), second or some, next(ranks), two
 
 
-def place(adapters: Adapters, scale: Tensor | None, a: Tensor, b: Tensor, col: int) -> None:
-    """See `Operations`."""
+def place(adapters: Adapters) -> None:
     first, rank0, second, rank1, two = _two(adapters)
+    a, b, scale, places = adapters.a, adapters.b, adapters.scale, adapters.places
     experts, rows, b_row = b.shape
-    places = adapters.places
-    blocks = places * cdiv(col, PLACE_COLS) + cdiv(rows, ROWS)
+    inputs = a.shape[3]
+    blocks = places * cdiv(inputs, PLACE_COLS) + cdiv(rows, ROWS)
     _place[(experts, blocks)](
         first.a, first.b, second.a, second.b, rank0, rank1, adapters.begins[-1], first.scaling, second.scaling,
-        adapters.kept, scale, a, b, b_row, col, rows // 2 if two else rows, rows, places,
+        adapters.kept, scale, a, b, b_row, inputs, rows // 2 if two else rows, rows, places,
         SCALED=scale is not None, TWO=two, PLACES=power_of_2(places), ROWS=ROWS, COLS=PLACE_COLS,
     )  # fmt: skip
 
 
 def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `Operations`."""
     tiles, constants = _tiles(piece)
     block = _block(end - begin)
     _low_rank[(tiles, cdiv(end - begin, block))](
@@ -298,7 +297,6 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
 
 
 def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
-    """See `Operations`."""
     tiles, constants = _tiles(piece)
     _add_low_rank[(tiles, cdiv(a.shape[3], COLS))](
         rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
@@ -308,17 +306,8 @@ def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dr
 
 
 def lora_gradients(
-    adapters: Adapters,
-    x: Tensor,
-    dx: Tensor,
-    dy: Tensor,
-    piece: Piece,
-    weights: Tensor | None,
-    scale: Tensor | None,
-    out: Tensor,
-    adds: bool,
+    adapters: Adapters, x: Tensor, dx: Tensor, dy: Tensor, piece: Piece, weights: Tensor | None, out: Tensor, adds: bool
 ) -> None:
-    """See `Operations`."""
     first, rank0, second, rank1, two = _two(adapters)
     inputs, outputs, experts = first.a.shape[2], dy.shape[1] // (1 + two), len(piece.counts)
     ranks = max(rank0, rank1)
@@ -327,9 +316,9 @@ def lora_gradients(
     low_key, high_key, threshold = _mask(adapters.dropouts[0])
     other_low, other_high, _ = _mask(adapters.dropouts[-1])
     _gradients[(experts, blocks, cdiv(ranks, block))](
-        x, x.stride(0), dx, dx.stride(0), dy, out, piece.ends, piece.row_route, weights, scale, experts,
+        x, x.stride(0), dx, dx.stride(0), dy, out, piece.ends, piece.row_route, weights, adapters.scale, experts,
         inputs, outputs, adapters.places, adapters.begins[-1], rank0, rank1, first.scaling, second.scaling,
         adapters.kept, low_key, high_key, other_low, other_high, threshold,
-        ADDS=adds, WEIGHTED=weights is not None, SCALED=scale is not None, DROPS=adapters.dropouts[0] is not None,
-        TWO=two, ROWS=ROWS, RANKS=block, COLS=COLS,
+        ADDS=adds, WEIGHTED=weights is not None, SCALED=adapters.scale is not None,
+        DROPS=adapters.dropouts[0] is not None, TWO=two, ROWS=ROWS, RANKS=block, COLS=COLS,
     )  # fmt: skip

@@ -7,23 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ktft.lanes.ops.tiles import cdiv, power_of_2
-from ktft.lanes.ops.triton_decode import decode
+from ktft.lanes.ops.triton_decode import decode  # noqa: F401
 from ktft.lanes.ops.triton_launch import short
-from ktft.lanes.ops.triton_lora import add_low_rank, lora_gradients, low_rank, place
+from ktft.lanes.ops.triton_lora import add_low_rank, lora_gradients, low_rank, place  # noqa: F401
 from ktft.lanes.routes import Piece
 from ktft.swiglu import Swiglu
-
-__all__ = [
-    "add_low_rank",
-    "combine",
-    "decode",
-    "gather",
-    "lora_gradients",
-    "low_rank",
-    "place",
-    "swiglu",
-    "swiglu_backward",
-]
 
 COLS = 1024
 # Triton must not compile a new kernel for what changes from call to call
@@ -153,7 +141,6 @@ def _experts(piece: Piece) -> int:
 
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
-    """See `Operations`."""
     cols, experts = source.shape[1], len(piece.counts)
     _gather[(piece.rows, cdiv(cols, COLS))](
         source, out, out.stride(0), scale, piece.ends, piece.row_route, piece.top_k, experts, cols,
@@ -162,7 +149,6 @@ def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> N
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
-    """See `Operations`."""
     width = gate_up.shape[1] // 2
     _swiglu[(piece.rows, cdiv(width, COLS))](
         gate_up, out, out.stride(0), scale, piece.ends, len(piece.counts), width,
@@ -182,7 +168,6 @@ def swiglu_backward(
     h: Tensor,
     grad_weights: Tensor,
 ) -> None:
-    """See `Operations`."""
     _swiglu_backward[(piece.rows,)](
         gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
         piece.ends, piece.row_route, len(piece.counts), gate_up.shape[1] // 2, swiglu.alpha, swiglu.limit, swiglu.shift,
@@ -191,7 +176,6 @@ def swiglu_backward(
 
 
 def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
-    """See `Operations`."""
     cols = out.shape[1]
     _combine[(out.shape[0], cdiv(cols, COLS))](
         y, y.stride(0), out, weights, scale, piece.ends, piece.route_row, piece.top_k, piece.begin, piece.rows,

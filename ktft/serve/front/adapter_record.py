@@ -19,11 +19,7 @@ class NotRecorded(Exception):
 
 
 class AdapterRecord:
-    """A JSON file with the name and directory of an adapter, or null for the base model.
-
-    Args:
-        path: the file; None keeps no record.
-    """
+    """A JSON file with the name and directory of an adapter, or null for the base model; none without `path`."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -55,11 +51,7 @@ class AdapterRecord:
             raise NotRecorded(error.strerror or str(error)) from None
 
     def read(self) -> Named | None:
-        """The adapter that is recorded; None for the base model.
-
-        Raises:
-            ValueError: the record cannot be read.
-        """
+        """The adapter that is recorded; None for the base model. Raises ValueError if the record cannot be read."""
         assert self.path is not None
         try:
             found = json.loads(self.path.read_bytes())

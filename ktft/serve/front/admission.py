@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from ktft.serve.front.asgi import Gone
+
 
 class Busy(Exception):
     """The wait took longer than allowed."""
-
-
-class Gone(Exception):
-    """The client disconnected while its request waited."""
 
 
 class Admission:

@@ -14,12 +14,15 @@ Send = Callable[[Message], Awaitable[None]]
 MAX_BODY = 64 << 20  # bytes; images come as base64
 
 
+class Gone(Exception):
+    """The client disconnected before its request was answered."""
+
+
 class Refusal(Exception):
     """An error that answers a request.
 
     Args:
-        status: of HTTP.
-        message: for the person who sent the request.
+        status, message: of HTTP, and for the person who sent the request.
         param: the field of the request that is wrong.
         retry_after: seconds after which the same request may work.
     """
@@ -67,10 +70,11 @@ def path_of(scope: Scope) -> str:
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> bytes | None:
-    """The whole body of a request; None if the client left before its end.
+async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> bytes:
+    """The whole body of a request.
 
     Raises:
+        Gone: the client left before its end.
         Refusal: the body is longer than `limit` bytes.
     """
     too_large = Refusal(413, f"the body has more than {limit} bytes")
@@ -81,7 +85,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY) -> by
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
+            raise Gone
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         if size > limit:

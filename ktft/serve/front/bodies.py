@@ -22,34 +22,23 @@ _INT32 = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Limit:
-    """The range of a number.
-
-    Attributes:
-        kind: reads the number as engines do, to which text, true and 2.0 are numbers, too.
-        low, high: both are within the range.
-    """
+    """A range with both its ends. `kind` reads a number as engines do, to which text, true and 2.0 are numbers, too."""
 
     kind: TypeAdapter[Any]
     low: float
     high: float
 
     def read(self, name: str, value: Any) -> float:
-        """The number that the engine would read from this value of JSON.
-
-        Raises:
-            Refusal: 400, the value is no number, or is out of range.
-        """
+        """The number that the engine would read from a value of JSON. Raises Refusal if it is none, or out of range."""
+        bounds = f"from {self.low} to {self.high}"
         kind = "a whole number" if self.kind is _WHOLE else "a number"
         try:
             number: float = self.kind.validate_python(value)
         except ValidationError:
-            raise Refusal(400, f"{name} is {_shown(value)}; give {kind}, {self}", param=name) from None
+            raise Refusal(400, f"{name} is {_shown(value)}; give {kind}, {bounds}", param=name) from None
         if not self.low <= number <= self.high:  # NaN is refused, too
-            raise Refusal(400, f"{name} is {_shown(value)}; it goes {self}", param=name)
+            raise Refusal(400, f"{name} is {_shown(value)}; it goes {bounds}", param=name)
         return number
-
-    def __str__(self) -> str:
-        return f"from {self.low} to {self.high}"
 
 
 _CHOICES = Limit(_WHOLE, 1, 128)  # OpenAI's own limit
@@ -67,8 +56,7 @@ def check_request(path: str, request: dict[str, Any], *, must_name: bool) -> str
     """Refuse the mistakes that an engine would let through; the engine checks the rest.
 
     Args:
-        path: of the request.
-        request: its body.
+        path, request: of the request, and its body.
         must_name: whether it has to name the model.
 
     Returns:

@@ -10,27 +10,23 @@ from pathlib import Path
 from ktft import config, versions
 from ktft.serve.engine import Engine, Findings, Options
 from ktft.serve.front.door import is_loopback
-from ktft.serve.front.headers import check_adapter, check_directory, check_family, check_routing, read_model
+from ktft.serve.front.headers import check_adapter, check_family, check_routing, read_model
 from ktft.serve.front.kv_cache import size_up
 from ktft.serve.runtime.settings import ServeSettings
 
 
 def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings:
-    """Check everything, the cheapest first.
-
-    Raises:
-        ValueError, FileNotFoundError: with a message for the user.
-    """
+    """Check everything, the cheapest first. Raises ValueError or FileNotFoundError, with a message for the user."""
     gpu = check_installed(engine)
     engine.check_extra(options.extra)
     check_keys(options)
     engine.allowed_origins(options.extra)
     check_port(options.host, options.port)
-    notes = (*host_notes(options), *key_notes(settings, options))
     from ktft import native
 
     native.check_machine(settings.threads, settings.numa_nodes)
-    check_directory(Path(settings.checkpoint))
+    if not (Path(settings.checkpoint) / "config.json").is_file():
+        raise ValueError(f"{settings.checkpoint} is not a directory with a config.json; download the checkpoint first")
     if gpu:
         _check_gpu(engine)
     elif settings.gpu_expert_memory or settings.deferral:
@@ -43,15 +39,12 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
     if settings.adapter is not None:
         check_adapter(settings, model)
     max_model_len, kv_cache, more = size_up(engine, settings, options, model, gpu=gpu)
-    return Findings(engine, model.config.model_type, gpu, max_model_len, kv_cache, (*notes, *more))
+    notes = (*host_notes(options), *key_notes(settings, options), *more)
+    return Findings(engine, model.config.model_type, gpu, max_model_len, kv_cache, notes)
 
 
 def check_installed(engine: Engine) -> bool:
-    """Whether the installed engine computes on a GPU.
-
-    Raises:
-        ValueError: the engine is not installed, or ktft was not tested with its version.
-    """
+    """Whether the installed engine computes on a GPU. Raises ValueError without one that ktft was tested with."""
     found = [device for device, package in engine.packages.items() if versions.version_of(package)]
     if not found:
         ways = {"gpu": "With a GPU", "cpu": "Without"}

@@ -51,11 +51,7 @@ class Door:
     admin_paths: tuple[str, ...] = ()
 
     def let_in(self, scope: Scope) -> Scope:
-        """The request as the engine is to see it: with the key of users, for which the engine may ask again.
-
-        Raises:
-            Refusal: 403 or 401.
-        """
+        """The request as the engine is to see it: with the key of users, for which it may ask again. Raises Refusal."""
         self._check_host(scope)
         self._check_origin(scope)
         if scope["method"] == "OPTIONS":  # a browser asks what a page may do, without a key

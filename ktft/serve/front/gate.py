@@ -20,8 +20,8 @@ from ktft import config
 from ktft.serve.engine import Client, EngineError, Paths
 from ktft.serve.front import asgi
 from ktft.serve.front.adapter_record import AdapterRecord, Named, NotRecorded
-from ktft.serve.front.admission import Admission, Busy, Gone
-from ktft.serve.front.asgi import Message, Receive, Refusal, Scope, Send
+from ktft.serve.front.admission import Admission, Busy
+from ktft.serve.front.asgi import Gone, Message, Receive, Refusal, Scope, Send
 from ktft.serve.front.bodies import check_request
 from ktft.serve.front.door import Door
 from ktft.serve.front.metrics import Metrics
@@ -36,14 +36,14 @@ _RESET_TRIES, _RESET_PAUSE = 100, 0.05  # seconds: an engine frees the cache of 
 
 
 class Gate:
-    """Serves one adapter or none, under its own name. See `ktft.serve.engine.Paths` for what passes.
+    """Serves one adapter or none, under its own name.
 
     Args:
         app: the engine's application.
         connect: from the scope of a request to the engine behind the application.
-        paths: the application's paths that take a POST.
+        paths: what passes.
         settings: None takes this process's environment.
-        registry: the registry that holds the engine's metrics.
+        registry: holds the engine's metrics.
     """
 
     def __init__(
@@ -101,12 +101,10 @@ class Gate:
             raise Refusal(404, f"ktft serve has no {path}; GET /openapi.json lists what there is")
         elif method == "GET" and path == MODELS:
             await self.app(scope, receive, _edited(send, self._add_parent))
-        elif method == "GET" and path == STATUS:
+        elif method == "GET" and path in (STATUS, ROUTING):
             await self._metrics.refresh(self.connect(scope))
-            await asgi.answer_json(send, self._metrics.to_dict())
-        elif method == "GET" and path == ROUTING:
-            await self._metrics.refresh(self.connect(scope))
-            await asgi.answer_json(send, self._metrics.routing().to_dict())
+            told = self._metrics.routing() if path == ROUTING else self._metrics
+            await asgi.answer_json(send, told.to_dict())
         else:
             if path == METRICS:
                 await self._metrics.refresh(self.connect(scope))
@@ -118,8 +116,6 @@ class Gate:
 
     async def _compute(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await asgi.read_body(scope, receive)
-        if body is None:
-            return
         name = check_request(path, asgi.parse(scope, body), must_name=self.paths.computes[path])
         async with self.admission.entered(lambda: self._check_name(name), receive):
             await self.app(scope, asgi.replayed(body, receive), send)
@@ -135,10 +131,7 @@ class Gate:
 
     async def _change(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer `POST /v1/load_lora_adapter` or `/v1/unload_lora_adapter`. Their bodies are those of vLLM."""
-        body = await asgi.read_body(scope, receive)
-        if body is None:
-            return
-        request = asgi.parse(scope, body)
+        request = asgi.parse(scope, await asgi.read_body(scope, receive))
         keys = ("lora_name", "lora_path") if path == LOAD else ("lora_name",)
         for key in keys:
             if not isinstance(request.get(key), str) or not request[key]:
@@ -152,12 +145,7 @@ class Gate:
         await asgi.answer_json(send, {"model": self.served, **result})
 
     async def _swap(self, client: Client, name: str, adapter: Named | None) -> dict[str, Any]:
-        """Serve another adapter, or the base. Either everything changes, the record on disk included, or nothing does.
-
-        Raises:
-            Refusal: it was not possible; what was served before still is.
-            Busy: requests in flight took too long.
-        """
+        """Serve another adapter, or the base. Everything changes, the record on disk included, or nothing does."""
         if adapter is None and (self.adapter is None or self.adapter[0] != name):
             raise Refusal(404, f"no adapter {name!r} is loaded; what is served is {self.served}", param="lora_name")
         if adapter is not None:
@@ -227,11 +215,7 @@ def _check_directory(path: str) -> None:
 
 
 async def _forget_prefixes(client: Client) -> None:
-    """Drop the KV cache that another adapter computed.
-
-    Raises:
-        Refusal: a request still uses some of it.
-    """
+    """Drop the KV cache that another adapter computed. Raises Refusal if a request still uses some of it."""
     for _ in range(_RESET_TRIES):
         if await client.forget_prefixes():
             return

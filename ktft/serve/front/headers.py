@@ -20,12 +20,6 @@ class Model:
     expert_format: str
 
 
-def check_directory(directory: Path) -> None:
-    """Raise ValueError if there is no checkpoint in the directory."""
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} is not a directory with a config.json; download the checkpoint first")
-
-
 def read_model(settings: ServeSettings) -> Model:
     """Compare a checkpoint's headers with its config, as loading does.
 

@@ -10,22 +10,18 @@ from ktft import config
 from ktft.serve.engine import Engine, Options
 from ktft.serve.front.headers import Model
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.system import available_memory, readable
 
 GIB = 1 << 30
-_SHARE = 2
-"""The KV cache gets one part in this many of the memory that is left,"""
-_MOST = 8 * GIB
-"""at most this unless the user asks for more,"""
-_LEAST = GIB // 4
-"""and at least this, if it is there."""
+# The KV cache gets one part in _SHARE of the memory that is left, at most _MOST unless the user asks for more, and at
+# least _LEAST if it is there.
+_SHARE, _MOST, _LEAST = 2, 8 * GIB, GIB // 4
 
 
 def kv_token_bytes(model_config: Any, *, latent: bool) -> int:
     """Bytes of KV cache for a token, in 16 bits, in all layers that keep one.
 
-    Args:
-        model_config: transformers' config of the model.
-        latent: whether multi-head latent attention keeps its latent vectors, else its keys and values.
+    With `latent`, multi-head latent attention keeps its latent vectors, else its keys and values.
     """
     text = model_config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
@@ -54,23 +50,27 @@ def size_up(
     if gpu:
         return options.max_model_len, options.kv_cache, []
     from ktft.model.shortage import shortage
-    from ktft.system import readable
 
     block, per_token = engine.kv_block, kv_token_bytes(model.config, latent=engine.latent_on_cpu)
+
+    def cache_of(tokens: int) -> int:
+        """Bytes of KV cache, which comes in whole blocks."""
+        return per_token * block * -(-tokens // block)
+
     own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0)) or None
     wished = options.max_model_len or own
     if options.kv_cache is None:
-        enough = max(per_token * _whole(wished or 0, block) * (options.max_num_seqs + 1), _LEAST)
+        enough = max(cache_of(wished or 0) * (options.max_num_seqs + 1), _LEAST)
         kv_cache = max(min(left // _SHARE, _MOST, enough), 0)
         if options.max_model_len:  # what was asked for must fit, if the memory is there
-            kv_cache = max(kv_cache, min(left, per_token * _whole(options.max_model_len, block)))
+            kv_cache = max(kv_cache, min(left, cache_of(options.max_model_len)))
     else:
         kv_cache = options.kv_cache
         if kv_cache > left and not config.skip_memory_check():
             raise ValueError(f"{shortage('--kv-cache-memory', kv_cache, max(left, 0))}; give less")
     holds = kv_cache // per_token // block * block
     if options.max_model_len is not None and holds < options.max_model_len:
-        needed = per_token * _whole(options.max_model_len, block)
+        needed = cache_of(options.max_model_len)
         raise ValueError(
             f"--max-model-len {options.max_model_len} needs {readable(needed)} of KV cache, there are "
             f"{readable(kv_cache)}, for {holds} tokens; give --max-model-len {holds} or less"
@@ -92,14 +92,9 @@ def size_up(
 
 
 def _left(engine: Engine, settings: ServeSettings, model: Model, *, gpu: bool) -> int:
-    """Bytes of CPU memory that are left beside the model, the adapter and the server's processes.
-
-    Raises:
-        ValueError: they do not fit.
-    """
+    """Bytes of CPU memory that are left beside the model, the adapter and the server's processes, if those fit."""
     from ktft.model.memory import footprint
     from ktft.model.shortage import by_cause, require_memory
-    from ktft.system import available_memory
 
     need = footprint(model.shape, None, model.expert_format, threads=1, nodes=settings.numa_nodes or 1, gpu=gpu)
     loaded = need.ram_bytes + engine.server_memory + _adapter_bytes(settings)
@@ -107,11 +102,6 @@ def _left(engine: Engine, settings: ServeSettings, model: Model, *, gpu: bool) -
     causes = by_cause(need.ram)
     require_memory(what, causes | {"the server itself and its adapters": loaded - sum(causes.values())})
     return available_memory() - loaded
-
-
-def _whole(tokens: int, block: int) -> int:
-    """The number of tokens, rounded up to whole blocks."""
-    return -(-tokens // block) * block
 
 
 def _adapter_bytes(settings: ServeSettings) -> int:

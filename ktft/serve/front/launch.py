@@ -35,11 +35,7 @@ _CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|error: argum
 
 
 class Failed(Exception):
-    """The server could not start, or has died.
-
-    Attributes:
-        lines: the end of its log.
-    """
+    """The server could not start, or has died. `lines` are the end of its log."""
 
     def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -77,13 +73,7 @@ class Place:
 
 
 class Server:
-    """One start of a server.
-
-    Args:
-        settings, options, found: what to start.
-        place: the directory for its files.
-        verbose: whether its log goes to this process's standard error instead of a file.
-    """
+    """One start of a server. Its log goes to `place`, or if `verbose` to this process's standard error."""
 
     def __init__(
         self, settings: ServeSettings, options: Options, found: Findings, place: Place, verbose: bool = False
@@ -108,19 +98,10 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C then reaches the parent alone
             )
-        self._began = time.monotonic()
-
-    @property
-    def running_for(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._began
+        self.began = time.monotonic()
 
     def wait_ready(self, stop: threading.Event, report: Callable[[Progress], None]) -> bool:
-        """Wait until the server answers. Returns False if `stop` was set first.
-
-        Args:
-            stop: ends the wait.
-            report: called with how far loading is.
+        """Wait until the server answers, and `report` how far it is. Returns False if `stop` was set first.
 
         Raises:
             Failed: the server ended before.
@@ -137,11 +118,7 @@ class Server:
         return False
 
     def wait(self, stop: threading.Event) -> None:
-        """Return once `stop` is set.
-
-        Raises:
-            Failed: the server died before.
-        """
+        """Return once `stop` is set. Raises `Failed` if the server died before."""
         while not stop.wait(_POLL):
             self.require_alive("has died")
 
@@ -207,33 +184,16 @@ class Signals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-def last_adapter(settings: ServeSettings, place: Place) -> ServeSettings:
-    """The settings with the adapter that was loaded last.
-
-    Raises:
-        ValueError: the adapter's directory is gone, or its record cannot be read.
-    """
-    name, path = _record(settings, place).read() or (None, None)
-    return replace(settings, adapter=path, adapter_name=name)
-
-
-def _record(settings: ServeSettings, place: Place) -> AdapterRecord:
-    return AdapterRecord(replace(settings, status_path=str(place.status)).adapter_file)
-
-
 @dataclass(frozen=True)
 class Watcher:
-    """Functions that are called while a server runs.
-
-    Attributes:
-        loading: called with how far loading is.
-        ready: called with the settings that are served.
-        crashed: called with what happened and the seconds until the next start.
-    """
+    """Functions that are called while a server runs."""
 
     loading: Callable[[Progress], None]
+    """With how far loading is."""
     ready: Callable[[ServeSettings], None]
+    """With the settings that are served."""
     crashed: Callable[[Failed, float], None]
+    """With what happened, and the seconds until the next start."""
 
 
 def run(
@@ -249,18 +209,18 @@ def run(
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        settings, options, found: what to start.
-        place: the directory for the server's files.
+        settings, options, found, place, verbose: see `Server`.
         watcher: is told what happens.
-        verbose: see `Server`.
         supervise: whether to start again after a crash, with the adapter that was loaded last; see `TRIES`.
 
     Raises:
         Failed: the server could not start, or died.
-        ValueError: the adapter to start again with is gone.
+        ValueError: the adapter to start again with is gone, or its record cannot be read.
     """
     crashes, served = 0, False
-    with _record(settings, place).changing(settings.served_adapter):
+    settings = replace(settings, status_path=str(place.status))
+    record = AdapterRecord(settings.adapter_file)
+    with record.changing(settings.served_adapter):
         pass
     with Signals() as signals:
         while not signals.stop.is_set():
@@ -272,7 +232,7 @@ def run(
                     server.wait(signals.stop)
                 return
             except Failed as failure:
-                crashes = 1 if server.running_for > QUICK else crashes + 1
+                crashes = 1 if time.monotonic() - server.began > QUICK else crashes + 1
                 if not supervise or not served:
                     raise
                 if crashes >= TRIES:
@@ -282,4 +242,5 @@ def run(
             finally:
                 server.end(signals.hurry)
             signals.stop.wait(pause)
-            settings = last_adapter(settings, place)
+            name, path = record.read() or (None, None)
+            settings = replace(settings, adapter=path, adapter_name=name)

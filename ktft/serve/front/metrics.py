@@ -33,12 +33,7 @@ class Source(Protocol):
 
 
 class Metrics(Collector):
-    """The gate's numbers and the engine's latest status, as metrics and as JSON.
-
-    Args:
-        gate: the source of ktft's own numbers.
-        registry: the registry that holds the engine's metrics.
-    """
+    """The numbers of `gate` and the engine's latest status: as JSON and, in the engine's `registry`, as metrics."""
 
     def __init__(self, gate: Source, registry: CollectorRegistry) -> None:
         self._gate, self._asked, self._swaps = gate, -MAX_AGE, -1
@@ -77,11 +72,7 @@ class Metrics(Collector):
         }
 
     def routing(self) -> Routing:
-        """What was routed since the start, as `ktft serve --routing-profile` takes it.
-
-        Raises:
-            Refusal: 503, the engine has not answered.
-        """
+        """What was routed since the start, as `ktft serve --routing-profile` takes it. Refusal without a status."""
         if self._status is None:
             raise Refusal(503, "the engine has not answered; try again", retry_after=5)
         return Routing({int(layer): counts for layer, counts in self._status["heat"].items()})

@@ -32,23 +32,19 @@ class Heat:
 
     def __init__(self, layers: Sequence[ExpertLayer], host: HostExperts, hot: HotExperts | None, top_k: int) -> None:
         self._layers, self._host, self._hot, self._top_k = layers, host, hot, top_k
-        most = max(layer.num_experts for layer in layers)
-        self._many = torch.zeros(len(layers), most, dtype=torch.int64)
-        self._pairs, self._calls = dict.fromkeys(Where, 0), dict.fromkeys(Where, 0)
-        self._seconds = dict.fromkeys(Where, 0.0)
         self._unread: deque[Pass] = deque(maxlen=4096)
         self._asked: tuple[Tensor, Any] | None = None
-        self._before = torch.zeros_like(self._many)
-        self._start: Tensor | None = None
+        self.clear()
 
     def clear(self) -> None:
         """Forget what was counted, since its tokens were made up. Waits for the device."""
-        self._start = self._few()
-        self._many.zero_()
+        most = max(layer.num_experts for layer in self._layers)
+        self._many = torch.zeros(len(self._layers), most, dtype=torch.int64)
+        self._before = torch.zeros_like(self._many)
         self._pairs, self._calls = dict.fromkeys(Where, 0), dict.fromkeys(Where, 0)
         self._seconds = dict.fromkeys(Where, 0.0)
         self._unread.clear()
-        self._before = torch.zeros_like(self._many)
+        self._start = self._few()
 
     def add(self, place: int, run: Pass, counts: Sequence[int]) -> None:
         """Count a layer's prefill, which its lanes have taken on."""
@@ -81,13 +77,13 @@ class Heat:
         if self._asked is None or not self._asked[1].query():
             return None
         (resident, _), self._asked = self._asked, None
-        now = self._sum(resident)
+        now = self._many + (self._few(resident) - self._start).sum(0)
         since, self._before = now - self._before, now
         return [row[: layer.num_experts].tolist() for row, layer in zip(since, self._layers, strict=True)]
 
     def totals(self) -> list[list[int]]:
         """All pairs by layer and expert. Waits for the device."""
-        now = self._sum(None if self._hot is None else self._hot.heat.cpu())
+        now = self._many + (self._few() - self._start).sum(0)
         return [row[: layer.num_experts].tolist() for row, layer in zip(now, self._layers, strict=True)]
 
     def lanes(self) -> dict[str, dict[str, float]]:
@@ -96,14 +92,10 @@ class Heat:
         Calls are prefill's only, as are the seconds of residents: the host neither sees nor times what a CUDA graph
         replays.
         """
-        host = self._host_counts()
-        pairs = dict(self._pairs)
-        pairs[Where.RESIDENT] += 0 if self._hot is None else int(self._hot.heat.sum())
-        pairs[Where.CPU] += int(host.sum())
-        if self._start is not None:
-            pairs[Where.RESIDENT] -= int(self._start[0].sum())
-            pairs[Where.CPU] -= int(self._start[1].sum())
-        seconds = dict(self._seconds)
+        resident, cpu = (self._few() - self._start).sum((1, 2)).tolist()
+        pairs, seconds = dict(self._pairs), dict(self._seconds)
+        pairs[Where.RESIDENT] += resident
+        pairs[Where.CPU] += cpu
         seconds[Where.CPU] += sum(self._host.seconds(layer) for layer in self._layers)
         return {
             lane: {
@@ -115,19 +107,14 @@ class Heat:
             for lane in Where
         }
 
-    def _host_counts(self) -> Tensor:
-        found = torch.zeros_like(self._many)
-        for row, layer in zip(found, self._layers, strict=True):
+    def _few(self, resident: Tensor | None = None) -> Tensor:
+        """`[2, layers, experts]`: the pairs of calls with few tokens, of residents and of the CPU.
+
+        Those of residents are `resident`, if it was copied before; otherwise this waits for the device.
+        """
+        few = self._many.new_zeros(2, *self._many.shape)
+        if self._hot is not None:
+            few[0] = self._hot.heat if resident is None else resident
+        for row, layer in zip(few[1], self._layers, strict=True):
             row[: layer.num_experts] = self._host.counts(layer)
-        return found
-
-    def _few(self) -> Tensor:
-        """`[2, layers, experts]`: the pairs of calls with few tokens, of residents and of the CPU."""
-        resident = torch.zeros_like(self._many) if self._hot is None else self._hot.heat.cpu()
-        return torch.stack((resident, self._host_counts()))
-
-    def _sum(self, resident: Tensor | None) -> Tensor:
-        total = self._many + self._host_counts()
-        if resident is not None:
-            total = total + resident
-        return total if self._start is None else total - self._start.sum(0)
+        return few

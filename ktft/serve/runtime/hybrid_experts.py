@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.lanes import Lanes
 from ktft.lanes.layer import LanedExperts
-from ktft.lanes.passes import Pass
 from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.native.hybrid import HostExperts
 from ktft.serve.runtime.heat import Heat
-from ktft.serve.runtime.resident_experts import HotExperts, HotLayer, operations
+from ktft.serve.runtime.resident_experts import HotExperts, operations
 from ktft.serve.runtime.served_model import ServedModel
 from ktft.serve.runtime.settings import GRAPH_TOKENS, ServeSettings
 from ktft.system import readable
@@ -46,19 +46,12 @@ cache."""
 
 
 class HybridExperts:
-    """One layer's routed experts.
-
-    Args:
-        model: the model that the layer belongs to.
-        number: the layer's number in the model.
-        place: the layer's place among the layers with experts.
-        layer: the packed experts.
-    """
+    """The routed experts of layer `number`, which is at `place` among the model's layers with experts."""
 
     def __init__(self, model: HybridModel, number: int, place: int, layer: ExpertLayer) -> None:
-        self.model, self.number, self.place, self.layer = model, number, place, layer
+        self.model, self.place, self.layer = model, place, layer
         self.lora: ExpertLora | None = None
-        self._laned = LanedExperts(model.lanes, layer, number, "none", seen=self._seen)
+        self._laned = LanedExperts(model.lanes, layer, number, "none", seen=partial(model.heat.add, place))
 
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, valid: Tensor | None = None
@@ -94,8 +87,10 @@ class HybridExperts:
     def _few(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if not len(hidden):
             return torch.empty_like(hidden)
-        model, host, stream = self.model, self.model.host, self.model.stream()
-        hot, away, blocks = model.hot_layer(self.place), index, index
+        model, host, device = self.model, self.model.host, device_of(self.model.device)
+        stream = device.handle(device.current_stream())
+        hot = None if model.hot is None else model.hot.layers[self.place]
+        blocks = away = index
         if hot is not None:
             blocks, away = model.ops.route(hot, index)
         late = None
@@ -109,9 +104,12 @@ class HybridExperts:
             parts.append(host.wait(owed, len(hidden), slot=1, stream=stream))
         if late is not None:
             host.submit(self.layer, hidden, late, weights, slot=1, stream=stream)
-            model.owe(self.layer, len(hidden))
+            model.owed = self.layer, len(hidden)
         parts.append(host.wait(self.layer, len(hidden), slot=0, stream=stream))
-        return _sum(parts, hidden.dtype)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.float() + part
+        return total.to(hidden.dtype)
 
     def _many(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if self.place == 0:
@@ -123,17 +121,6 @@ class HybridExperts:
         if self.place == len(self.model.layers) - 1:
             self.model.lanes.end_step()
         return out
-
-    def _seen(self, run: Pass, counts: Sequence[int]) -> None:
-        self.model.heat.add(self.place, run, counts)
-
-
-def _sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of the parts, computed in fp32."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.float() + part
-    return total.to(dtype)
 
 
 class HybridModel(ServedModel):
@@ -160,6 +147,7 @@ class HybridModel(ServedModel):
         layers: layer number -> its experts.
         decoding: called to learn whether all sequences of the step are in decode, so that experts may be deferred. By
             default that is so while a CUDA graph is captured: serve with graphs of decode only.
+        owed: the layer whose deferred experts the next one has to add, and the number of their tokens.
 
     Raises:
         ValueError: `gpu_expert_memory` holds no expert, `deferral` is as large as `top_k`, or `routing` was counted in
@@ -186,13 +174,8 @@ class HybridModel(ServedModel):
             raise ValueError(
                 f"deferral is {deferral}; a token has {top_k} experts, of which one at least must be on time"
             )
-        self.device, self.max_tokens, self.deferral, self.adaptive = (
-            torch.device(device),
-            max_tokens,
-            deferral,
-            adaptive,
-        )
-        self.top_k, self.dtype = top_k, dtype
+        self.device, self.max_tokens, self.top_k, self.dtype = torch.device(device), max_tokens, top_k, dtype
+        self.deferral, self.adaptive = deferral, adaptive
         ordered = [layers[number] for number in sorted(layers)]
         runtime, hidden = ordered[0].runtime, ordered[0].hidden_size
         super().__init__({}, runtime)
@@ -203,7 +186,6 @@ class HybridModel(ServedModel):
             hidden_size=hidden,
             top_k=top_k,
             dtype=dtype,
-            slots=2,
             activation_bits=activation_bits,
         )
         self.lanes = Lanes(Settings(placement=placement), on_cpu=self.device.type == "cpu")
@@ -213,12 +195,12 @@ class HybridModel(ServedModel):
         self.running = running
         self.ops = operations(self.device)
         self.hot = self._residents(running.gpu, gpu_expert_memory, ordered, max_lora_rank)
+        self.heat = Heat(ordered, self.host, self.hot, top_k)
         self.layers: dict[int, HybridExperts] = {  # type: ignore[assignment]
             n: HybridExperts(self, n, i, layers[n]) for i, n in enumerate(sorted(layers))
         }
-        self.heat = Heat(ordered, self.host, self.hot, top_k)
         self.decoding: Callable[[], bool] = self.capturing
-        self._owed: tuple[ExpertLayer, int] | None = None
+        self.owed: tuple[ExpertLayer, int] | None = None
         self._adapted = time.monotonic()
         if routing is not None:
             routing.check({number: layer.num_experts for number, layer in layers.items()}, "the routing profile")
@@ -234,12 +216,7 @@ class HybridModel(ServedModel):
         top_k: int,
         dtype: torch.dtype,
     ) -> HybridModel:
-        """The model that a server's settings describe.
-
-        Raises:
-            OSError: the routing profile cannot be read.
-            ValueError: the routing profile was counted in another model; or as the constructor.
-        """
+        """The model that a server's settings describe. It raises as the constructor, and OSError for a lost profile."""
         routing = None
         if settings.routing is not None:
             routing = Routing.load(Path(settings.routing))
@@ -261,9 +238,8 @@ class HybridModel(ServedModel):
     ) -> HotExperts | None:
         if memory == "auto":
             room = device_of(self.device).free_bytes()
-            memory = min(
-                max(0, (room[0] - BESIDE) // 2) if room else 0, sum(layer.packed_bytes for layer in layers) * 2
-            )
+            spare = max(0, (room[0] - BESIDE) // 2) if room else 0
+            memory = min(spare, 2 * sum(layer.packed_bytes for layer in layers))
             if memory < max(layer.packed_bytes // layer.num_experts for layer in layers):
                 logger.info("gpu_expert_memory: auto found no room for resident experts")
                 return None
@@ -290,22 +266,9 @@ class HybridModel(ServedModel):
         """Whether a CUDA graph is being captured."""
         return device_of(self.device).is_current_stream_capturing()
 
-    def stream(self) -> int:
-        """The raw handle of the current stream."""
-        device = device_of(self.device)
-        return device.handle(device.current_stream())
-
-    def hot_layer(self, place: int) -> HotLayer | None:
-        """The layer's residents; None if they were given no memory."""
-        return None if self.hot is None else self.hot.layers[place]
-
     def defers(self, place: int) -> bool:
         """Whether the next layer adds this layer's lightest experts. The last layer has no next one."""
         return self.deferral > 0 and place < len(self.layers) - 1 and self.decoding()
-
-    def owe(self, layer: ExpertLayer, tokens: int) -> None:
-        """Have the next layer add what this one deferred."""
-        self._owed = layer, tokens
 
     def take_owed(self, place: int, tokens: int) -> ExpertLayer | None:
         """The layer before this one, if it deferred experts.
@@ -313,7 +276,7 @@ class HybridModel(ServedModel):
         Raises:
             RuntimeError: it had another number of tokens, so the layers of two batches came interleaved.
         """
-        owed, self._owed = self._owed, None
+        owed, self.owed = self.owed, None
         if owed is None or place == 0:
             return None
         if owed[1] != tokens:
@@ -340,10 +303,7 @@ class HybridModel(ServedModel):
             self.heat.ask()
 
     def check(self) -> None:
-        """Raise the error of the CPU's experts, if they met one; the step's output is wrong then.
-
-        Call it after a step whose stream was synchronized.
-        """
+        """After a step whose stream was synchronized: raise what its CPU experts met; its output is wrong then."""
         self.host.check()
 
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
@@ -357,11 +317,11 @@ class HybridModel(ServedModel):
         if odd:
             raise ValueError(f"the adapter has experts of layer {odd[0]}, where the model has none")
         device_of(self.device).synchronize()
-        before = {number: experts.lora for number, experts in self.layers.items()}
+        before = self.loras() or {}
         try:
             self._set(loras)
         except Exception:
-            self._set({number: old for number, old in before.items() if old is not None})
+            self._set(before)
             raise
         self.adapter = None if lora is None else adapter
 

@@ -110,13 +110,13 @@ def operations(device: torch.device) -> HotOperations:
 
 
 class HotExperts:
-    """A model's residents for calls with few tokens. Prefill's lane uses the same blocks.
+    """A model's residents for calls with few tokens.
 
     Blocks change between steps only: `follow` shows an expert after its bytes have arrived, and hides one before its
     block goes to another.
 
     Args:
-        lane: the lane that multiplies the same blocks in prefill.
+        lane: multiplies the same blocks in prefill.
         budget: bytes for blocks and adapters.
         layers: the model's layers with experts, in order.
         max_rank: the largest rank of adapters; 0 if none will be served.
@@ -141,6 +141,7 @@ class HotExperts:
         arena, most = self.residents.arena, max(layer.num_experts for layer in layers)
         new = arena.new_zeros
         self.stacks = new(len(arena), width, dtype=torch.bfloat16) if max_rank else None
+        self.bytes = self.residents.bytes + (0 if self.stacks is None else self.stacks.nbytes)
         self._tables = new(len(layers), most, dtype=torch.int32).fill_(-1)
         self.heat = new(len(layers), most, dtype=torch.int64)
         self._ranks = new(len(layers), len(PROJECTIONS), dtype=torch.int32)
@@ -157,23 +158,17 @@ class HotExperts:
         tables = self._tables[number, :experts], self.heat[number, :experts]
         return HotLayer(layer, slices, arena.shape[1], *tables, stack, self.stacks, self._ranks[number])
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the device that blocks and adapters take."""
-        return self.residents.bytes + (0 if self.stacks is None else self.stacks.nbytes)
-
     def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
         """Copy the experts with the most tokens to the device, and wait until they are there."""
         self.residents.start(expert_tokens)
         self.residents.arrived.synchronize()
         self.follow()
 
-    def adapt(self, allowed: int) -> int:
-        """Between two steps: begin to copy the experts with the most tokens. Returns the bytes in flight."""
+    def adapt(self, allowed: int) -> None:
+        """Between two steps: begin to copy the experts with the most tokens, at most so many bytes."""
         self._lane.used.record(self._lane.transfer.compute())
-        moved = self.residents.adapt(allowed)
+        self.residents.adapt(allowed)
         self.follow()
-        return moved
 
     def follow(self) -> None:
         """Between two steps: bring the tables up to date. They show a new resident once its bytes have arrived."""
@@ -200,27 +195,25 @@ class HotExperts:
         Raises:
             ValueError: there is no room for a rank.
         """
-        for i, lora in loras.items():
-            stack = self.layers[i].stack
-            for name, pair in lora.pairs.items():
-                if pair.a.shape[1] > (stack.width if stack else 0):
-                    raise ValueError(
-                        f"{self.layers[i].layer.name}.{name}: the adapter has rank {pair.a.shape[1]}, residents on the "
-                        f"GPU have room for {stack.width if stack else 0}; start the server with a larger max_lora_rank"
-                    )
         ranks = torch.zeros(self._ranks.shape, dtype=torch.int32)
         for i, lora in loras.items():
-            for j, name in enumerate(PROJECTIONS):
-                ranks[i, j] = lora.pairs[name].a.shape[1] if name in lora.pairs else 0
+            hot = self.layers[i]
+            room = hot.stack.width if hot.stack else 0
+            for name, pair in lora.pairs.items():
+                rank = pair.a.shape[1]
+                if rank > room:
+                    raise ValueError(
+                        f"{hot.layer.name}.{name}: the adapter has rank {rank}, residents on the GPU have room for "
+                        f"{room}; start the server with a larger max_lora_rank"
+                    )
+                ranks[i, PROJECTIONS.index(name)] = rank
         self._lora = loras
         for i, shown in enumerate(self._shown):
             self._write(i, list(shown))
         self._ranks.copy_(self._pinned(ranks), non_blocking=True)
 
     def _write(self, number: int, experts: Sequence[int]) -> None:
-        """Copy the adapters of these experts to the stacks, without more memory of the device. What lies beyond a rank
-        is never read.
-        """
+        """Copy their adapters to the stacks, without more memory of the device. No kernel reads beyond a rank."""
         lora, hot = self._lora.get(number), self.layers[number]
         if lora is None or hot.stack is None or not experts or self.stacks is None:
             return

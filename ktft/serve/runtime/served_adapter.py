@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -21,7 +23,7 @@ from ktft.adapters.files import CONFIG
 from ktft.adapters.lora import KINDS
 from ktft.adapters.saved import PREFIX, Place, SavedAdapter, require_untouched_base
 from ktft.checkpoint.cache import sha256
-from ktft.checkpoint.families import group_of
+from ktft.checkpoint.families import GROUPS, group_of
 from ktft.checkpoint.files import to_json
 from ktft.checkpoint.identity import identify
 from ktft.lora import ExpertLora
@@ -102,11 +104,6 @@ class ServedAdapter:
         checkpoint: the base model that is served.
         target: the engine's model.
 
-    Attributes:
-        saved: the adapter.
-        identity: SHA-256 of its settings, of samples of its file, and of the file's header, which has the checksums
-            of all tensors.
-
     Raises:
         ValueError: `SavedAdapter` refuses the adapter; it does not belong on this base model; or the engine would not
             apply one of its tensors. The message names the tensor and the cure.
@@ -130,8 +127,6 @@ class ServedAdapter:
         self._numbers = {name: self._number(name) for name in self.saved.experts}
         self._seats = [self._seat(place) for place in self.saved.linears]
         self._check_each_once()
-        config = {CONFIG: sha256(self.saved.directory / CONFIG)}
-        self.identity = hashlib.sha256(to_json(identify(self.saved.file.files) | config)).hexdigest()
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -199,21 +194,6 @@ class ServedAdapter:
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
-    def counts(self) -> dict[str, int]:
-        """The number of tensors in each group of the model's parameters; see `group_of`."""
-        family = experts_family(self.saved.model)
-        return dict(Counter(group_of(name, family) for name in self.saved.file.tensors))
-
-    @property
-    def name(self) -> str:
-        """The name of its directory."""
-        return self.saved.directory.resolve().name
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that occur, in ascending order."""
-        return sorted({place.r for place in self.saved.places.values()})
-
     def read(self) -> LoadedAdapter:
         """Read and check every tensor.
 
@@ -234,11 +214,33 @@ class ServedAdapter:
             linears.setdefault(seat.slot, []).append(SliceLora(seat.start, seat.stop, a, b * seat.place.scaling))
         return LoadedAdapter(experts, linears)
 
-    def rows(self) -> dict[str, list[tuple[str, int, int]]]:
-        """Group of the model's parameters -> (slot, start, stop) for every linear layer with LoRA."""
-        family = experts_family(self.saved.model)
-        found: dict[str, list[tuple[str, int, int]]] = {}
+    def describe(
+        self, linears: Mapping[str, tuple[Tensor, Tensor]], experts: Mapping[int, ExpertLora]
+    ) -> dict[str, Any]:
+        """What the adapter is and what of it is put into the model, as values of JSON.
+
+        `identity` is the SHA-256 of its settings, of samples of its file, and of the file's header, which has the
+        checksums of all tensors. `tensors` counts the tensors of its file by group of the model's parameters. `applied`
+        counts the modules with LoRA, and those whose B is not zero as the model gets it. A module is a linear layer of
+        transformers' model, or one projection of a layer's routed experts.
+
+        Args:
+            linears: A and B of each slot; B has the rows of the slot's output.
+            experts: the LoRA of each layer's routed experts.
+        """
+        family, directory = experts_family(self.saved.model), self.saved.directory
+        effects: dict[str, list[bool]] = {}
         for seat in self._seats:
-            group = group_of(seat.place.name, family)
-            found.setdefault(group, []).append((seat.slot, seat.start, seat.stop))
-        return found
+            applied = bool(torch.any(linears[seat.slot][1][seat.start : seat.stop]))
+            effects.setdefault(group_of(seat.place.name, family), []).append(applied)
+        if pairs := [pair for lora in experts.values() for pair in lora.pairs.values()]:
+            effects[GROUPS[2]] = [bool(torch.any(pair.b)) for pair in pairs]
+        sealed = identify(self.saved.file.files) | {CONFIG: sha256(directory / CONFIG)}
+        return {
+            "name": directory.resolve().name,
+            "path": str(directory),
+            "identity": hashlib.sha256(to_json(sealed)).hexdigest(),
+            "ranks": sorted({place.r for place in self.saved.places.values()}),
+            "tensors": dict(Counter(group_of(name, family) for name in self.saved.file.tensors)),
+            "applied": {group: {"modules": len(each), "nonzero": sum(each)} for group, each in effects.items()},
+        }

@@ -20,19 +20,15 @@ before could not be put back."""
 class ServedExperts:
     """One layer's routed experts, without gradients, with at most one adapter.
 
-    Args:
-        layer: the packed experts.
-        number: the layer's number in the model.
-        activation_bits: see `ktft.native.ExpertLayer.forward`.
-
     Attributes:
+        activation_bits: see `ktft.native.ExpertLayer.forward`.
         lora: the LoRA of the adapter that is served; None for the base.
         heat: `[num_experts]` int64, the (token, expert) pairs of each expert since the start.
         seconds: the time that they took.
     """
 
-    def __init__(self, layer: ExpertLayer, number: int, activation_bits: int = 16) -> None:
-        self.layer, self.number, self.activation_bits = layer, number, activation_bits
+    def __init__(self, layer: ExpertLayer, activation_bits: int = 16) -> None:
+        self.layer, self.activation_bits = layer, activation_bits
         self.lora: ExpertLora | None = None
         self.heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
         self.seconds = 0.0
@@ -56,11 +52,7 @@ class ServedExperts:
 
 
 class ServedModel:
-    """All routed experts of a process.
-
-    Args:
-        layers: layer number -> its experts.
-        runtime: the threads that compute them.
+    """All routed experts of a process, by layer number, and the threads that compute them.
 
     Attributes:
         adapter: what is known of the adapter that is served, as values of JSON; None for the base.
@@ -73,11 +65,7 @@ class ServedModel:
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
         """Serve this expert LoRA, by layer number, in place of the one before; None goes back to the base.
 
-        Layers without LoRA compute the base. Nothing may be computing meanwhile.
-
-        Args:
-            lora: layer number -> the LoRA of its experts.
-            adapter: what is known of the adapter, for `status`; values of JSON.
+        Layers without LoRA compute the base. Nothing may be computing meanwhile. `adapter` is for `status`.
 
         Raises:
             ValueError: the model has no such layer; then nothing has changed.
@@ -141,11 +129,7 @@ def serve(model: ServedModel) -> None:
 
 
 def current() -> ServedModel:
-    """The model whose experts this process computes.
-
-    Raises:
-        RuntimeError: this process has loaded none.
-    """
+    """The model whose experts this process computes. Raises RuntimeError if it has loaded none."""
     if _current is None:
         raise RuntimeError("this process has loaded no routed experts; the engine's worker process loads them")
     return _current

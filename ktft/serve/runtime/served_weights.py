@@ -21,10 +21,6 @@ from ktft.serve.runtime.settings import ServeSettings
 class ServedWeights:
     """A whole checkpoint. Its headers are compared with the model that transformers makes of its config.json.
 
-    Args:
-        settings: which checkpoint, and how its experts are held.
-        reserve_bytes: memory that must be left once everything is loaded, for the KV cache for instance.
-
     Attributes:
         layers: layer number -> its experts, without weights until `load_experts`.
 
@@ -34,13 +30,13 @@ class ServedWeights:
             there is too little memory.
     """
 
-    def __init__(self, settings: ServeSettings, reserve_bytes: int = 0) -> None:
+    def __init__(self, settings: ServeSettings) -> None:
         directory = Path(settings.checkpoint)
         model = meta_model(AutoConfig.from_pretrained(directory))
         files = [str(path) for path in CheckpointReader.from_directory(directory).files]
         self._plan = LoadPlan(model, files, settings.experts)
         self._settings = settings
-        check_memory(model, self._plan, reserve_bytes, None)
+        check_memory(model, self._plan, 0, None)
         self.layers: dict[int, ExpertLayer] = self._plan.layers
 
     def dense(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -52,10 +48,7 @@ class ServedWeights:
         return self._plan.backbone.read(dtype)
 
     def load_experts(self, report: Callable[[Progress], None]) -> ServedModel:
-        """Read the experts, and pack them unless the checkpoint holds them packed.
-
-        Args:
-            report: called with how far this is.
+        """Read the experts, and pack them unless the checkpoint holds them packed. `report` gets how far this is.
 
         Raises:
             ValueError: a tensor is damaged; the message names file and tensor.
@@ -67,6 +60,4 @@ class ServedWeights:
             report(Progress(title, done, total))
         bits = self._settings.activation_bits
         runtime = next(iter(self.layers.values())).runtime
-        return ServedModel(
-            {number: ServedExperts(layer, number, bits) for number, layer in self.layers.items()}, runtime
-        )
+        return ServedModel({number: ServedExperts(layer, bits) for number, layer in self.layers.items()}, runtime)

@@ -124,11 +124,7 @@ class ServeSettings:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> ServeSettings:
-        """The settings in this process's environment, or in the one given.
-
-        Raises:
-            ValueError: there are none, or they are damaged.
-        """
+        """The settings in this process's environment, or in the one given. Raises ValueError if absent or damaged."""
         text = serve_settings(os.environ if environment is None else environment)
         if text is None:
             raise ValueError(f"{SERVE_ENV} is not set; start the server with ktft serve, which sets it")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from ktft.checkpoint.families import GROUPS
 from ktft.lora import ExpertLora
 from ktft.serve.runtime.served_adapter import LoadedAdapter, ServedAdapter, SliceLora
 from ktft.serve.runtime.served_model import MIXED, ServedModel
@@ -21,7 +19,7 @@ class LinearSlot(Protocol):
     """A linear layer of the engine's model that applies LoRA."""
 
     def stacked(self, slices: Sequence[SliceLora]) -> AB:
-        """The tensors for LoRA on these rows of the output, in CPU memory."""
+        """The tensors for LoRA on these rows of the output, in CPU memory; also for no rows."""
 
     def ready(self, tensors: AB) -> AB:
         """The same tensors where `put` needs no more memory of the device for them."""
@@ -30,7 +28,7 @@ class LinearSlot(Protocol):
         """What is applied now, so that `put` can apply it again, whatever was put in between."""
 
     def put(self, tensors: AB) -> None:
-        """Apply these tensors from now on."""
+        """Apply these tensors from now on. Nothing may be computing. Tensors that are `ready` take no memory."""
 
 
 def swap_adapter(
@@ -42,12 +40,11 @@ def swap_adapter(
     adapter before is put back.
 
     Args:
-        adapter: what to serve.
-        experts: the model's routed experts.
+        adapter, experts: what to serve, and the model's routed experts.
         slots: the linear layers that apply LoRA, by the engine's names.
 
     Returns:
-        `describe` of the adapter; None for the base model.
+        `ServedAdapter.describe`; None for the base model.
 
     Raises:
         ValueError: a tensor is damaged, or the adapter does not fit. The one before is still served.
@@ -55,7 +52,7 @@ def swap_adapter(
     """
     loaded = adapter.read() if adapter else LoadedAdapter({}, {})
     made = {name: slot.stacked(loaded.linears.get(name, ())) for name, slot in slots.items()}
-    description = describe(adapter, made, loaded.experts) if adapter else None
+    description = adapter.describe(made, loaded.experts) if adapter else None
     before = experts.loras(), experts.adapter, {name: slot.held() for name, slot in slots.items()}
     ready = {name: slot.ready(made[name]) for name, slot in slots.items()}
 
@@ -76,31 +73,3 @@ def swap_adapter(
             ) from error
         raise
     return description
-
-
-def describe(adapter: ServedAdapter, linears: Mapping[str, AB], experts: Mapping[int, ExpertLora]) -> dict[str, Any]:
-    """What an adapter is and what of it is put into the model, as values of JSON.
-
-    `tensors` counts the tensors of its file by group of the model's parameters. `applied` counts the modules with LoRA,
-    and those whose B is not zero as the model gets it. A module is a linear layer of transformers' model, or one
-    projection of a layer's routed experts.
-
-    Args:
-        adapter: where its tensors go.
-        linears: the tensors of each slot.
-        experts: the LoRA of each layer's routed experts.
-    """
-    effects = {
-        group: [bool(torch.any(linears[name][1][start:stop])) for name, start, stop in rows]
-        for group, rows in adapter.rows().items()
-    }
-    if pairs := [pair for lora in experts.values() for pair in lora.pairs.values()]:
-        effects[GROUPS[2]] = [bool(torch.any(pair.b)) for pair in pairs]
-    return {
-        "name": adapter.name,
-        "path": str(adapter.saved.directory),
-        "identity": adapter.identity,
-        "ranks": adapter.ranks,
-        "tensors": adapter.counts(),
-        "applied": {group: {"modules": len(each), "nonzero": sum(each)} for group, each in effects.items()},
-    }

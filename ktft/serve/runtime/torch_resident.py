@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lanes.ops import torch_ops
-from ktft.lanes.ops.decode import ChunkWeights, decode
+from ktft.lanes.ops.decode import decode
+from ktft.lanes.ops.weights import ChunkMatrix, ChunkWeights
 from ktft.native import ELSEWHERE
 from ktft.serve.runtime.resident_experts import HotLayer
 
@@ -46,19 +47,19 @@ def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor) -> T
     ]
     decode(hot.layer.format, [part for part, _ in hot.slices], packed, weights, torch_ops)
     swiglu = hot.layer.swiglu
-    gate, up = _outputs(weights.gate_up, weights.gate_up_scale, weights.biases, x).chunk(2)
+    gate, up = _outputs(weights.gate_up, x).chunk(2)
     gate, up = gate + _lora(hot, block, "gate_proj", x), up + _lora(hot, block, "up_proj", x)
     gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
     h = gate * torch.sigmoid(swiglu.alpha * gate) * up
-    return _outputs(weights.down, weights.down_scale, weights.biases, h) + _lora(hot, block, "down_proj", h)
+    return _outputs(weights.down, h) + _lora(hot, block, "down_proj", h)
 
 
-def _outputs(matrix: Tensor, scale: Tensor | None, biases: bool, x: Tensor) -> Tensor:
-    """W x plus the biases. `matrix` has both divided by the scale, the biases in two parts behind the weights."""
-    y = matrix[0, :, : len(x)].float() @ x
-    if biases:
-        y += matrix[0, :, len(x) :][:, :2].float().sum(1)
-    return y if scale is None else y * scale[0]
+def _outputs(matrix: ChunkMatrix, x: Tensor) -> Tensor:
+    """W x plus the biases. Both are divided by the scale, the biases in two parts behind the weights."""
+    y = matrix.values[0, :, : len(x)].float() @ x
+    if matrix.biases:
+        y += matrix.values[0, :, len(x) :][:, :2].float().sum(1)
+    return y if matrix.scale is None else y * matrix.scale[0]
 
 
 def _lora(hot: HotLayer, block: Tensor, name: str, x: Tensor) -> Tensor | float:

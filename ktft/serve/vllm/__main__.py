@@ -18,11 +18,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def main() -> None:
-    """Run the server, with this process's arguments, until it is told to end.
-
-    Raises:
-        ValueError: there are no settings, or they are damaged.
-    """
+    """Run the server, with this process's arguments, until it is told to end."""
     settings = ServeSettings.from_env()
     if settings.parent is not None:
         follow(settings.parent)

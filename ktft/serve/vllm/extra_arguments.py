@@ -78,11 +78,7 @@ _SHORT = {
 
 
 def check_extra(extra: Iterable[str]) -> None:
-    """Refuse arguments of vLLM that ktft sets itself or does not work with.
-
-    Raises:
-        ValueError: the message names the argument.
-    """
+    """Raise ValueError for an argument of vLLM that ktft sets itself or does not work with. The message names it."""
     for argument in extra:
         match = re.match(r"--?([a-zA-Z][\w-]*)", argument)
         if match is None:
@@ -97,11 +93,7 @@ def check_extra(extra: Iterable[str]) -> None:
 
 
 def allowed_origins(extra: Sequence[str]) -> tuple[str, ...]:
-    """The origins of web pages that may use the server, from vLLM's `--allowed-origins`; none unless it is given.
-
-    Raises:
-        ValueError: the argument is not a JSON list of texts.
-    """
+    """The web pages that may use the server, from vLLM's `--allowed-origins`. See `ktft.serve.engine.Engine`."""
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
     parser.add_argument("--allowed-origins", default="[]")
     words = (re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), word) for word in extra)

@@ -1,53 +1,79 @@
-"""The families that vLLM serves as they were trained, and what vLLM must be told of a family and of the device."""
+"""What vLLM must be told of each family, one row a `model_type`, and of the device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ktft.serve.runtime.settings import GRAPH_TOKENS
 
-SERVED = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "kimi_k2",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-)
-"""Values of `model_type` whose log-probabilities were measured to be training's: docs/reference/serve-families.md."""
+
+@dataclass(frozen=True)
+class VllmFamily:
+    """A family as vLLM serves it.
+
+    Attributes:
+        served: whether its log-probabilities were measured to be training's (docs/reference/serve-families.md).
+            `ktft serve` refuses a family until they were.
+        overrides: settings that replace those of its config, for `--hf-overrides`.
+        interleaved_rope: whether its rotary embedding rotates pairs of neighbours. vLLM 0.32's operator for CPUs
+            computes these wrongly.
+        tool_parser: vLLM's parser of the tool calls that released models write.
+        tool_token: a token of those calls: if the tokenizer lacked it, the parser would refuse every chat.
+    """
+
+    served: bool = False
+    overrides: Mapping[str, Any] | None = None
+    interleaved_rope: bool = False
+    tool_parser: str | None = None
+    tool_token: str = ""
+
 
 # transformers computes these families so, but transformers 5 leaves it out of the config.json that it writes. Without
 # it vLLM would have no place for e_score_correction_bias, and would use softmax in place of the router's sigmoid.
 _SIGMOID_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-CONFIG_OVERRIDES: dict[str, dict[str, Any]] = dict.fromkeys(("deepseek_v3", "kimi_k2", "glm_moe_dsa"), _SIGMOID_ROUTER)
-"""`model_type` -> settings that replace those of its config, for `--hf-overrides`."""
 
-INTERLEAVED_ROPE = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm_moe_dsa", "ernie4_5_moe")
-"""Values of `model_type` whose rotary embedding rotates pairs of neighbours. vLLM 0.32's operator for CPUs computes
-these wrongly."""
-
-_HERMES, _QWEN3_XML = ("hermes", ""), ("qwen3_xml", "<tool_call>")
-TOOL_PARSERS = {
-    "qwen2_moe": _HERMES,
-    "qwen3_moe": _HERMES,
-    "qwen3_next": _HERMES,
-    "qwen3_vl_moe": _HERMES,
-    "qwen3_5_moe": _QWEN3_XML,
-    "qwen3_5_moe_text": _QWEN3_XML,
-    "deepseek_v3": ("deepseek_v3", "<｜tool▁calls▁begin｜>"),  # noqa: RUF001
-    "kimi_k2": ("kimi_k2", "<|tool_calls_section_begin|>"),
-    "glm4_moe": ("glm45", "<tool_call>"),
-    "glm_moe_dsa": ("glm47", "<tool_call>"),
-    "minimax_m2": ("minimax_m2", "<minimax:tool_call>"),
-    "gpt_oss": ("openai", "<|call|>"),
-    "ernie4_5_moe": ("ernie45", "<tool_call>"),
+ROWS = {
+    "qwen2_moe": VllmFamily(served=True, tool_parser="hermes"),
+    "qwen3_moe": VllmFamily(served=True, tool_parser="hermes"),
+    "qwen3_next": VllmFamily(served=True, tool_parser="hermes"),
+    "qwen3_vl_moe": VllmFamily(tool_parser="hermes"),
+    "qwen3_5_moe": VllmFamily(tool_parser="qwen3_xml", tool_token="<tool_call>"),
+    "qwen3_5_moe_text": VllmFamily(tool_parser="qwen3_xml", tool_token="<tool_call>"),
+    "deepseek_v2": VllmFamily(served=True, interleaved_rope=True),
+    "deepseek_v3": VllmFamily(
+        served=True,
+        overrides=_SIGMOID_ROUTER,
+        interleaved_rope=True,
+        tool_parser="deepseek_v3",
+        tool_token="<｜tool▁calls▁begin｜>",  # noqa: RUF001
+    ),
+    "kimi_k2": VllmFamily(
+        served=True,
+        overrides=_SIGMOID_ROUTER,
+        interleaved_rope=True,
+        tool_parser="kimi_k2",
+        tool_token="<|tool_calls_section_begin|>",
+    ),
+    "glm4_moe": VllmFamily(served=True, tool_parser="glm45", tool_token="<tool_call>"),
+    "glm_moe_dsa": VllmFamily(
+        overrides=_SIGMOID_ROUTER, interleaved_rope=True, tool_parser="glm47", tool_token="<tool_call>"
+    ),
+    "minimax_m2": VllmFamily(tool_parser="minimax_m2", tool_token="<minimax:tool_call>"),
+    "gpt_oss": VllmFamily(served=True, tool_parser="openai", tool_token="<|call|>"),
+    "mixtral": VllmFamily(served=True),
+    "olmoe": VllmFamily(served=True),
+    "ernie4_5_moe": VllmFamily(interleaved_rope=True, tool_parser="ernie45", tool_token="<tool_call>"),
 }
-"""`model_type` -> vLLM's parser of the tool calls that released models of that type write, and a token: if the
-tokenizer lacked it, the parser would refuse every chat."""
+"""By `model_type`; a family without a row is not served."""
+
+SERVED = tuple(sorted(model_type for model_type, row in ROWS.items() if row.served))
+
+
+def of(model_type: str) -> VllmFamily:
+    """The row of a `model_type`, or one that tells vLLM nothing."""
+    return ROWS.get(model_type) or VllmFamily()
 
 
 def compilation_config(model_type: str, gpu: bool, max_num_seqs: int) -> dict[str, Any] | None:
@@ -59,4 +85,4 @@ def compilation_config(model_type: str, gpu: bool, max_num_seqs: int) -> dict[st
     if gpu:
         sizes = list(range(1, min(max_num_seqs, GRAPH_TOKENS) + 1))
         return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-    return {"custom_ops": ["none"]} if model_type in INTERLEAVED_ROPE else None
+    return {"custom_ops": ["none"]} if of(model_type).interleaved_rope else None

@@ -70,7 +70,9 @@ class KtftModelLoader(BaseModelLoader):
             device = next(model.parameters()).device
             if device.type in ACCELERATORS:
                 status.write(Progress("Taking GPU memory for experts"))
-                served = HybridModel.of(settings, weights.layers, device, _top_k(model), model_config.dtype)
+                first = next(module for module in model.modules() if isinstance(module, RoutedExperts))
+                top_k = first.moe_config.experts_per_token
+                served = HybridModel.of(settings, weights.layers, device, top_k, model_config.dtype)
                 served.warm_up()
                 _check_each_step(model, served)
             serve(served)
@@ -129,11 +131,7 @@ class _Experts:
 
 
 def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
-    """Compare the routed experts of vLLM's model with those of transformers' model.
-
-    Raises:
-        ValueError: a layer, a size or the activation differs.
-    """
+    """Raise ValueError if vLLM's and transformers' models differ in layers, sizes or activation of routed experts."""
     found = {}
     for module in model.modules():
         if isinstance(module, RoutedExperts):
@@ -148,16 +146,9 @@ def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
             )
 
 
-def _top_k(model: nn.Module) -> int:
-    """How many experts vLLM chooses for a token."""
-    return next(m.moe_config.experts_per_token for m in model.modules() if isinstance(m, RoutedExperts))
-
-
 @contextmanager
 def _torch_defaults() -> Iterator[None]:
-    """torch's own default device and dtype. vLLM sets others while it loads, which all code that makes tensors would
-    follow.
-    """
+    """torch's own default device and dtype, in place of those that vLLM sets while it loads."""
     with torch.device("cpu"), set_default_torch_dtype(torch.float32):
         yield
 

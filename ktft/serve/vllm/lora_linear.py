@@ -73,7 +73,7 @@ class KtftLinearMethod(UnquantizedLinearMethod):
         return out
 
     def stacked(self, slices: Sequence[SliceLora]) -> AB:
-        """The tensors for `put`, in CPU memory, for LoRA on these rows of the output; zeros or nothing without rows."""
+        """Zeros, or nothing where the rank follows the adapter, for no rows."""
         rank = self.fixed or max((len(each.a) for each in slices), default=0)
         bounds = self.slot.bounds
         a = torch.zeros(len(self.slot.parts) * rank, self.slot.input_size, dtype=torch.float32, device="cpu")
@@ -85,17 +85,14 @@ class KtftLinearMethod(UnquantizedLinearMethod):
         return a, b
 
     def ready(self, tensors: AB) -> AB:
-        """The same tensors where `put` needs no more memory of the device for them."""
         a, b = tensors
         return (a, b) if self.fixed else (a.to(self.device), b.to(self.device))
 
     def held(self) -> AB:
-        """What is applied now, so that `put` can apply it again, whatever was put in between."""
         a, b = getattr(self.layer, A), getattr(self.layer, B)
         return (a.to("cpu", copy=True), b.to("cpu", copy=True)) if self.fixed else (a, b)
 
     def put(self, tensors: AB) -> None:
-        """Apply these tensors from now on. Nothing may be computing. Tensors that are `ready` take no memory."""
         for name, tensor in zip((A, B), self.ready(tensors), strict=True):
             if self.fixed:
                 getattr(self.layer, name).copy_(tensor)
@@ -105,11 +102,7 @@ class KtftLinearMethod(UnquantizedLinearMethod):
 
 
 def add_slots(model: nn.Module, config: VllmConfig, max_rank: int) -> None:
-    """Give every linear layer that can have LoRA a `KtftLinearMethod`.
-
-    Raises:
-        ValueError: the model is spread over several processes.
-    """
+    """Give every linear layer that can have LoRA a `KtftLinearMethod`. Raises ValueError for several processes."""
     if config.parallel_config.world_size > 1:
         raise ValueError(f"adapters are served by one process, not by {config.parallel_config.world_size}")
     compilation = config.compilation_config
@@ -134,13 +127,7 @@ def slots_of(model: nn.Module) -> dict[str, Any]:
 
 
 def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
-    """Where the tensors of adapters go in a loaded model.
-
-    Args:
-        model: vLLM's model, with slots.
-        max_rank: the largest rank that a slot takes.
-        experts: layer number -> (number of experts, hidden size, intermediate size).
-    """
+    """Where the tensors of adapters go in a loaded model with slots. The arguments are those of `Target`."""
     slots, absorbed = slots_of(model), _absorbed(model)
     refused = {
         name: absorbed.get(name) or _refusal(layer) or NO_SLOTS

@@ -41,11 +41,7 @@ _WRAPPINGS = (
 
 
 class VllmClient:
-    """vLLM's engine as its HTTP application reaches it. See `ktft.serve.engine.Client`.
-
-    Args:
-        scope: an HTTP request's.
-    """
+    """vLLM's engine as the scope of an HTTP request reaches it. See `ktft.serve.engine.Client`."""
 
     def __init__(self, scope: Scope) -> None:
         self._state = scope["app"].state
@@ -73,13 +69,7 @@ class VllmClient:
 
 
 class VllmGate(Gate):
-    """`Gate` as vLLM makes it: of the application alone.
-
-    Args:
-        app: vLLM's application.
-        settings: None takes this process's environment.
-        registry: where vLLM's metrics are.
-    """
+    """`Gate` as vLLM makes it: of the application alone."""
 
     def __init__(self, app: Any, settings: ServeSettings | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(app, VllmClient, PATHS, settings, registry)

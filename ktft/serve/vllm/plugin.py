@@ -7,11 +7,8 @@ from ktft.config import serve_settings
 
 def register() -> None:
     """Add the quantization method and the model loader `ktft` to vLLM's, in a process of `ktft serve` only."""
-    if serve_settings() is not None:
-        _register()
-
-
-def _register() -> None:
+    if serve_settings() is None:
+        return
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.model_loader import register_model_loader
 

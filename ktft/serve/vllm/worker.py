@@ -23,12 +23,9 @@ class KtftWorker:
     """
 
     def ktft_set_adapter(self, path: str | None) -> dict[str, Any]:
-        """Serve this adapter in place of the one before; None serves the base model. See `set_adapter`.
+        """`set_adapter`, and the seconds that it took, as values of JSON.
 
         No request may be in flight. The caller drops the KV cache, whose keys were computed with another adapter.
-
-        Returns:
-            "adapter": a description of the adapter, None for the base model; "seconds": how long it took.
         """
         begin = time.perf_counter()
         adapter = set_adapter(self.get_model(), path)  # type: ignore[attr-defined]
@@ -42,13 +39,7 @@ class KtftWorker:
 def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
     """Put an adapter into the model that this process computes, in place of the one before; None takes that out.
 
-    Returns:
-        `ktft.serve.runtime.swap.describe` of the adapter.
-
-    Raises:
-        ValueError: the adapter is damaged, belongs to another model, or holds what cannot be served; see
-            `ServedAdapter`. The one before is still served.
-        RuntimeError: memory ran out, for instance; see `swap_adapter`.
+    Returns what `swap_adapter` does, and raises what it and `ServedAdapter` do.
     """
     experts, adapter = current(), None
     if path is not None:

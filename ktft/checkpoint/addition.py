@@ -75,10 +75,10 @@ def add(scheme: Scheme, tensors: Tensors, delta: Tensor, dither: Generator | Non
         dither: round up or down at random, with the mean in the middle, instead of to the nearest.
 
     Raises:
-        KeyError: the scheme is not in `ENCODERS`.
+        KeyError: the scheme is not in `ADDERS`.
         ValueError: the sum is too large for the stored dtype.
     """
-    return {**tensors, **ENCODERS[type(scheme)](scheme, tensors, delta, dither)}
+    return {**tensors, **ADDERS[type(scheme)](scheme, tensors, delta, dither)}
 
 
 def rounded(values: Tensor, dtype: torch.dtype, dither: Generator | None = None) -> Tensor:
@@ -129,7 +129,7 @@ def _add_mxfp4(scheme: Scheme, tensors: Tensors, delta: Tensor, dither: Generato
     return {"codes": pack_nibbles(codes).view(tensors["codes"].shape), "scales": exponent.to(torch.uint8)}
 
 
-ENCODERS: dict[type[Scheme], Callable[[Scheme, Tensors, Tensor, Generator | None], dict[str, Tensor]]] = {
+ADDERS: dict[type[Scheme], Callable[[Scheme, Tensors, Tensor, Generator | None], dict[str, Tensor]]] = {
     Scheme: _add_plain,
     Fp8: _add_fp8,
     CompressedFp8: _add_fp8,

@@ -1,0 +1,14 @@
+"""The types of what the fixtures of `conftest.py` give."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Checkpoint = Callable[[str], Path]
+TrainYaml = Callable[..., dict[str, Any]]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+RunExp = Callable[[dict[str, Any]], None]
+Train = Callable[[dict[str, Any]], str]
