@@ -36,7 +36,6 @@ MAY_COMPARE = {
     "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
     "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
     "ktft/native/codes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
-    "ktft/train/trainer.py": "the Trainer's mixed precision, which has the same names",
 }
 """Files that compare with formats' names, and why they may."""
 

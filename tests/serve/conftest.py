@@ -21,12 +21,10 @@ from tiny import write_checkpoint
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file run in one worker, and so do all tests of `server`, of which each worker starts one."""
-    for item in items:
-        group = "server" if "server" in getattr(item, "fixturenames", ()) else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The tests of a file run in one worker, and so do all tests of `server`, of which each worker would start one."""
+    group = "server" if "server" in getattr(item, "fixturenames", ()) else item.path.name
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 STARTS_WITHIN = 600  # seconds; on an idle machine it is 30
