@@ -135,7 +135,7 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
     kernels.EXPERTS = len(experts)
     lora = adapters(kernels.make_lora(hidden, intermediate, args.rank, torch.float32), experts, device)
     for kind, ops in implementations("cuda").items():
-        weights = ChunkWeights.empty(fmt, len(experts), hidden, intermediate, lora, False, device)
+        weights = ChunkWeights.empty(layer, len(experts), lora, device)
         ms, host = timed(lambda w=weights, o=ops: decode(fmt, parts, packed, w, o))
         place(lora, weights, ops)
         moved = weights.gate_up.values.nbytes + weights.down.values.nbytes + sum(block.nbytes for block in packed)
