@@ -39,7 +39,7 @@ test-all: MARKS := -m ''
 test test-all: native serving
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
-	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) --dist loadgroup tests/serve || failed=1; \
+	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve || failed=1; \
 	exit $$failed
 
 lint: native

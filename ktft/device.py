@@ -115,7 +115,6 @@ class Device:
         return False
 
     def new_stream(self) -> Any:
-        """A new stream."""
         return HostStream()
 
     def current_stream(self) -> Any:

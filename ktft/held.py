@@ -43,7 +43,6 @@ class HeldExperts:
 
     @property
     def whole(self) -> bool:
-        """Whether these are all experts."""
         return self.count == self.num_experts
 
     @property

@@ -37,8 +37,7 @@ def decoded(
     layer: ExpertLayer, experts: list[int], lora: ExpertLora | None, device: torch.device, ops: Operations | None = None
 ) -> ChunkWeights:
     """These experts on the device."""
-    sizes = len(experts), layer.hidden_size, layer.intermediate_size
-    weights = ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, device)
+    weights = ChunkWeights.empty(layer, len(experts), lora, device)
     decode(layer.format, layer.slices(), blocks(layer, experts, device), weights, ops)
     return weights
 

@@ -76,7 +76,6 @@ class KeptOutputs:
         return None
 
     def clear(self) -> None:
-        """Forget all outputs."""
         with self._mutex:
             self._kept.clear()
 

@@ -92,14 +92,9 @@ class Lanes:
 
 
 class DeviceLanes:
-    """The lanes of one model on one device.
+    """The lanes of one model on one device, that of its hidden states. More may be appended to `layers` later.
 
     Any thread may call. One thread at a time places a pass, learns from passes, or changes the residents.
-
-    Args:
-        device: of hidden states.
-        settings: `placement` and `gpu_expert_memory`.
-        layers: of the model, in order; more may be appended later.
 
     Attributes:
         gpu: runs streamed and resident experts.
@@ -125,14 +120,12 @@ class DeviceLanes:
     def begin(
         self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
     ) -> Pass:
-        """See `Passes.begin`."""
         with self._mutex:
             run = self._passes.begin(layer, number, counts, top_k, lora, work)
         run.expect()
         return run
 
     def again(self, before: Pass) -> Pass:
-        """See `Passes.again`."""
         with self._mutex:
             run = self._passes.again(before)
         run.expect()
@@ -212,18 +205,15 @@ class DeviceLanes:
             self._residents.observe(layer, counts)
 
     def forget(self) -> None:
-        """See `Lanes.forget`."""
         with self._mutex:
             self._passes.forget()
             self.gpu.forget()
 
     def begin_step(self) -> None:
-        """See `Lanes.begin_step`."""
         with self._mutex:
             self._passes.begin_step()
 
     def end_step(self) -> None:
-        """See `Lanes.end_step`."""
         with self._mutex:
             self._passes.end_step()
             self._residents.end_step(self._layers)

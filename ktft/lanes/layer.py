@@ -34,8 +34,6 @@ class LanedExperts:
     """One layer's experts, and the lanes that they run in.
 
     Attributes:
-        lanes: of the model.
-        layer: the packed experts.
         number: of the decoder layer.
         activation: what the CPU lane keeps, `retain` or `recompute`. The GPU lanes always compute gate and up again.
         kept: outputs for checkpointing's second forward.
@@ -60,11 +58,10 @@ class LanedExperts:
         training: bool = False,
         meanwhile: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """As `ktft.model.autograd.routed_experts`.
+        """As `ktft.model.autograd.routed_experts`, which has the arguments that are not listed here.
 
         Args:
             lanes: what `self.lanes.on` gives for the device of the hidden states.
-            hidden_states, top_k_index, top_k_weights, lora, record: as in `routed_experts`.
             training: keep the output of a forward without gradients, because checkpointing will ask for it again.
             meanwhile: gives the GPU independent work on the hidden states, once the CPU is at work.
 
@@ -103,34 +100,22 @@ class _Call:
 
     After `finish` it must not refer to the output: autograd makes the output refer to this, and only gc would free such
     a cycle.
-
-    Attributes:
-        gradients: a backward may follow.
-        keep: checkpointing will ask for the output again.
-        inputs: in host memory.
-        device_weights: `[T, k]` fp32 on the device.
-        routes: of all experts.
-        run: the pass; after `finish` only if its CPU lane saved what backward needs.
-        cpu: work of the CPU lane in forward.
-        kept: the output, if it was kept from checkpointing's first forward; there is no pass then.
-        saved: what the CPU lane saved for backward.
-        zeroed: work of the CPU lane's thread that zeroes LoRA's gradients of experts without rows.
     """
 
     owner: LanedExperts
     lanes: DeviceLanes
     lora: ExpertLora | None
     record: Record | None
-    gradients: bool
-    keep: bool
+    gradients: bool  # a backward may follow
+    keep: bool  # checkpointing will ask for the output again
     inputs: Inputs = field(init=False)
-    device_weights: Tensor = field(init=False)
+    device_weights: Tensor = field(init=False)  # `[T, k]` fp32
     routes: Routes = field(init=False)
-    run: Pass | None = None
-    cpu: Future[Any] | None = None
-    kept: Tensor | None = None
-    saved: Any = None
-    zeroed: Future[None] | None = None
+    run: Pass | None = None  # after `finish` only if its CPU lane saved what backward needs
+    cpu: Future[Any] | None = None  # work of the CPU lane in forward
+    kept: Tensor | None = None  # the output, if checkpointing's first forward left it; there is no pass then
+    saved: Any = None  # what the CPU lane saved for backward
+    zeroed: Future[None] | None = None  # zeroes LoRA's gradients of experts without rows, in the CPU lane's thread
 
     def begin(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Send the host what it needs, decide where the experts run, and set the CPU to work."""
@@ -254,17 +239,9 @@ class _Call:
         saved = layer.prepare(here) if again else self.saved
         grad_output, hidden = arriving.wait()
         with run.cpu_span(len(PROJECTIONS) + (2 if again else 0)):
-            found = layer.backward(
-                saved,
-                grad_output,
-                hidden,
-                here,
-                self.inputs.top_k_weights,
-                self.lora,
-                elsewhere=elsewhere,
-                lora_grads=lora_grads,
-                grad_hidden=self.lanes.crossing.pinned(hidden.shape, hidden.dtype),
-            )
+            given = saved, grad_output, hidden, here, self.inputs.top_k_weights, self.lora
+            grad_hidden = self.lanes.crossing.pinned(hidden.shape, hidden.dtype)
+            found = layer.backward(*given, elsewhere=elsewhere, lora_grads=lora_grads, grad_hidden=grad_hidden)
         run.cpu_seconds = time.perf_counter() - run.began
         return found
 

@@ -51,7 +51,6 @@ class Pass:
 
     @property
     def on_gpu(self) -> list[int]:
-        """Experts that run on the GPU."""
         return self.placement.resident + self.placement.stream
 
     @property
@@ -70,7 +69,6 @@ class Pass:
         return self._span(Where.CPU, self.placement.cpu, products, None)
 
     def gpu_span(self, products: int, stream: Any) -> spans.Span:
-        """A span for the GPU's experts, likewise."""
         return self._span(self._where_on_gpu, self.on_gpu, products, stream)
 
     def copy_span(self, stream: Any) -> spans.Span:
@@ -92,16 +90,9 @@ class Pass:
 
 
 class Passes:
-    """Decides where the experts of each pass of a model run, by what earlier passes took.
+    """Decides where the experts of each pass of a model run, by what earlier passes took. `mode` is one of `Mode`.
 
-    Only one thread may call at a time.
-
-    Args:
-        lane: runs streamed and resident experts.
-        mode: one of `Mode`.
-
-    Attributes:
-        last: each layer's last pass forward and backward since `forget`.
+    Only one thread may call at a time. `last` has each layer's last pass forward and backward since `forget`.
     """
 
     def __init__(self, lane: GpuLane, mode: str) -> None:

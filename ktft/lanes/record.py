@@ -21,10 +21,7 @@ class Record:
     A micro-batch counts once, in its backward, however often checkpointing computes its forward. Passes without
     gradients, such as those of DPO's reference, are not counted.
 
-    Args:
-        num_experts: of the layer, that the process holds.
-        layer: its number in the model.
-        first: the first held expert's number in the model.
+    `num_experts` are those that the process holds, `first` is the first one's number in the model, `layer` the layer's.
 
     Attributes:
         tokens: `[num_experts]` int64, (token, expert) pairs by expert.

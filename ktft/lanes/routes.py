@@ -56,7 +56,6 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """How many rows the piece has."""
         return self.row_route.shape[0]
 
     def ranges(self) -> list[tuple[int, slice]]:
@@ -67,12 +66,6 @@ class Piece:
 
 ChunkRows = list[Piece]
 """The rows of one chunk."""
-
-
-def to_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int32 numbers on `device`, without waiting for it."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device_of(device).pin_memory)
-    return host.to(device, non_blocking=True)
 
 
 def piece_rows(hidden: int, intermediate: int) -> int:
@@ -106,7 +99,9 @@ def _lay_out(routes: Routes, chunks: Sequence[Sequence[int]], piece_rows: int) -
         cuts.append([(total + s, [min(max(end - s, 0), piece_rows) for end in ends]) for s in starts])
         total += rows
     widest = max(len(order), 1)
-    table = to_device([order, *([*ends, *[0] * (widest - len(ends))] for pieces in cuts for _, ends in pieces)], device)
+    values = [order, *([*ends, *[0] * (widest - len(ends))] for pieces in cuts for _, ends in pieces)]
+    host = torch.tensor(values, dtype=torch.int32, pin_memory=device_of(device).pin_memory)
+    table = host.to(device, non_blocking=True)
     # A radix sort of few bits is short
     keys = table[0].to(torch.int16)[routes.top_k_index.reshape(-1)]
     by_row = torch.sort(keys, stable=True).indices

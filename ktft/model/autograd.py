@@ -45,9 +45,8 @@ class _Moe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
-        tensors = (grad_outputs[0], hidden_states, top_k_index, top_k_weights)
-        record = ctx.record
-        number = None if record is None else record.layer
+        tensors = grad_outputs[0], hidden_states, top_k_index, top_k_weights
+        record, number = ctx.record, None if ctx.record is None else ctx.record.layer
         with spans.span("wait", number):
             grad, hidden, index, weights = (tensor.detach().to("cpu") for tensor in tensors)
         with spans.span("cpu", number) as span:
@@ -57,16 +56,9 @@ class _Moe(torch.autograd.Function):
             record.count(index)
             if record.watching:
                 record.count_reached(index, weights, grad)
-        return (
-            None,
-            None,
-            None,
-            None,
-            grads.hidden_states.to(hidden_states.device),
-            None,
-            grads.top_k_weights.to(top_k_weights.device, top_k_weights.dtype),
-            *grads.lora,
-        )
+        grad_hidden = grads.hidden_states.to(hidden_states.device)
+        grad_weights = grads.top_k_weights.to(top_k_weights.device, top_k_weights.dtype)
+        return None, None, None, None, grad_hidden, None, grad_weights, *grads.lora
 
 
 def note_work(span: spans.Span, layer: ExpertLayer, top_k_index: Tensor, products: int) -> None:

@@ -26,8 +26,7 @@ class Backbone:
     transformers: a new one is legitimate.
 
     Args:
-        model: the model on the meta device.
-        checkpoint: the model's opened checkpoint.
+        model: on the meta device.
         is_expert: a pattern that matches the names of routed experts' tensors.
         ignored: patterns of the names that transformers ignores.
 
@@ -54,7 +53,11 @@ class Backbone:
         self._sources: dict[str, tuple[Scheme, dict[str, TensorEntry]]] = {}
         lacking: list[str] = []
         for name in sorted(required):
-            scheme, parts, missing = self._locate(name)
+            stem = name.removesuffix(".weight")
+            if stem != name:
+                scheme, parts, missing = locate(self._tensors, checkpoint.scheme, stem)
+            else:  # the name of a bias or a buffer has no stem
+                scheme, parts, missing = locate(self._tensors, PLAIN_SCHEME, name, stacked=True)
             lacking += missing
             if not missing:
                 self._sources[name] = scheme, parts
@@ -73,14 +76,7 @@ class Backbone:
             ),
         )
         for name, (scheme, parts) in self._sources.items():
-            shape = tuple(expected[name].shape)
-            check_shapes(scheme, parts, shape)
-
-    def _locate(self, name: str) -> tuple[Scheme, dict[str, TensorEntry], list[str]]:
-        stem = name.removesuffix(".weight")
-        if stem != name:
-            return locate(self._tensors, self.checkpoint.scheme, stem)
-        return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)  # the name of a bias or a buffer has no stem
+            check_shapes(scheme, parts, tuple(expected[name].shape))
 
     def stored(self, name: str) -> tuple[Scheme, dict[str, TensorEntry]] | None:
         """The scheme of a model's weight, and its tensors by role; None if the checkpoint does not store the weight."""

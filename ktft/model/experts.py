@@ -39,17 +39,14 @@ class KtftExperts(nn.Module):
             If it holds only a part, the output is the sum over that part only.
     """
 
-    layer: ExpertLayer
-    laned: LanedExperts | None
-    shared: Ahead | None
-    record: Record | None
-
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
         super().__init__()
         self.layer = cast(ExpertLayer, layer)
         self.family = family
         self.activation = activation
-        self.laned = self.shared = self.record = None
+        self.laned: LanedExperts | None = None
+        self.shared: Ahead | None = None
+        self.record: Record | None = None
         self.held = layer.held
         self.num_experts = layer.held.count
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
@@ -109,16 +106,21 @@ def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
         )
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the decoder layer that a module of this name is in; None if it is in none."""
+    number = re.search(r"\blayers\.(\d+)\.", name)
+    return int(number[1]) if number else None
+
+
 def layer_number(name: str) -> int:
-    """The number of the decoder layer that a module is in, read from the module's name.
+    """The number of the decoder layer that an experts module of this name is in.
 
     Raises:
         ValueError: the module is in no numbered layer.
     """
-    number = re.search(r"\blayers\.(\d+)\.", name)
-    if number is None:
+    if (number := layer_of(name)) is None:
         raise ValueError(f"the experts {name} are in no numbered layer; ktft finds them by layers.N in their name")
-    return int(number[1])
+    return number
 
 
 def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tuple[int, int, int]]]:

@@ -26,14 +26,10 @@ class KimiK2Config(DeepseekV3Config):
 
 
 class KimiK2Model(DeepseekV3Model):
-    """DeepSeek-V3's."""
-
     config_class = KimiK2Config
 
 
 class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
-    """DeepSeek-V3's."""
-
     config_class = KimiK2Config
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -59,29 +60,20 @@ class Adapter:
 class Workload:
     """The properties of one optimizer step that memory and time depend on.
 
-    Attributes:
-        adapters: all LoRA.
-        batch: sequences in one forward pass; sequence: tokens in each sequence.
-        accumulation: forward passes in one optimizer step.
-        checkpointing: whether decoder layers use gradient checkpointing.
-        activation: what native layers keep for backward, `retain` or `recompute`.
-        placement, gpu_expert_memory: the settings in `ktft.config.Settings`; they have no effect without a GPU.
-        states: moments per parameter that the optimizer keeps.
-        weight_bytes: bytes per weight outside the experts.
-        mixed: whether autocast to 16 bits is on.
+    `placement` and `gpu_expert_memory` are those of `ktft.config.Settings`; they have no effect without a GPU.
     """
 
-    adapters: tuple[Adapter, ...]
-    batch: int
-    sequence: int
-    accumulation: int = 1
-    checkpointing: bool = True
-    activation: str = "retain"
+    adapters: tuple[Adapter, ...]  # all LoRA
+    batch: int  # sequences in one forward pass
+    sequence: int  # tokens in each sequence
+    accumulation: int = 1  # forward passes in one optimizer step
+    checkpointing: bool = True  # of decoder layers
+    activation: str = "retain"  # what native layers keep for backward; the other choice is "recompute"
     placement: str = "auto"
     gpu_expert_memory: int | str = 0
-    states: float = ADAM_STATES
-    weight_bytes: int = BF16
-    mixed: bool = False
+    states: float = ADAM_STATES  # moments per parameter that the optimizer keeps
+    weight_bytes: int = BF16  # bytes per weight outside the experts
+    mixed: bool = False  # whether autocast to 16 bits is on
 
     @property
     def tokens(self) -> int:
@@ -107,23 +99,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of RAM and VRAM by purpose; VRAM is empty without a GPU.
+    """Bytes of RAM and VRAM by purpose; VRAM is empty without a GPU."""
 
-    `packed` has the bytes of packed experts, which are part of the RAM, on each NUMA node.
-    """
-
-    packed: tuple[int, ...]
+    packed: tuple[int, ...]  # packed experts, which are part of the RAM, on each NUMA node
     ram: dict[str, int]
     vram: dict[str, int]
 
     @property
     def ram_bytes(self) -> int:
-        """Total bytes of RAM."""
         return sum(self.ram.values())
 
     @property
     def vram_bytes(self) -> int:
-        """Total bytes of VRAM."""
         return sum(self.vram.values())
 
     def with_residents(self, resident: int) -> Footprint:
@@ -173,26 +160,31 @@ def expert_buffers(
     )
 
 
+def _largest_layer(shape: ModelShape, work: Workload, output: float, lora_output: float, lora_input: float) -> float:
+    """Bytes per token of the linear layers of the decoder layer where they are most: `output` for each output feature,
+    and of layers with LoRA `lora_output` and `lora_input` for each output and input feature.
+    """
+    adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
+    layers: dict[int, float] = {}
+    for linear in shape.linears:
+        if linear.layer is not None:
+            size = linear.out_features * output
+            if (linear.layer, linear.in_features, linear.out_features) in adapted:
+                size = linear.out_features * lora_output + linear.in_features * lora_input
+            layers[linear.layer] = layers.get(linear.layer, 0.0) + size
+    return max(layers.values(), default=0.0)
+
+
 def _layer_activations(shape: ModelShape, work: Workload) -> float:
     """Bytes per token that torch keeps for the largest decoder layer, without its routed experts.
 
     torch keeps a linear layer's output, with LoRA also its input in the adapter's precision, fp32 norms, and the
     operands of attention.
     """
-    adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
     wide = BF16 if work.mixed else work.weight_bytes
-    layers: dict[int, float] = {}
-    for linear in shape.linears:
-        if linear.layer is None:
-            continue
-        lora = (linear.layer, linear.in_features, linear.out_features) in adapted
-        size = linear.out_features * wide * (2 if lora else 1)
-        if lora:
-            size += linear.in_features * (BF16 if work.mixed else FP32)
-        layers[linear.layer] = layers.get(linear.layer, 0.0) + size
+    linears = _largest_layer(shape, work, wide, 2 * wide, BF16 if work.mixed else FP32)
     attention = shape.heads * (4 * shape.qk_dim + 2 * shape.v_dim) * wide
-    norms = shape.hidden_size * (4 * wide + 4 * FP32)
-    return max(layers.values(), default=0.0) + attention + norms
+    return linears + attention + shape.hidden_size * (4 * wide + 4 * FP32)
 
 
 def _layer_kept(shape: ModelShape, work: Workload) -> float:
@@ -200,14 +192,8 @@ def _layer_kept(shape: ModelShape, work: Workload) -> float:
     autograd node and norms are fused: inputs and outputs of linear layers, rotated queries and keys, both residuals
     and both norms.
     """
-    adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
-    layers: dict[int, int] = {}
-    for linear in shape.linears:
-        if linear.layer is not None:
-            lora = (linear.layer, linear.in_features, linear.out_features) in adapted
-            features = linear.out_features + (linear.in_features if lora else 0)
-            layers[linear.layer] = layers.get(linear.layer, 0) + features
-    return BF16 * (max(layers.values(), default=0) + 2 * shape.heads * shape.qk_dim + 4 * shape.hidden_size)
+    linears = _largest_layer(shape, work, BF16, BF16, BF16)
+    return linears + BF16 * (2 * shape.heads * shape.qk_dim + 4 * shape.hidden_size)
 
 
 def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
@@ -250,17 +236,8 @@ def footprint(
     ram["expert LoRA"] = sum(a.parameters for a in work.on_experts()) * FP32
     ram["its gradients and moments"] = work.training_bytes(work.on_experts()) - ram["expert LoRA"]
     place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
-    buffers = [
-        expert_buffers(
-            moe,
-            work.tokens,
-            work.on_experts(number),
-            threads=threads,
-            nodes=nodes,
-            activation=work.expert_activation(gpu=gpu),
-        )
-        for number, moe in shape.moe.items()
-    ]
+    on: dict[str, Any] = {"threads": threads, "nodes": nodes, "activation": work.expert_activation(gpu=gpu)}
+    buffers = [expert_buffers(moe, work.tokens, work.on_experts(number), **on) for number, moe in shape.moe.items()]
     kept = [layer.retained for layer in buffers]
     retained = max(kept) if work.checkpointing else sum(kept)
     largest = max(layer.workspace for layer in buffers)
@@ -317,14 +294,8 @@ def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -
 def expert_adapters(moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]]) -> list[Adapter]:
     """The LoRA on routed experts that `ranks` describes: layer -> projection -> rank."""
     return [
-        Adapter(
-            *moe[layer].projection(name),
-            rank=ranks[layer][name],
-            count=moe[layer].num_experts,
-            layer=layer,
-            projection=name,
-        )
-        for layer in moe
+        Adapter(*each.projection(name), ranks[layer][name], each.num_experts, layer, name)
+        for layer, each in moe.items()
         for name in PROJECTIONS
         if name in ranks.get(layer, {})
     ]

@@ -94,12 +94,10 @@ class KtftConfig(QuantizationConfigMixin):
 
     @property
     def settings(self) -> Settings:
-        """The validated settings."""
         return Settings(**{name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
     def from_settings(cls, settings: Settings, reserve_bytes: int | Mapping[str, int] = 0) -> KtftConfig:
-        """The configuration that carries these settings."""
         return cls(**{name: getattr(settings, name) for name in SETTINGS}, reserve_bytes=reserve_bytes)
 
 
@@ -116,18 +114,13 @@ def check_flash_attention(asked: str) -> None:
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(_attn_implementation="flash_attention_2"))
     try:
         flash_attention_forward(module, rows, rows, rows, None)  # type: ignore[arg-type]
-    except AttributeError as error:
-        if "'NoneType' object has no attribute 'to'" not in str(error):
-            return
-    except Exception:  # a GPU or a package is missing: not what is checked here
-        return
-    else:
-        return
-    raise ValueError(
-        f"{asked} cannot work with transformers {transformers.__version__}: its flash attention fails in every layer "
-        "without attention sinks ('NoneType' object has no attribute 'to'); use torch's attention, in LLaMA-Factory "
-        'flash_attn: sdpa, in from_pretrained attn_implementation="sdpa"'
-    )
+    except Exception as error:  # others: a GPU or a package is missing, which is not what is checked here
+        if isinstance(error, AttributeError) and "'NoneType' object has no attribute 'to'" in str(error):
+            raise ValueError(
+                f"{asked} cannot work with transformers {transformers.__version__}: its flash attention fails in every "
+                "layer without attention sinks ('NoneType' object has no attribute 'to'); use torch's attention, in "
+                'LLaMA-Factory flash_attn: sdpa, in from_pretrained attn_implementation="sdpa"'
+            ) from None
 
 
 def configure(config: PreTrainedConfig, settings: Settings, reserve_bytes: int | Mapping[str, int] = 0) -> None:
@@ -195,10 +188,9 @@ class KtftHfQuantizer(HfQuantizer):
         implementation = model.config._attn_implementation or ""
         if implementation.startswith("flash_attention") and not any("sinks" in n for n, _ in model.named_parameters()):
             check_flash_attention(f"attn_implementation {implementation!r}")
-        self._plan = LoadPlan(
-            model, checkpoint_files or [], self.quantization_config.settings, self.quantization_config.part
-        )
-        check_memory(model, self._plan, self.quantization_config.reserve_bytes, kwargs.get("device_map"))
+        given = self.quantization_config
+        self._plan = LoadPlan(model, checkpoint_files or [], given.settings, given.part)
+        check_memory(model, self._plan, given.reserve_bytes, kwargs.get("device_map"))
         if self._plan.backbone.conversions():
             self.pre_quantized = True  # otherwise transformers casts integers and scales to the model's dtype
 
@@ -243,7 +235,8 @@ class LoadPlan:
     ) -> None:
         self.family, self.model_type = family_of(model), model.config.model_type
         checkpoint = CheckpointReader(checkpoint_files)
-        packed = _packed_experts(checkpoint, settings)
+        # The converted checkpoint that the experts come from; None if they come from an ordinary one
+        packed = PackedCache.find(Path(settings.expert_checkpoint or checkpoint.directory), settings.verify_checksums)
         if packed is not None:
             settings = replace(settings, expert_format=packed.check_format(settings.expert_format))
         experts = swap_experts(model, self.family, settings, part)
@@ -264,9 +257,8 @@ class LoadPlan:
         self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
         self.title = f"{doing} experts ({self.expert_format})"
         # Set on the instance, since the class is shared with stock models. transformers sees the experts' fused names.
-        kind = (
-            set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list
-        )  # a set since transformers 5.17
+        # A set since transformers 5.17
+        kind = set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list
         model._keys_to_ignore_on_load_unexpected = kind([*ignored, r"\.experts\.", IGNORED.pattern])
 
     def load_experts(self) -> None:
@@ -278,20 +270,13 @@ class LoadPlan:
                 progress.update(nbytes)
 
 
-def _packed_experts(checkpoint: CheckpointReader, settings: Settings) -> PackedCache | None:
-    """The converted checkpoint that the experts come from; None if they come from an ordinary one."""
-    return PackedCache.find(Path(settings.expert_checkpoint or checkpoint.directory), settings.verify_checksums)
-
-
 def swap_experts(
     model: nn.Module, family: Family, settings: Settings, part: tuple[int, int] | None = None
 ) -> dict[int, KtftExperts]:
     """Replace every stacked experts module by an empty `KtftExperts`. Returns these by layer number.
 
     Args:
-        model: the model, on the meta device.
-        family: the model's family.
-        settings: the experts' settings.
+        model: on the meta device.
         part: the range (first, end) of the experts of each layer that this process holds, without `end`; by default
             all of them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktft.checkpoint.families import Family
 from ktft.held import HeldExperts
-from ktft.model.experts import KtftExperts, expert_modules
+from ktft.model.experts import KtftExperts, expert_modules, layer_of
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
 
@@ -21,24 +20,17 @@ TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k
 
 @dataclass(frozen=True)
 class MoeShape:
-    """The sizes of one layer's routed experts. It replaces the `ExpertLayer` where only sizes matter.
+    """The sizes of one layer's routed experts. It replaces the `ExpertLayer` where only sizes matter."""
 
-    Attributes:
-        num_experts: the number of experts that this process holds.
-        top_k: the number of the model's experts that a token is routed to.
-        part: which of the model's experts these are; None if they are all of them.
-    """
-
-    num_experts: int
-    top_k: int
+    num_experts: int  # that this process holds
+    top_k: int  # the number of the model's experts that a token is routed to
     hidden_size: int
     intermediate_size: int
     biases: bool = False
-    part: HeldExperts | None = None
+    part: HeldExperts | None = None  # which of the model's experts these are; None if they are all of them
 
     @property
     def held(self) -> HeldExperts:
-        """Which of the model's experts these are."""
         return self.part or HeldExperts.of(self.num_experts)
 
     @property
@@ -64,36 +56,30 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that planning needs.
+    """The sizes of a model that planning needs; all but `other_parameters` are the text model's.
 
-    Attributes:
-        moe: layer number -> its routed experts.
-        linears: every linear layer of the text model outside the routed experts, including the output layer. Vision
-            layers are left out: LLaMA-Factory keeps them frozen, and no text passes through them.
-        other_parameters: the number of elements in parameters and buffers, without the routed experts' weights.
-        layers, hidden_size, vocab_size: sizes of the text model.
-        heads, qk_dim, v_dim: the number of attention heads, the width of a head's queries and keys, and of its values.
+    `linears` are all linear layers outside the routed experts, including the output layer. Vision layers are left out:
+    LLaMA-Factory keeps them frozen, and no text passes through them.
     """
 
     model_type: str
-    moe: dict[int, MoeShape]
+    moe: dict[int, MoeShape]  # by layer number
     linears: tuple[LinearShape, ...]
-    other_parameters: int
+    other_parameters: int  # elements in parameters and buffers, without the routed experts' weights
     layers: int
     hidden_size: int
     vocab_size: int
-    heads: int
-    qk_dim: int
-    v_dim: int
+    heads: int  # of attention
+    qk_dim: int  # the width of a head's queries and keys
+    v_dim: int  # and of its values
 
     @property
     def expert_parameters(self) -> int:
-        """The number of parameters of all routed experts."""
         return sum(moe.parameters for moe in self.moe.values())
 
 
 def top_k_of(config: Any) -> int:
-    """The number of experts that a token is routed to.
+    """The `top_k` of a text model's config.
 
     Raises:
         ValueError: the config has none of `TOP_K_KEYS`.
@@ -132,7 +118,7 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
         model_type=model.config.model_type,
         moe=moe,
         linears=tuple(
-            LinearShape(name, module.in_features, module.out_features, _layer_of(name))
+            LinearShape(name, module.in_features, module.out_features, layer_of(name))
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and (text_only or module is output or "language_model" in name.split("."))
         ),
@@ -144,11 +130,6 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
         qk_dim=nope + rope if nope and rope else head_dim,
         v_dim=getattr(text, "v_head_dim", None) or head_dim,
     )
-
-
-def _layer_of(name: str) -> int | None:
-    match = re.search(r"\blayers\.(\d+)\.", name)
-    return int(match[1]) if match else None
 
 
 def shape_of(config: PreTrainedConfig, part: tuple[int, int] | None = None) -> tuple[ModelShape, PreTrainedModel]:

@@ -15,13 +15,8 @@ def shortage(what: str, needed: int, available: int, of: str = "memory", limit: 
     )
 
 
-PACKED, WEIGHTS, LORA, ACTIVATIONS, RESIDENT = (
-    "packed experts",
-    "other weights",
-    "LoRA",
-    "activations",
-    "resident experts",
-)
+PACKED, WEIGHTS, LORA, ACTIVATIONS = "packed experts", "other weights", "LoRA", "activations"
+RESIDENT = "resident experts"
 _CAUSES = {
     "experts": PACKED,
     "other weights": WEIGHTS,

@@ -123,7 +123,7 @@ def time_format(fmt: str, args: argparse.Namespace) -> None:
     packed, parts = blocks(layer, experts, device), layer.slices()
     lora = adapters(random_lora(layer, args.rank), experts, device)
     for kind, ops in implementations("cuda").items():
-        weights = ChunkWeights.empty(fmt, len(experts), hidden, intermediate, lora, False, device)
+        weights = ChunkWeights.empty(layer, len(experts), lora, device)
         ms, host = timed(lambda w=weights, o=ops: decode(fmt, parts, packed, w, o))
         place(lora, weights, ops)
         moved = weights.gate_up.values.nbytes + weights.down.values.nbytes + sum(block.nbytes for block in packed)

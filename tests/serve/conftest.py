@@ -21,12 +21,21 @@ from tiny import write_checkpoint
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """The tests of a file run in one worker, and so do all tests of `server`, of which each worker would start one."""
-    group = "server" if "server" in getattr(item, "fixturenames", ()) else item.path.name
-    item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file run in one worker, and so do all files of `WITH_SERVER`: each worker would start one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "server" if file.endswith(WITH_SERVER) else file
+
+    return Scheduling(config, log)
 
 
+WITH_SERVER = ("test_end_to_end.py", "test_serve_engine.py", "test_serve_http.py")
+"""The files whose tests use `server`."""
 STARTS_WITHIN = 600  # seconds; on an idle machine it is 30
 
 

@@ -31,29 +31,19 @@ alone, and its work is done when the time ends: a GPU's probe synchronizes.
 
 @dataclass(frozen=True)
 class Probes:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        cpu: runs the native layer.
-        gpu: decodes and multiplies experts whose packed weights are on the GPU already.
-        copy: copies so many bytes of pinned memory to the GPU (True) or from it, and returns the seconds.
-    """
-
-    cpu: Probe
-    gpu: Probe
-    copy: Callable[[bool, int], float]
+    cpu: Probe  # runs the native layer
+    gpu: Probe  # decodes and multiplies experts whose packed weights are on the GPU already
+    copy: Callable[[bool, int], float]  # seconds to copy so many bytes of pinned memory to the GPU (True) or from it
 
 
 def calibrate(kind: LayerKind, probes: Probes, budget: float = BUDGET) -> Rates:
-    """Measure a layer's rates.
+    """Measure the rates of a layer of this kind, which the probes run.
 
     Each probe runs with one row an expert, which shows what reading or decoding an expert takes; with few experts,
     which shows what a call takes; and with more and more rows, until that takes long enough to show what a row takes.
-
-    Args:
-        kind: the layer's kind.
-        probes: run that layer on this machine.
-        budget: seconds. Once half of them are over, nothing is measured more often than necessary.
+    Once half of `budget` seconds are over, nothing is measured more often than necessary.
     """
     clock = _Clock(budget)
     cpu = {work: _rate(kind, clock, probes.cpu, work, overlapped=True) for work in PASSES}
@@ -102,12 +92,10 @@ def _rate(kind: LayerKind, clock: _Clock, run: Probe, work: Work, *, overlapped:
 
 
 def cpu_probe(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Probe:
-    """Probes one of the model's own layers. Its weights and adapters are read, and nothing is changed.
+    """Probes one of the model's own layers, an `ExpertLayer`. Weights and adapters are read, and nothing is changed.
 
-    Args:
-        layer: an `ExpertLayer`, loaded.
-        recompute: backward computes gate and up again, as it does under gradient checkpointing, whose forward keeps
-            nothing.
+    With `recompute` backward computes gate and up again, as it does under gradient checkpointing, whose forward keeps
+    nothing.
     """
     keep = "recompute" if recompute else "retain"
 
@@ -126,11 +114,7 @@ def cpu_probe(layer: Any, lora: ExpertLora | None, *, recompute: bool) -> Probe:
 
 
 def gpu_probe(device: torch.device, once: Callable[[Work, int, int], None]) -> Probe:
-    """Times work on a device from idle to idle.
-
-    Args:
-        once: given (work, experts, rows an expert), decodes and multiplies weights that are on the device.
-    """
+    """Times work on a device from idle to idle. `once` is given the same as a `Probe`."""
     wait = device_of(device).synchronize
 
     def run(work: Work, experts: int, rows: int) -> float:

@@ -24,19 +24,14 @@ _CROSSINGS = {Work.FORWARD: (1, 1), Work.BACKWARD: (2, 1)}
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What layers of one shape and format have in common.
-
-    Attributes:
-        expert_bytes: size of one packed expert.
-        lora_parameters: number of LoRA parameters of one expert, over all projections; they are copied in fp32.
-    """
+    """What layers of one shape and format have in common."""
 
     num_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
-    expert_bytes: int
-    lora_parameters: int = 0
+    expert_bytes: int  # of one packed expert
+    lora_parameters: int = 0  # of one expert, over all projections; they are copied in fp32
 
     @classmethod
     def of(cls, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> LayerKind:
@@ -54,37 +49,24 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast one processor does one kind of work.
+    """How fast one processor does one kind of work."""
 
-    Attributes:
-        flops: FLOP/s, counted as `LayerKind.row_flops`.
-        reading: bytes/s of packed weights that are read (CPU) or decoded (GPU).
-        call: seconds that a call takes besides.
-    """
-
-    flops: float
-    reading: float
-    call: float
+    flops: float  # FLOP/s, counted as `LayerKind.row_flops`
+    reading: float  # bytes/s of packed weights that are read (CPU) or decoded (GPU)
+    call: float  # seconds that a call takes besides
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one machine computes one kind of layer.
-
-    Attributes:
-        cpu, gpu: by kind of pass.
-        copy_in, copy_out: bytes/s to the GPU and from it.
-        copy_call: seconds that a copy takes besides.
-    """
+    """How fast one machine computes one kind of layer."""
 
     cpu: Mapping[Work, Rate]
     gpu: Mapping[Work, Rate]
-    copy_in: float
-    copy_out: float
-    copy_call: float
+    copy_in: float  # bytes/s to the GPU
+    copy_out: float  # bytes/s from it
+    copy_call: float  # seconds that a copy takes besides
 
     def __str__(self) -> str:
-        """One line for the log."""
         cpu, gpu = ([each[work] for work in PASSES] for each in (self.cpu, self.gpu))
         return (
             f"CPU {cpu[0].flops / 1e12:.3g} and {cpu[1].flops / 1e12:.3g} TFLOPS forward and backward, "
@@ -159,7 +141,6 @@ class Costs(NamedTuple):
         return Costs._make(lane._make(cost * factor for cost in lane) for lane, factor in lanes)
 
     def plus(self, other: Costs) -> Costs:
-        """Those of both."""
         lanes: Iterable[Any] = zip(self, other, strict=True)
         return Costs._make(mine._make(map(add, mine, theirs)) for mine, theirs in lanes)
 

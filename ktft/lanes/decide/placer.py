@@ -59,15 +59,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Coming:
-    """Prefetched experts: their packed bytes are in flight to the GPU before it is decided where they run.
-
-    Attributes:
-        experts: their numbers.
-        arrived: how many are there by now; an expert that is half there counts as 0.5.
-    """
+    """Prefetched experts: their packed bytes are in flight to the GPU before it is decided where they run."""
 
     experts: Collection[int] = ()
-    arrived: float = 0.0
+    arrived: float = 0.0  # how many are there by now; an expert that is half there counts as 0.5
 
     def among(self, placement: Placement) -> int:
         """How many of them the placement streams."""
@@ -105,10 +100,7 @@ class Placer:
     so these maxima add up. PCIe takes the same time for every expert. So the experts with the most rows go to the GPU,
     and the only question is how many: the answer is where the sums of the lanes meet.
 
-    Args:
-        kind: the layers' shape and format.
-        rates: measured by `calibrate`, or described.
-        mode: one of `Mode`.
+    `rates` are measured by `calibrate`, or described; `mode` is one of `Mode`.
     """
 
     def __init__(self, kind: LayerKind, rates: Rates, mode: str = Mode.AUTO) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +12,6 @@ from numpy.typing import NDArray
 from ktft.lanes.decide.costs import BF16, LayerKind, Rate, Rates
 from ktft.lanes.decide.placer import Placer
 from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
-
-Key = TypeVar("Key", Lane, Where)
 
 ROUTINGS = ("uniform", "zipf")
 # The share of the GPU's dense bf16 FLOP/s that grouped products reach, beside reading their weights, and the share of
@@ -33,20 +30,13 @@ _CPU_CALL, _COPY_CALL, _GPU_CALL = 1e-4, 5e-5, {Work.FORWARD: 3e-4, Work.BACKWAR
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is known about a machine.
+    """What is known about a machine: FLOP/s, and bytes/s of memories."""
 
-    Attributes:
-        cpu_forward, cpu_backward: FLOP/s of base products on the CPU; backward's include all that it computes again.
-        cpu_bandwidth, gpu_bandwidth: bytes/s of their memories.
-        pcie: bytes/s of pinned copies, in each direction.
-        gpu_flops: dense bf16 FLOP/s.
-    """
-
-    cpu_forward: float
-    cpu_backward: float
+    cpu_forward: float  # of base products
+    cpu_backward: float  # likewise, with all that is computed again
     cpu_bandwidth: float
-    pcie: float
-    gpu_flops: float
+    pcie: float  # bytes/s of pinned copies, in each direction
+    gpu_flops: float  # dense bf16
     gpu_bandwidth: float
 
     def rates(self, kind: LayerKind, *, retained: bool = False) -> Rates:
@@ -70,24 +60,16 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What layers' experts take.
-
-    Attributes:
-        forward, backward: seconds of the whole pass.
-        busy: seconds that each lane worked.
-        limiting: seconds of the passes in which each lane was the slowest.
-        rows: of forward and backward, by where they ran.
-    """
+    """What layers' experts take, in seconds."""
 
     forward: float
     backward: float
-    busy: dict[Lane, float]
-    limiting: dict[Lane, float]
-    rows: dict[Where, float]
+    busy: dict[Lane, float]  # seconds that each lane worked
+    limiting: dict[Lane, float]  # seconds of the passes in which each lane was the slowest
+    rows: dict[Where, float]  # of forward and backward, by where they ran
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
         return self.forward + self.backward
 
     @property
@@ -175,14 +157,10 @@ def simulate(
 def joined(parts: Iterable[Simulated]) -> Simulated:
     """The sum over kinds of layers."""
     several = list(parts)
-
-    def total(sums: Callable[[Simulated], dict[Key, float]]) -> dict[Key, float]:
-        return {key: sum(sums(each)[key] for each in several) for key in sums(several[0])}
-
     return Simulated(
-        forward=sum(each.forward for each in several),
-        backward=sum(each.backward for each in several),
-        busy=total(lambda each: each.busy),
-        limiting=total(lambda each: each.limiting),
-        rows=total(lambda each: each.rows),
+        sum(each.forward for each in several),
+        sum(each.backward for each in several),
+        {lane: sum(each.busy[lane] for each in several) for lane in Lane},
+        {lane: sum(each.limiting[lane] for each in several) for lane in Lane},
+        {where: sum(each.rows[where] for each in several) for where in Where},
     )

@@ -137,7 +137,6 @@ class Choice:
         self._step = None
 
     def end_step(self) -> None:
-        """The step is over."""
         if self._step is None:
             return
         step, self._step, ended = self._step, None, self._clock()

@@ -1,4 +1,4 @@
-"""The lane's memory on the device, which all layers share, and where each layer's chunks lie in it."""
+"""The GPU lane's memory, which all layers share, and where each layer's chunks lie in it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
-        """Size of all buffers."""
         return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
 
     def forget(self) -> None:
@@ -123,17 +122,14 @@ class Buffers:
         blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
         adapters = [Source(t.data_ptr(), tuple(t.shape[1:]), t.dtype, locks.tensor(t)) for t in parameters]
 
-        def shapes(experts: int) -> ChunkWeights:
-            sizes = experts, layer.hidden_size, layer.intermediate_size
-            return ChunkWeights.empty(layer.format, *sizes, lora, layer.biases, META)
-
         held = residents(layer) if residents is not None else []
         places = 3 if held else 2  # buffers of packed bytes
-        one = places * row_bytes(blocks) + 2 * row_bytes(adapters) + decoded_bytes(shapes(1))
+        one = places * row_bytes(blocks) + 2 * row_bytes(adapters)
+        one += decoded_bytes(ChunkWeights.empty(layer, 1, lora, META))
         most = -(-layer.num_experts // LEAST_CHUNKS)
         capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
         capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # chunks of about the same size
-        weights = shapes(capacity)
+        weights = ChunkWeights.empty(layer, capacity, lora, META)
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
         ranks = [*weights.gate_up.places.items(), *weights.down.places.items()]

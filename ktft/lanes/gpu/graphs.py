@@ -15,11 +15,7 @@ logger = logging.getLogger("ktft")
 
 class Recorded:
     """Work by what it depends on. The second time it is recorded, since the first one may compile its kernels; from
-    then on it is one launch.
-
-    Args:
-        device: one that records graphs; elsewhere work is done each time.
-        on: whether to record.
+    then on it is one launch. Work is done each time on a device that records no graphs, and unless `on`.
     """
 
     def __init__(self, device: torch.device, on: bool = True) -> None:
@@ -31,9 +27,7 @@ class Recorded:
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Give the current stream this work, which launches kernels and neither allocates memory nor waits.
 
-        Args:
-            key: equal for equal work: addresses, sizes, numbers. None: the work is not worth being recorded.
-            work: calls the kernels.
+        `key` is equal for equal work: addresses, sizes, numbers. With None the work is not worth being recorded.
         """
         if not self._on or key is None:
             work()

@@ -73,9 +73,8 @@ class _Chunk:
 class GpuLane:
     """Runs experts on one device, those that are streamed to it and those that stay there, for all layers of a model.
 
-    Products run on torch's current stream. Any thread may call the lane. Its buffers, prefetched chunks and events
-    belong to one call at a time: a second call waits until the first one's work is queued. Events then order the work
-    of both on the device, even if the threads use different streams.
+    Products run on torch's current stream. Any thread may call the lane, and waits until the work of the call before is
+    queued. Events then order the work of both on the device, even if the threads use different streams.
 
     Args:
         device: `cuda`, `cuda:N`, or `cpu`, where plain copies do the same.
@@ -125,12 +124,8 @@ class GpuLane:
     def lock(self, layers: Iterable[ExpertLayer], progress: Callable[[str, int], None] | None = None) -> bool:
         """Lock the layers' packed experts in place, at some GB a second. Otherwise each layer's first call does this.
 
-        Args:
-            layers: the layers to lock.
-            progress: called with each layer's name and bytes once it is done.
-
-        Returns:
-            Whether all are locked. Copies of the others go through a locked buffer, which is slower; the log says why.
+        Calls `progress` with each layer's name and bytes once it is done. Returns whether all are locked. Copies of the
+        others go through a locked buffer, which is slower; the log says why.
         """
         locked = True
         for layer in layers:
@@ -152,10 +147,9 @@ class GpuLane:
         """Add what these experts contribute to the layer's output. Returns when the work is queued.
 
         Args:
-            layer: the packed experts.
-            experts: which of them to run. Residents run first, the others in the order of their numbers, so that
+            experts: which of the layer's to run. Residents run first, the others in the order of their numbers, so that
                 neighbours are copied together.
-            routes: the rows of the whole call, on the device.
+            routes: of the whole call.
             hidden: `[T, H]` fp32, bf16 or fp16; top_k_weights: `[T, k]` fp32; both contiguous, on the device.
             lora: adapters, CPU tensors `[E, ...]`; they must not change before `settle` or `finish` returns.
             out: fp32 `[T, H]` on the device, added to.
@@ -192,8 +186,8 @@ class GpuLane:
                 written.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; the message says what to do.
-            ValueError: a LoRA tensor cannot be copied, or a gradient cannot be written.
+            torch.OutOfMemoryError, ValueError: as in `forward`.
+            ValueError: a gradient cannot be written.
         """
         self._check(layer, lora, lora_grads)
         with self._guard(layer, "backward"):

@@ -48,8 +48,7 @@ def _chunks(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora | None) -> Calla
         index = torch.arange(few, device=device).repeat_interleave(rows)[:, None]
         weights = torch.ones(index.shape, device=device)
         out, grad_weights = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(weights)
-        sizes = layer.hidden_size, layer.intermediate_size
-        decoded = ChunkWeights.empty(layer.format, few, *sizes, lora, layer.biases, device)
+        decoded = ChunkWeights.empty(layer, few, lora, device)
         (pieces,) = lay_out(Routes(index, [rows] * few), [range(few)])
         for _ in range(-(-experts // few)):
             decode(layer.format, slices, blocks, decoded)

@@ -1,4 +1,4 @@
-"""Experts that stay on the device, packed as in host memory. They are chosen by how many tokens they get."""
+"""Experts that stay on the GPU, packed as in host memory, chosen by how many tokens they get."""
 
 from __future__ import annotations
 
@@ -29,19 +29,10 @@ MARGIN = 1.25
 
 @dataclass
 class _Layer:
-    """What is known of one layer.
-
-    Attributes:
-        sources: its packed experts in host memory, one for each slice.
-        slots: the block of each resident expert.
-        share: each expert's share of the layer's tokens, a running mean over steps.
-        counted: each expert's tokens in this step.
-    """
-
-    sources: list[Source]
-    slots: dict[int, int]
-    share: torch.Tensor
-    counted: torch.Tensor
+    sources: list[Source]  # its packed experts in host memory, one for each slice
+    slots: dict[int, int]  # the block of each resident expert
+    share: torch.Tensor  # each expert's share of the layer's tokens, a running mean over steps
+    counted: torch.Tensor  # each expert's tokens in this step
 
 
 def free_for_residents(lane: GpuLane) -> int:
@@ -101,7 +92,6 @@ class Residents:
 
     @property
     def bytes(self) -> int:
-        """Size of the arena."""
         return self.arena.nbytes
 
     def slots(self, layer: ExpertLayer) -> dict[int, int]:
@@ -133,13 +123,8 @@ class Residents:
     def adapt(self, allowed: int | None = None) -> int:
         """Call this once a step: fill free blocks, and let experts with many tokens take the places of those with few.
 
-        The copies run on the lane's own stream.
-
-        Args:
-            allowed: the most bytes of experts that take others' places; by default a share of what the step copied.
-
-        Returns:
-            How many bytes are in flight.
+        The copies, whose bytes are returned, run on the lane's own stream. `allowed` is the most bytes of experts that
+        take others' places; by default it is a share of what the step copied.
         """
         for part in self._layers.values():
             if total := float(part.counted.sum()):
@@ -197,9 +182,7 @@ class Residents:
 class TrainingResidents:
     """The residents of a training run. They are made after its first step, which shows what memory training needs.
 
-    Args:
-        lane: whose residents they become.
-        memory: bytes that they may take; 0 for none, `auto` for what training leaves.
+    They may take `memory` bytes; 0 is for none, `auto` for what training leaves.
     """
 
     def __init__(self, lane: GpuLane, memory: int | str) -> None:

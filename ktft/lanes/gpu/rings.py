@@ -44,7 +44,6 @@ class Buffer:
     """One of a ring's buffers.
 
     Attributes:
-        memory: on the device.
         mirror: locked host memory of the same size, for sources that are not locked; None until it is needed.
         copied: event after which the last copy is complete.
         free: event after which the products no longer read the buffer.
@@ -61,26 +60,19 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of one set of sources lie in one buffer.
-
-    Attributes:
-        views: one tensor `[capacity, *shape]` for each source.
-        locked, pageable: the copies from locked sources and from others.
-    """
+    """Where the rows of one set of sources lie in one buffer."""
 
     buffer: Buffer
-    views: list[Tensor]
-    locked: list[Rows]
-    pageable: list[Rows]
+    views: list[Tensor]  # one `[capacity, *shape]` for each source
+    locked: list[Rows]  # copies from locked sources
+    pageable: list[Rows]  # and from others
     _first: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the views."""
         return tuple(view.data_ptr() for view in self.views)
 
     def first(self, count: int) -> list[Tensor]:
-        """The first `count` rows of each view."""
         if count not in self._first:
             self._first[count] = [view[:count] for view in self.views]
         return self._first[count]
@@ -100,12 +92,9 @@ def row_bytes(sources: Sequence[Source]) -> int:
 
 
 class Ring:
-    """Buffers of one size that take turns. Copies of unlocked memory go through a locked mirror of the buffer.
+    """`count` buffers of one size that take turns. Copies of unlocked memory go through a locked mirror of the buffer.
 
-    Args:
-        transfer: copies to the device.
-        count: how many buffers.
-        frozen: the sources never change, so a buffer that already holds the rows is not filled again.
+    `frozen` says that the sources never change, so a buffer that already holds the rows is not filled again.
     """
 
     def __init__(self, transfer: Transfer, count: int = 2, *, frozen: bool = False) -> None:
@@ -115,7 +104,6 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """Size of all buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     @staticmethod

@@ -91,14 +91,9 @@ class Transfer:
 
 
 class Locks:
-    """Host memory that is locked where it lies, each piece once, until its owner dies.
+    """Host memory that is locked where it lies for a device's copies, each piece once, until its owner dies.
 
-    Args:
-        transfer: whose device the memory is for.
-
-    Attributes:
-        locked_bytes: now.
-        refusals: what the driver said, one line for each reason.
+    `locked_bytes` is its size now; `refusals` is what the driver said, one line for each reason.
     """
 
     def __init__(self, transfer: Transfer) -> None:

@@ -28,15 +28,10 @@ def signed(value: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class Dropout:
-    """What is dropped of the input of one projection's adapter.
+    """What is dropped of the input of one projection's adapter."""
 
-    Attributes:
-        probability: with which an element becomes zero.
-        stream: 64 bits, the same for all routes.
-    """
-
-    probability: float
-    stream: int
+    probability: float  # with which an element becomes zero
+    stream: int  # 64 bits, the same for all routes
 
     @classmethod
     def of(cls, lora: ExpertLora, projection: str) -> Dropout | None:

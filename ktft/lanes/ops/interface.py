@@ -103,7 +103,6 @@ class Operations(Protocol):
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 

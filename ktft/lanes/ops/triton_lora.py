@@ -63,43 +63,6 @@ def _split_store(values, to, part, mask):
     tl.store(to + part, (values - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
 
 
-@triton.jit
-def _place_a(
-    a0, a1, rank0, rank1, begin1, kept, a, inputs, places, expert, place, first,
-    TWO: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    col = first + tl.arange(0, COLS)
-    inside = col < inputs
-    value = tl.load(a0 + (expert * rank0 + place) * inputs + col, mask=inside & (place < rank0), other=0)
-    value = value.to(tl.float32)
-    if TWO:
-        other = place - begin1
-        here = inside & (other >= 0) & (other < rank1)
-        value += tl.load(a1 + (expert * rank1 + other) * inputs + col, mask=here, other=0).to(tl.float32)
-    _split_store(value / kept, a + (expert * 2 * places + place) * inputs + col, places * inputs, inside)
-
-
-@triton.jit
-def _place_b(
-    b0, b1, rank0, rank1, begin1, scaling0, scaling1, scale, b, b_row, inputs, outputs, rows, places, expert, first,
-    SCALED: tl.constexpr, TWO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = first + tl.arange(0, ROWS)[:, None]
-    place = tl.arange(0, PLACES)[None, :]
-    here = (row < outputs) & (place < rank0)
-    value = tl.load(b0 + (expert * outputs + row) * rank0 + place, mask=here, other=0).to(tl.float32)
-    factor = tl.where(row < outputs, scaling0, scaling1)
-    if TWO:
-        other = place - begin1
-        here = (row >= outputs) & (row < rows) & (other >= 0) & (other < rank1)
-        from_b = b1 + (expert * outputs + row - outputs) * rank1 + other
-        value += tl.load(from_b, mask=here, other=0).to(tl.float32)
-    if SCALED:
-        factor /= tl.load(scale + expert * rows + row, mask=row < rows, other=1)
-    to = b + (expert * rows + row) * b_row + inputs + place
-    _split_store(value * factor, to, places, (row < rows) & (place < places))
-
-
 @short
 @triton.jit
 def _place(
@@ -111,15 +74,31 @@ def _place(
     across = (inputs + COLS - 1) // COLS
     block = tl.program_id(1)
     if block < places * across:
-        _place_a(
-            a0, a1, rank0, rank1, begin1, kept, a, inputs, places, expert, block // across, block % across * COLS,
-            TWO, COLS,
-        )  # fmt: skip
+        place = block // across
+        col = block % across * COLS + tl.arange(0, COLS)
+        inside = col < inputs
+        value = tl.load(a0 + (expert * rank0 + place) * inputs + col, mask=inside & (place < rank0), other=0)
+        value = value.to(tl.float32)
+        if TWO:
+            other = place - begin1
+            here = inside & (other >= 0) & (other < rank1)
+            value += tl.load(a1 + (expert * rank1 + other) * inputs + col, mask=here, other=0).to(tl.float32)
+        _split_store(value / kept, a + (expert * 2 * places + place) * inputs + col, places * inputs, inside)
     else:
-        _place_b(
-            b0, b1, rank0, rank1, begin1, scaling0, scaling1, scale, b, b_row, inputs, outputs, rows, places, expert,
-            (block - places * across) * ROWS, SCALED, TWO, PLACES, ROWS,
-        )  # fmt: skip
+        row = (block - places * across) * ROWS + tl.arange(0, ROWS)[:, None]
+        every = tl.arange(0, PLACES)[None, :]
+        first = (row < outputs) & (every < rank0)
+        values = tl.load(b0 + (expert * outputs + row) * rank0 + every, mask=first, other=0).to(tl.float32)
+        factor = tl.where(row < outputs, scaling0, scaling1)
+        if TWO:
+            others = every - begin1
+            second = (row >= outputs) & (row < rows) & (others >= 0) & (others < rank1)
+            from_b = b1 + (expert * outputs + row - outputs) * rank1 + others
+            values += tl.load(from_b, mask=second, other=0).to(tl.float32)
+        if SCALED:
+            factor /= tl.load(scale + expert * rows + row, mask=row < rows, other=1)
+        to = b + (expert * rows + row) * b_row + inputs + every
+        _split_store(values * factor, to, places, (row < rows) & (every < places))
 
 
 @short

@@ -15,6 +15,7 @@ from ktft.config import PROJECTIONS
 from ktft.lanes.ops.dropout import Dropout
 from ktft.lanes.ops.tiles import PLACES
 from ktft.lora import ExpertLora, LoraPair
+from ktft.native import ExpertLayer
 from ktft.native.packed import PACKED_FORMATS
 
 
@@ -66,7 +67,6 @@ class ChunkMatrix:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors."""
         return [tensor for tensor in (self.values, self.a, self.scale) if tensor is not None]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> ChunkMatrix:
@@ -88,29 +88,21 @@ class ChunkMatrix:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a matrix's projections.
+    """The adapters of a matrix's projections, None for one that has none; and `a`, `values` and `scale` of the matrix.
 
     A place is a column of one part of B, with the row of A that belongs to it. Each projection has places of its own.
-
-    Attributes:
-        pairs: each projection's adapter; None if it has none.
-        begins: each projection's first place.
-        dropouts: what is dropped of each projection's input.
-        kept: the probability that an element is not dropped.
-        a, b, scale: `a`, `values` and `scale` of the `ChunkMatrix`.
     """
 
     pairs: tuple[LoraPair | None, ...]
-    begins: tuple[int, ...]
-    dropouts: tuple[Dropout | None, ...]
-    kept: float
+    begins: tuple[int, ...]  # each projection's first place
+    dropouts: tuple[Dropout | None, ...]  # of each projection's input
+    kept: float  # the probability that an element is not dropped
     a: Tensor
     b: Tensor
     scale: Tensor | None
 
     @property
     def places(self) -> int:
-        """The number of all places."""
         return self.a.shape[2]
 
     def masked(self) -> Iterator[tuple[int, int, Dropout | None]]:
@@ -135,32 +127,23 @@ class ChunkWeights:
     down: ChunkMatrix
 
     @classmethod
-    def empty(
-        cls,
-        format: str,
-        experts: int,
-        hidden: int,
-        intermediate: int,
-        lora: ExpertLora | None,
-        biases: bool,
-        device: torch.device,
-    ) -> ChunkWeights:
-        """Memory for `experts` of these sizes, with room for adapters of `lora`'s ranks."""
+    def empty(cls, layer: ExpertLayer, experts: int, lora: ExpertLora | None, device: torch.device) -> ChunkWeights:
+        """Memory for so many of the layer's experts, with room for adapters of `lora`'s ranks."""
         pairs = lora.pairs if lora is not None else {}
 
         def matrix(names: Sequence[str], outputs: int, inputs: int) -> ChunkMatrix:
             places = {name: -(-pairs[name].a.shape[1] // PLACES) * PLACES for name in names if name in pairs}
             total = sum(places.values())
-            cols = inputs + 2 * total + (PLACES if biases else 0)
+            cols = inputs + 2 * total + (PLACES if layer.biases else 0)
             values = torch.empty(experts, outputs, cols, dtype=torch.bfloat16, device=device)
             a = values.new_empty(experts, 2, total, inputs) if total else None
-            scaled = PACKED_FORMATS[format].row_scaled
+            scaled = PACKED_FORMATS[layer.format].row_scaled
             scale = values.new_empty(experts, outputs, dtype=torch.float32) if scaled else None
-            return ChunkMatrix(names, values, a, scale, places, biases)
+            return ChunkMatrix(names, values, a, scale, places, layer.biases)
 
+        hidden, intermediate = layer.hidden_size, layer.intermediate_size
         gate_up = matrix(PROJECTIONS[:2], 2 * intermediate, hidden)
         return cls(gate_up, matrix(PROJECTIONS[2:], hidden, intermediate))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> ChunkWeights:
-        """The same with another tensor in place of each."""
         return ChunkWeights(self.gate_up.changed(change), self.down.changed(change))

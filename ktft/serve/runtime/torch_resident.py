@@ -25,11 +25,8 @@ def route(hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
 
 def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
     """See `HotOperations`."""
-    layer = hot.layer
     out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    weights = ChunkWeights.empty(
-        layer.format, 1, layer.hidden_size, layer.intermediate_size, None, layer.biases, hidden.device
-    )
+    weights = ChunkWeights.empty(hot.layer, 1, None, hidden.device)
     here = blocks >= 0
     for token in range(blocks.shape[0]):
         for j in range(blocks.shape[1]):
