@@ -102,7 +102,7 @@ def compile_core(folder: Path, codec: str = TOY_CODEC, row: str = TOY_ROW) -> st
     ):
         (folder / "quant").mkdir(exist_ok=True)
         (folder / "quant" / name).write_text(text)
-    sources = ("quant/format.cc", "quant/codes.cc", "quant/pack.cc", "kernels/scalar.cc")
+    sources = ("quant/codes.cc", "quant/pack.cc", "kernels/scalar.cc")
     unit = folder / "unit.cc"
     unit.write_text("".join(f'#include "{source}"\n' for source in sources) + TOY_CHECK)
     compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler")
