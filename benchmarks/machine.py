@@ -1,7 +1,8 @@
-"""The machine's caches and memory, which determine the sizes of the benchmark."""
+"""The machine's caches and memory, which determine the sizes of the benchmark, and the packages installed on it."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -14,6 +15,12 @@ MEMORY_SHARE = 0.15
 MAX_COPIES = 64
 CACHE_MULTIPLE = 4
 NO_CACHE_FILES = 32 << 20
+
+
+def not_installed(*modules: str) -> str:
+    """Which of these modules are missing, for a person; empty if none is."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
 
 
 def cache_bytes(root: Path = ROOT) -> int:

@@ -37,7 +37,9 @@ class KtRunner:
     def __init__(self, ext: Any, job: Job, threads: int) -> None:
         self.has_backward = job.lora is not None
         self._case, self._int8 = job.case, job.case.format == "int8"
-        self._pool = self._make_pool(ext, threads)
+        config = ext.WorkerPoolConfig()
+        config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = 1, [0], [threads]
+        self._pool = ext.CPUInfer(config)
         # The peer holds addresses only, so these tensors must live as long as it does.
         self._map = torch.arange(job.case.shape.num_experts)
         self._count = torch.zeros(1, dtype=torch.int32)
@@ -45,11 +47,6 @@ class KtRunner:
         self._grads: list[Tensor] = []
         make = self._make_sft if self.has_backward else self._make_inference
         self._moes = cycle([make(ext, job) for _ in range(job.copies)])
-
-    def _make_pool(self, ext: Any, threads: int) -> Any:
-        config = ext.WorkerPoolConfig()
-        config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = 1, [0], [threads]
-        return ext.CPUInfer(config)
 
     def _configure(self, config: Any, job: Job) -> Any:
         config.max_len = max(len(job.batch.x), 1)

@@ -291,17 +291,9 @@ def _written_size(value: Any) -> Any:
 
 
 def _one_node_if_false(value: Any) -> int | None:
-    return None if _boolean(value) else 1
-
-
-def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _identity(value: Any) -> Any:
-    return value
+    return None if value else 1
 
 
 def _only(accepted: Any, cure: str) -> Callable[[Any], None]:
@@ -333,7 +325,7 @@ class KtKey:
     """
 
     setting: str | None = None
-    convert: Callable[[Any], Any] = _identity
+    convert: Callable[[Any], Any] = lambda value: value
     note: str = ""
     remarks: Mapping[str, str] = field(default_factory=dict)
 

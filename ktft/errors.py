@@ -18,12 +18,7 @@ from ktft.config import show_tracebacks
 
 @dataclass(frozen=True)
 class Speaker:
-    """The errors of some modules that are meant for the user.
-
-    Attributes:
-        modules: the beginning of the modules' names.
-        types: the types of the errors.
-    """
+    """Errors that are meant for the user, by type, of the modules whose names begin with `modules`."""
 
     modules: str
     types: tuple[type[BaseException], ...]

@@ -40,7 +40,6 @@ def moe(
         top_k_weights: `[T, k]`, float.
         gate, up: `[E, I, H]`; down: `[E, H, I]`: frozen weights.
         lora: adapters of the three projections; LoRA dropout is not applied here.
-        swiglu: the activation.
         biases: projection -> `[E, out_features]`, frozen; None where the family has none.
 
     Returns:

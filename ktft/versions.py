@@ -51,7 +51,8 @@ def pip_install(package: str) -> str:
         return f"pip install '{_own_requirement(extra)}' torch=={torch}"
     lower, upper = TESTED_VERSIONS[package]
     command = f"pip install '{package}>={lower},<{upper}'"
-    return command if package == "torch" else _naming_torch(command)
+    built = None if package == "torch" else version_of("torch")
+    return f"{command} torch=={built.partition('+')[0]}" if built else command
 
 
 def checkout() -> Path | None:
@@ -73,11 +74,6 @@ def _own_requirement(extra: str) -> str:
     origin = json.loads(text)
     url, vcs = origin["url"], origin.get("vcs_info")
     return f"ktft[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"ktft[{extra}] @ {url}"
-
-
-def _naming_torch(command: str) -> str:
-    torch = version_of("torch")
-    return f"{command} torch=={torch.partition('+')[0]}" if torch else command
 
 
 def require_tested(package: str, versions: dict[str, tuple[str, str]] | None = None) -> None:

@@ -12,9 +12,7 @@ class Load:
 
     Attributes:
         clients: the number of clients that wait at the same time.
-        prompt_tokens: the length of each prompt, drawn at random so that no prompt cache helps.
-        output_tokens: the length of each answer.
-        vocabulary: the ids of prompts are below this number.
+        prompt_tokens, output_tokens: the lengths of each prompt, of random ids below `vocabulary`, and of its answer.
     """
 
     clients: int

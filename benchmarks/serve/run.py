@@ -56,11 +56,10 @@ def run(plan: Plan, say: Callable[[str], None]) -> Iterator[ServeRecord]:
     timings: dict[tuple[str, Load], list[list[Timing]]] = {}
     for group in [names] if plan.together else [[name] for name in names]:
         _time_group(plan, group, timings, absent, say)
-    device, cpu = device_name(), system.cpu_name()
     for name in names:
         for load in plan.loads:
             if found := timings.get((name, load)):
-                yield record(plan, name, load, found, device, cpu, absent)
+                yield record(plan, name, load, found, absent)
 
 
 def _time_group(
@@ -141,8 +140,6 @@ def record(
     name: str,
     load: Load,
     rounds: Sequence[Sequence[Timing]],
-    device: str,
-    cpu: str,
     absent: dict[str, str],
 ) -> ServeRecord:
     """The medians of one server under one load."""
@@ -155,8 +152,8 @@ def record(
         server=plan.url if name == "ktft" and plan.url is not None else name,
         model=plan.title,
         layers=plan.layers,
-        device=device,
-        cpu=cpu,
+        device=device_name(),
+        cpu=system.cpu_name(),
         clients=load.clients,
         prompt_tokens=round(statistics.median(t.prompt_tokens for one in rounds for t in one)),
         output_tokens=round(statistics.median(len(t.arrivals) for one in rounds for t in one)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.machine import not_installed
 from benchmarks.process import Started, free_port
 from benchmarks.serve.cases import Job
 from benchmarks.serve.client import Client, ServerFailed
@@ -29,7 +29,6 @@ class Row:
     """One server.
 
     Attributes:
-        name: the server's name for `--peer`.
         absent: gives the reason why it cannot run here; empty if it can.
         command: gives its command line for a job and a port.
         extras: fields of its requests beyond those of all servers.
@@ -43,11 +42,6 @@ class Row:
     extras: dict[str, Any] = field(default_factory=dict)
     chats: bool = False
     note: str = ""
-
-
-def _missing(*modules: str) -> str:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else ""
 
 
 def _ktft(job: Job, port: int) -> list[str]:
@@ -83,13 +77,13 @@ def _transformers(job: Job, port: int) -> list[str]:
     return [sys.executable, "-P", "-c", code, "serve", str(job.model), "--port", str(port), "--continuous-batching"]
 
 
-KTFT = Row("ktft", lambda job: _missing("vllm"), _ktft, VLLM_EXTRAS)
+KTFT = Row("ktft", lambda job: not_installed("vllm"), _ktft, VLLM_EXTRAS)
 PEERS = (
-    Row("vllm", lambda job: _missing("vllm"), _vllm, VLLM_EXTRAS, note="bf16 experts, on the GPU if there is one"),
+    Row("vllm", lambda job: not_installed("vllm"), _vllm, VLLM_EXTRAS, note="bf16 experts, on the GPU if there is one"),
     Row("llama.cpp", _llama_absent, _llama, {"ignore_eos": True}, note="experts on the CPU, in the GGUF's format"),
     Row(
         "transformers",
-        lambda job: _missing("transformers.cli.serve", "fastapi", "uvicorn", "openai", "requests"),
+        lambda job: not_installed("transformers.cli.serve", "fastapi", "uvicorn", "openai", "requests"),
         _transformers,
         chats=True,
         note="bf16 experts, on the GPU if there is one; stops at an end token",

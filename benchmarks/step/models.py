@@ -134,7 +134,6 @@ class SkippedExperts(nn.Module):
     """Replaces routed experts at no cost by returning the hidden states."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[T, H]`."""
         return hidden_states
 
 

@@ -138,8 +138,8 @@ class Fsdp2Offload(Offload):
             buffer.data = buffer.data.to(self.device)
         offload = CPUOffloadPolicy(pin_memory=True) if on_gpu else OffloadPolicy()
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        decoder = [module for name, module in self.model.named_modules() if name.endswith(".mlp")]
-        decoder = [parent_of(self.model, module) for module in decoder]
+        blocks = [name for name, _ in self.model.named_modules() if name.endswith(".mlp")]
+        decoder = [self.model.get_submodule(name.rpartition(".")[0]) for name in blocks]
         for module in (*decoder, self.model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         for earlier, later in pairwise(decoder):
@@ -147,12 +147,6 @@ class Fsdp2Offload(Offload):
             later.set_modules_to_backward_prefetch([earlier])
         fix_routing(self.model, job, self.device)
         self.optimizer = torch.optim.AdamW(self.trained(), lr=LEARNING_RATE)
-
-
-def parent_of(model: Any, module: Any) -> Any:
-    """The module that holds `module`."""
-    name = next(name for name, each in model.named_modules() if each is module)
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 class KtKernelLayer(Runner):

@@ -58,10 +58,7 @@ def _turn(worker: Worker, tokens: int) -> Times:
 
 class Group:
     """The models of one shape, number of layers and routing: they take turns of two steps, of which the second counts.
-
-    Args:
-        plan, shape, layers, routing: what to time.
-        say: hears what is being done.
+    `say` hears what is being done.
     """
 
     def __init__(self, plan: Plan, shape: Shape, layers: int, routing: str, say: Callable[[str], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from benchmarks.machine import not_installed
 from benchmarks.step.cases import VOCABULARY, Job, Times
 from benchmarks.step.models import fix_routing, ktft_model, set_checkpointing, skipped_model, stock_model
 from ktft import system
@@ -182,7 +182,4 @@ class HfResident(ModelRunner):
 
 def missing_for_gpu(*packages: str) -> str:
     """Why a peer that needs a GPU and packages cannot run; empty if it can."""
-    if not torch.cuda.is_available():
-        return "needs a GPU"
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(absent)}" if absent else ""
+    return not_installed(*packages) if torch.cuda.is_available() else "needs a GPU"

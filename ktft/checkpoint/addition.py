@@ -60,11 +60,6 @@ E2M1_GRID = Grid(1, 0, -6, 6)
 INT4_GRID = Grid(2, 2, -8, 7)
 
 
-def _float_grid(dtype: torch.dtype) -> Grid:
-    bits, least = {torch.bfloat16: (7, -126), torch.float16: (10, -14)}[dtype]
-    return Grid(bits, least, torch.finfo(dtype).min, torch.finfo(dtype).max)
-
-
 def add(scheme: Scheme, tensors: Tensors, delta: Tensor, dither: Generator | None = None) -> dict[str, Tensor]:
     """The tensors, by role, of the weight plus `delta`.
 
@@ -88,7 +83,8 @@ def rounded(values: Tensor, dtype: torch.dtype, dither: Generator | None = None)
         ValueError: one is too large for it.
     """
     if dither is not None and dtype != torch.float32:
-        values = _float_grid(dtype).round(values, dither)
+        bits, least = {torch.bfloat16: (7, -126), torch.float16: (10, -14)}[dtype]
+        values = Grid(bits, least, torch.finfo(dtype).min, torch.finfo(dtype).max).round(values, dither)
     result = values.to(dtype)
     if bool(result.isinf().any()):
         raise ValueError(f"the sum {float(values.abs().max()):.3g} is too large for {dtype}")

@@ -209,7 +209,6 @@ class PackedCache:
     """A finished converted checkpoint, whose files are checked against `ktft.json` by size and header.
 
     Args:
-        directory: the checkpoint's directory.
         verify: compare the tensors' checksums while they load.
 
     Raises:

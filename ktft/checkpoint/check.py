@@ -12,13 +12,10 @@ from ktft.checkpoint.reader import TensorEntry, read_header
 
 
 def check(conversion: Conversion, problems: list[str]) -> Iterator[tuple[str, int]]:
-    """Compare the files with their checksums, and the source's content with what was converted.
+    """Compare the files with their checksums, and the source's content with what was converted. Each problem is added
+    to `problems` as a line.
 
     Yields (what was worked on, bytes that are done with), `check_bytes` in all.
-
-    Args:
-        conversion: a conversion with the same source and target.
-        problems: each problem that is found is added here as a line.
     """
     for output in conversion.outputs:
         path = conversion.target / output.name

@@ -59,7 +59,6 @@ class Output:
     """A safetensors file to write.
 
     Attributes:
-        name: the file's name within the directory.
         tensors, metadata: the content of its header.
         source_bytes: the number of source bytes that are read to write it.
         copied: the source's tensors that are copied into it; empty for packed experts.
@@ -84,7 +83,6 @@ class Conversion:
         experts: the source's experts, checked.
         layers: layer number -> an empty layer for its experts. Each is taken out of the mapping and filled in its turn.
         model_type: `model_type` of the source's config.json.
-        target: the directory to write.
         added: other files that the experts are made from, described as `identify` describes shards; the manifest
             names them.
     """

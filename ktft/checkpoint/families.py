@@ -145,7 +145,6 @@ class Family:
     transformers' own code.
 
     Attributes:
-        name: the family's common name.
         model_types: values of `model_type` in config.json; a text model within another model may have its own.
         experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; if versions of
             transformers differ, the names are separated by |.

@@ -36,7 +36,9 @@ class NewTensor:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[int]:
-    """A descriptor to write `path` through; `path` appears, or changes, when the block ends without an exception."""
+    """A descriptor to write `path` through; `path` appears, or changes, when the block ends without an exception. With
+    one, such as the OSError of a full disk, nothing is left.
+    """
     # A name of this writer's own: a second one of the same path must not write into this file, or move it away
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,11 +148,7 @@ def write_safetensors(
 
 @contextmanager
 def writing(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[TensorFile]:
-    """A safetensors file whose tensors may come in any order, each from its beginning to its end; see `replacing`.
-
-    Raises:
-        OSError: the disk is full, among others; nothing is left then.
-    """
+    """A safetensors file whose tensors may come in any order, each from its beginning to its end; see `replacing`."""
     with replacing(path) as descriptor:
         file = TensorFile(descriptor, tensors, len(safetensors_header(tensors, metadata)))
         yield file

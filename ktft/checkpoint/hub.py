@@ -61,19 +61,14 @@ def model_path(what: str, name: str | os.PathLike[str]) -> Path:
     """
     path = local_path(what, name)
     if path is None:
-        return _fetch(what, name, _MODEL_FILE)
+        set_verbosity_error()  # else a line for each of six attempts
+        try:
+            return Path(hf_hub_download(str(name), _MODEL_FILE))
+        except FAILURES as error:
+            raise ValueError(not_fetched(what, name, error, _MODEL_FILE)) from error
     if path.is_dir() and not (path / _MODEL_FILE).is_file():
         raise ValueError(f"{path} has no {_MODEL_FILE}; give a model's directory, or its {_MODEL_FILE}")
     return path
-
-
-def _fetch(what: str, name: str | os.PathLike[str], file: str) -> Path:
-    """One file of a repository, from the hub's cache or downloaded into it."""
-    set_verbosity_error()  # else a line for each of six attempts
-    try:
-        return Path(hf_hub_download(str(name), file))
-    except FAILURES as error:
-        raise ValueError(not_fetched(what, name, error, file)) from error
 
 
 def not_fetched(what: str, name: str | os.PathLike[str], error: Exception, *files: str) -> str:

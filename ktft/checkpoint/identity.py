@@ -54,13 +54,13 @@ def difference(recorded: Mapping[str, Mapping[str, Any]], found: Mapping[str, Ma
     return None
 
 
-def read_chunks(entry: TensorEntry, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
+def read_chunks(entry: TensorEntry) -> Iterator[memoryview]:
     """One tensor's bytes as stored. A chunk is valid until the next one.
 
     Raises:
         ValueError: the file ends before the tensor does.
     """
-    buffer = memoryview(bytearray(min(chunk_bytes, entry.nbytes)))
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, entry.nbytes)))
     with entry.file.open("rb", buffering=0) as file:
         done = 0
         while done < entry.nbytes:

@@ -170,7 +170,6 @@ class ExpertPlan:
     shape, and every expert tensor is needed. For experts that other processes hold, only the headers are checked.
 
     Args:
-        reader: the opened checkpoint.
         family: the row that says where the checkpoint holds its experts.
         layers: layer number -> its shape.
         ignored: patterns of tensor names that are not needed, such as layers for multi-token prediction.

@@ -16,11 +16,7 @@ LAYOUT = 1
 
 @dataclass(frozen=True)
 class Routing:
-    """Counts of (token, expert) pairs.
-
-    Attributes:
-        tokens: a layer's number in the model -> pairs by expert.
-    """
+    """Counts of (token, expert) pairs: a layer's number in the model -> pairs by expert."""
 
     tokens: Mapping[int, Sequence[int]]
 
@@ -52,11 +48,7 @@ class Routing:
         return cls(found)
 
     def check(self, num_experts: Mapping[int, int], path: Path | str) -> None:
-        """Refuse counts of another model.
-
-        Args:
-            num_experts: the number of experts in each layer of the model, by the layer's number.
-            path: the file of the counts, for messages.
+        """Refuse counts of another model, whose layers have `num_experts` experts. `path` is named in messages.
 
         Raises:
             ValueError: the counts have other layers, or other numbers of experts.

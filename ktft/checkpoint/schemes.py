@@ -48,7 +48,6 @@ class Scheme:
     """The scheme of plain tensors, and the base class of all other schemes.
 
     Attributes:
-        name: the scheme's common name.
         parts: role -> part; a matrix is in this scheme if its part `codes` is there.
         transposes: whether `ExpertSource.transposed` applies; it does not if the scheme itself defines the orientation.
         rounds_as: the expert format with the same typical error; None for plain weights, and for codes that ktft does

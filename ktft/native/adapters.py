@@ -25,7 +25,6 @@ def native_lora(
 
     Args:
         layer: the layer's name, for messages.
-        num_experts: the number of the layer's experts.
         lora: the adapters; None gives None.
         grads: fp32 tensors into which the gradients are written, for a and b of each projection in the order of
             `PROJECTIONS`.

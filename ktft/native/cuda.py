@@ -86,7 +86,6 @@ class Driver:
         Args:
             device: the device's ordinal.
             rows: the numbers of the rows, the same for every matrix.
-            matrices: the matrices and batches.
             stream: the stream's raw handle.
 
         Returns:
@@ -111,20 +110,12 @@ class Driver:
 
 @functools.cache
 def driver(library: str) -> Driver:
-    """The process's driver from this library, opened at first use.
-
-    Raises:
-        CudaError: there is no such library, or no device.
-    """
+    """The process's driver from this library, opened at first use; see `Driver` for the error."""
     return Driver(library)
 
 
 def driver_of(device: Device) -> Driver | None:
-    """The process's driver for a device; None for the CPU.
-
-    Raises:
-        CudaError: there is no such library, or no device.
-    """
+    """The process's driver for a device; None for the CPU. See `Driver` for the error."""
     library = device.driver_library()
     return None if library is None else driver(library)
 

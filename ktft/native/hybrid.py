@@ -96,7 +96,6 @@ class HostExperts:
         """Enqueue the copies to the host and the job. The tensors must not change until the stream has passed this.
 
         Args:
-            layer: the layer whose experts run.
             hidden_states: `[T, H]` contiguous, T up to `max_tokens`; without tokens nothing is enqueued.
             top_k_index: `[T, k]` int32 or int64, contiguous; `ELSEWHERE` marks experts that add nothing here. Padding
                 must be marked in the same way: otherwise its experts are read, and NaN in its hidden states is an

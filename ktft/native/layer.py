@@ -43,7 +43,6 @@ class ExpertLayer:
         num_experts, hidden_size, intermediate_size: the sizes of the model's layer; the last two are multiples of 32.
         format: one of `FORMATS`.
         name: the layer's name in error messages.
-        swiglu: the activation.
         biases: whether the projections have biases, which `load_bias` then fills.
         held: the experts that this process holds; by default all.
 
@@ -105,7 +104,6 @@ class ExpertLayer:
         Codes are kept with their scales if this layer's format has the same blocks. Otherwise their values are encoded.
 
         Args:
-            expert, projection: the place of the weight.
             weight: fp32, bf16 or fp16 values; or float8_e4m3fn codes; or uint8 `[out_features, in_features / 2]` with
                 two 4-bit codes in a byte, the even column in the low half.
             scales: the scales of codes, one per block: `[ceil(out / block[0]), ceil(in / block[1])]`. They are fp32 for
@@ -255,7 +253,6 @@ class ExpertLayer:
             hidden_states: `[T, H]` fp32, bf16 or fp16; the kernels multiply bf16 and accumulate fp32.
             top_k_index: `[T, k]` integer; `ELSEWHERE` marks experts that are computed elsewhere and add nothing here.
             top_k_weights: `[T, k]` float.
-            lora: the adapters.
             activation: `retain`, `recompute`, or `none` when no backward follows.
             activation_bits: 16; or 8, which quantizes hidden states and SiLU's output to int8 token by token. That is
                 faster on a CPU with AMX-INT8 and less exact (about 1% more error). It needs format `int8`, tiles and
@@ -310,8 +307,6 @@ class ExpertLayer:
         """The gradients of everything that `forward` took, given its handle and the same inputs.
 
         Args:
-            saved: the handle that `forward` returned.
-            hidden_states, top_k_index, top_k_weights, lora: the inputs of `forward`.
             grad_output: `[T, H]`.
             elsewhere: `[num_experts]` bool; the LoRA gradients of these experts are left as they are in `lora_grads`.
                 Other experts without tokens get zeros.

@@ -30,12 +30,8 @@ def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
     This exists because torch's own threads spin for milliseconds after the same work, and so delay a thread that gives
     work to a GPU at that time.
 
-    Args:
-        runtime: the threads that compute.
-        tensors: two-dimensional tensors that `takes` accepts.
-
     Raises:
-        ValueError: a tensor is of another kind.
+        ValueError: a tensor is not two-dimensional, or `takes` does not accept it.
     """
     if not tensors:
         return []
@@ -82,7 +78,6 @@ def adamw(
     in fp32 and rounded once, as torch does with `fused=True`.
 
     Args:
-        runtime: the threads that compute.
         params: parameters that `takes` accepts; the gradient and moments of each have its shape and dtype.
         steps: the number of each parameter's step, including this one: 1 for the first.
         lr, betas, eps, weight_decay: see `torch.optim.AdamW`.

@@ -142,27 +142,24 @@ class Planner:
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
-    def _changes(self) -> Iterator[Change]:
+    def _changes(self) -> list[Change]:
         """Single changes that suffice; if there are none, one of the recipe together with one of the machine."""
-        found = False
         machines = list(self._machines())
-        for rows in self._recipes():
-            if change := self._first((words, self.machine, recipe) for words, recipe in rows):
-                found = True
-                yield change
-        for several in machines:
-            if change := self._first((words, machine, self.recipe) for words, machine in several):
-                found = True
-                yield change
-        if found and self.recipe.per_device_train_batch_size == 1:
-            return
-        also, frugal = self._frugal()
-        for several in machines:
-            if change := self._first((words + also, machine, frugal) for words, machine in several):
-                found = True
-                yield change
-        if not found:
-            yield from self._both(also, frugal)
+        kinds = [[(words, self.machine, recipe) for words, recipe in rows] for rows in self._recipes()]
+        kinds += [[(words, machine, self.recipe) for words, machine in rows] for rows in machines]
+        changes = self._sufficient(kinds)
+        also, frugal = "", self.recipe
+        if frugal.per_device_train_batch_size > 1:  # the least memory for activations
+            words, frugal = self._one_by_one()
+            also = f", and {words}"
+        elif changes:
+            return changes
+        changes += self._sufficient([(words + also, machine, frugal) for words, machine in rows] for rows in machines)
+        return changes or self._both(also, frugal)
+
+    def _sufficient(self, kinds: Iterable[Iterable[tuple[str, Machine, Recipe]]]) -> list[Change]:
+        """The first change of each kind that fits."""
+        return [change for tried in kinds if (change := self._first(tried))]
 
     def _first(self, tried: Iterable[tuple[str, Machine, Recipe]]) -> Change | None:
         """The first that fits."""
@@ -174,7 +171,6 @@ class Planner:
     def _recipes(self) -> Iterator[list[tuple[str, Recipe]]]:
         """Changes of the recipe: of each kind some, the smallest change first."""
         recipe = self.recipe
-        batch, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
         lora_on_experts = any(a.projection for a in self.work.adapters)
         if recipe.disable_gradient_checkpointing:
             yield [("disable_gradient_checkpointing: false", replace(recipe, disable_gradient_checkpointing=False))]
@@ -184,8 +180,8 @@ class Planner:
         if recipe.settings.gpu_expert_memory:
             settings = replace(recipe.settings, placement="auto", gpu_expert_memory=0)
             yield [("kt_config.gpu_expert_memory: 0 with placement: auto", replace(recipe, settings=settings))]
-        if batch > 1:
-            yield [self._one_by_one(batch * accumulation)]
+        if recipe.per_device_train_batch_size > 1:
+            yield [self._one_by_one()]
         lengths = takewhile(lambda n: n >= _LEAST_CUTOFF, (recipe.cutoff_len >> n for n in count(1)))
         yield [(f"cutoff_len: {length}", replace(recipe, cutoff_len=length)) for length in lengths]
         if recipe.lora_rank > 4 and lora_on_experts:
@@ -197,18 +193,11 @@ class Planner:
             settings = replace(recipe.settings, placement="auto", gpu_expert_memory=0)
             yield [("use_cpu: true", replace(recipe, use_cpu=True, settings=settings))]
 
-    def _one_by_one(self, sequences: int) -> tuple[str, Recipe]:
+    def _one_by_one(self) -> tuple[str, Recipe]:
         """The same step, a sequence at a time."""
+        sequences = self.recipe.per_device_train_batch_size * self.recipe.gradient_accumulation_steps
         small = replace(self.recipe, per_device_train_batch_size=1, gradient_accumulation_steps=sequences)
         return f"per_device_train_batch_size: 1 with gradient_accumulation_steps: {sequences}", small
-
-    def _frugal(self) -> tuple[str, Recipe]:
-        """The same training with the least memory for activations, and words to add for it."""
-        batch, accumulation = self.recipe.per_device_train_batch_size, self.recipe.gradient_accumulation_steps
-        if batch == 1:
-            return "", self.recipe
-        words, recipe = self._one_by_one(batch * accumulation)
-        return f", and {words}", recipe
 
     def _machines(self) -> Iterator[list[tuple[str, Machine]]]:
         if self.machine.gpu is not None:
@@ -228,13 +217,12 @@ class Planner:
             if larger.ram_bytes > machine.ram_bytes:
                 yield f"{size // GIB} GiB of memory", larger
 
-    def _both(self, also: str, recipe: Recipe) -> Iterator[Change]:
+    def _both(self, also: str, recipe: Recipe) -> list[Change]:
         if self.machine.gpu is None:
-            return
+            return []
         tried = (
             (f"{ram_words} and {gpu_words}{also}", both, recipe)
             for ram_words, larger in self._larger_ram(self.machine)
             for gpu_words, both in self._larger_gpus(larger)
         )
-        if change := self._first(tried):
-            yield change
+        return self._sufficient([tried])

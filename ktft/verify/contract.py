@@ -7,7 +7,7 @@ call tokens have the model's `top_k` experts, under the other activation policy,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +73,7 @@ def check_contract(
     Only one expert's weights are dequantized at a time, so beyond the layer only activations and LoRA take memory.
 
     Args:
-        layer: the packed experts.
         lora: adapters to compare gradients of; see `random_lora`.
-        top_k: experts per token.
         tokens: the approximate number of tokens per call; there are more if an expert would get too few.
         seed: the seed of hidden states and routing.
 
@@ -91,13 +89,15 @@ def check_contract(
         for call in (alone, mixed):
             call.add_reference(expert, weights, biases)
     errors = []
-    for quantity, actual, exact in alone.pairs():
+    for quantity, actual in alone.actual.items():
+        exact = alone.exact[quantity]
         by_expert = [
             relative_error(actual[rows], exact[rows])
             for rows in (alone.rows(quantity, expert) for expert in range(layer.num_experts))
         ]
         worst = max(range(layer.num_experts), key=lambda e: comparable(by_expert[e]))
-        whole = max(relative_error(actual, exact), mixed.error(quantity), key=comparable)
+        both = relative_error(actual, exact), relative_error(mixed.actual[quantity], mixed.exact[quantity])
+        whole = max(both, key=comparable)
         limit = OUTPUT_LIMIT if quantity == OUTPUT else GRADIENT_LIMIT
         errors.append(ContractError(quantity, whole, worst, by_expert[worst], limit))
     return errors
@@ -181,14 +181,6 @@ class _Call:
         self.exact[ROUTING][token, slot] = grads[1][:, 0]
         for name, grad in zip(list(self.exact)[3:], grads[2:], strict=True):
             self.exact[name][expert] = grad[0]
-
-    def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (quantity, the kernels' result, the reference's result)."""
-        for name, actual in self.actual.items():
-            yield name, actual, self.exact[name]
-
-    def error(self, quantity: str) -> float:
-        return relative_error(self.actual[quantity], self.exact[quantity])
 
     def rows(self, quantity: str, expert: int) -> Tensor | int:
         """The rows of one expert in a quantity, for the call with one expert per token."""

@@ -48,7 +48,6 @@ class LayerVerifier:
         directory: a checkpoint, as released or converted.
         settings: format, threads, NUMA nodes, ISA.
         layers: the numbers of the layers to verify; None for all.
-        tokens: the number of tokens in each call of a layer.
         adapter: directory of an adapter whose LoRA is used; None for random LoRA.
         source: the original of a converted checkpoint, to compare weights with; None takes the recorded directory.
 

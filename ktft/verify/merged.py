@@ -144,7 +144,8 @@ def check_layers(
             yield f"checking layer {number}", nbytes
         errors.append((relative_error(new.forward(*inputs, None, "none")[0], expected), f"experts of layer {number}"))
     for name in (*(place.name for place in saved.linears), *saved.whole):
-        errors.append((_weight_error(name, saved, before, after), name))
+        weight = _weight(before, name)
+        errors.append((relative_error(_weight(after, name), weight + saved.delta(name).matrix(weight)), name))
         yield f"checking {name}", 0
     worst, where = max(errors, key=lambda error: comparable(error[0]))
     found.append(MergeCheck("layers", worst, limit, where=where))
@@ -161,11 +162,6 @@ def _random_inputs(layer: ExpertLayer, top_k: int, generator: torch.Generator) -
     hidden = torch.randn(tokens, layer.hidden_size, generator=generator)
     index = torch.rand(tokens, layer.num_experts, generator=generator).topk(top_k).indices
     return hidden, index, torch.rand(tokens, top_k, generator=generator).softmax(-1)
-
-
-def _weight_error(name: str, adapter: SavedAdapter, before: LoadPlan, after: LoadPlan) -> float:
-    base, merged = _weight(before, name), _weight(after, name)
-    return relative_error(merged, base + adapter.delta(name).matrix(base))
 
 
 def _weight(plan: LoadPlan, name: str) -> Tensor:

@@ -157,10 +157,8 @@ def verify_server(
     """Compare a server with training's model. Yields what is done next, and the result at the end.
 
     Args:
-        server: the server to compare.
         directory, settings: the base model and how its experts are held.
         adapter: the adapter that the server should apply; None for none.
-        prompts: texts.
         tokens: length of each greedy continuation.
 
     Raises:

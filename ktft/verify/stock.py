@@ -22,7 +22,6 @@ class StockExperts:
 
     Args:
         module: transformers' experts module, on meta.
-        layer: the packed layer whose weights `load_packed` takes.
         lora: the adapter that `merge` merges into the weights.
     """
 
