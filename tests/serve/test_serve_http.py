@@ -103,6 +103,7 @@ def test_responses_and_messages(server: Server, client: openai.OpenAI) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+# What FastAPI says of another method has no `error`
 @pytest.mark.parametrize("bad", [bad for bad in BAD_REQUESTS if bad.method == "POST"], ids=lambda bad: bad.name)
 def test_bad_input_is_refused_and_the_server_goes_on(server: Server, bad: BadRequest) -> None:
     with httpx.Client(base_url=server.url, timeout=300) as client:
