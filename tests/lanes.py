@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,10 +51,11 @@ def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) 
     return ExpertLora(pairs, lora.dropout, lora.seed)
 
 
+@dataclass
 class Lane:
     """Runs experts in chunks, in the order given, and leaves out the others.
 
-    Args:
+    Attributes:
         device: where.
         ops: an implementation of the operations; by default the device's.
         experts: which ones; by default all.
@@ -61,16 +63,11 @@ class Lane:
         piece_rows: see `lay_out`.
     """
 
-    def __init__(
-        self,
-        device: str = "cpu",
-        ops: Operations | None = None,
-        experts: list[int] | None = None,
-        chunk: int = 2,
-        piece_rows: int = PIECE_ROWS,
-    ) -> None:
-        self.device, self.ops, self.experts = torch.device(device), ops, experts
-        self.chunk, self.piece_rows = chunk, piece_rows
+    device: str = "cpu"
+    ops: Operations | None = None
+    experts: list[int] | None = None
+    chunk: int = 2
+    piece_rows: int = PIECE_ROWS
 
     def __call__(
         self,
