@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,11 +50,10 @@ def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) 
     return ExpertLora(pairs, lora.dropout, lora.seed)
 
 
-@dataclass
 class Lane:
     """Runs experts in chunks, in the order given, and leaves out the others.
 
-    Attributes:
+    Args:
         device: where.
         ops: an implementation of the operations; by default the device's.
         experts: which ones; by default all.
@@ -63,11 +61,16 @@ class Lane:
         piece_rows: see `lay_out`.
     """
 
-    device: str = "cpu"
-    ops: Operations | None = None
-    experts: list[int] | None = None
-    chunk: int = 2
-    piece_rows: int = PIECE_ROWS
+    def __init__(
+        self,
+        device: str = "cpu",
+        ops: Operations | None = None,
+        experts: list[int] | None = None,
+        chunk: int = 2,
+        piece_rows: int = PIECE_ROWS,
+    ) -> None:
+        self.device, self.ops, self.experts = torch.device(device), ops, experts
+        self.chunk, self.piece_rows = chunk, piece_rows
 
     def __call__(
         self,
