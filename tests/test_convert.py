@@ -6,44 +6,36 @@ import json
 import os
 import resource
 import shutil
-import signal
-from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import adapted
+import commands
 import pytest
 import torch
-from dying import forked
+from dying import deaths, forked
+from given import Checkpoint, RunCli, TrainYaml
 from holding import held_by_another
-from quantize import is_expert, quantize
+from merging import contents, logits
+from quantize import is_expert, quantize, read_all
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from ktft.checkpoint import files as checkpoint_files
 from ktft.checkpoint.cache import MANIFEST, UNFINISHED, layer_file
 from ktft.checkpoint.files import TEMPORARY, to_json
 from ktft.checkpoint.quantization_error import REPORT
-from ktft.checkpoint.reader import INDEX_NAME
-from ktft.cli.main import app
+from ktft.checkpoint.reader import INDEX_NAME, CheckpointReader
 from ktft.config import PROJECTIONS
 from ktft.model.experts import find_experts
-from ktft.model.quantizer import KtftConfig
 
-Checkpoint = Callable[[str], Path]
-IDS = torch.arange(24).reshape(2, 12)
 LAYER = layer_file(1)
 
 
 def convert(*arguments: str | Path) -> tuple[int, str]:
-    """The command, in this process: exit status and output, whose lines are not wrapped."""
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["convert", *map(str, arguments), "--threads", "1"])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+    return commands.run("convert", *arguments, "--threads", "1")
 
 
 def converted(source: Path, target: Path, *options: str) -> Path:
@@ -53,23 +45,11 @@ def converted(source: Path, target: Path, *options: str) -> Path:
 
 
 def refused(*arguments: str | Path) -> str:
-    status, output = convert(*arguments)
-    assert status == 2, output
-    return output
+    return commands.refused("convert", *arguments, "--threads", "1")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def load(path: Path, nodes: int = 1, **settings: Any) -> Any:
-    config = KtftConfig(threads=2, numa_nodes=nodes, **settings)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
+def load(path: Path, nodes: int = 1, expert_format: str | None = None, **settings: Any) -> Any:
+    return adapted.load(path, expert_format=expert_format, threads=2, numa_nodes=nodes, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +82,7 @@ def test_loads_as_the_source_does(source: Path, packed: Path, tmp_path: Path) ->
         assert torch.equal(logits(load(packed, nodes)), expected)
         assert torch.equal(logits(load(source, nodes, expert_checkpoint=str(packed))), expected)
     assert not torch.equal(logits(load(source)), expected), "k4 is the converted checkpoint's, not the default"
-    stored = [load_file(file).keys() for file in packed.glob("*.safetensors")]
-    assert not [name for names in stored for name in names if ".experts." in name]
+    assert not [name for name in read_all(packed) if ".experts." in name]
 
 
 @pytest.mark.parametrize(("scheme", "expert_format"), [("fp8", "fp8"), ("fp8", "k4"), ("int4-32", "int4")])
@@ -127,20 +106,17 @@ def test_biases_go_along(tiny_checkpoint: Checkpoint, tmp_path: Path, scheme: st
     one_node = load(target)
     assert torch.equal(logits(one_node), logits(expected))
     torch.testing.assert_close(logits(found), logits(expected))
-    modules = find_experts(expected)
-    for name, module in modules.items():
+    for name, module in find_experts(expected).items():
         for expert, projection in product(range(8), PROJECTIONS):
             bias = module.layer.bias(expert, projection)
             assert bias.any()
             for other in (one_node, found):
                 assert torch.equal(find_experts(other)[name].layer.bias(expert, projection), bias)
-    stored = [load_file(file).keys() for file in target.glob("*.safetensors")]
-    assert not [name for names in stored for name in names if ".experts." in name]
+    assert not [name for name in read_all(target) if ".experts." in name]
     assert load_file(target / LAYER)["7.up_proj.bias"].dtype == torch.float32
     assert "all checksums match" in convert(origin, target, "--check")[1]
 
-    changed = tmp_path / "changed"
-    shutil.copytree(origin, changed)
+    changed = shutil.copytree(origin, tmp_path / "changed")
     flip_in(changed, "model.layers.1.mlp.experts.gate_up_proj_bias")
     assert f"{changed}: layer 1 changed since the conversion" in refused(changed, target, "--check")
 
@@ -153,7 +129,7 @@ def test_every_file_beside_the_weights_goes_along(source: Path, packed: Path) ->
 
 
 def test_llamafactory_trains_it(
-    tiny_checkpoint: Checkpoint, train_yaml: Callable[..., dict[str, Any]], fork_cli: Callable[..., Any], tmp_path: Path
+    tiny_checkpoint: Checkpoint, train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path
 ) -> None:
     target = converted(tiny_checkpoint("qwen3moe"), tmp_path / "int4", "--format", "int4")
     config = train_yaml("qwen3moe", model_name_or_path=str(target), kt_config={"threads": 1}, max_steps=1)
@@ -164,7 +140,7 @@ def test_llamafactory_trains_it(
 
 def test_report(source: Path, packed: Path, tmp_path: Path) -> None:
     report = json.loads((packed / REPORT).read_text())
-    weights = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
+    weights = read_all(source)
     for number, (name, module) in zip((1, 2), find_experts(load(packed)).items(), strict=True):
         for projection in PROJECTIONS:
             squares = []
@@ -188,65 +164,28 @@ def test_report(source: Path, packed: Path, tmp_path: Path) -> None:
 
 # --- interruptions ----------------------------------------------------------------------------------------------------
 
-CALLS = ("open", "pwrite", "fsync", "replace")
 
+def test_killed_at_any_change_it_goes_on_to_the_same_bytes(source: Path, packed: Path, tmp_path: Path) -> None:
+    expected, target = contents(packed), tmp_path / "target"
+    finished, half_written = [], 0
 
-def count_calls(stop_after: int | None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count what conversion does to the disk. It is killed before call number `stop_after`."""
-    made: Counter[str] = Counter()
-
-    def counting(name: str) -> Callable[..., Any]:
-        original = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if made.total() == stop_after:
-                if name == "pwrite":
-                    original(args[0], args[1][: len(args[1]) // 2], args[2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            made[name] += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    class Counted:
-        """`os`, as ktft/checkpoint/files.py sees it."""
-
-        def __getattr__(self, name: str) -> Any:
-            return counting(name) if name in CALLS else getattr(os, name)
-
-    monkeypatch.setattr(checkpoint_files, "os", Counted())
-    return made
-
-
-def test_killed_at_any_call_it_goes_on_to_the_same_bytes(
-    source: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = contents(packed)
-    with monkeypatch.context() as patch:
-        total = count_calls(None, patch)
-        converted(source, tmp_path / "whole", "--format", "k4", "--report")
-    assert total["replace"] == len(expected) + 2, "every file by renaming: the unfinished manifest, the report twice"
-    moments, half_written = range(0, total.total(), total.total() // 12), 0
-    for moment in moments:
-        target = tmp_path / f"killed{moment}"
-
-        def killed(target: Path = target, moment: int = moment) -> int:
-            count_calls(moment, monkeypatch)
-            return convert(source, target, "--format", "k4", "--report")[0]
-
-        assert forked(killed, tmp_path / "log") == -signal.SIGKILL
-        left = contents(target)
-        half_written += any(name.endswith(TEMPORARY) for name in left)
-        assert MANIFEST not in left or moment > total.total() - 8
-        assert all(left[name] == expected[name] for name in left.keys() & expected.keys() if name != REPORT)
+    def work() -> None:
         converted(source, target, "--format", "k4", "--report")
-        assert contents(target) == expected, moment
+
+    for number in deaths(target, target.mkdir, work):
+        left = contents(target)
+        finished.append(MANIFEST in left)
+        half_written += any(name.endswith(TEMPORARY) for name in left)
+        assert all(left[name] == expected[name] for name in left.keys() & expected.keys() if name != REPORT)
+        if number % 12 == 0:
+            work()
+            assert contents(target) == expected, number
     assert half_written > 0
+    assert finished == sorted(finished) and sum(finished) < 8, "the manifest comes last"
 
 
 def test_what_is_finished_is_not_written_again(source: Path, packed: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    shutil.copytree(packed, target)
+    target = shutil.copytree(packed, tmp_path / "target")
     (target / MANIFEST).unlink()
     (target / UNFINISHED).write_bytes(to_json(json.loads((packed / MANIFEST).read_text()) | {"files": {}}))
     (target / layer_file(2)).unlink()
@@ -292,18 +231,16 @@ def test_commands_that_are_refused(source: Path, packed: Path, tmp_path: Path) -
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.txt").touch()
-    other = tmp_path / "other"
-    shutil.copytree(source, other)
-    change_shard(other, lambda name, tensor: tensor + 1)
+    other = shutil.copytree(source, tmp_path / "other")
+    change_shard(other, lambda tensor: tensor + 1)
     assert "is not empty (thesis.txt)" in refused(source, foreign)
     assert "lie within each other" in refused(source, source)
     assert "lie within each other" in refused(source, source / "inside")
     assert "thesis.txt is not a directory; give one" in refused(source, foreign / "thesis.txt")
     assert "is a conversion itself (ktft.json is in it)" in refused(packed, tmp_path / "new")
     assert "is not a directory with a config.json" in refused(tmp_path, tmp_path / "new")
-    assert "has expert_format k4, asked for is bf16; give another directory" in refused(
-        source, packed, "--format", "bf16"
-    )
+    said = refused(source, packed, "--format", "bf16")
+    assert "has expert_format k4, asked for is bf16; give another directory" in said
     assert "supported: bf16, int8" in refused(source, tmp_path / "new", "--format", "k5")
     assert "was made from another source" in refused(other, packed)
     assert "holds no finished conversion" in refused(source, tmp_path / "new", "--check")
@@ -313,10 +250,10 @@ def test_commands_that_are_refused(source: Path, packed: Path, tmp_path: Path) -
         assert convert(source, packed, "--check")[0] == 0  # which writes nothing, and works on a read-only disk
 
 
-def change_shard(folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
+def change_shard(folder: Path, change: Callable[[Tensor], Tensor]) -> Path:
     """Change the tensors of the first shard. Returns its path."""
     path = sorted(folder.glob("*.safetensors"))[0]
-    tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+    tensors = {name: change(tensor) for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     return path
 
@@ -325,14 +262,15 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def flip_last_byte(path: Path) -> None:
+def flip(path: Path, at: int = -1) -> None:
+    """Flip one bit of this byte."""
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped byte": (lambda d: flip_last_byte(d / LAYER), f"{LAYER}: tensor 3.down_proj.packed is damaged, its CRC-32"),
+    "flipped byte": (lambda d: flip(d / LAYER), f"{LAYER}: tensor 3.down_proj.packed is damaged, its CRC-32"),
     "layers swapped": (lambda d: shutil.copy(d / layer_file(2), d / LAYER), f"{LAYER} has header_sha256"),
     "missing layer": (lambda d: (d / LAYER).unlink(), f"{LAYER} is missing; run the same ktft convert"),
     "truncated": (lambda d: os.truncate(d / LAYER, 1000), f"{LAYER} has 1000 bytes, ktft.json says"),
@@ -355,35 +293,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged(packed: Path, tmp_path: Path, damage: str) -> None:
-    target = tmp_path / "target"
-    shutil.copytree(packed, target)
+    target = shutil.copytree(packed, tmp_path / "target")
     change, message = DAMAGES[damage]
     change(target)
     with pytest.raises((ValueError, OSError)) as error:
         load(target)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_stale_and_foreign(source: Path, packed: Path, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    stale = tmp_path / "stale"
-    shutil.copytree(source, stale)
-    shard = change_shard(stale, lambda name, tensor: tensor * 1.01)
+    stale = shutil.copytree(source, tmp_path / "stale")
+    shard = change_shard(stale, lambda tensor: tensor * 1.01)
     with pytest.raises(ValueError, match=f"shard {shard.name} has .*; convert it again, or take the whole model from"):
         load(stale, expert_checkpoint=str(packed))
     with pytest.raises(ValueError, match="ktft.json is of model_type 'deepseek_v3', config.json of 'qwen3_moe'"):
         load(tiny_checkpoint("qwen3moe"), expert_checkpoint=str(packed))
     with pytest.raises(ValueError, match="holds experts in k4, but expert_format is int8; leave expert_format out"):
         load(packed, expert_format="int8")
-    flipped = tmp_path / "flipped"
-    shutil.copytree(packed, flipped)
-    flip_last_byte(flipped / LAYER)
+    flipped = shutil.copytree(packed, tmp_path / "flipped")
+    flip(flipped / LAYER)
     assert load(flipped, verify_checksums=False) is not None
 
 
 def test_config_may_be_edited(packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target = tmp_path / "target"
-    shutil.copytree(packed, target)
+    target = shutil.copytree(packed, tmp_path / "target")
     load(target)
     assert "was edited" not in caplog.text
     edit_json(target / "config.json", max_position_embeddings=1024)
@@ -394,13 +327,10 @@ def test_config_may_be_edited(packed: Path, tmp_path: Path, caplog: pytest.LogCa
 def test_check_reads_everything_again(source: Path, packed: Path, tmp_path: Path) -> None:
     status, output = convert(source, packed, "--check")
     assert (status, output.splitlines()[-1]) == (0, f"{packed}: all checksums match")
-    target, changed = tmp_path / "target", tmp_path / "changed"
-    shutil.copytree(packed, target)
-    shutil.copytree(source, changed)
-    flip_last_byte(target / LAYER)
+    target, changed = shutil.copytree(packed, tmp_path / "target"), shutil.copytree(source, tmp_path / "changed")
+    flip(target / LAYER)
     (target / layer_file(2)).unlink()
-    status, output = convert(source, target, "--check")
-    assert status == 2
+    output = refused(source, target, "--check")
     assert f"{LAYER}: tensor 3.down_proj.packed is damaged: CRC-32" in output
     assert f"{layer_file(2)} is missing, or not of this conversion" in output
     assert "2 problems. Delete damaged files" in output
@@ -411,19 +341,12 @@ def test_check_reads_everything_again(source: Path, packed: Path, tmp_path: Path
     # between two samples: only a whole reading can tell
     for name in ("1.mlp.experts.2.up_proj", "0.self_attn.o_proj"):
         flip_in(changed, f"model.layers.{name}.weight")
-    status, output = convert(changed, packed, "--check")
-    assert status == 2
+    output = refused(changed, packed, "--check")
     assert f"{changed}: layer 1 changed since the conversion" in output
     assert f"{changed}: model.layers.0.self_attn.o_proj.weight changed since the conversion" in output
 
 
 def flip_in(folder: Path, name: str) -> None:
-    """Flip one bit in the middle of a tensor."""
-    from ktft.checkpoint.reader import CheckpointReader
-
+    """In the middle of a tensor."""
     entry = CheckpointReader.from_directory(folder).tensors[name]
-    with entry.file.open("r+b") as file:
-        file.seek(entry.offset + entry.nbytes // 2)
-        byte = file.read(1)[0]
-        file.seek(entry.offset + entry.nbytes // 2)
-        file.write(bytes([byte ^ 1]))
+    flip(entry.file, entry.offset + entry.nbytes // 2)

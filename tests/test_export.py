@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 import torch
 from adapted import adapted, logits
+from commands import run as command
 from dying import full_disk
+from given import Checkpoint
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from ktft.adapters.export import open_adapter
 from ktft.checkpoint import files as checkpoint_files
-from ktft.cli.main import app
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from second_environment import reference_experts
 
-Checkpoint = Callable[[str], Path]
 PATTERNS = {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"gate_proj": 5, "o_proj": 3}, "use_rslora": True}
+HEAD = {"modules_to_save": ["lm_head"]}
 WITHOUT_LATENT = ["o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -47,9 +47,9 @@ def make(tmp_path: Path, tiny_checkpoint: Checkpoint) -> Callable[..., Path]:
 
 def run(adapter: Path, target: str, *more: str, code: int = 0) -> str:
     """Export beside the adapter, as a user does. Returns what was said, on one line."""
-    done = CliRunner().invoke(app, ["export", str(adapter), str(adapter.parent / "out"), "--to", target, *more])
-    assert done.exit_code == code, done.output
-    return " ".join(done.output.split())
+    status, said = command("export", adapter, adapter.parent / "out", "--to", target, *more)
+    assert status == code, said
+    return " ".join(said.split())
 
 
 def stock(checkpoint: Path, adapter: Path) -> Any:
@@ -62,7 +62,7 @@ def stock(checkpoint: Path, adapter: Path) -> Any:
     [
         ("qwen3moe", {}),
         ("dsv2", PATTERNS),
-        ("dsv3", {"modules_to_save": ["lm_head"]}),
+        ("dsv3", HEAD),
         ("gpt_oss", PATTERNS),
         ("qwen3moe", {"target_modules": ["experts"]}),
         ("dsv3", {"target_modules": r".*experts\.\d+\.up_proj"}),
@@ -116,10 +116,8 @@ def test_servers_get_one_rank_one_scaling_and_whole_groups(
     out = adapter.parent / "out"
     assert str(out) in said
     assert "--max-lora-rank" in said
-    config, tensors = (
-        json.loads((out / "adapter_config.json").read_text()),
-        load_file(out / "adapter_model.safetensors"),
-    )
+    config = json.loads((out / "adapter_config.json").read_text())
+    tensors = load_file(out / "adapter_model.safetensors")
     assert config["r"] == 4
     assert config["rank_pattern"] == config["alpha_pattern"] == {}
     assert config["use_rslora"] is False
@@ -174,14 +172,9 @@ def test_gguf_is_read_by_its_own_reader(make: Callable[..., Path], family: str, 
 @pytest.mark.parametrize(
     ("family", "options", "target", "message"),
     [
-        (
-            "qwen3moe",
-            {"modules_to_save": ["lm_head"]},
-            "vllm",
-            "vLLM loads LoRA alone.*lm_head.weight, trained",
-        ),
-        ("qwen3moe", {"modules_to_save": ["lm_head"]}, "sglang", "SGLang loads LoRA alone.*ktft merge"),
-        ("qwen3moe", {"modules_to_save": ["lm_head"]}, "gguf", "holds LoRA alone"),
+        ("qwen3moe", HEAD, "vllm", "vLLM loads LoRA alone.*lm_head.weight, trained"),
+        ("qwen3moe", HEAD, "sglang", "SGLang loads LoRA alone.*ktft merge"),
+        ("qwen3moe", HEAD, "gguf", "holds LoRA alone"),
         ("dsv3", {}, "vllm", r"vLLM would not apply .*kv_b_proj\.lora_A\.weight.*without kv_b_proj in lora_target"),
         ("dsv2", {}, "sglang", r"SGLang reads .*layers\.\d\.self_attn\.\w+_proj.* together, and the model has no"),
         ("dsv3", {}, "gguf", "deepseek2 does not apply LoRA to .*self_attn"),
@@ -194,24 +187,20 @@ def test_gguf_is_read_by_its_own_reader(make: Callable[..., Path], family: str, 
     ],
 )
 def test_what_a_target_cannot_hold_is_refused(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    family: str,
-    options: dict[str, Any],
-    target: str,
-    message: str,
+    make: Callable[..., Path], family: str, options: dict[str, Any], target: str, message: str
 ) -> None:
-    adapted(tiny_checkpoint(family), **options).save_pretrained(tmp_path / "adapter")
-    said = run(tmp_path / "adapter", target, code=2)
+    adapter = make(family, **options)
+    said = run(adapter, target, code=2)
     assert re.search(message, said), said
-    assert not (tmp_path / "out").exists()
+    assert not (adapter.parent / "out").exists()
 
 
 def test_bad_input(
     make: Callable[..., Path], tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter, out = make("qwen3moe"), tmp_path / "out"
-    good = {name: (adapter / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
+    good = config.read_bytes(), weights.read_bytes()
     said = run(adapter, "peft", "--base", str(tiny_checkpoint("dsv3")), code=2)
     assert "was trained on a model of type qwen3_moe, this one is deepseek_v3" in said
     assert "no such directory" in run(adapter / "absent", "peft", code=2)
@@ -220,24 +209,23 @@ def test_bad_input(
     assert "is not empty; name a new directory" in run(adapter, "peft", code=2)
     shutil.rmtree(out)
 
-    config = json.loads(good["adapter_config.json"])
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/nowhere/model"}))
+    config.write_text(json.dumps(json.loads(good[0]) | {"base_model_name_or_path": "/nowhere/model"}))
     assert "the base model '/nowhere/model': no such directory; name its directory" in run(adapter, "peft", code=2)
     run(adapter, "peft", "--base", str(tiny_checkpoint("qwen3moe")))
     shutil.rmtree(out)
-    (adapter / "adapter_config.json").write_bytes(good["adapter_config.json"])
+    config.write_bytes(good[0])
 
-    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors = load_file(weights)
     name = next(name for name in tensors if "experts.3.up_proj.lora_B" in name)
     tensors[name][0, 0] = float("nan")
-    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, weights, metadata={"format": "pt"})
     for target in ("peft", "vllm", "gguf"):
         assert f"{name} holds NaN or Inf" in run(adapter, target, code=2)
         assert not out.exists() or not any(out.iterdir())
     del tensors[name]
-    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, weights, metadata={"format": "pt"})
     assert f"1 tensors of the model are missing, the first is {name}" in run(adapter, "vllm", code=2)
-    (adapter / "adapter_model.safetensors").write_bytes(good["adapter_model.safetensors"])
+    weights.write_bytes(good[1])
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.os, "pwrite", full_disk)
@@ -274,5 +262,4 @@ def test_a_base_that_is_gone_is_not_asked_of_the_hub(relative: Path, monkeypatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     said = run(relative, "peft", code=2)
     assert f"the base model 'build/model': no such directory from here ({relative.parent / 'elsewhere'})" in said
-    assert "--base" in said
-    assert "repo" not in said.lower()
+    assert "--base" in said and "repo" not in said.lower()

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapted import distance, load_as_stored
-from safetensors.torch import load_file
+from adapted import distance, load_as_stored, tensors_of
+from given import Checkpoint, RunExp, TrainYaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ktft
 
-Checkpoint = Callable[[str], Path]
-TrainYaml = Callable[..., dict[str, Any]]
-RunExp = Callable[[dict[str, Any]], None]
 ATTENTION = "q_proj,v_proj,o_proj"
 SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}  # an adapter's change is its gradient
 
@@ -27,13 +23,9 @@ def history(output: Path) -> list[dict[str, float]]:
     return [e for e in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in e]
 
 
-def tensors(output: Path) -> dict[str, Tensor]:
-    return load_file(output / "adapter_model.safetensors")
-
-
 def changes(output: Path, part: str) -> Tensor:
     """All B of an adapter, which began at zero, whose names have a part."""
-    found = [t.flatten() for name, t in sorted(tensors(output).items()) if "lora_B" in name and part in name]
+    found = [t.flatten() for name, t in sorted(tensors_of(output).items()) if "lora_B" in name and part in name]
     return torch.cat(found)
 
 
@@ -100,10 +92,10 @@ def test_gradient_checkpointing_changes_no_bit(train_yaml: TrainYaml, run_exp: R
     for name, options in modes.items():
         shared = {"lora_dropout": 0.2, "bf16": True, "save_strategy": "no", "output_dir": str(tmp_path / name)}
         run_exp(train_yaml("dsv3", **shared | options))
-    off = tensors(tmp_path / "off")
+    off = tensors_of(tmp_path / "off")
     for name in list(modes)[1:]:
         assert [e["loss"] for e in history(tmp_path / name)] == [e["loss"] for e in history(tmp_path / "off")]
-        assert all(torch.equal(off[key], tensor) for key, tensor in tensors(tmp_path / name).items()), name
+        assert all(torch.equal(off[key], tensor) for key, tensor in tensors_of(tmp_path / name).items()), name
 
 
 def test_compute_accuracy_counts_right_tokens(
@@ -176,44 +168,39 @@ def test_predict_with_generate_writes_what_the_adapter_says(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"finetuning_type": "full"}, "set finetuning_type: lora"),
-        ({"finetuning_type": "freeze"}, "set finetuning_type: lora"),
-        ({"finetuning_type": "oft"}, "set finetuning_type: lora"),
+        ({"finetuning_type": "full"}, "finetuning_type is 'full'.*set finetuning_type: lora"),
+        ({"finetuning_type": "freeze"}, "finetuning_type is 'freeze'.*set finetuning_type: lora"),
+        ({"finetuning_type": "oft"}, "finetuning_type is 'oft'.*set finetuning_type: lora"),
         ({"use_dora": True}, "use_dora is True.*use plain LoRA, or use_rslora"),
         ({"pissa_init": True}, "pissa_init is True.*use the default initialization"),
         ({"stage": "ppo", "reward_model": "m"}, "stage is 'ppo'"),
         ({"export_dir": "merged"}, "ktft merge BASE ADAPTER OUT"),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_refused_before_anything_is_loaded(
-    train_yaml: TrainYaml,
-    run_exp: RunExp,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    message: str,
+    train_yaml: TrainYaml, run_exp: RunExp, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
+    from llamafactory.train.tuner import export_model
+
     def load_nothing(*_: Any, **__: Any) -> None:
         pytest.fail("a tokenizer was loaded")
 
     monkeypatch.setattr("llamafactory.model.loader.AutoTokenizer.from_pretrained", load_nothing)
+    config = train_yaml("qwen3moe", **options)
     with pytest.raises(ValueError, match=message):
         if "export_dir" in options:
-            from llamafactory.train.tuner import export_model
-
-            config = train_yaml("qwen3moe")
-            keep = ("model_name_or_path", "template", "use_kt", "kt_config", "finetuning_type")
-            export_model({key: config[key] for key in keep} | options)
+            keep = ("model_name_or_path", "template", "use_kt", "kt_config", "finetuning_type", "export_dir")
+            export_model({key: config[key] for key in keep})
         else:
-            run_exp(train_yaml("qwen3moe", **options))
+            run_exp(config)
 
 
+@pytest.mark.parametrize("family", ["dsv3", "qwen3moe"])
 def test_balance_that_a_model_does_not_have_is_told(
-    train_yaml: TrainYaml, run_exp: Callable[[dict[str, Any]], None], caplog: pytest.LogCaptureFixture
+    train_yaml: TrainYaml, run_exp: RunExp, caplog: pytest.LogCaptureFixture, family: str
 ) -> None:
     """`moe_aux_loss_coef` is a part of the loss in transformers' Qwen3-MoE, and nothing in its DeepSeek-V3."""
-    run_exp(train_yaml("dsv3", max_steps=1, moe_aux_loss_coef=0.5, save_strategy="no"))
-    assert "moe_aux_loss_coef: 0.5 has no effect: transformers' code of deepseek_v3" in caplog.text
-    caplog.clear()
-    run_exp(train_yaml("qwen3moe", max_steps=1, moe_aux_loss_coef=0.5, save_strategy="no", overwrite_output_dir=True))
-    assert "has no effect" not in caplog.text
+    run_exp(train_yaml(family, max_steps=1, moe_aux_loss_coef=0.5, save_strategy="no"))
+    message = "moe_aux_loss_coef: 0.5 has no effect: transformers' code of deepseek_v3"
+    assert message in caplog.text if family == "dsv3" else "has no effect" not in caplog.text

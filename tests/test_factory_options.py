@@ -8,34 +8,29 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 import trl
-from adapted import load_as_stored
-from packaging.version import Version
-from safetensors.torch import load_file
+from adapted import load_as_stored, tensors_of
+from given import Checkpoint, RunCli, RunExp, TrainYaml
+from llamafactory.hparams import get_train_args
+from llamafactory.third_party.muon import Muon
 from tiny import make_config, make_model, tokenizer
 from torch import Tensor, nn
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
 import ktft
 from ktft.model import quantizer
+from ktft.train.muon import orthogonalize, take_stacked
 from ktft.train.trainer import check_arguments
 
-TrainYaml = Callable[..., dict[str, Any]]
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
-RunExp = Callable[[dict[str, Any]], None]
-Checkpoint = Callable[[str], Path]
 TRAIN = ["llamafactory-cli", "train"]
-
-
-def adapter_of(output: Path) -> dict[str, Tensor]:
-    return load_file(output / "adapter_model.safetensors")
 
 
 # --- resize_vocab -----------------------------------------------------------------------------------------------------
@@ -49,14 +44,14 @@ def test_new_tokens_train_are_saved_and_loaded_again(
     config = train_yaml("qwen3moe", lora_target="q_proj,down_proj", learning_rate=1e-2, **words)
     config["kt_config"] = {"expert_format": "int8", "threads": 1}
     fork_cli(TRAIN, config)
-    saved = adapter_of(tmp_path / "out")
+    saved = tensors_of(tmp_path / "out")
     rows = {name: tensor for name, tensor in saved.items() if "embed_tokens" in name or "lm_head" in name}
     assert [tuple(tensor.shape) for tensor in rows.values()] == [(384, 64), (384, 64)]
     assert any(tensor.any() for name, tensor in saved.items() if ".mlp.experts." in name and "lora_B" in name)
 
     again = {"adapter_name_or_path": str(tmp_path / "out"), "learning_rate": 0.0, "max_steps": 1}
     run_exp(config | again | {"output_dir": str(tmp_path / "again")})
-    for name, tensor in adapter_of(tmp_path / "again").items():
+    for name, tensor in tensors_of(tmp_path / "again").items():
         assert torch.equal(tensor, saved[name]), name
 
     model = load_as_stored(Path(config["model_name_or_path"]))
@@ -74,10 +69,6 @@ def test_new_tokens_train_are_saved_and_loaded_again(
 @pytest.mark.parametrize("shape", [(5, 4, 48), (5, 48, 4), (3, 16, 16)])
 def test_muon_on_stacked_matrices_is_muon_on_each(shape: tuple[int, int, int]) -> None:
     """Beside LLaMA-Factory's own Muon on every matrix as a parameter of its own, after each of three steps."""
-    from llamafactory.third_party.muon import Muon
-
-    from ktft.train.muon import orthogonalize, take_stacked
-
     generator = torch.Generator().manual_seed(3)
     stacked = nn.Parameter(torch.randn(shape, generator=generator))
     vector = nn.Parameter(torch.randn(7, generator=generator))
@@ -105,10 +96,6 @@ def test_muon_on_stacked_matrices_is_muon_on_each(shape: tuple[int, int, int]) -
 
 
 def test_muons_state_is_resumed_and_another_is_refused() -> None:
-    from llamafactory.third_party.muon import Muon
-
-    from ktft.train.muon import take_stacked
-
     def make(stacked: bool) -> tuple[nn.Parameter, Any]:
         parameter = nn.Parameter(torch.arange(24.0).view(2, 3, 4))
         optimizer = Muon(muon_params=[], adamw_params=[parameter], lr=0.1)
@@ -131,7 +118,7 @@ def test_muons_state_is_resumed_and_another_is_refused() -> None:
 def test_use_muon_updates_experts_by_muon(train_yaml: TrainYaml, run_exp: RunExp, tmp_path: Path) -> None:
     """A step of Muon is nearly orthogonal times a known rate, one of AdamW has equal entries."""
     run_exp(train_yaml("qwen3moe", use_muon=True, max_steps=1, learning_rate=1e-2, weight_decay=0.0))
-    moved = [t for name, t in adapter_of(tmp_path / "out").items() if ".mlp.experts." in name and "lora_B" in name]
+    moved = [t for name, t in tensors_of(tmp_path / "out").items() if ".mlp.experts." in name and "lora_B" in name]
     touched = [b for b in moved if b.any()]
     assert len(touched) > 10
     for b in touched:
@@ -144,22 +131,6 @@ def test_use_muon_updates_experts_by_muon(train_yaml: TrainYaml, run_exp: RunExp
 # --- what is refused, and how -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_kt": "yes please"}, "use_kt is 'yes please'; give true or false"),
-        ({"use_asft_loss": True}, "use_asft_loss is True.*name the reference model, ref_model"),
-        ({"infer_backend": "vllm"}, "infer_backend is .*ktft serve MODEL --adapter"),
-    ],
-    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
-)
-def test_refused_with_the_cure(train_yaml: TrainYaml, options: dict[str, Any], message: str) -> None:
-    from llamafactory.hparams import get_train_args
-
-    with pytest.raises(ValueError, match=message):
-        get_train_args(train_yaml("qwen3moe", **options))
-
-
 def test_asft_trains_with_a_reference_model(
     train_yaml: TrainYaml, run_exp: RunExp, tiny_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -167,26 +138,25 @@ def test_asft_trains_with_a_reference_model(
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("variable", "what"),
-    [
-        ("ACCELERATE_USE_FSDP", "FSDP"),
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "parallelism of accelerate"),
-    ],
-)
-def test_a_launcher_in_the_environment_is_named(
-    train_yaml: TrainYaml, monkeypatch: pytest.MonkeyPatch, variable: str, what: str
-) -> None:
-    from llamafactory.hparams import get_train_args
+LAUNCHERS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism of accelerate",
+}
 
+
+@pytest.mark.parametrize("variable", LAUNCHERS)
+def test_a_launcher_in_the_environment_is_named(
+    train_yaml: TrainYaml, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    config = train_yaml("qwen3moe")
     monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match=rf"{what} in this release.*{variable}=true; unset {variable}"):
-        get_train_args(train_yaml("qwen3moe"))
+    with pytest.raises(ValueError, match=rf"{LAUNCHERS[variable]} in this release.*{variable}=true; unset {variable}"):
+        get_train_args(config)
     monkeypatch.setenv(variable, "false")
     with contextlib.suppress(ImportError):  # of what other variables ask for
-        get_train_args(train_yaml("qwen3moe"))
+        get_train_args(config)
 
 
 def test_additional_target_names_all_that_a_cpu_needs(train_yaml: TrainYaml, run_exp: RunExp) -> None:
@@ -199,8 +169,6 @@ def test_additional_target_names_all_that_a_cpu_needs(train_yaml: TrainYaml, run
 def test_a_json_file_is_read_as_a_yaml_file_is(
     train_yaml: TrainYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llamafactory.hparams import get_train_args
-
     file = tmp_path / "train.json"
     monkeypatch.setattr(sys, "argv", ["x", str(file), "max_steps=7"])
     file.write_text(json.dumps(train_yaml("qwen3moe")))
@@ -232,10 +200,7 @@ def test_torchrun_ends_with_the_refusal(train_yaml: TrainYaml, run_cli: RunCli) 
 def test_fa2_is_refused_where_transformers_cannot_run_it(
     train_yaml: TrainYaml, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llamafactory.hparams import get_train_args
-    from transformers.integrations.flash_attention import flash_attention_forward
-
-    if Version(transformers.__version__) != Version("5.6.0"):
+    if transformers.__version__ != "5.6.0":
         pytest.skip("another transformers may run it")
 
     def as_asked(self: Any, implementation: str | None, *args: Any, **kwargs: Any) -> str | None:
@@ -260,22 +225,19 @@ def test_doctor_says_what_the_versions_cannot_do_together() -> None:
     """And it is true: TRL's DPOTrainer by itself does not import."""
     from ktft.cli.doctor import known_limits
 
-    if Version(transformers.__version__) != Version("5.6.0") or not trl.__version__.startswith("0.24."):
+    if transformers.__version__ != "5.6.0" or not trl.__version__.startswith("0.24."):
         pytest.skip("other versions may")
     said = {row.check: row.value for row in known_limits()}
     assert "stage: dpo works" in said["trl"]
     assert "flash_attn: sdpa" in said["flash attention"]
-    program = "from trl import DPOTrainer"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert "mergekit" in done.stderr
+    command = [sys.executable, "-c", "from trl import DPOTrainer"]
+    assert "mergekit" in subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
 
 
 def test_ligers_experts_are_left_out_and_the_rest_stays(
     train_yaml: TrainYaml, run_exp: RunExp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in that swaps classes of transformers' module, as liger-kernel 0.8.5 does for Qwen3-MoE."""
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
-
     seen: list[str] = []
     for name in ("Qwen3MoeExperts", "Qwen3MoeRMSNorm", "apply_rotary_pos_emb"):
         monkeypatch.setattr(modeling, name, getattr(modeling, name))  # put back after the test
@@ -292,14 +254,13 @@ def test_ligers_experts_are_left_out_and_the_rest_stays(
     def apply() -> None:
         modeling.Qwen3MoeRMSNorm, modeling.Qwen3MoeExperts = LigerRMSNorm, LigerExperts
 
-    package, inner = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
-    inner.apply_liger_kernel_to_qwen3_moe = apply  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    inner = SimpleNamespace(apply_liger_kernel_to_qwen3_moe=apply)
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
     monkeypatch.setattr("llamafactory.hparams.parser.check_version", lambda *args, **kwargs: None)
     run_exp(train_yaml("qwen3moe", enable_liger_kernel=True, max_steps=1))
     assert seen
-    assert any(".mlp.experts." in name for name in adapter_of(tmp_path / "out"))
+    assert any(".mlp.experts." in name for name in tensors_of(tmp_path / "out"))
 
 
 def test_a_trainers_own_liger_must_leave_experts_alone(tmp_path: Path) -> None:
@@ -313,8 +274,6 @@ def test_a_trainers_own_liger_must_leave_experts_alone(tmp_path: Path) -> None:
 def test_experts_that_another_package_replaced_are_named(
     tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
-
     other = type("LigerExperts", (modeling.Qwen3MoeExperts,), {})
     monkeypatch.setattr(modeling, "Qwen3MoeExperts", other)
     with pytest.raises(ValueError, match="LigerExperts in place of Qwen3MoeExperts.*swiglu=False"):

@@ -4,15 +4,16 @@ stock transformers' logits and gradients, trains, and has an adapter that loads 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contract import relative
-from safetensors.torch import load_file, save_file
+from given import Checkpoint, Train, TrainYaml
+from quantize import read_all, write
+from runs import arguments
+from safetensors.torch import load_file
 from stock import IDS, adapt, load, matrices, same_choices, text_loss
 from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
 from torch import Tensor
@@ -25,10 +26,8 @@ from transformers import (
     NemotronHConfig,
     PhimoeConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     SolarOpenConfig,
     Trainer,
-    TrainingArguments,
 )
 
 import ktft
@@ -39,7 +38,6 @@ from ktft.config import PROJECTIONS
 from ktft.model.experts import experts_family, find_experts
 from ktft.model.generic import family_of
 
-Checkpoint = Callable[[str], Path]
 ALL = [*FAMILIES, *MORE_FAMILIES]
 SCALING = 2.0
 
@@ -50,6 +48,12 @@ def test_every_row_is_tested() -> None:
     assert {family.name for family in TABLE if not tested & set(family.model_types)} == set()
 
 
+def assert_same_logits(stock: torch.nn.Module, mine: torch.nn.Module) -> None:
+    with torch.no_grad():
+        expected, actual = text_loss(stock)[0], text_loss(mine)[0]
+    assert relative(actual, expected) <= 0.02
+
+
 @pytest.mark.parametrize("family", ALL)
 def test_logits_and_gradients_are_those_of_stock_transformers(tiny_checkpoint: Checkpoint, family: str) -> None:
     """LoRA with B = 0 leaves stock's logits. Otherwise stock has it merged: dA = s Bᵀ dW, dB = s dW Aᵀ."""
@@ -58,9 +62,7 @@ def test_logits_and_gradients_are_those_of_stock_transformers(tiny_checkpoint: C
     names = list(find_experts(mine))
     assert names
     same_choices(stock, mine, names)
-    with torch.no_grad():
-        expected, actual = text_loss(stock)[0], text_loss(mine)[0]
-    assert relative(actual, expected) <= 0.02
+    assert_same_logits(stock, mine)
 
     adapted = adapt(mine, ["experts"], b_std=0.05)
     lora = {name: adapted.base_model.model.get_submodule(name) for name in names}
@@ -91,17 +93,8 @@ def test_trains_and_its_adapter_loads_again(tiny_checkpoint: Checkpoint, tmp_pat
     groups = {group_of(name, row) for name in before}
     assert {"attention", "routed experts"} <= groups and "router" not in groups
     rows = [{"input_ids": ids, "labels": ids} for ids in IDS]
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    Trainer(model, arguments, train_dataset=rows).train()
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no"}
+    Trainer(model, arguments(tmp_path, **options), train_dataset=rows).train()
     idle = [name for name, p in model.named_parameters() if name in before and torch.equal(p, before[name])]
     assert not idle
     model.save_pretrained(tmp_path)
@@ -121,9 +114,6 @@ def test_other_layouts_of_the_same_weights(tiny_checkpoint: Checkpoint, tmp_path
     expected = {name: [e.layer.dequantize(7, p) for p in PROJECTIONS] for name, e in find_experts(load(path)).items()}
     stock = load(path, None)
     stock.save_pretrained(tmp_path / "saved")
-    separate = tmp_path / "separate"
-    separate.mkdir()
-    (separate / "config.json").write_text((path / "config.json").read_text())
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         weight, stem = tensors.pop(name), name.rpartition(".")[0]
@@ -132,48 +122,33 @@ def test_other_layouts_of_the_same_weights(tiny_checkpoint: Checkpoint, tmp_path
         for projection, stacked in parts.items():
             for expert, matrix in enumerate(stacked):
                 tensors[f"{stem}.{expert}.{projection}.weight"] = matrix.contiguous()
-    save_file(tensors, separate / "model.safetensors", metadata={"format": "pt"})
-    for other in (tmp_path / "saved", separate):
+    for other in (tmp_path / "saved", write(path, tmp_path / "separate", tensors, None)):
         for name, module in find_experts(load(other)).items():
             for projection, weight in zip(PROJECTIONS, expected[name], strict=True):
                 assert torch.equal(module.layer.dequantize(7, projection), weight)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    path = write_checkpoint("glm4", tmp_path, num_nextn_predict_layers=1)
-    shard = sorted(path.glob("*.safetensors"))[-1]
-    tensors = load_file(shard)
+    path = write_checkpoint("glm4", tmp_path / "glm4", num_nextn_predict_layers=1)
     extra = {f"model.layers.3.{n}": torch.ones(2, 2) for n in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
-    save_file(tensors | extra, shard, metadata={"format": "pt"})
-    index = path / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"] |= dict.fromkeys(extra, shard.name)
-    index.write_text(json.dumps(content))
-    assert len(find_experts(load(path))) == 2
+    more = write(path, tmp_path / "more", read_all(path) | extra, None)
+    assert len(find_experts(load(more))) == 2
 
 
 def test_bad_experts_are_named(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     source = tiny_checkpoint("gpt_oss")
-    tensors = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
-    stem = "model.layers.1.mlp.experts."
+    tensors, stem = read_all(source), "model.layers.1.mlp.experts."
     changes: dict[str, tuple[dict[str, Tensor | None], str]] = {
         "no bias": ({f"{stem}down_proj_bias": None}, f"lacks expert tensors: {stem}down_proj_bias"),
         "bias": ({f"{stem}gate_up_proj_bias": torch.zeros(8, 96)}, "needs (8, 192)"),
         "shape": ({f"{stem}gate_up_proj": torch.zeros(8, 192, 64)}, "needs (8, 64, 192)"),
-        "left over": (
-            {f"{stem}up_proj": torch.zeros(8, 64, 96)},
-            f"no place for: {stem}up",
-        ),
+        "left over": ({f"{stem}up_proj": torch.zeros(8, 64, 96)}, f"no place for: {stem}up"),
         "NaN": ({f"{stem}down_proj_bias": torch.full((8, 64), float("nan"))}, f"{stem}down_proj_bias: it holds NaN"),
     }
     for name, (change, message) in changes.items():
-        path = tmp_path / name.replace(" ", "_")
-        path.mkdir()
-        (path / "config.json").write_text((source / "config.json").read_text())
         changed = {key: value for key, value in (tensors | change).items() if value is not None}
-        save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError) as error:
-            load(path)
+            load(write(source, tmp_path / name, changed, None))
         assert message in str(error.value), name
 
 
@@ -184,9 +159,8 @@ def test_limit_of_the_config_counts(tmp_path: Path) -> None:
 
 
 def test_lora_that_would_get_no_gradient_is_refused(tiny_checkpoint: Checkpoint) -> None:
-    with pytest.raises(
-        ValueError, match=r"matches the module .*self_attn\.indexer\.wk, whose forward would not use LoRA"
-    ):
+    message = r"matches the module .*self_attn\.indexer\.wk, whose forward would not use LoRA"
+    with pytest.raises(ValueError, match=message):
         adapt(load(tiny_checkpoint("glm5")), ["wk"])
     with pytest.raises(ValueError, match=r"matches the router .*mlp\.router"):
         adapt(load(tiny_checkpoint("gpt_oss")), ["router"])
@@ -225,23 +199,19 @@ def test_family_without_a_row(tmp_path: Path, model_type: str) -> None:
     stock, mine = load(tmp_path, None), load(tmp_path)
     assert experts_family(mine).layouts == (layout,)
     same_choices(stock, mine, list(find_experts(mine)))
-    with torch.no_grad():
-        expected, actual = text_loss(stock)[0], text_loss(mine)[0]
-    assert relative(actual, expected) <= 0.02
+    assert_same_logits(stock, mine)
     adapted = adapt(mine, b_std=0.02)
     text_loss(adapted)[1].backward()
     assert all(p.grad is not None and p.grad.any() for p in adapted.parameters() if p.requires_grad)
 
 
-def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (NemotronHConfig(hidden_size=64), "no gate projection; the activation ReLUSquaredActivation instead of SiLU"),
+        (
+            NemotronHConfig(hidden_size=64),
+            "no gate projection; the activation ReLUSquaredActivation instead of SiLU",
+        ),
         (LongcatFlashConfig(), "a forward of their own"),
         (AutoConfig.for_model("llama4_text"), r"a forward\(hidden_states\) instead of forward\(hidden_states, top_k_i"),
         (PhimoeConfig(**SMALL, hidden_act="gelu"), "the activation GELUActivation instead of SiLU"),
@@ -250,8 +220,10 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     ],
 )
 def test_other_experts_are_refused(config: PreTrainedConfig, what: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=f"model_type '{config.model_type}' has no row in .*{what}") as error:
-        family_of(on_meta(config))
+        family_of(model)
     assert "\n" not in str(error.value)
 
 
@@ -276,18 +248,11 @@ def test_names_of_other_tensors_are_not_experts() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen3vl"])
-def test_llamafactory_trains(
-    train_yaml: Callable[..., dict[str, Any]],
-    train: Callable[[dict[str, Any]], str],
-    tmp_path: Path,
-    family: str,
-) -> None:
+def test_llamafactory_trains(train_yaml: TrainYaml, train: Train, tmp_path: Path, family: str) -> None:
     log = train(train_yaml(family))
     assert "routed experts: 3 layers x 8, bf16" in log
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    trained = {
-        name.split(".lora_")[0].rpartition(".")[2] for name, t in tensors.items() if "lora_B" in name and t.any()
-    }
-    assert {*PROJECTIONS, "q_proj", "o_proj"} <= trained
+    trained = [name.split(".")[-3] for name, t in tensors.items() if "lora_B" in name and t.any()]
+    assert {*PROJECTIONS, "q_proj", "o_proj"} <= set(trained)
     assert sum(".experts." in name for name in tensors) == 3 * 8 * 3 * 2
     assert not [name for name in tensors if ".visual." in name or "router" in name or ".gate." in name]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,17 @@ import httpx
 import pytest
 import torch
 import yaml
-from adapted import load_as_stored
+from adapted import load_as_stored, lora_config, randomize, tensors_of
+from commands import run
+from given import Checkpoint, RunCli, RunExp, Train, TrainYaml
+from llamafactory.hparams import get_infer_args, get_train_args
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import ktft
 from ktft import versions
-from ktft.cli.main import app
 from ktft.model.experts import find_experts
 from ktft.train.llamafactory import settings_of
 
-Checkpoint = Callable[[str], Path]
-TrainYaml = Callable[..., dict[str, Any]]
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = ["llamafactory-cli", "train"]
 
 
@@ -42,7 +39,7 @@ def logged_losses(output: Path) -> dict[int, float]:
 
 def trained_experts(output: Path) -> int:
     """How many experts' tensors of an adapter were moved away from B = 0."""
-    tensors = load_file(output / "adapter_model.safetensors")
+    tensors = tensors_of(output)
     return sum(bool(t.any()) for name, t in tensors.items() if ".mlp.experts." in name and "lora_B" in name)
 
 
@@ -54,16 +51,9 @@ def run_report(output: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def big_adapter(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter for qwen3moe, on experts alone, that changes what the model says."""
-    from peft import LoraConfig
-
-    model = load_as_stored(tiny_checkpoint("qwen3moe"))
-    torch.manual_seed(2)
-    model = ktft.get_peft_model(model, LoraConfig(r=4, target_modules=["experts"], task_type="CAUSAL_LM"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter.data, std=0.5)
+    model = ktft.get_peft_model(load_as_stored(tiny_checkpoint("qwen3moe")), lora_config(target_modules=["experts"]))
     path = tmp_path_factory.mktemp("big_adapter")
-    model.save_pretrained(path)
+    randomize(model, 0.5).save_pretrained(path)
     return path
 
 
@@ -73,16 +63,9 @@ def big_adapter(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFa
 def test_sft_reports_saves_evaluates_and_resumes(
     train_yaml: TrainYaml, run_cli: RunCli, fork_cli: RunCli, tmp_path: Path
 ) -> None:
-    options = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "lora_dropout": 0.1,
-        "val_size": 0.25,
-        "do_eval": True,
-        "compute_accuracy": True,
-        "bf16": True,
-        "kt_config": {"kt_backend": "AMXINT8", "kt_num_threads": 1, "kt_max_cache_depth": 2},
-    }
+    options: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "lora_dropout": 0.1, "bf16": True}
+    options |= {"val_size": 0.25, "do_eval": True, "compute_accuracy": True}
+    options["kt_config"] = {"kt_backend": "AMXINT8", "kt_num_threads": 1, "kt_max_cache_depth": 2}
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     log = run_cli(TRAIN, train_yaml("dsv3", output_dir=str(whole), **options)).stdout
     before, after = log.split("before step 1", 1)
@@ -105,14 +88,14 @@ def test_sft_reports_saves_evaluates_and_resumes(
     resume = train_yaml("dsv3", output_dir=str(rest), resume_from_checkpoint=str(tmp_path / "checkpoint-2"), **options)
     fork_cli(TRAIN, resume)
     assert logged_losses(rest) == logged_losses(whole)
-    resumed, uninterrupted = (load_file(path / "adapter_model.safetensors") for path in (rest, whole))
+    resumed, uninterrupted = (tensors_of(path) for path in (rest, whole))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())
 
     card = (whole / "README.md").read_text()  # which Trainer has written anew at the end
     assert "| routed experts | 18,432 |" in card
     assert "do not load this directory with PEFT" in card
-    exported = CliRunner().invoke(app, ["export", str(whole), str(tmp_path / "exported"), "--to", "peft"])
-    assert exported.exit_code == 0, exported.output
+    status, said = run("export", whole, tmp_path / "exported", "--to", "peft")
+    assert status == 0, said
     settings = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
     assert len(settings["target_parameters"]) == 2 * 2
 
@@ -136,29 +119,23 @@ def test_sft_reports_saves_evaluates_and_resumes(
     ],
 )
 def test_stages(
-    train_yaml: TrainYaml,
-    train: Callable[[dict[str, Any]], str],
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    stage: str,
-    family: str,
-    options: dict[str, Any],
+    train_yaml: TrainYaml, train: Train, tmp_path: Path, stage: str, family: str, options: dict[str, Any]
 ) -> None:
-    log = train(train_yaml(family, stage=stage, **options))
-    output = tmp_path / "out"
+    config, output = train_yaml(family, stage=stage, **options), tmp_path / "out"
+    log = train(config)
     assert "before step 1" in log
     assert set(logged_losses(output)) == {1, 2}
     report = run_report(output)
     assert report["ended"] == "finished"
     assert {proof["update_step"] for proof in report["guards"]["groups"].values()} == {1}
     assert trained_experts(output) > 0
-    ktft.load_adapter(load_as_stored(tiny_checkpoint(family)), output)  # strict: standard names, nothing left over
+    ktft.load_adapter(load_as_stored(config["model_name_or_path"]), output)  # strict: standard names, nothing left over
     if stage == "rm":
         assert set(load_file(output / "value_head.safetensors")) == {"v_head.summary.weight", "v_head.summary.bias"}
 
 
 def test_runs_in_one_process_do_not_mix(
-    train_yaml: TrainYaml, run_exp: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_yaml: TrainYaml, run_exp: RunExp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stock run between two ktft runs, the second continuing the adapter of the first; then evaluation alone."""
     import llamafactory.train.sft.workflow as workflow
@@ -179,7 +156,7 @@ def test_runs_in_one_process_do_not_mix(
     run_exp(stock)
     run_exp(train_yaml("qwen3moe", output_dir=str(second), kt_config=None, adapter_name_or_path=str(first)))
     assert seen == [{"bf16"}, set(), {"int8"}]
-    one, two = (load_file(path / "adapter_model.safetensors") for path in (first, second))
+    one, two = (tensors_of(path) for path in (first, second))
     assert one.keys() == two.keys()
     assert any(not torch.equal(one[name], two[name]) for name in one)
 
@@ -193,11 +170,7 @@ def test_runs_in_one_process_do_not_mix(
 
 
 def test_dpo_reference_leaves_out_expert_lora(
-    train_yaml: TrainYaml,
-    run_exp: Callable[[dict[str, Any]], None],
-    big_adapter: Path,
-    tiny_checkpoint: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
+    train_yaml: TrainYaml, run_exp: RunExp, big_adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
 
@@ -212,9 +185,10 @@ def test_dpo_reference_leaves_out_expert_lora(
         found["reference"] = reference[0]
         return reference
 
-    base = load_as_stored(tiny_checkpoint("qwen3moe"))
+    config = train_yaml("qwen3moe", stage="dpo", adapter_name_or_path=str(big_adapter), max_steps=1)
+    base = load_as_stored(config["model_name_or_path"])
     monkeypatch.setattr(CustomDPOTrainer, "compute_reference_log_probs", spy)
-    run_exp(train_yaml("qwen3moe", stage="dpo", adapter_name_or_path=str(big_adapter), max_steps=1))
+    run_exp(config)
     assert torch.allclose(found["reference"], found["base"], rtol=1e-5)
     assert (found["policy"] - found["base"]).abs().max() > 0.5
 
@@ -309,20 +283,15 @@ def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"kt_config": {"expert_fromat": "int8"}},
-            "unknown key 'kt_config.expert_fromat'; the nearest valid key is 'expert_format'",
-        ),
         ({"kt_config": {"expert_format": "int3"}}, "expert_format is 'int3'"),
         ({"kt_config": "absent.yaml"}, "kt_config is 'absent.yaml'; give a mapping"),
         ({"kt_threadz": 2}, "unknown key 'kt_threadz'"),
         ({"kt_use_lora_experts": True}, "no dense LoRA experts"),
         ({"use_kt": False}, "kt_config is given without use_kt: true"),
-        ({"finetuning_type": "full"}, "finetuning_type is 'full'.*set finetuning_type: lora"),
-        ({"finetuning_type": "freeze"}, "finetuning_type is 'freeze'"),
-        ({"finetuning_type": "oft"}, "finetuning_type is 'oft'"),
+        ({"use_kt": "yes please"}, "use_kt is 'yes please'; give true or false"),
+        ({"use_asft_loss": True}, "use_asft_loss is True.*name the reference model, ref_model"),
+        ({"infer_backend": "vllm"}, "infer_backend is .*ktft serve MODEL --adapter"),
         ({"quantization_bit": 4}, "quantization_bit is 4"),
-        ({"use_dora": True}, "use_dora is True"),
         ({"train_from_scratch": True}, "train_from_scratch is True"),
         ({"fsdp": "full_shard"}, "ktft does not support FSDP"),
         ({"deepspeed": "z3.json"}, "ktft does not support DeepSpeed"),
@@ -330,8 +299,6 @@ def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_refused_arguments(train_yaml: TrainYaml, options: dict[str, Any], message: str) -> None:
-    from llamafactory.hparams import get_train_args
-
     with pytest.raises(ValueError, match=message):
         get_train_args(train_yaml("qwen3moe", **options))
 
@@ -339,8 +306,6 @@ def test_refused_arguments(train_yaml: TrainYaml, options: dict[str, Any], messa
 def test_argument_forms_and_untested_versions(
     train_yaml: TrainYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llamafactory.hparams import get_infer_args, get_train_args
-
     given = train_yaml("qwen3moe", kt_config=None, kt_cpu_activation="recompute")
     (tmp_path / "kt.yaml").write_text("threads: 2\n")
     assert settings_of(get_train_args(given)[0]).activation == "recompute"
@@ -349,15 +314,8 @@ def test_argument_forms_and_untested_versions(
     monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "train.yaml"), "kt_config.expert_format=bf16"])
     settings = settings_of(get_train_args()[0])
     assert (settings.expert_format, settings.threads) == ("bf16", 1)
-    flags = [
-        "--model_name_or_path",
-        given["model_name_or_path"],
-        "--template",
-        "default",
-        "--use_kt",
-        "--kt_config",
-        '{"threads": 4}',
-    ]
+    flags = ["--model_name_or_path", given["model_name_or_path"], "--template", "default"]
+    flags += ["--use_kt", "--kt_config", '{"threads": 4}']
     assert settings_of(get_infer_args(flags)[0]).threads == 4
     assert settings_of(get_infer_args(flags[:4])[0]) is None
 
@@ -372,11 +330,7 @@ def test_argument_forms_and_untested_versions(
 
 
 def test_targets_that_match_nothing_and_nan_end_the_run_clearly(
-    train_yaml: TrainYaml,
-    run_exp: Callable[[dict[str, Any]], None],
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_yaml: TrainYaml, run_exp: RunExp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="'nothing' matches nothing in the model; it has"):
         run_exp(train_yaml("qwen3moe", lora_target="q_proj,nothing"))

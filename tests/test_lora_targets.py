@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stock
 import torch
-from adapted import load, logits
-from peft import LoraConfig
+from adapted import load, logits, lora_config
+from given import Checkpoint, RunExp, TrainYaml
+from quantize import read_all
 from safetensors.torch import load_file
-from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
+from tiny import FAMILIES, MORE_FAMILIES
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
 import ktft
 from ktft.adapters.lora import Rank
@@ -22,9 +22,6 @@ from ktft.adapters.peft import expert_layers
 from ktft.config import PROJECTIONS
 from ktft.model.experts import experts_family
 
-Checkpoint = Callable[[str], Path]
-TrainYaml = Callable[..., dict[str, Any]]
-RunExp = Callable[[dict[str, Any]], None]
 ROUTED = {f"mlp.experts.N.{projection}" for projection in PROJECTIONS}
 SHARED = {f"mlp.shared_experts.{projection}" for projection in PROJECTIONS}
 DENSE = {f"mlp.{projection}" for projection in PROJECTIONS}
@@ -40,9 +37,8 @@ def trained(output: Path) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for name, tensor in load_file(output / "adapter_model.safetensors").items():
         if "lora_B" in name:
-            module = re.sub(r"\.\d+\.", ".N.", name.split(".layers.")[1].partition(".")[2]).removesuffix(
-                ".lora_B.weight"
-            )
+            path = name.split(".layers.")[1].partition(".")[2].removesuffix(".lora_B.weight")
+            module = re.sub(r"\.\d+\.", ".N.", path)
             found[module] = found.get(module, False) or bool(tensor.any())
     return found
 
@@ -74,52 +70,31 @@ def test_lora_target_reaches_what_it_names(
     expected: set[str],
 ) -> None:
     """Through LLaMA-Factory: exactly that requires a gradient, is in the file, and was moved by training."""
-    model = None
+    models: list[Any] = []
     original = ktft.train.trainer.check_trained  # type: ignore[attr-defined]
-
-    def spy(trained_model: Any, *args: Any) -> None:
-        nonlocal model
-        model = trained_model
-        original(trained_model, *args)
-
-    monkeypatch.setattr("ktft.train.trainer.check_trained", spy)
-    if family == "qwen2moe":
-        config = train_yaml("qwen3moe", model_name_or_path=str(write_checkpoint(family, tmp_path / "model")))
-    else:
-        config = train_yaml(family)
-    run_exp(config | {"lora_target": target, "save_strategy": "no", "per_device_train_batch_size": 8, "max_steps": 1})
+    monkeypatch.setattr(
+        "ktft.train.trainer.check_trained", lambda model, *args: models.append(model) or original(model, *args)
+    )
+    step = {"save_strategy": "no", "per_device_train_batch_size": 8, "max_steps": 1}
+    run_exp(train_yaml(family, lora_target=target, **step))
     assert trained(tmp_path / "out") == dict.fromkeys(expected, True)
-    assert model is not None
+    (model,) = models
     assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
     assert all(p.grad is None for name, p in model.named_parameters() if ".lora_" not in name)
 
 
-@pytest.fixture(scope="module")
-def any_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return lambda family: write_checkpoint(family, tmp_path_factory.mktemp(family))
-
-
-def load_any(path: Path) -> torch.nn.Module:
-    try:
-        return load(path)
-    except ValueError:
-        config = ktft.KtftConfig(expert_format="bf16", threads=1)
-        return AutoModelForImageTextToText.from_pretrained(path, quantization_config=config, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_routers_train_whole_and_not_by_lora(any_checkpoint: Checkpoint, family: str) -> None:
+def test_routers_train_whole_and_not_by_lora(tiny_checkpoint: Checkpoint, family: str) -> None:
     """No family's forward would use LoRA on its router; trained whole, every router gets a gradient."""
-    model = load_any(any_checkpoint(family))
+    model = stock.load(tiny_checkpoint(family))
     router = experts_family(model).router
     ids = torch.arange(3, 43).reshape(2, 20)
-    options: dict[str, Any] = {"r": 2, "target_modules": [router], "task_type": "CAUSAL_LM"}
     with pytest.raises(ValueError, match=f"'{router}' matches the router .*train it whole with additional_target"):
-        ktft.get_peft_model(model, LoraConfig(**options))
+        ktft.get_peft_model(model, lora_config(target_modules=[router]))
     routers = {name: m for name, m in model.named_modules() if name.endswith(f"mlp.{router}")}
     assert routers
     before = {name: {n: p.detach().clone() for n, p in m.named_parameters()} for name, m in routers.items()}
-    whole = LoraConfig(**options | {"target_modules": ["experts"], "modules_to_save": [f"mlp.{router}"]})
+    whole = lora_config(target_modules=["experts"], modules_to_save=[f"mlp.{router}"])
     adapted = ktft.get_peft_model(model, whole)
     adapted.train()(input_ids=ids, labels=ids).loss.backward()
     for name, parameters in before.items():
@@ -146,29 +121,21 @@ def test_routers_train_whole_and_not_by_lora(any_checkpoint: Checkpoint, family:
     ],
 )
 def test_additional_target_is_trained_saved_and_loaded(
-    train_yaml: TrainYaml,
-    run_exp: RunExp,
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    family: str,
-    target: str,
-    expected: set[str],
+    train_yaml: TrainYaml, run_exp: RunExp, tmp_path: Path, family: str, target: str, expected: set[str]
 ) -> None:
     output, again = tmp_path / "out", tmp_path / "again"
     config = train_yaml(family, bf16=True, lora_target="experts,o_proj", additional_target=target)
     run_exp(config)
-    base: dict[str, Tensor] = {}
-    for shard in tiny_checkpoint(family).glob("*.safetensors"):
-        base |= load_file(shard)
+    checkpoint = Path(config["model_name_or_path"])
+    base = read_all(checkpoint)
     saved = load_file(output / "adapter_model.safetensors")
     whole = {n.removeprefix("base_model.model."): t for n, t in saved.items() if "lora" not in n}
-    assert {
-        re.sub(r"^model\.(layers\.\d+\.)?", "", n) for n in whole if not n.endswith("e_score_correction_bias")
-    } == expected
+    learned = [name for name in whole if not name.endswith("e_score_correction_bias")]
+    assert {re.sub(r"^model\.(layers\.\d+\.)?", "", name) for name in learned} == expected
     for name, tensor in whole.items():
         assert torch.equal(tensor.float(), base[name].float()) == name.endswith("e_score_correction_bias"), name
 
-    fresh = load(tiny_checkpoint(family))
+    fresh = load(checkpoint)
     plain = logits(fresh)
     loaded = ktft.load_adapter(fresh, output)
     assert not torch.equal(logits(loaded), plain)
@@ -202,9 +169,7 @@ def test_additional_target_is_trained_saved_and_loaded(
         ),
     ],
 )
-def test_refused_additional_targets(
-    train_yaml: TrainYaml, run_exp: RunExp, options: dict[str, Any], message: str
-) -> None:
+def test_refused_additional_targets(train_yaml: TrainYaml, run_exp: RunExp, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_exp(train_yaml("qwen3moe", lora_target="experts", **{"bf16": True} | options))
 
@@ -214,14 +179,11 @@ def test_refused_additional_targets(
 
 def test_patterns_and_rslora_reach_each_projection(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Ranks and scalings by projection, by layer, and by routed or shared experts; the same after loading."""
-    config = LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=["gate_proj", "up_proj", "down_proj"],
+    config = lora_config(
+        target_modules=list(PROJECTIONS),
         rank_pattern={"down_proj": 2, r"layers\.2\.mlp\.experts\.\d+\.up_proj": 6, "shared_experts.up_proj": 3},
         alpha_pattern={"gate_proj": 5, r"layers\.1\.mlp\.experts\.\d+\.down_proj": 7},
         use_rslora=True,
-        task_type="CAUSAL_LM",
     )
     model = ktft.get_peft_model(load(tiny_checkpoint("dsv3")), config)
     one, two = (layer.ranks["default"] for layer in expert_layers(model).values())
@@ -243,11 +205,9 @@ def test_patterns_and_rslora_reach_each_projection(tiny_checkpoint: Checkpoint, 
 
 def test_dropout_of_the_yaml_reaches_all_layers(train_yaml: TrainYaml, run_exp: RunExp, tmp_path: Path) -> None:
     def file(name: str, **options: Any) -> dict[str, Tensor]:
-        output = tmp_path / name
-        run_exp(
-            train_yaml("qwen3moe", output_dir=str(output), lora_target="experts,q_proj", save_strategy="no", **options)
-        )
-        return load_file(output / "adapter_model.safetensors")
+        options |= {"output_dir": str(tmp_path / name), "lora_target": "experts,q_proj", "save_strategy": "no"}
+        run_exp(train_yaml("qwen3moe", **options))
+        return load_file(tmp_path / name / "adapter_model.safetensors")
 
     without, one, two, other = (
         file("without"),

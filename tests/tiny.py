@@ -8,30 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Ernie4_5_MoeConfig,
-    Glm4MoeConfig,
-    GlmMoeDsaConfig,
-    GptOssConfig,
-    MiniMaxM2Config,
-    MixtralConfig,
-    OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2MoeConfig,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    Qwen3VLMoeConfig,
 )
 
 from ktft.model.kimi_k2 import KimiK2Config, register
@@ -67,14 +53,14 @@ DEEPSEEK: dict[str, Any] = {
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3moe": (
-        Qwen3MoeConfig,
+        transformers.Qwen3MoeConfig,
         {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
     "dsv2": (
-        DeepseekV2Config,
+        transformers.DeepseekV2Config,
         DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     ),
-    "dsv3": (DeepseekV3Config, DEEPSEEK | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2}),
+    "dsv3": (transformers.DeepseekV3Config, DEEPSEEK | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2}),
 }
 """Name -> configuration class and its own settings. All have 3 layers and 8 experts."""
 
@@ -102,30 +88,36 @@ VISION: dict[str, Any] = {
 }
 IMAGE_TOKENS = {"image_token_id": 316, "video_token_id": 317, "vision_start_token_id": 318, "vision_end_token_id": 319}
 MORE_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "qwen2moe": (Qwen2MoeConfig, {"num_key_value_heads": 2} | SHARED),
-    "qwen3next": (Qwen3NextConfig, HEADS | SHARED | LINEAR_ATTENTION),
-    "qwen3_5": (Qwen3_5MoeConfig, HEADS | SHARED | LINEAR_ATTENTION | OBLONG | ROPE_3D),
-    "qwen3_5_text": (Qwen3_5MoeTextConfig, HEADS | SHARED | LINEAR_ATTENTION | OBLONG),
-    "qwen3vl": (Qwen3VLMoeConfig, HEADS | OBLONG | ROPE_3D | {"num_experts": 8}),
+    "qwen2moe": (transformers.Qwen2MoeConfig, {"num_key_value_heads": 2} | SHARED),
+    "qwen3next": (transformers.Qwen3NextConfig, HEADS | SHARED | LINEAR_ATTENTION),
+    "qwen3_5": (transformers.Qwen3_5MoeConfig, HEADS | SHARED | LINEAR_ATTENTION | OBLONG | ROPE_3D),
+    "qwen3_5_text": (transformers.Qwen3_5MoeTextConfig, HEADS | SHARED | LINEAR_ATTENTION | OBLONG),
+    "qwen3vl": (transformers.Qwen3VLMoeConfig, HEADS | OBLONG | ROPE_3D | {"num_experts": 8}),
     "kimi_k2": (KimiK2Config, DEEPSEEK | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1}),
-    "glm4": (Glm4MoeConfig, HEADS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "glm4": (
+        transformers.Glm4MoeConfig,
+        HEADS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
     "glm5": (
-        GlmMoeDsaConfig,
+        transformers.GlmMoeDsaConfig,
         DEEPSEEK
         | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
-    "minimax": (MiniMaxM2Config, HEADS | {"num_local_experts": 8, "intermediate_size": 32}),
+    "minimax": (transformers.MiniMaxM2Config, HEADS | {"num_local_experts": 8, "intermediate_size": 32}),
     "gpt_oss": (
-        GptOssConfig,
+        transformers.GptOssConfig,
         HEADS
         | {"num_local_experts": 8, "intermediate_size": 96, "sliding_window": 8}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "mixtral": (MixtralConfig, {"num_key_value_heads": 2, "num_local_experts": 8, "intermediate_size": 32}),
-    "olmoe": (OlmoeConfig, {"num_key_value_heads": 4, "num_experts": 8, "intermediate_size": 32}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_key_value_heads": 2, "num_local_experts": 8, "intermediate_size": 32},
+    ),
+    "olmoe": (transformers.OlmoeConfig, {"num_key_value_heads": 4, "num_experts": 8, "intermediate_size": 32}),
     "ernie": (
-        Ernie4_5_MoeConfig,
+        transformers.Ernie4_5_MoeConfig,
         {"num_key_value_heads": 2, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}
         | {"moe_layer_start_index": 1},
     ),
