@@ -11,6 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ktft.checkpoint.schemes import Scheme
 from ktft.cli.main import app
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, KT_KEYS, SETTINGS, KtKey
 from ktft.formats import FORMAT_TRAITS
+from ktft.hosts import PATCHES
 from ktft.native.packed import PACKED_FORMATS, PackedFormat
 from ktft.serve.vllm.families import SERVED
 from ktft.versions import SERVING_VERSIONS, TESTED_VERSIONS
@@ -167,6 +169,25 @@ def _condition(convert: Callable[[Any], Any]) -> str:
     return f"an error: {refusal}" if accepted is None else f"accepts `{accepted}` alone; {refusal}"
 
 
+def patches() -> str:
+    """One table for each library that ktft patches."""
+    parts = []
+    for package, rows in groupby(PATCHES, lambda patch: patch.package):
+        found = [*rows]
+        cells = (
+            (
+                f"`{patch.owner.partition('.')[2]}.{patch.name}`",
+                f"`{patch.wrapper}`",
+                "single objects" if patch.on_instances else "process",
+                patch.why,
+            )
+            for patch in found
+        )
+        head = f"## {package}\nTested with {found[0].tested_versions}."
+        parts.append(f"{head}\n\n{table(('Name', 'Replaced by', 'Where', 'Why'), cells)}")
+    return "\n\n".join(parts)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "formats": formats,
@@ -175,6 +196,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": versions,
     "commands": commands,
     "imports": imports,
+    "patches": patches,
     "kt_keys": kt_keys,
 }
 

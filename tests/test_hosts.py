@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 import ktft
 import ktft_autoload
 from ktft import hosts, versions
-from ktft.hosts import PATCHES, Patch, llamafactory, page
+from ktft.hosts import PATCHES, Patch, llamafactory
 from ktft.hosts.transformers import ROTARY
 
 TRAINING = [patch for patch in PATCHES if patch.package != "vllm"]
@@ -185,10 +185,3 @@ def test_the_import_hook_waits_for_the_modules_of_the_rows() -> None:
     owners = [f"{patch.owner}." for patch in llamafactory.PATCHES]
     assert all(any(owner.startswith(f"{module}.") for owner in owners) for module in ktft_autoload.MODULES)
     assert set(llamafactory.PATCHES) <= set(hosts.installed())
-
-
-def test_the_page_is_that_of_the_rows() -> None:
-    text = (ROOT / "docs/reference/hosts.md").read_text()
-    assert page.page(text) == text, "run: python -m ktft.hosts.page docs/reference/hosts.md"
-    with pytest.raises(ValueError, match="has no line"):
-        page.page("# Another page\n")

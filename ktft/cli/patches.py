@@ -9,7 +9,6 @@ from rich.text import Text
 
 from ktft.cli.doctor import Status
 from ktft.hosts import PATCHES, Patch, installed
-from ktft.hosts.page import tested
 from ktft.versions import version_of
 
 
@@ -26,7 +25,7 @@ class PatchRow:
 
 def examine() -> list[PatchRow]:
     """All patches. The libraries are imported, and with LLaMA-Factory its rows are installed."""
-    return [PatchRow(*_state(each), f"{each.owner}.{each.name}", tested(each), each.why) for each in PATCHES]
+    return [PatchRow(*_state(each), f"{each.owner}.{each.name}", each.tested_versions, each.why) for each in PATCHES]
 
 
 def table(rows: list[PatchRow], styles: dict[str, str]) -> Table:

@@ -51,6 +51,11 @@ class Patch:
         every = TESTED_VERSIONS | TESTED_SERVERS
         return {name: versions for name, versions in every.items() if name.partition("-")[0] == self.package}
 
+    @property
+    def tested_versions(self) -> str:
+        """`tested`, for a reader."""
+        return ", ".join(f"{name} {low} to below {high}" for name, (low, high) in self.tested.items())
+
     def find_owner(self) -> Any:
         """Import the module, or take the class from it.
 
