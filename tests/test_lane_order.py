@@ -19,7 +19,7 @@ from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu import residents as resident_module
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import Residents
-from ktft.lanes.gpu.rings import Place
+from ktft.lanes.gpu.rings import RingPlace
 from ktft.lanes.gpu.transfer import Locks, Transfer
 from ktft.lanes.lanes import Lanes
 from ktft.model.experts import KtftExperts
@@ -141,7 +141,7 @@ def test_adapters_may_change_after_the_last_layer(last: bool, monkeypatch: pytes
     """Its copies are done when a forward without gradients returns; the next layer's routing tells of the others'."""
     late = LateTransfer(torch.device("cpu"))
     monkeypatch.setattr(lane_module, "transfer", lambda device: late)
-    monkeypatch.setattr(Place, "wait", lambda self, stream: self.views)  # a device that has not got to the products
+    monkeypatch.setattr(RingPlace, "wait", lambda self, stream: self.views)  # a device that has not got to the products
     lanes = Lanes(Settings(placement="stream"), on_cpu=True)
     layers = [KtftExperts(make_layer(64, 160, "int8", ISA), FAMILIES["qwen3_moe"]).eval() for _ in range(2)]
     for number, layer in enumerate(layers):
@@ -163,7 +163,7 @@ def test_copies_are_late_indeed(monkeypatch: pytest.MonkeyPatch) -> None:
         found = run_layer(lane, layer, lora, *inputs)
         assert not all(torch.equal(a, b) for a, b in zip(found[3:], expected[3:], strict=True))
     with monkeypatch.context() as patch:
-        patch.setattr(Place, "wait", lambda self, stream: self.views)
+        patch.setattr(RingPlace, "wait", lambda self, stream: self.views)
         found = run_layer(lane, layer, lora, *inputs)
     assert not torch.equal(found[0], expected[0])
     late.synchronize()

@@ -216,3 +216,13 @@ def test_starts_without_torch(statement: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in PYTHON_FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name_of(path))
+    twice = {name: files for name, files in homes.items() if len(files) > 1}
+    assert not twice, "one name, one meaning"

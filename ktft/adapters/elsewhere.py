@@ -8,7 +8,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ktft.adapters.export_serving import SGLANG, VLLM, Server
+from ktft.adapters.export_serving import SGLANG, VLLM, ServerRules
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import SEPARATE, Family
 from ktft.config import PROJECTIONS
@@ -58,7 +58,7 @@ def _leaves(model: nn.Module) -> dict[str, set[str]]:
     return found
 
 
-def _of_server(model: nn.Module, server: Server, family: Family, leaves: dict[str, set[str]], whole: bool) -> str:
+def _of_server(model: nn.Module, server: ServerRules, family: Family, leaves: dict[str, set[str]], whole: bool) -> str:
     if whole:
         return "modules trained whole"
     if family.layouts[0] != SEPARATE:

@@ -33,7 +33,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """A program that loads adapters: its name, how an export to it is planned, and the command that loads the result.
 
     `usage` contains the placeholders {base}, {out} and {rank}; `ranks` are the values that {rank} may have, if not any.
@@ -71,24 +71,24 @@ def _gguf(adapter: SavedAdapter) -> Export:
 
 
 TARGETS = {
-    "peft": Target(
+    "peft": ExportTarget(
         "PEFT 0.18 on transformers 5",
         _directory(export_peft.arrange),
         'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{out}")',
     ),
-    "vllm": Target(
+    "vllm": ExportTarget(
         "vLLM",
         _directory(partial(export_serving.even_out, server=export_serving.VLLM)),
         "vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules adapter={out}",
         ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
     ),
-    "sglang": Target(
+    "sglang": ExportTarget(
         "SGLang",
         _directory(partial(export_serving.even_out, server=export_serving.SGLANG)),
         "python -m sglang.launch_server --model-path {base} --enable-lora --max-lora-rank {rank} "
         "--lora-paths adapter={out}",
     ),
-    "gguf": Target("llama.cpp", _gguf, f"llama-server -m BASE.gguf --lora {{out}}/{export_gguf.FILE}"),
+    "gguf": ExportTarget("llama.cpp", _gguf, f"llama-server -m BASE.gguf --lora {{out}}/{export_gguf.FILE}"),
 }
 
 

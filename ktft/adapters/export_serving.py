@@ -23,7 +23,7 @@ LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerRules:
     """What a server does with a standard adapter. Modules are meant by the last parts of their names.
 
     Attributes:
@@ -38,13 +38,13 @@ class Server:
     ignored: dict[str, str]
 
 
-VLLM = Server(
+VLLM = ServerRules(
     "vLLM",
     together=(),  # except experts: vLLM asserts that every projection is there
     known=None,
     ignored={MLA_UP: "which decoding multiplies into other weights before any adapter is loaded"},
 )
-SGLANG = Server(
+SGLANG = ServerRules(
     "SGLang",
     together=(ATTENTION, LATENT, ("gate_proj", "up_proj")),
     known=frozenset({*ATTENTION, *LATENT, *PROJECTIONS, "o_proj", "q_b_proj", MLA_UP}),
@@ -53,7 +53,7 @@ SGLANG = Server(
 """SGLang scales by lora_alpha / r, whatever use_rslora, rank_pattern and alpha_pattern say."""
 
 
-def even_out(adapter: SavedAdapter, server: Server) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+def even_out(adapter: SavedAdapter, server: ServerRules) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """The configuration and tensors of an adapter with one rank and one scaling.
 
     Lower ranks are padded with zeros, and other scalings are multiplied into B. Modules that the server wants together
@@ -103,7 +103,7 @@ def _padded(
     return LazyTensor(dtype, shape, make)
 
 
-def _check(adapter: SavedAdapter, server: Server) -> None:
+def _check(adapter: SavedAdapter, server: ServerRules) -> None:
     merge = "merge it instead (ktft merge)"
     if adapter.whole:
         raise ValueError(
@@ -128,7 +128,7 @@ def _check(adapter: SavedAdapter, server: Server) -> None:
             raise ValueError(f"{server.name} has no place for {place.tensor('lora_A')}; {merge}")
 
 
-def _missing(adapter: SavedAdapter, server: Server) -> Iterator[Place]:
+def _missing(adapter: SavedAdapter, server: ServerRules) -> Iterator[Place]:
     """Yield the modules without LoRA that need it because the server fuses them with modules that have it."""
     for name, module in adapter.experts.items():
         for expert, projection in product(range(module.num_experts), PROJECTIONS):

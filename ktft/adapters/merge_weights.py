@@ -29,7 +29,7 @@ NEAREST, DITHERED = "nearest", "dithered"
 
 
 @dataclass(frozen=True)
-class Part:
+class MergedPart:
     """The rows of a matrix that one delta is added to; `Outcome` explains `name` and `group`."""
 
     name: str
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass
-class Change:
+class WeightChange:
     """A stored matrix, or a tensor of another shape, that is rewritten, with the deltas in `parts` added, if any.
 
     The storage `same` keeps the stored format; `bf16` dequantizes the matrix.
@@ -47,7 +47,7 @@ class Change:
 
     matrix: Matrix
     storage: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MergedPart] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, int | None]:
@@ -129,29 +129,29 @@ class Change:
         return {"codes": weight.T if self._turned_to_plain else weight}, moved
 
 
-def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts: bool = True) -> list[Change]:
+def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts: bool = True) -> list[WeightChange]:
     """List the changes that an adapter makes, in file order; `bf16` storage adds every other quantized matrix.
 
     Raises ValueError if the checkpoint lacks a weight that the adapter changes, or its format cannot be written.
     """
     assert isinstance(plan.experts, ExpertPlan)
-    found: dict[tuple[str, int | None], Change] = {}
+    found: dict[tuple[str, int | None], WeightChange] = {}
 
-    def change(matrix: Matrix) -> Change:
-        one = Change(matrix, storage)
+    def change(matrix: Matrix) -> WeightChange:
+        one = WeightChange(matrix, storage)
         return found.setdefault(one.key, one)
 
     stored = {place.name: f"{place.name}.weight" for place in adapter.linears} | {each: each for each in adapter.whole}
     for name, tensor in stored.items():
         layer, _, projection = name.removesuffix(".weight").rpartition(".")
         matrix = _stored(plan, tensor)
-        change(matrix).parts.append(Part(name, (layer, projection), slice(None), partial(adapter.delta, name)))
+        change(matrix).parts.append(MergedPart(name, (layer, projection), slice(None), partial(adapter.delta, name)))
     for matrix in plan.experts.matrices if with_experts else ():
         for target in matrix.targets:
             module = plan.layers[target.layer].name
             name = f"{module}.{target.expert}.{target.projection}"
             if name in adapter.places:
-                part = Part(name, (module, target.projection), target.rows, partial(adapter.delta, name))
+                part = MergedPart(name, (module, target.projection), target.rows, partial(adapter.delta, name))
                 change(matrix).parts.append(part)
     if storage == BF16:
         for matrix in _quantized(plan):
@@ -164,7 +164,7 @@ def changes_of(plan: LoadPlan, adapter: SavedAdapter, storage: str, with_experts
     )
 
 
-def _require_writable(change: Change) -> None:
+def _require_writable(change: WeightChange) -> None:
     """Raise ValueError, before anything is written, if the sum cannot be stored in the requested format."""
     scheme = change.matrix.scheme
     if not change.dequantized and type(scheme) not in ADDERS:
@@ -200,7 +200,7 @@ def _quantized(plan: LoadPlan) -> Iterator[Matrix]:
 
 
 def write_changed(
-    target: Path, output: Output, changes: list[Change], reader: CheckpointReader, records: Records
+    target: Path, output: Output, changes: list[WeightChange], reader: CheckpointReader, records: Records
 ) -> Iterator[tuple[str, int]]:
     """Write a safetensors file from the source's tensors in `output.copied`: those that no change rewrites as they are.
 

@@ -49,7 +49,7 @@ class LayerShape(Protocol):
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """The destination of one projection: `rows` of a matrix on disk are `projection` of `expert` in layer `layer`.
 
     Experts are counted from the first one that the process holds.
@@ -69,7 +69,7 @@ class Matrix:
     parts: dict[str, TensorEntry]
     index: int | None  # into stacked tensors
     transposed: bool | None  # None: determined by its shape
-    targets: list[Target] = field(default_factory=list)
+    targets: list[LoadTarget] = field(default_factory=list)
 
     @property
     def codes(self) -> TensorEntry:
@@ -96,7 +96,7 @@ class Bias:
     """A tensor with the biases of one expert or of a layer's experts, and the projections whose `rows` it holds."""
 
     entry: TensorEntry
-    targets: list[tuple[Target, ExpertSource]] = field(default_factory=list)
+    targets: list[tuple[LoadTarget, ExpertSource]] = field(default_factory=list)
 
 
 @contextmanager
@@ -229,7 +229,7 @@ class ExpertPlan:
                 )
             self.tensor_names.add(name)
             if expert in held.numbers:
-                target = Target(number, expert - held.first, projection, source.rows)
+                target = LoadTarget(number, expert - held.first, projection, source.rows)
                 self.biases.setdefault(name, Bias(entry)).targets.append((target, source))
         return list(dict.fromkeys(lacking))
 
@@ -259,7 +259,7 @@ class ExpertPlan:
                 if key not in found:
                     found[key], missing = self._matrix(source)
                     lacking += missing
-                found[key].targets.append(Target(number, expert - held.first, projection, source.rows))
+                found[key].targets.append(LoadTarget(number, expert - held.first, projection, source.rows))
         if not lacking:
             for matrix in found.values():
                 _check_matrix(matrix, shape)

@@ -21,7 +21,7 @@ from ktft.sizes import parse_size
 
 if TYPE_CHECKING:
     from ktft.serve.engine import Findings, Options
-    from ktft.serve.front.launch import Failed, Place, Watcher
+    from ktft.serve.front.launch import Failed, ServerPlace, Watcher
     from ktft.serve.runtime.settings import ServeSettings
 
 FORMATS = f"{', '.join(EXPERT_FORMATS[:-1])} or {EXPERT_FORMATS[-1]}. [a converted MODEL's own, else "
@@ -183,11 +183,11 @@ def _tell(console: Console, failure: Failed) -> None:
 
 
 @contextmanager
-def _files(console: Console, verbose: bool) -> Iterator[tuple[Place, Phases]]:
+def _files(console: Console, verbose: bool) -> Iterator[tuple[ServerPlace, Phases]]:
     """A directory for a server's files, which is kept only if the server fails, and a bar that shows its progress."""
-    from ktft.serve.front.launch import Failed, Place
+    from ktft.serve.front.launch import Failed, ServerPlace
 
-    place, progress = Place(Path(tempfile.mkdtemp(prefix="ktft-serve-"))), Phases(console)
+    place, progress = ServerPlace(Path(tempfile.mkdtemp(prefix="ktft-serve-"))), Phases(console)
     keep = False
     try:
         yield place, progress

@@ -30,7 +30,7 @@ TOKENS, SERVE_TOKENS = 64, 16
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """The findings. `notes` say what was not compared, and why."""
 
     format: str
@@ -124,7 +124,7 @@ def verify(
         verifier = LayerVerifier(model, settings, numbers, tokens, adapter, source)
         needed = whole_bytes(verifier.plan.layers, model)
     runtime = verifier.runtime
-    report = Report(verifier.format, runtime.isa, runtime.threads, runtime.nodes, notes=_notes(model, verifier))
+    report = VerifyReport(verifier.format, runtime.isa, runtime.threads, runtime.nodes, notes=_notes(model, verifier))
     show(verifier.run(report.layers), verifier.nbytes, console)
     if whole or (whole is None and _whole_wanted(numbers, needed, report)):
         with console.status("whole model ...") as status:
@@ -163,7 +163,7 @@ def _notes(directory: Path, verifier: LayerVerifier) -> list[str]:
     return notes
 
 
-def _whole_wanted(numbers: list[int] | None, needed: int, report: Report) -> bool:
+def _whole_wanted(numbers: list[int] | None, needed: int, report: VerifyReport) -> bool:
     if report.problems:
         report.notes.append("the whole model was not compared, because layers are off already; --whole does it")
         return False
@@ -205,7 +205,7 @@ def _show_deferral(
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _print(report: Report, model: Path, as_json: bool) -> None:
+def _print(report: VerifyReport, model: Path, as_json: bool) -> None:
     problems = report.problems
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
@@ -223,7 +223,7 @@ def _print(report: Report, model: Path, as_json: bool) -> None:
         typer.echo(f"{model} in {report.format}, {report.isa}, {report.numa_nodes} NUMA nodes: {verdict}")
 
 
-def _layer_table(report: Report) -> Table:
+def _layer_table(report: VerifyReport) -> Table:
     from ktft.verify.contract import GRADIENT_LIMIT, OUTPUT, OUTPUT_LIMIT, comparable
 
     limits = (OUTPUT_LIMIT, GRADIENT_LIMIT, FORMAT_TRAITS[report.format].error_limit)

@@ -41,11 +41,11 @@ def verify(
     """
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} is not a directory with a config.json; it must be the model as trained")
-    from ktft.verify.client import Server
+    from ktft.verify.client import ServerClient
     from ktft.verify.server import read_prompts, verify_server
 
     texts = read_prompts(prompts)
-    with Server(url, name) as server, Console(stderr=True).status("asking ...") as status:
+    with ServerClient(url, name) as server, Console(stderr=True).status("asking ...") as status:
         for step in verify_server(server, directory, settings, adapter, texts, tokens):
             if isinstance(step, str):
                 status.update(f"{step} ...")

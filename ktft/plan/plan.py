@@ -40,7 +40,7 @@ class FormatPlan:
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """A change to the recipe that would make a format fit, and the plan with that change."""
 
     words: str
@@ -56,7 +56,7 @@ class Plan:
     recipe: Recipe
     work: Workload
     formats: tuple[FormatPlan, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[PlanChange, ...]
     notes: tuple[str, ...]
 
     @property

@@ -19,7 +19,7 @@ from ktft.model.shortage import by_cause, largest_cause, shortage
 from ktft.plan import rates
 from ktft.plan.backbone import Untimed, timed_layers
 from ktft.plan.description import GPUS, Machine, gpu_of_size
-from ktft.plan.plan import Change, FormatPlan, Plan, best_of, cost_of, lane_notes, wished_format
+from ktft.plan.plan import FormatPlan, Plan, PlanChange, best_of, cost_of, lane_notes, wished_format
 from ktft.plan.source import ModelSource
 from ktft.plan.steptime import load_seconds, simulated_lanes, step_time
 from ktft.system import GIB, readable
@@ -142,7 +142,7 @@ class Planner:
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
-    def _changes(self) -> list[Change]:
+    def _changes(self) -> list[PlanChange]:
         """Single changes that suffice; if there are none, one of the recipe together with one of the machine."""
         machines = list(self._machines())
         kinds = [[(words, self.machine, recipe) for words, recipe in rows] for rows in self._recipes()]
@@ -157,15 +157,15 @@ class Planner:
         changes += self._sufficient([(words + also, machine, frugal) for words, machine in rows] for rows in machines)
         return changes or self._both(also, frugal)
 
-    def _sufficient(self, kinds: Iterable[Iterable[tuple[str, Machine, Recipe]]]) -> list[Change]:
+    def _sufficient(self, kinds: Iterable[Iterable[tuple[str, Machine, Recipe]]]) -> list[PlanChange]:
         """The first change of each kind that fits."""
         return [change for tried in kinds if (change := self._first(tried))]
 
-    def _first(self, tried: Iterable[tuple[str, Machine, Recipe]]) -> Change | None:
+    def _first(self, tried: Iterable[tuple[str, Machine, Recipe]]) -> PlanChange | None:
         """The first that fits."""
         for words, machine, recipe in tried:
             if best := best_of(self._formats(machine, recipe), wished_format(self.source, recipe)):
-                return Change(words, best)
+                return PlanChange(words, best)
         return None
 
     def _recipes(self) -> Iterator[list[tuple[str, Recipe]]]:
@@ -217,7 +217,7 @@ class Planner:
             if larger.ram_bytes > machine.ram_bytes:
                 yield f"{size // GIB} GiB of memory", larger
 
-    def _both(self, also: str, recipe: Recipe) -> list[Change]:
+    def _both(self, also: str, recipe: Recipe) -> list[PlanChange]:
         if self.machine.gpu is None:
             return []
         tried = (

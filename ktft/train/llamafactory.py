@@ -62,7 +62,7 @@ def settings_of(model_args: Any) -> Settings | None:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedArgument:
     """Values of a LLaMA-Factory argument that ktft cannot honour, unless the argument `beside` is also set."""
 
     argument: str
@@ -72,31 +72,31 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("finetuning_type", lambda v: v != "lora", "set finetuning_type: lora"),
-    Refusal("stage", lambda v: v == "ppo", "use stage pt, sft, rm, dpo or kto"),
-    Refusal("quantization_bit", bool, "remove it; kt_config.expert_format sets the experts' format"),
-    Refusal("ref_model_quantization_bit", bool, "remove it; kt_config.expert_format sets the experts' format"),
-    Refusal("use_dora", bool, "use plain LoRA, or use_rslora"),
-    Refusal("pissa_init", bool, "use the default initialization; PiSSA needs unquantized weights"),
-    Refusal("use_llama_pro", bool, "remove it"),
-    Refusal("use_unsloth", bool, "remove it"),
-    Refusal("mixture_of_depths", bool, "remove it"),
-    Refusal("train_from_scratch", bool, "start from a checkpoint; ktft's experts stay frozen"),
-    Refusal("use_hyper_parallel", bool, "remove it"),
-    Refusal("use_adam_mini", bool, "remove it: it would give all experts of a layer one learning rate"),
-    Refusal(
+    RefusedArgument("finetuning_type", lambda v: v != "lora", "set finetuning_type: lora"),
+    RefusedArgument("stage", lambda v: v == "ppo", "use stage pt, sft, rm, dpo or kto"),
+    RefusedArgument("quantization_bit", bool, "remove it; kt_config.expert_format sets the experts' format"),
+    RefusedArgument("ref_model_quantization_bit", bool, "remove it; kt_config.expert_format sets the experts' format"),
+    RefusedArgument("use_dora", bool, "use plain LoRA, or use_rslora"),
+    RefusedArgument("pissa_init", bool, "use the default initialization; PiSSA needs unquantized weights"),
+    RefusedArgument("use_llama_pro", bool, "remove it"),
+    RefusedArgument("use_unsloth", bool, "remove it"),
+    RefusedArgument("mixture_of_depths", bool, "remove it"),
+    RefusedArgument("train_from_scratch", bool, "start from a checkpoint; ktft's experts stay frozen"),
+    RefusedArgument("use_hyper_parallel", bool, "remove it"),
+    RefusedArgument("use_adam_mini", bool, "remove it: it would give all experts of a layer one learning rate"),
+    RefusedArgument(
         "use_asft_loss",
         bool,
         "name the reference model, ref_model: the value of model_name_or_path for instance: with LoRA LLaMA-Factory "
         "makes none by itself, and its ASFT crashes without one",
         beside="ref_model",
     ),
-    Refusal(
+    RefusedArgument(
         "infer_backend",
         lambda v: v != "huggingface",
         "set infer_backend: huggingface, or serve the result with vLLM: ktft serve MODEL --adapter ADAPTER",
     ),
-    Refusal("export_dir", bool, UNMERGED),
+    RefusedArgument("export_dir", bool, UNMERGED),
 )
 
 

@@ -36,7 +36,7 @@ class Continuation:
     logprobs: list[float]
 
 
-class Server:
+class ServerClient:
     """A server to ask. It is a context manager, which closes its connections.
 
     Args:
@@ -56,7 +56,7 @@ class Server:
             self._http.close()
             raise
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> ServerClient:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from ktft.config import Settings
-from ktft.verify.client import Continuation, Server
+from ktft.verify.client import Continuation, ServerClient
 from ktft.verify.whole import load_model
 
 NOISE = 6.0
@@ -44,7 +44,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Distance:
+class ServedDistance:
     """The distance between two lists of log-probabilities of the same tokens, in nats."""
 
     mean: float
@@ -87,10 +87,10 @@ class ParityResult:
     """
 
     model: str
-    served: Distance
-    noise: Distance
-    base: Distance | None
-    effect: Distance | None
+    served: ServedDistance
+    noise: ServedDistance
+    base: ServedDistance | None
+    effect: ServedDistance | None
     applied: float | None
     tokens: int
     continued: int
@@ -125,9 +125,9 @@ class _Scores:
     logprobs: Tensor
     choices: list[list[tuple[int, float]]]
 
-    def distance(self, other: Tensor) -> Distance:
+    def distance(self, other: Tensor) -> ServedDistance:
         difference = (self.logprobs - other).abs()
-        return Distance(float(difference.mean()), float(difference.max()))
+        return ServedDistance(float(difference.mean()), float(difference.max()))
 
 
 def read_prompts(file: Path | None) -> list[str]:
@@ -147,7 +147,7 @@ def read_prompts(file: Path | None) -> list[str]:
 
 
 def verify_server(
-    server: Server,
+    server: ServerClient,
     directory: Path,
     settings: Settings,
     adapter: Path | None,
@@ -187,7 +187,7 @@ def verify_server(
         yield f"training's model in bf16, attention {attention}"
         model.set_attn_implementation(attention)
         noises.append(expected.distance(_score(model, answers).logprobs))
-    noise = Distance(max(each.mean for each in noises), max(each.largest for each in noises))
+    noise = ServedDistance(max(each.mean for each in noises), max(each.largest for each in noises))
     yield _judge(server, answers, expected, alone, noise)
 
 
@@ -204,7 +204,11 @@ def _score(model: Any, answers: Sequence[Continuation]) -> _Scores:
 
 
 def _judge(
-    server: Server, answers: Sequence[Continuation], expected: _Scores, alone: _Scores | None, noise: Distance
+    server: ServerClient,
+    answers: Sequence[Continuation],
+    expected: _Scores,
+    alone: _Scores | None,
+    noise: ServedDistance,
 ) -> ParityResult:
     told = torch.tensor([value for answer in answers for value in (*answer.prompt_logprobs, *answer.logprobs)])
     served = expected.distance(told)

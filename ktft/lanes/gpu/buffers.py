@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ktft.lanes.gpu.rings import Place, Ring, Source, aligned, row_bytes
+from ktft.lanes.gpu.rings import Ring, RingPlace, Source, aligned, row_bytes
 from ktft.lanes.gpu.transfer import Transfer
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lora import ExpertLora
@@ -37,9 +37,9 @@ class ChunkLayout:
     slices: list[PackedSlice]
     kind: tuple[object, ...]
     capacity: int
-    packed: list[Place]
-    adapters: list[Place]
-    gathered: list[Place]
+    packed: list[RingPlace]
+    adapters: list[RingPlace]
+    gathered: list[RingPlace]
     weights: ChunkWeights
     _decoded: dict[int, ChunkWeights] = field(default_factory=dict)
 

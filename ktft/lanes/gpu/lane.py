@@ -23,7 +23,7 @@ from ktft.device import device_of
 from ktft.lanes.decide.placer import Coming
 from ktft.lanes.gpu.buffers import Buffers, ChunkLayout
 from ktft.lanes.gpu.graphs import Recorded
-from ktft.lanes.gpu.rings import Place, Source
+from ktft.lanes.gpu.rings import RingPlace, Source
 from ktft.lanes.gpu.transfer import transfer
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
 from ktft.lanes.ops.decode import decode, place
@@ -39,7 +39,7 @@ CHUNK_BYTES = 320 << 20
 """The most packed bytes of a chunk. Larger chunks mean fewer kernels for the host to launch in each layer."""
 
 
-class HeldExperts(Protocol):
+class ResidentBlocks(Protocol):
     """What a lane must know of the experts that stay on its device; see `ktft.lanes.gpu.residents.Residents`."""
 
     arrived: Any
@@ -66,8 +66,8 @@ class _Chunk:
     layout: ChunkLayout
     experts: list[int]
     slots: list[int] | None = None
-    packed: Place | None = None
-    adapters: Place | None = None
+    packed: RingPlace | None = None
+    adapters: RingPlace | None = None
 
 
 class GpuLane:
@@ -96,7 +96,7 @@ class GpuLane:
     def __init__(self, device: torch.device | str, *, chunk_bytes: int = CHUNK_BYTES, limit: int = LANE_BYTES) -> None:
         device = device_of(torch.device(device)).indexed()
         self.device, self.transfer = device, transfer(device)
-        self.residents: HeldExperts | None = None
+        self.residents: ResidentBlocks | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._recorded = Recorded(device, on=by_triton(device))
         self._ahead: list[_Chunk] = []  # prefetched
@@ -110,7 +110,7 @@ class GpuLane:
         """Bytes of the lane's buffers on the device, without the residents."""
         return self._buffers.bytes
 
-    def hold(self, residents: HeldExperts | None) -> None:
+    def hold(self, residents: ResidentBlocks | None) -> None:
         """From now on, do not stream these experts, which stay on the device."""
         with self.mutex:
             self.residents = residents
@@ -400,7 +400,7 @@ def _cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[_Chunk]:
         yield _Chunk(layout, list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
 
 
-def _key(layout: ChunkLayout, experts: int, source: Place, *numbers: float) -> Hashable:
+def _key(layout: ChunkLayout, experts: int, source: RingPlace, *numbers: float) -> Hashable:
     """Everything that a chunk's kernels depend on; None for a chunk that is not full, whose kernels are not worth being
     recorded because its number of experts changes often.
     """

@@ -50,7 +50,7 @@ class Buffer:
         holds: the places and rows that were copied last; None if they may change.
     """
 
-    holds: tuple[Sequence[Place], list[int]] | None = None
+    holds: tuple[Sequence[RingPlace], list[int]] | None = None
 
     def __init__(self, transfer: Transfer) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=transfer.device)
@@ -59,7 +59,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Place:
+class RingPlace:
     """Where the rows of one set of sources lie in one buffer."""
 
     buffer: Buffer
@@ -130,12 +130,12 @@ class Ring:
             buffer.free.record(self._transfer.compute())
         return True
 
-    def places(self, sources: Sequence[Source], capacity: int) -> list[Place]:
+    def places(self, sources: Sequence[Source], capacity: int) -> list[RingPlace]:
         """Where the sources' rows lie in each buffer. Call `reserve` before, so that the buffers are large enough."""
         return [self._place(buffer, sources, capacity) for buffer in self._buffers]
 
     @staticmethod
-    def _place(buffer: Buffer, sources: Sequence[Source], capacity: int) -> Place:
+    def _place(buffer: Buffer, sources: Sequence[Source], capacity: int) -> RingPlace:
         views, rows, at = [], {True: [], False: []}, 0  # type: list[Tensor], dict[bool, list[Rows]], int
         for source in sources:
             size = source.bytes * capacity
@@ -143,9 +143,9 @@ class Ring:
             views.append(view)
             rows[source.locked].append(Rows(source.address, view.data_ptr(), source.bytes, source.stride))
             at += aligned(size)
-        return Place(buffer, views, rows[True], rows[False])
+        return RingPlace(buffer, views, rows[True], rows[False])
 
-    def fill(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
+    def fill(self, places: Sequence[RingPlace], rows: Sequence[int]) -> RingPlace:
         """Begin to copy these rows into the next buffer, as soon as the products no longer read it."""
         place = places[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
@@ -166,12 +166,12 @@ class Ring:
         """Give back the buffers of the last `count` fillings, which turned out not to be needed."""
         self._turn = (self._turn - count) % len(self._buffers)
 
-    def gather(self, places: Sequence[Place], rows: Sequence[int]) -> Place:
+    def gather(self, places: Sequence[RingPlace], rows: Sequence[int]) -> RingPlace:
         """Begin to copy rows of sources that are on the device, on the stream of the products."""
         self._transfer.copy_within(rows, places[0].locked)
         return places[0]
 
-    def _through_mirror(self, place: Place, rows: Sequence[int]) -> None:
+    def _through_mirror(self, place: RingPlace, rows: Sequence[int]) -> None:
         buffer = place.buffer
         if buffer.mirror is None:
             size, pinned = buffer.memory.nbytes, self._transfer.driver is not None

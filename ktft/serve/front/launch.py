@@ -56,7 +56,7 @@ def url(options: Options) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """The directory of a server's files: its progress, its log, and the record of its adapter."""
 
     directory: Path
@@ -76,7 +76,7 @@ class Server:
     """One start of a server. Its log goes to `place`, or if `verbose` to this process's standard error."""
 
     def __init__(
-        self, settings: ServeSettings, options: Options, found: Findings, place: Place, verbose: bool = False
+        self, settings: ServeSettings, options: Options, found: Findings, place: ServerPlace, verbose: bool = False
     ) -> None:
         self.engine, self.options, self.place, self.verbose = found.engine, options, place, verbose
         settings = replace(
@@ -200,7 +200,7 @@ def run(
     settings: ServeSettings,
     options: Options,
     found: Findings,
-    place: Place,
+    place: ServerPlace,
     watcher: Watcher,
     *,
     verbose: bool = False,

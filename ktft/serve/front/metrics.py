@@ -19,7 +19,7 @@ MAX_AGE = 1.0  # seconds for which an answer of the engine is shown
 _PATIENCE = 5.0  # seconds that a scrape waits for the answer, which an engine gives after its step
 
 
-class Source(Protocol):
+class MetricsSource(Protocol):
     """What the gate tells of itself."""
 
     swaps: int
@@ -35,7 +35,7 @@ class Source(Protocol):
 class Metrics(Collector):
     """The numbers of `gate` and the engine's latest status: as JSON and, in the engine's `registry`, as metrics."""
 
-    def __init__(self, gate: Source, registry: CollectorRegistry) -> None:
+    def __init__(self, gate: MetricsSource, registry: CollectorRegistry) -> None:
         self._gate, self._asked, self._swaps = gate, -MAX_AGE, -1
         self._status: dict[str, Any] | None = None
         self._lock = asyncio.Lock()
