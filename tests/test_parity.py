@@ -78,7 +78,11 @@ def torch_model(path: Path, family: str, ktft_model: nn.Module) -> nn.Module:
     dense = [
         name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.endswith(tuple(TARGETS[family]))
     ]
+    model_type, model.config.model_type = model.config.model_type, "stock"  # for some, PEFT rewrites targets by name
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=dense))
+    model.config.model_type = model_type
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
     source = {name: parameter.detach() for name, parameter in ktft_model.named_parameters() if parameter.requires_grad}
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trainable.items():

@@ -265,10 +265,9 @@ def test_expert_lora_that_peft_would_drop(tiny_checkpoint: Checkpoint) -> None:
 
 
 def test_tensor_parallel_plan_leaves_experts_alone(base: Path) -> None:
-    config = load(base).config
-    assert config.base_model_tp_plan
-    assert not [key for key in config.base_model_tp_plan if ".experts" in key]
-    assert [key for key in type(config)().base_model_tp_plan if ".experts" in key], "the class's own plan is unchanged"
+    model = load(base)
+    assert model.tp_plan and not [key for key in model.tp_plan if ".experts" in key]
+    assert [key for key in type(model.config)().base_model_tp_plan if ".experts" in key], "the class's own plan is unchanged"
 
 
 def test_groups() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from peft.tuners.lora.model import LoraModel
 from torch import nn
 
-from ktft.adapters.lora import KtftExpertsLora, check_options
+from ktft.adapters.lora import EXPERT_TENSOR, KtftExpertsLora, check_options
 from ktft.adapters.reach import check_method, reach_of, resolve
 from ktft.adapters.several import check_name
 from ktft.model.experts import KtftExperts, find_experts
@@ -76,6 +76,31 @@ def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Itera
         yield
     finally:
         config.target_modules, config._custom_modules = reach.standard, own_modules
+
+
+def keep_targets(original: Callable[..., None], peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """PEFT's `convert_peft_config_for_transformers`, which leaves targets of models with ktft's experts as they are."""
+    if not find_experts(model):
+        original(peft_config, model, *args, **kwargs)
+
+
+def keep_names(
+    original: Callable[..., dict[str, Any]], model: nn.Module, peft_config: Any, adapter_state_dict: dict[str, Any],
+    *args: Any, **kwargs: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """PEFT's `convert_peft_adapter_state_dict_for_transformers`, which leaves the names of ktft's experts as they are."""
+    if find_experts(model):
+        return adapter_state_dict
+    return original(model, peft_config, adapter_state_dict, *args, **kwargs)
+
+
+def name_adapter(
+    original: Callable[..., dict[str, Any]], cls: type, model: nn.Module, config: Any, adapter_name: str,
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """PEFT's `BaseTuner._remap_adapter_state_dict_for_load`, which names the adapter in per-expert tensors too."""
+    named = original(cls, model, config, adapter_name, state_dict)
+    return {EXPERT_TENSOR.sub(rf"\1.{adapter_name}\2", key): value for key, value in named.items()}
 
 
 def refuse_method(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

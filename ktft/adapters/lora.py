@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
@@ -27,6 +28,11 @@ UNSUPPORTED = {
     "fan_in_fan_out": "fan_in_fan_out",
     "arrow_config": "Arrow routing",
     "layer_replication": "replication of layers",
+    "use_bdlora": "block-diagonal LoRA",
+    "kasa_config": "KaSA",
+    "lora_ga_config": "LoRA-GA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
 }
 """PEFT's LoRA options that expert LoRA does not have, with their common names."""
 
@@ -35,6 +41,9 @@ UNMERGED = (
     "ktft merge BASE ADAPTER OUT, or load the adapter beside the base model with ktft.load_adapter(model, path), in "
     "LLaMA-Factory with use_kt: true and adapter_name_or_path"
 )
+
+EXPERT_TENSOR = re.compile(rf"(\.\d+\.(?:{'|'.join(PROJECTIONS)})\.lora_[AB])(\.weight)$")
+"""The end of the standard name of one expert's LoRA, in two parts: the adapter's name stands between them."""
 
 _EXPERT_KEY = re.compile(rf"(\d+)\.({'|'.join(PROJECTIONS)})\.lora_([AB])\.([^.]+)\.weight")
 
@@ -105,32 +114,26 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         assert isinstance(experts, KtftExperts)
         return experts
 
-    def update_layer(  # type: ignore[override]  # PEFT's options that do not apply here are in `options`
-        self,
-        adapter_name: str,
-        r: int,
-        lora_alpha: float,
-        lora_dropout: float = 0.0,
-        init_lora_weights: bool | str = True,
-        use_rslora: bool = False,
-        inference_mode: bool = False,
-        **options: Any,
+    def update_layer(  # type: ignore[override]  # peft 0.18 gives the options one by one, later ones the configuration
+        self, adapter_name: str, r: int, lora_alpha: float, config: LoraConfig | None = None, **options: Any
     ) -> None:
         """Add the adapter whose ranks are in `self.ranks[adapter_name]`. PEFT calls this; see `LoraConfig`."""
-        check_options(options | {"init_lora_weights": init_lora_weights})
+        options |= vars(config) if config is not None else {}
+        check_options(options)
         if adapter_name not in self.ranks:
             raise ValueError(
                 f"adapter {adapter_name!r} reached the routed experts through plain peft; add adapters with "
                 "ktft.get_peft_model or ktft.load_adapter"
             )
+        use_rslora, init_lora_weights = options.get("use_rslora", False), options.get("init_lora_weights", True)
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.use_rslora[adapter_name] = use_rslora
         self.scaling[adapter_name] = Rank(r, lora_alpha).scaling(use_rslora)
-        self.lora_dropout[adapter_name] = nn.Dropout(lora_dropout)
+        self.lora_dropout[adapter_name] = nn.Dropout(options.get("lora_dropout", 0.0))
         self.lora_A[adapter_name], self.lora_B[adapter_name] = CpuParameters(), CpuParameters()
         for projection, rank in self.ranks[adapter_name].items():
             self._add_pair(adapter_name, projection, rank.r, init_lora_weights)
-        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+        self.set_adapter(self.active_adapters, inference_mode=options.get("inference_mode", False))
 
     def _add_pair(self, adapter_name: str, projection: str, r: int, init: bool | str) -> None:
         base = self.experts

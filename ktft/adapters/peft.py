@@ -26,7 +26,7 @@ from ktft.adapters.reach import check_method
 from ktft.adapters.several import SeveralAdapters, trainability_kept
 from ktft.adapters.whole_modules import take_precision
 from ktft.model.experts import find_experts
-from ktft.versions import require_tested
+from ktft.versions import pip_install, require_tested, version_of
 
 logger = logging.getLogger("ktft")
 
@@ -114,6 +114,9 @@ class KtftPeftMixin(SeveralAdapters):
                     logger.warning("%s is %s", directory, stands_on(below))
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
+            if result.unexpected_keys:
+                left = f"{result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} more"
+                raise ValueError(f"peft {version_of('peft')} did not load {left} of {directory}; run: {pip_install('peft')}")
             if args[:1] == (True,) or kwargs.get("is_trainable"):  # else training would go on from rounded values
                 take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
             return result

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ktft.versions import TESTED_SERVERS, TESTED_VERSIONS, pip_install, version_of
+from ktft.versions import TESTED_SERVERS, TESTED_VERSIONS, is_at_least, pip_install, version_of
 
 _ABSENT = object()
 _installed: dict[Patch, tuple[Any, Any]] = {}  # in the order of installing: the owner, and what it had
@@ -32,6 +32,7 @@ class Patch:
         why: what the patch is for, and which extension point of the library cannot do it.
         on_instances: the code at `wrapper` gives the attribute to single objects by `put`. All other rows change their
             owner for the whole process.
+        since: the first version of the library that has the name and needs the patch; None for every tested version.
     """
 
     owner: str
@@ -39,6 +40,7 @@ class Patch:
     wrapper: str
     why: str
     on_instances: bool = False
+    since: str | None = None
 
     @property
     def package(self) -> str:
@@ -55,6 +57,12 @@ class Patch:
     def tested_versions(self) -> str:
         """`tested`, for a reader."""
         return ", ".join(f"{name} {low} to below {high}" for name, (low, high) in self.tested.items())
+
+    @property
+    def needed(self) -> bool:
+        """Whether the installed version of the library is one that the row is for."""
+        installed = version_of(self.package)
+        return self.since is None or installed is None or is_at_least(installed, self.since)
 
     def find_owner(self) -> Any:
         """Import the module, or take the class from it.
@@ -104,12 +112,12 @@ class Patch:
 
 
 def install(patches: Iterable[Patch]) -> None:
-    """Change the owners of these rows, all or none. Rows that are installed already stay as they are.
+    """Change the owners of these rows, all or none, but for rows that are in force or that this version has no need of.
 
     Raises:
         ValueError: an owner lacks its name; see `Patch.find_owner`.
     """
-    if missing := [patch for patch in patches if patch not in _installed]:
+    if missing := [patch for patch in patches if patch not in _installed and patch.needed]:
         found = [(patch, patch.find_owner(), patch.find_wrapper()) for patch in missing]
         with _lock:
             for patch, owner, wrapper in found:

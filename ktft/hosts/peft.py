@@ -26,6 +26,29 @@ PATCHES = (
         "Every tensor of a saved adapter must be there and fit. PEFT ignores what is left over and only warns of what "
         "is missing.",
     ),
+    Patch(
+        "peft.utils.transformers_weight_conversion",
+        "convert_peft_config_for_transformers",
+        "ktft.adapters.injection:keep_targets",
+        "Targets keep the standard names of the experts' projections. PEFT turns them into parameters of fused experts "
+        "for each model type whose experts transformers fuses, and asks no module.",
+        since="0.19",
+    ),
+    Patch(
+        "peft.utils.transformers_weight_conversion",
+        "convert_peft_adapter_state_dict_for_transformers",
+        "ktft.adapters.injection:keep_names",
+        "Tensors of an adapter keep their per-expert names when they are loaded, for the same reason.",
+        since="0.19",
+    ),
+    Patch(
+        "peft.tuners.tuners_utils.BaseTuner",
+        "_remap_adapter_state_dict_for_load",
+        "ktft.adapters.injection:name_adapter",
+        "Per-expert tensors get the name of the adapter that they are loaded as. PEFT names tensors by the model's own, "
+        "which are stacked, and would leave these out.",
+        since="0.21",
+    ),
 )
 """Installed for the whole process, just before the first model with ktft's experts is made."""
 

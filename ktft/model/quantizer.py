@@ -182,6 +182,11 @@ class KtftHfQuantizer(HfQuantizer):
                     setattr(each, name, {key: value for key, value in plan.items() if ".experts" not in key})
         return config
 
+    def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
+        """The same for transformers from 5.15 on, whose plans belong to the model."""
+        for key in [key for key in plan if ".experts" in key]:
+            del plan[key]
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
