@@ -115,7 +115,7 @@ def test_other_layouts_of_the_same_weights(tiny_checkpoint: Checkpoint, tmp_path
     stock = load(path, None)
     stock.save_pretrained(tmp_path / "saved")
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name]:
+    for name in [name for name in tensors if ".experts." in name and not name.endswith(".weight")]:
         weight, stem = tensors.pop(name), name.rpartition(".")[0]
         halves = weight.chunk(2, dim=1)
         parts = {"down_proj": weight} if name.endswith("down_proj") else {"gate_proj": halves[0], "up_proj": halves[1]}
@@ -216,7 +216,6 @@ def test_family_without_a_row(tmp_path: Path, model_type: str) -> None:
         (AutoConfig.for_model("llama4_text"), r"a forward\(hidden_states\) instead of forward\(hidden_states, top_k_i"),
         (PhimoeConfig(**SMALL, hidden_act="gelu"), "the activation GELUActivation instead of SiLU"),
         (LlamaConfig(**SMALL), "no module of LlamaForCausalLM holds its routed experts"),
-        (AutoConfig.for_model("granitemoe"), "no module of GraniteMoeForCausalLM holds its routed experts"),
     ],
 )
 def test_other_experts_are_refused(config: PreTrainedConfig, what: str) -> None:

@@ -201,7 +201,8 @@ OTHERS = {"transformers": optimizers.BUILT_IN, **optimizers.PACKAGES}
 
 def test_every_optimizer_of_transformers_has_its_place() -> None:
     places = [*optimizers.NATIVE, *optimizers.REFUSED, *(name for names in OTHERS.values() for name in names)]
-    assert sorted(places) == sorted(name.value for name in OptimizerNames)
+    assert len(set(places)) == len(places)
+    assert {name.value for name in OptimizerNames} <= set(places)
 
 
 @pytest.mark.parametrize("requirement", OTHERS)
@@ -220,6 +221,8 @@ def test_other_optimizers_train_every_group(base: Path, tmp_path: Path, requirem
 
 def test_the_rest_is_refused_before_training(base: Path, tmp_path: Path) -> None:
     for optim, reason in optimizers.REFUSED.items():
+        if optim not in [name.value for name in OptimizerNames]:
+            continue  # later transformers have no adamw_apex_fused
         with pytest.raises(ValueError, match=f"optim is '{optim}'.*does not support: {reason[:20]}.*set optim: adamw"):
             check_optimizer(arguments(tmp_path, optim=optim))
     with pytest.raises(ValueError, match="optim is 'lomo'"):

@@ -90,7 +90,7 @@ PLAIN_ONLY = {"DeepSeek-V2", "OLMoE", "Ernie-4.5-MoE"}
 def separate(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
     """Stacked experts apart, one tensor an expert and projection."""
     apart = dict(tensors)
-    for name in [name for name in tensors if is_expert(name)]:
+    for name in [name for name in tensors if is_expert(name) and not name.endswith(".weight")]:
         stem, kind = name.rsplit(".", 1)
         weight = apart.pop(name).mT if transposed else apart.pop(name)
         parts = (("down_proj", weight),)

@@ -67,6 +67,11 @@ def _of_server(model: nn.Module, server: ServerRules, family: Family, leaves: di
     bad = unknown | (leaves.keys() & server.ignored.keys())
     for group in server.together:
         for leaf in leaves.keys() & set(group):
-            if any(not all(hasattr(model.get_submodule(p), each) for each in group) for p in leaves[leaf]):
+            if any(not all(_child(model, p, each) for each in group) for p in leaves[leaf]):
                 bad.add(leaf)
     return f"LoRA on {', '.join(sorted(bad))}" if bad else ""
+
+
+def _child(model: nn.Module, parent: str, name: str) -> bool:
+    """Whether a module has a module of this name; transformers gives some an attribute that is None."""
+    return isinstance(getattr(model.get_submodule(parent), name, None), nn.Module)

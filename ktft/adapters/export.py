@@ -72,7 +72,7 @@ def _gguf(adapter: SavedAdapter) -> Export:
 
 TARGETS = {
     "peft": ExportTarget(
-        "PEFT 0.18 on transformers 5",
+        f"{export_peft.layout()} on transformers 5",
         _directory(export_peft.arrange),
         'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{out}")',
     ),

@@ -1,9 +1,9 @@
-"""Adapters in PEFT 0.18's layout for stacked experts, which is how transformers 5 holds experts.
+"""Adapters in PEFT's layout for stacked experts, which is how transformers 5 holds experts.
 
-For a stacked parameter `[E, d1, d2]`, PEFT adds `sum_r A[e, r, :d1] x B[:d2, r, e]`, times the scaling, to expert e,
-whichever of d1 and d2 are inputs. `lora_A` is `[E r, d1]`, expert by expert, and `lora_B` is `[d2, r E]`, rank by rank.
-Gate and up share a parameter, so their ranks add up, and the factor on the output side is zero outside of each
-projection's own rows.
+PEFT puts two factors on a stacked parameter `[E, d1, d2]`: `lora_A` is `[E r, inputs]`, expert by expert, and `lora_B`
+is `[outputs, r E]`, rank by rank. PEFT 0.18 takes d1 for the inputs of every parameter, so that `lora_A` holds B where
+d1 are the outputs. Gate and up share a parameter, so their ranks add up, and the factor on the output side is zero
+outside of each projection's own rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,23 @@ from torch import Tensor
 from ktft.adapters.files import LazyTensor
 from ktft.adapters.lora import KINDS
 from ktft.adapters.saved import FROZEN, PREFIX, Place, SavedAdapter, int_if_whole
+from ktft.config import PROJECTIONS
 from ktft.model.meta import meta_model
+from ktft.versions import is_at_least, version_of
 
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The names of transformers' stacked parameters, and the projections that each one holds."""
+
+
+LAYOUT_CHANGED = "0.19"
+"""PEFT's first version that looks which side of a stacked parameter the inputs are. It also takes each target that is
+named like a projection of experts for theirs, so the weights of such linear layers are targeted as parameters."""
+SIDES_KNOWN = is_at_least(version_of("peft") or LAYOUT_CHANGED, LAYOUT_CHANGED)
+
+
+def layout() -> str:
+    """The versions of PEFT that read what this one makes."""
+    return f"PEFT {LAYOUT_CHANGED} and later" if SIDES_KNOWN else f"PEFT before {LAYOUT_CHANGED}"
 
 
 @dataclass(frozen=True)
@@ -72,17 +85,24 @@ class Stacked:
 
     def lazy(self, kind: str) -> LazyTensor:
         """PEFT's `lora_A` or `lora_B`, computed only when it is written."""
-        experts, d1, d2 = self.shape
-        shape = (experts * self.r, d1) if kind == "lora_A" else (d2, self.r * experts)
+        inner = self.shape[0] * self.r
+        shape = (inner, self.side(kind)) if kind == "lora_A" else (self.side(kind), inner)
         dtype = self.adapter.dtype(self.place(0, self.projections[0]))
         return LazyTensor(dtype, shape, lambda: self._make(kind, dtype))
 
+    @property
+    def inputs_first(self) -> bool:
+        """Whether PEFT takes d1 for the inputs, which it is if the parameter is transposed."""
+        return self.transposed or not SIDES_KNOWN
+
+    def side(self, kind: str) -> int:
+        """The size of the parameter's side on which a factor is."""
+        return self.shape[1 if (kind == "lora_A") == self.inputs_first else 2]
+
     def _make(self, kind: str, dtype: torch.dtype) -> Tensor:
-        experts, d1, d2 = self.shape
-        # unless the parameter is transposed, d2 is the input size and lora_A holds the B that is on disk
-        holds_b = (kind == "lora_A") != self.transposed
-        made = torch.zeros(experts, self.r, d1 if kind == "lora_A" else d2)
-        for expert in range(experts):
+        holds_b = (kind == "lora_B") == (self.transposed or SIDES_KNOWN)
+        made = torch.zeros(self.shape[0], self.r, self.side(kind))
+        for expert in range(self.shape[0]):
             at = 0
             for projection in self.projections:
                 place = self.place(expert, projection)
@@ -110,7 +130,7 @@ def arrange(adapter: SavedAdapter) -> tuple[dict[str, Any], dict[str, LazyTensor
     # PEFT decides which of a module's two parameters wraps the other, and that decides the names of their tensors
     wrapped = peft_get_peft_model(model, LoraConfig(**config), low_cpu_mem_usage=True)
     for name, module in wrapped.named_modules():
-        if isinstance(module, ParamWrapper):
+        if isinstance(module, ParamWrapper) and module.parameter_name in PARAMETERS:
             experts = name.removeprefix(PREFIX).replace(".base_layer", "")  # PEFT may have wrapped them twice
             part = stacked.pop(f"{experts}.{module.parameter_name}")
             tensors |= {f"{name}.{kind}.weight": part.lazy(kind) for kind in KINDS}
@@ -134,15 +154,16 @@ def _stacked(adapter: SavedAdapter, model: Any) -> Iterator[Stacked]:
 
 def _configure(adapter: SavedAdapter, stacked: dict[str, Stacked]) -> dict[str, Any]:
     config = adapter.config.to_dict()
-    linears = adapter.linears
-    ranks = {place.name: place.r for place in linears} | {name: part.r for name, part in stacked.items()}
-    scalings = {place.name: place.scaling for place in linears} | {n: part.scaling for n, part in stacked.items()}
+    taken = PROJECTIONS if SIDES_KNOWN else ()
+    named = {place.name + ".weight" * (place.name.rpartition(".")[2] in taken): place for place in adapter.linears}
+    ranks = {name: place.r for name, place in named.items()} | {name: part.r for name, part in stacked.items()}
+    scalings = {name: place.scaling for name, place in named.items()} | {n: part.scaling for n, part in stacked.items()}
     root = adapter.config.use_rslora
     alphas = {name: scalings[name] * (math.sqrt(r) if root else r) for name, r in ranks.items()}
     r, alpha = adapter.config.r, adapter.config.lora_alpha
     return config | {
-        "target_modules": [place.name for place in linears],
-        "target_parameters": list(stacked) or None,
+        "target_modules": [name for name, place in named.items() if name == place.name],
+        "target_parameters": [name for name, place in named.items() if name != place.name] + list(stacked) or None,
         # PEFT sorts patterns when it saves and takes the first that matches; only full names match one module each
         "rank_pattern": {name: each for name, each in ranks.items() if each != r},
         "alpha_pattern": {name: int_if_whole(each) for name, each in alphas.items() if not math.isclose(each, alpha)},
