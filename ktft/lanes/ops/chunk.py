@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ktft.device import device_of
 from ktft.lanes.ops.interface import Operations, operations
-from ktft.lanes.ops.tiles import PLACES
-from ktft.lanes.ops.weights import Adapters, ChunkMatrix, ChunkWeights
+from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix, ChunkWeights
 from ktft.lanes.routes import ChunkRows, Piece
 from ktft.lora import ExpertLora
 from ktft.native.packed import PackedSlice
