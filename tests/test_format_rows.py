@@ -22,7 +22,7 @@ from ktft.config import EXPERT_FORMATS
 from ktft.formats import FORMAT_TRAITS
 from ktft.lanes.ops import torch_ops
 from ktft.native import ExpertLayer
-from ktft.native.codes import CODED
+from ktft.native.encodings import CODED
 from ktft.native.extension import core
 from ktft.native.packed import CODE_BYTES, PACKED_FORMATS, TILE_ROWS
 from ktft.serve.runtime import torch_resident
@@ -35,7 +35,7 @@ MAY_COMPARE = {
     "ktft/formats.py": "the rows",
     "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
     "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
-    "ktft/native/codes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
+    "ktft/native/encodings.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
 }
 """Files that compare with formats' names, and why they may."""
 

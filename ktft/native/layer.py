@@ -12,7 +12,7 @@ from ktft.config import PROJECTIONS
 from ktft.held import HeldExperts
 from ktft.lora import ExpertLora
 from ktft.native.adapters import native_lora
-from ktft.native.codes import check_codes
+from ktft.native.encodings import check_codes
 from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
 from ktft.native.machine import Runtime
 from ktft.native.packed import PackedSlice
