@@ -1,4 +1,4 @@
-"""What docs/dev/add-a-kernel.md promises: a format is a codec and rows; no other place of `ktft` asks for its name."""
+"""What docs/dev/add-a-format.md promises: a format is a codec and rows; no other place of `ktft` asks for its name."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 MAY_COMPARE = {
     "ktft/formats.py": "the rows",
-    "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
-    "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
-    "ktft/native/encodings.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
+    "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-format.md",
+    "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-format.md",
+    "ktft/native/encodings.py": "formats of checkpoints: docs/dev/add-a-format.md",
 }
 """Files that compare with formats' names, and why they may."""
 
