@@ -24,9 +24,9 @@ from benchmarks.step.process import Worker, WorkerError
 from benchmarks.step.runners import HfResident, Ktft, token_ids
 from benchmarks.step.worker import serve
 from ktft import native
+from ktft.config import PLACEMENTS
 
 TINY = "8,2,64,64"
-PLACEMENTS = ("auto", "cpu", "stream", "resident")
 
 
 def bench(*arguments: object, output: Path, code: int = 0) -> tuple[list[dict[str, Any]], str]:

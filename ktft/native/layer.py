@@ -11,7 +11,7 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.held import HeldExperts
 from ktft.lora import ExpertLora
-from ktft.native.codes import check_codes
+from ktft.native.encodings import check_codes
 from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
 from ktft.native.machine import Runtime
 from ktft.native.packed import PackedSlice

@@ -19,8 +19,8 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ktft.model.experts import layer_number
 from ktft.serve.runtime.served_model import current
 
-ACTIVATIONS = ("silu", "swigluoai")
-"""vLLM's activations that `ktft.swiglu.Swiglu` computes. `ktft.serve.vllm.loader` compares their constants."""
+ACTIVATIONS = {"silu": None, "swigluoai": 7.0}
+"""vLLM's activations that `ktft.swiglu.Swiglu` computes -> the clamp that is fixed in vLLM's kernels, if any."""
 
 
 def _routed_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int) -> Tensor:
