@@ -136,8 +136,7 @@ def kernels(
         shapes = [parse_shape(text) for text in shape or ["small"]]
 
     from benchmarks import report
-    from benchmarks.kernels import run
-    from benchmarks.peers import LIBRARIES, PEERS
+    from benchmarks.kernels import LIBRARIES, PEERS, run
     from ktft import native
 
     measured = partial(

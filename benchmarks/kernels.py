@@ -10,10 +10,15 @@ from benchmarks import layers, machine
 from benchmarks.cases import Case, Record, Shape
 from benchmarks.layers import Ktft, Runner
 from benchmarks.measure import measure
-from benchmarks.peer import Job
-from benchmarks.peers import PEERS
+from benchmarks.peer import Job, Peer
+from benchmarks.peer_kt import KT_KERNEL
+from benchmarks.peer_self import SELF_PEERS
+from benchmarks.peer_torch import TORCH_PEERS
 from benchmarks.report import NOT_ASKED
 from ktft import native
+
+LIBRARIES: tuple[Peer, ...] = (*TORCH_PEERS, KT_KERNEL)
+PEERS: tuple[Peer, ...] = (*LIBRARIES, *SELF_PEERS)
 
 
 def _make_peers(job: Job, wanted: list[str], say: Callable[[str], None]) -> tuple[dict[str, Runner], dict[str, str]]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.cases import Shape
 from benchmarks.measure import SETTLE_SECONDS
-from benchmarks.report import short
+from benchmarks.report import new_table, short
 from ktft import native, system
 from ktft.config import PROJECTIONS
 from ktft.train.optimizer import AdamW
@@ -157,10 +157,7 @@ def _once(optimizer: torch.optim.Optimizer, memory: native.StreamedMemory) -> tu
 
 def make_table(records: list[Record]) -> Table:
     """A table with one row per optimizer."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
-    table.add_column("optimizer", no_wrap=True)
-    for heading in ("ms", "GB/s", "read GB/s", "%read", "mix GB/s", "%mix", "x ktft"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table("optimizer", (), ("ms", "GB/s", "read GB/s", "%read", "mix GB/s", "%mix", "x ktft"))
     for r in records:
         figures = (r.ms, r.gbs, r.read_gbs, r.percent_of_read, r.mix_gbs, r.percent_of_mix)
         table.add_row(r.optimizer, *(short(value) for value in figures), f"{r.ratio:.2f}")

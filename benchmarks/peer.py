@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Peer:
-    """One row of `benchmarks.peers.PEERS`.
+    """One row of `benchmarks.kernels.PEERS`.
 
     Attributes:
         name: the peer's name for `--peer`.

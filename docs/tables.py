@@ -104,17 +104,16 @@ def _schemes(scheme: type[Scheme]) -> list[str]:
 
 
 def versions() -> str:
-    python = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["requires-python"]
-    lower, upper = re.findall(r"[\d.]+", python)
-    packages = {"python": (lower, upper), **TESTED_VERSIONS, **SERVING_VERSIONS}
-    training, serving = {"python": (lower, upper)} | TESTED_VERSIONS, {"python": (lower, upper)} | SERVING_VERSIONS
+    asked = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["requires-python"]
+    python = {"python": tuple(re.findall(r"[\d.]+", asked))}
+    training, serving = python | TESTED_VERSIONS, python | SERVING_VERSIONS
     return table(
         ("Package", "Training", "Serving, where it differs"),
-        ((name, _span(training.get(name)), _span(serving.get(name), training.get(name))) for name in packages),
+        ((key, _span(training.get(key)), _span(serving.get(key), training.get(key))) for key in training | serving),
     )
 
 
-def _span(tested: tuple[str, str] | None, other: tuple[str, str] | None = None) -> str | None:
+def _span(tested: tuple[str, ...] | None, other: tuple[str, ...] | None = None) -> str | None:
     return None if tested is None or tested == other else f"{tested[0]} to below {tested[1]}"
 
 

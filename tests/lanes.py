@@ -12,8 +12,7 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
-from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import decode, place
+from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import Operations
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out

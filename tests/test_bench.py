@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from benchmarks import layers, machine, measure, optimizer, peer_kt, report
 from benchmarks.cases import SHAPES, STEPS, W8A8_STEP, Case, PeerFigure, Record, Shape, parse_shape
+from benchmarks.kernels import LIBRARIES, PEERS
 from benchmarks.layers import Ktft
 from benchmarks.peer import Job
-from benchmarks.peers import LIBRARIES, PEERS
 from ktft import native
 from ktft.cli import bench as bench_command
 

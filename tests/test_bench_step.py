@@ -24,9 +24,9 @@ from benchmarks.step.process import Worker, WorkerError
 from benchmarks.step.runners import HfResident, Ktft, token_ids
 from benchmarks.step.worker import serve
 from ktft import native
+from ktft.config import PLACEMENTS
 
 TINY = "8,2,64,64"
-PLACEMENTS = ("auto", "cpu", "stream", "resident")
 
 
 def bench(*arguments: object, output: Path, code: int = 0) -> tuple[list[dict[str, Any]], str]:
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_run_does_not_end_the_others(tmp_path: Path) -> None
 
 
 def test_worker_answers_every_request() -> None:
-    requests = [{"tokens": 24}, {"job": job(format="nonsense").to_dict()}, {"job": job(threads=1).to_dict()}]
+    requests = [{"tokens": 24}, {"job": asdict(job(format="nonsense"))}, {"job": asdict(job(threads=1))}]
     requests += [{"tokens": 24}, {"rates": {"threads": 1, "read_bytes": 16 << 20}}]
     answers = io.StringIO()
     serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers)
@@ -167,7 +167,7 @@ def test_settings_reach_the_experts() -> None:
     assert job(placement="resident", gpu_expert_memory=5).settings().gpu_expert_memory == 5
     assert job(placement="cpu", gpu_expert_memory=5).settings().gpu_expert_memory == 0
     assert job(format="k4", placement="stream").settings().placement == "stream"
-    assert Job.from_dict(json.loads(json.dumps(job().to_dict()))) == job()
+    assert Job.from_dict(json.loads(json.dumps(asdict(job())))) == job()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ktft.config import KT_KEYS, TOP_LEVEL_KEYS, Settings, parse_kt_config, trace_file, use_triton
+from ktft.config import KT_KEYS, PLACEMENTS, TOP_LEVEL_KEYS, Settings, parse_kt_config, trace_file, use_triton
 from ktft.versions import SERVING_VERSIONS, TESTED_SERVERS, TESTED_VERSIONS
 
 RESIDENT = {"placement": "resident"}
@@ -76,7 +76,7 @@ def test_amxint4_is_noted_as_another_format() -> None:
             "kt_config.kt_num_gpu_experts: 8 is not supported; experts that stay on the GPU are chosen by memory: set "
             "gpu_expert_memory to a size",
         ),
-        ({"placement": "gpu"}, "kt_config.placement: placement is 'gpu'; supported: auto, cpu, stream, resident"),
+        ({"placement": "gpu"}, f"kt_config.placement: placement is 'gpu'; supported: {', '.join(PLACEMENTS)}"),
         ({"gpu_expert_memory": "lots"}, "kt_config.gpu_expert_memory: gpu_expert_memory is 'lots'; give a size"),
         ({"gpu_expert_memory": True}, "gpu_expert_memory is True; give a size, for instance 8G, or auto, or 0"),
         ({"gpu_expert_memory": 8}, "8 without a unit is 8 bytes; write 8G if gigabytes are meant"),

@@ -1,4 +1,4 @@
-"""What docs/dev/add-a-kernel.md promises: a format is a codec and rows; no other place of `ktft` asks for its name."""
+"""What docs/dev/add-a-format.md promises: a format is a codec and rows; no other place of `ktft` asks for its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ktft.config import EXPERT_FORMATS
 from ktft.formats import FORMAT_TRAITS
 from ktft.lanes.ops import torch_ops
 from ktft.native import ExpertLayer
-from ktft.native.codes import CODED
+from ktft.native.encodings import CODED
 from ktft.native.extension import core
 from ktft.native.packed import CODE_BYTES, PACKED_FORMATS, TILE_ROWS
 from ktft.serve.runtime import torch_resident
@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 MAY_COMPARE = {
     "ktft/formats.py": "the rows",
-    "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
-    "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
-    "ktft/native/codes.py": "formats of checkpoints: docs/dev/add-a-kernel.md",
+    "ktft/checkpoint/encoded.py": "formats of checkpoints: docs/dev/add-a-format.md",
+    "ktft/checkpoint/schemes.py": "formats of checkpoints: docs/dev/add-a-format.md",
+    "ktft/native/encodings.py": "formats of checkpoints: docs/dev/add-a-format.md",
 }
 """Files that compare with formats' names, and why they may."""
 

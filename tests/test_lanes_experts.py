@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.lanes.ops import chunk, torch_ops
 from ktft.lanes.ops import interface as ops
-from ktft.lanes.ops import products, torch_ops
 from ktft.lanes.ops.dropout import Dropout, stays
 from ktft.lanes.ops.interface import operations
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out, piece_rows
@@ -174,7 +174,7 @@ def test_products_are_laid_out_as_torch_groups_them(monkeypatch: pytest.MonkeyPa
     """torch's own grouped product, as CUDA takes it, checks strides and alignment here too."""
     layer = make_gated(64, 160, "k4", ISA, nodes=2, swiglu=GPT_OSS)
     lora = small_lora(64, 160, 8, torch.float32)
-    monkeypatch.setattr(products, "_is_grouped", lambda device: True)
+    monkeypatch.setattr(chunk, "_is_grouped", lambda device: True)
     inputs = inputs_for(TAILS[0], 64)
     assert_contract(compare(layer, lora, *inputs, oracle=gated_oracle(layer), forward=Lane(chunk=5, piece_rows=9)))
 

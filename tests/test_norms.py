@@ -13,8 +13,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from ktft import native
 from ktft.model import norms
 from ktft.native.optim import row_norms
-from ktft.train.norms import clip_grad_norm
-from ktft.train.norms import norms as norms_by_rows
+from ktft.train.gradients import clip_grad_norm
+from ktft.train.gradients import norms as norms_by_rows
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from contract import EXPERTS, TAILS, inputs_for, make_layer, make_lora, relative
 from lanes import no_calibration
 from torch import Tensor
 
-from ktft import native
+from ktft import config, native
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import Settings
 from ktft.lanes.gpu import lane as lane_module
@@ -23,7 +23,7 @@ from ktft.train.optimizer import AdamW
 __all__ = ["no_calibration"]
 
 HIDDEN, INTERMEDIATE, RANK = 64, 96, 4
-PLACEMENTS = {name: {"placement": name} for name in ("cpu", "stream", "auto", "resident")}
+PLACEMENTS = {name: {"placement": name} for name in config.PLACEMENTS}
 PLACEMENTS["resident"]["gpu_expert_memory"] = 100_000
 CALLS = 40
 

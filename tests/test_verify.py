@@ -21,7 +21,7 @@ from tiny import write_checkpoint
 from ktft import native
 from ktft.checkpoint.cache import MANIFEST, Manifest, describe_file, layer_file, read_metadata
 from ktft.checkpoint.files import CRC32, NewTensor, to_json, write_safetensors
-from ktft.verify.stock import StockExperts
+from ktft.verify.whole import StockExperts
 
 Checkpoint = Callable[[str], Path]
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ def _time_group(
 def _start(plan: Plan, name: str, running_until: ExitStack) -> Client:
     if name == "ktft" and plan.url is not None:
         return running(plan.url, plan.model_name)
-    decode = partial(_decode, plan.job.model)
-    return running_until.enter_context(Process(ROWS[name], plan.job, decode)).client
+    process = Process(ROWS[name], plan.job, lambda ids: str(_tokenizer(plan.job.model).decode(ids)))
+    return running_until.enter_context(process).client
 
 
 def _give_up(name: str, error: ServerFailed, absent: dict[str, str]) -> None:
@@ -107,14 +107,10 @@ def _give_up(name: str, error: ServerFailed, absent: dict[str, str]) -> None:
 
 @cache
 def _tokenizer(model: Path | None) -> Any:
+    """It turns token ids into a text, for servers that take nothing else."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
-
-
-def _decode(model: Path | None, ids: list[int]) -> str:
-    """Token ids as a text, for servers that take nothing else."""
-    return str(_tokenizer(model).decode(ids))
 
 
 def take_turns(asked: bool | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.cases import Shape, parse_shape
@@ -68,13 +68,9 @@ class Job:
             expert_format=self.format, threads=self.threads, placement=self.placement, gpu_expert_memory=memory
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The job as values of JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Job:
-        """The job from the result of `to_dict`."""
+        """The job from the result of `asdict`, which may have been JSON."""
         return cls(**values | {"shape": Shape(**values["shape"]), "tokens": tuple(values["tokens"])})
 
 

@@ -40,7 +40,9 @@ class Offload(ModelRunner):
     autocast: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
-        one_process()
+        # What a launcher would set, for one process on a port that is free
+        launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(launched, MASTER_PORT=str(free_port()))
         torch.manual_seed(0)
         self.device = device_here()
         self.model = stock_model(job, torch.device("cpu"))
@@ -53,11 +55,6 @@ class Offload(ModelRunner):
     def trained(self) -> list[Tensor]:
         """The parameters that the model trains."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-
-def one_process() -> None:
-    """What a launcher would set, for one process on a port that is free."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 class Zero3Offload(Offload):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import selectors
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks import machine
@@ -31,7 +32,7 @@ class Worker(Started):
 
     def make(self) -> None:
         """Have the model made. As all requests, this raises WorkerError if the process fails."""
-        self.facts = self._ask({"job": self.job.to_dict()})
+        self.facts = self._ask({"job": asdict(self.job)})
 
     def step(self, tokens: int) -> Times:
         """Time one step."""

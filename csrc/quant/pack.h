@@ -1,7 +1,7 @@
 // Packs rows of a checkpoint tensor into tiles, and unpacks them for tests and error reports.
 #pragma once
 
-#include "quant/source.h"
+#include "quant/encoding.h"
 
 namespace ktft {
 

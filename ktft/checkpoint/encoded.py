@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktft.native.codes import CODED
+from ktft.native.encodings import CODED
 from ktft.native.packed import PACKED_FORMATS
 
 E2M1 = PACKED_FORMATS["mxfp4"].values

@@ -66,15 +66,14 @@ def convert(
 def _convert(source: Path, target: Path, settings: Settings, report: bool, check: bool, console: Console) -> list[str]:
     """Convert, or with `check` compare an existing conversion. Returns the problems that the comparison found."""
     _check_directories(source, target, must_exist=check)
-    from ktft.checkpoint.check import check as compare
-    from ktft.checkpoint.check import check_bytes
+    from ktft.checkpoint import convert
 
     with console.status(f"reading headers of {source} ..."):
         conversion = _conversion(source, target, settings)
     problems: list[str] = []
     with conversion.opened(write=not check):
         if check:
-            show(compare(conversion, problems), check_bytes(conversion), console)
+            show(convert.check(conversion, problems), convert.check_bytes(conversion), console)
         else:
             show(conversion.run(report), conversion.source_bytes(report), console)
             if report:
@@ -103,7 +102,7 @@ def _conversion(source: Path, target: Path, settings: Settings) -> Conversion:
     from ktft.checkpoint.cache import MANIFEST, UNFINISHED, Manifest
     from ktft.checkpoint.convert import Conversion
     from ktft.checkpoint.load import ExpertPlan
-    from ktft.model.outline import outline
+    from ktft.model.quantizer import outline
 
     begun = next((target / name for name in (MANIFEST, UNFINISHED) if (target / name).is_file()), None)
     if settings.expert_format is None and begun is not None:

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ktft.plan.description import CORE_FLOPS, Machine
 from ktft.system import readable
 
 if TYPE_CHECKING:
-    from ktft.plan.description import Machine
     from ktft.plan.plan import Plan
 
 TABLE_WIDTH = 120
@@ -41,7 +41,7 @@ def plan(
     cores: Annotated[int | None, typer.Option(min=1, help="Physical cores, all sockets together.")] = None,
     sockets: Annotated[int | None, typer.Option(min=1, max=64, help="NUMA nodes.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Bytes a second all cores read from memory, as 400G.")] = None,
-    isa: Annotated[str | None, typer.Option(help="amx_bf16, avx512_bf16, avx512 or avx2.")] = None,
+    isa: Annotated[str | None, typer.Option(help=f"{', '.join(CORE_FLOPS)}.")] = None,
     disk_rate: Annotated[str | None, typer.Option(help="Bytes a second the disk is read at, as 3G.")] = None,
     routing: Annotated[
         Literal["uniform", "zipf"],

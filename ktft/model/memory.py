@@ -8,7 +8,7 @@ fitted with tests/scripts/plan_accuracy.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,10 +112,6 @@ class Footprint:
     @property
     def vram_bytes(self) -> int:
         return sum(self.vram.values())
-
-    def with_residents(self, resident: int) -> Footprint:
-        """The same footprint with `resident` bytes of experts that stay on the GPU."""
-        return replace(self, vram=self.vram | {"resident experts": resident})
 
     @property
     def node_bytes(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -35,6 +36,7 @@ from ktft.lanes.lanes import Lanes
 from ktft.model.backbone import Backbone
 from ktft.model.experts import KtftExperts, expert_modules
 from ktft.model.generic import family_of
+from ktft.model.meta import meta_model
 from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
 from ktft.model.shared import shared_ahead
@@ -323,6 +325,19 @@ def swap_experts(
 
 def _has_gpu() -> bool:
     return accelerator() is not None or emulate_gpu()
+
+
+def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
+    """Compare a checkpoint with its config as a load does, reading only headers. The returned plan's layers are empty.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: the model is not supported; shards are damaged; a tensor is missing or unexpected, or has a wrong
+            shape or dtype.
+    """
+    files = CheckpointReader.from_directory(directory).files
+    model = meta_model(AutoConfig.from_pretrained(directory))
+    return LoadPlan(model, [str(file) for file in files], settings)
 
 
 def _prediction_layers(config: PreTrainedConfig) -> list[str]:

@@ -51,7 +51,8 @@ def by_cause(parts: Mapping[str, int]) -> dict[str, int]:
 def largest_cause(causes: Mapping[str, int]) -> str:
     """The message for the cause that takes the most memory, and the advice that reduces it."""
     name = max(causes, key=lambda each: causes[each])
-    cure = _CURES.get(name, "ask for less of it").format(formats=", ".join(by_size()))
+    by_size = sorted(config.EXPERT_FORMATS, key=lambda each: native.packed_bytes(1, 1024, 1024, each, 1)[0])
+    cure = _CURES.get(name, "ask for less of it").format(formats=", ".join(by_size))
     return f"the largest part, {system.readable(causes[name])}, is for {name}: {cure}"
 
 
@@ -80,8 +81,3 @@ def require_memory(what: str, causes: Mapping[str, int]) -> None:
         f"{shortage(what, needed, available, limit=_limit_words())}; {largest_cause(causes)}. `ktft plan MODEL "
         "train.yaml` says what fits; KTFT_SKIP_MEMORY_CHECK=1 loads all the same"
     )
-
-
-def by_size() -> list[str]:
-    """Expert formats, smallest first."""
-    return sorted(config.EXPERT_FORMATS, key=lambda name: native.packed_bytes(1, 1024, 1024, name, 1)[0])

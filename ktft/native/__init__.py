@@ -4,14 +4,15 @@ Everything here takes and returns CPU tensors.
 """
 
 from ktft.held import ELSEWHERE
-from ktft.native.ceilings import StreamedMemory, compute_ceilings
 from ktft.native.extension import FORMATS
 from ktft.native.hybrid import HostExperts, HostExpertsError
 from ktft.native.layer import ExpertLayer, Gradients
 from ktft.native.machine import (
     LayerMemory,
     Runtime,
+    StreamedMemory,
     check_machine,
+    compute_ceilings,
     cpu_features,
     default_isa,
     isas,

@@ -120,15 +120,6 @@ def driver_of(device: Device) -> Driver | None:
     return None if library is None else driver(library)
 
 
-def unavailable(library: str) -> str:
-    """The reason why CUDA cannot be used here, for a person; empty if it can."""
-    try:
-        driver(library)
-    except CudaError as error:
-        return str(error)
-    return ""
-
-
 def copy_on_host(rows: Sequence[int], matrices: Sequence[Rows], gather: bool, threads: int = 4) -> None:
     """Copy rows within host memory, and return when that is done.
 

@@ -11,12 +11,11 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.held import HeldExperts
 from ktft.lora import ExpertLora
-from ktft.native.adapters import native_lora
-from ktft.native.codes import check_codes
+from ktft.native.encodings import check_codes
 from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
 from ktft.native.machine import Runtime
 from ktft.native.packed import PackedSlice
-from ktft.native.tensors import INTEGERS, address, check_like, check_memory, described
+from ktft.native.tensors import INTEGERS, address, check_like, check_memory, described, native_lora
 from ktft.swiglu import SILU, Swiglu
 
 
@@ -348,7 +347,7 @@ class ExpertLayer:
     def native_lora(
         self, lora: ExpertLora | None, grads: list[Tensor] | None = None, elsewhere: Tensor | None = None
     ) -> tuple[Any, list[Tensor]]:
-        """The core's view of this layer's adapters, and the tensors it points into; see `ktft.native.adapters`."""
+        """The core's view of this layer's adapters, and the tensors it points into; see `ktft.native.tensors`."""
         return native_lora(self.name, self.num_experts, lora, grads, elsewhere)
 
     def _inputs(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -102,7 +102,7 @@ class Planner:
             room.append((need.vram_bytes, machine.gpu.memory_bytes))
             free = machine.gpu.memory_bytes - need.vram_bytes
             resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free, need.vram_bytes)
-            need = need.with_residents(resident)
+            need = replace(need, vram=need.vram | {"resident experts": resident})
             lanes = simulated_lanes(shape, work, machine, rate, name, resident, self.routing)
         alike = replace(work, checkpointing=self.work.checkpointing) == self.work
         as_timed = machine.gpu == self.machine.gpu and alike

@@ -23,10 +23,9 @@ from ktft.native import Runtime
 from ktft.train.attention import AttentionSpans
 from ktft.train.dead import LifeSigns, vocabulary_of
 from ktft.train.facts import Told, facts_of
-from ktft.train.gradients import GradientWatch, group_norms, rates_of, trained_parameters
+from ktft.train.gradients import GradientWatch, clip_grad_norm, group_norms, rates_of, trained_parameters
 from ktft.train.guards import Guards, Step
 from ktft.train.manifest import MANIFEST, checkpoints
-from ktft.train.norms import clip_grad_norm
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import Since, memory_now, times_of

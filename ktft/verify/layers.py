@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig
@@ -15,14 +16,16 @@ from ktft.checkpoint.cache import PackedCache
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.quantization_error import ErrorMeter, ProjectionError
 from ktft.config import Settings
-from ktft.model.outline import outline
+from ktft.formats import FORMAT_TRAITS
+from ktft.model.quantizer import outline
 from ktft.model.shape import top_k_of
 from ktft.native import ExpertLayer
 from ktft.verify.contract import ContractError, check_contract, comparable, random_lora
 from ktft.verify.problem import Problem
-from ktft.verify.weights import PackingMeter, outliers
 
 SEED = 20
+FAR_FROM_OTHERS = 3.0
+"""An expert is off, even within its format's limit, if its error is this many times the median of its layer."""
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,31 @@ class LayerVerifier:
         if meter is not None:
             problems += outliers(meter, layer, number)
         return LayerResult(number, contract, meter.result() if meter else None, problems)
+
+
+class PackingMeter(ErrorMeter):
+    """Packs each weight into `layer` and compares it at once, so that a source is read once."""
+
+    def load(self, expert: int, projection: str, weight: Any, scales: Any = None, **more: Any) -> bool:
+        """Pack and compare one weight; see `ExpertLayer.load`."""
+        kept = self.layer.load(expert, projection, weight, scales, **more)
+        super().load(expert, projection, weight, scales, **more)
+        return kept
+
+    def load_bias(self, expert: int, projection: str, bias: Any) -> None:
+        """Load one bias; see `ExpertLayer.load_bias`."""
+        self.layer.load_bias(expert, projection, bias)
+
+
+def outliers(meter: ErrorMeter, layer: ExpertLayer, number: int) -> list[Problem]:
+    """The experts of layer `number` whose error their format does not explain, the worst first."""
+    found, traits = [], FORMAT_TRAITS[layer.format]
+    for projection, errors in meter.by_expert().items():
+        far = max(FAR_FROM_OTHERS * statistics.median(errors.values()), traits.error)
+        limit = min(far, traits.error_limit)
+        found += [
+            Problem("quantization", f"{projection} against its source", error, limit, number, expert, projection)
+            for expert, error in errors.items()
+            if not error <= limit
+        ]
+    return sorted(found, key=lambda problem: -comparable(problem.error))

@@ -1,6 +1,7 @@
 """Verifies a whole model: logits and a gradient, with ktft's experts and with transformers' own.
 
-Both runs share the weights around the experts, in fp32, so only the experts differ.
+Both runs share the weights around the experts, in fp32, so only the experts differ. The reference is transformers' own
+experts modules, filled with given weights.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from transformers import AutoConfig
 
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.adapters.peft import load_adapter
+from ktft.checkpoint.encoded import Encoded
 from ktft.checkpoint.load import ExpertPlan
 from ktft.config import PROJECTIONS, Settings
 from ktft.formats import FORMAT_TRAITS
-from ktft.model.experts import KtftExperts, find_experts, layer_number
+from ktft.lora import ExpertLora
+from ktft.model.experts import KtftExperts, expert_modules, find_experts, layer_number
 from ktft.model.meta import auto_class, meta_model
 from ktft.model.quantizer import KtftConfig
 from ktft.native import ExpertLayer
 from ktft.verify.contract import relative_error
 from ktft.verify.layers import SEED
 from ktft.verify.problem import Problem
-from ktft.verify.stock import StockExperts, stock_modules
 
 ARITHMETIC_LIMIT = 0.02
 """The limit of the relative error of logits and gradient against transformers' experts with the same weights and
@@ -201,7 +203,8 @@ def _put_stock(model: Any, directory: Path) -> dict[int, StockExperts]:
     places: dict[str, tuple[KtftExperts, Any]] = {name: (module, None) for name, module in bare.items()}
     places |= {name: (module.experts, module.active_lora()) for name, module in lora.items()}
     family = next(iter(places.values()))[0].family
-    modules = stock_modules(directory, family)
+    own = meta_model(AutoConfig.from_pretrained(directory))
+    modules = {name: own.get_submodule(name) for _, name, _ in expert_modules(own, family)}
     stock = {}
     for name, (experts, adapter) in places.items():
         each = StockExperts(modules[experts.layer.name], experts.layer, adapter)
@@ -308,3 +311,58 @@ def outermost_experts(model: nn.Module) -> dict[int, nn.Module]:
         if isinstance(module, (KtftExperts, KtftExpertsLora)):
             found.setdefault(layer_number(name), module)
     return found
+
+
+class StockExperts:
+    """One layer's stacked experts in fp32, taking weights as `ExpertLayer` does.
+
+    Args:
+        module: transformers' experts module, on meta.
+        lora: the adapter that `merge` merges into the weights.
+    """
+
+    format = "fp32"
+
+    def __init__(self, module: nn.Module, layer: ExpertLayer, lora: ExpertLora | None) -> None:
+        self.module = module.to_empty(device="cpu").float().requires_grad_(False).eval()
+        self.layer, self.lora = layer, lora
+
+    def _pick(self, stem: str, projection: str) -> Tensor:
+        """One projection's part of a stacked tensor, with out_features before any in_features."""
+        stacked: Tensor = self.module.get_parameter(
+            ("down_proj" if projection == "down_proj" else "gate_up_proj") + stem
+        )
+        transposed = bool(getattr(self.module, "is_transposed", False))
+        if transposed and stacked.dim() == 3:
+            stacked = stacked.mT
+        if projection == "down_proj":
+            return stacked
+        number = PROJECTIONS.index(projection)
+        return stacked[:, number::2] if transposed else stacked.chunk(2, dim=1)[number]
+
+    def load(self, expert: int, projection: str, weight: Tensor, scales: Tensor | None = None, **more: Any) -> bool:
+        """Copy one weight. The arguments are those of `ExpertLayer.load`."""
+        self._pick("", projection)[expert].copy_(Encoded(weight, scales, **more).dequantize())
+        return True
+
+    def load_bias(self, expert: int, projection: str, bias: Tensor) -> None:
+        """Copy one bias."""
+        self._pick("_bias", projection)[expert].copy_(bias)
+
+    def missing(self) -> list[tuple[int, str]]:
+        """Always empty, because the plan that fills the layer has counted its weights."""
+        return []
+
+    def load_packed(self) -> None:
+        """Copy the dequantized weights and the biases of the packed layer."""
+        for expert in range(self.layer.num_experts):
+            for projection in PROJECTIONS:
+                self.load(expert, projection, self.layer.dequantize(expert, projection))
+                if self.layer.biases:
+                    self.load_bias(expert, projection, self.layer.bias(expert, projection))
+
+    def merge(self) -> None:
+        """Add the adapter to the weights."""
+        for projection, pair in self.lora.pairs.items() if self.lora is not None else ():
+            for expert, weight in enumerate(self._pick("", projection)):
+                weight += pair.scaling * pair.b[expert].detach().float() @ pair.a[expert].detach().float()

@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--seconds", type=float, default=1.0, help="of each timing")
-    parser.add_argument("--check-formats", nargs="+", default=["k4", "int8", "bf16", "fp8", "int4", "mxfp4"])
+    parser.add_argument("--check-formats", nargs="+", default=native.FORMATS)
     parser.add_argument("--formats", nargs="+", default=["k4", "int8"])
     args = parser.parse_args()
     if not args.skip_checks:

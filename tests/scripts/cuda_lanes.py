@@ -28,8 +28,7 @@ from lanes import Lane, adapters, blocks
 from ktft import native, reference
 from ktft.config import EXPERT_FORMATS
 from ktft.lanes.ops import torch_ops
-from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import decode, place
+from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import Operations, has_triton
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes, lay_out

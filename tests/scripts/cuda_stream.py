@@ -248,8 +248,10 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 4096, 16384])
     parser.add_argument("--threads", type=int, default=15)
     given = parser.parse_args()
-    if why := cuda.unavailable(config.cuda_library()):
-        sys.exit(f"no GPU: {why}")
+    try:
+        cuda.driver(config.cuda_library())
+    except cuda.CudaError as error:
+        sys.exit(f"no GPU: {error}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, operations: {operations(torch.device('cuda'))}")
     torch.set_grad_enabled(False)
     with part("locking"):

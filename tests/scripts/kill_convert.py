@@ -22,9 +22,8 @@ def make(folder: Path) -> None:
 
 
 def main() -> int:
-    import ktft.checkpoint.check
     import ktft.cli.convert
-    import ktft.model.outline  # noqa: F401  # with all of torch and transformers
+    import ktft.model.quantizer  # noqa: F401  # with all of torch and transformers
 
     expert_format = sys.argv[1] if len(sys.argv) > 1 else "k4"
     return hunt(("convert", "--format", expert_format, "{folder}/base"), "out", KILLS, make)

@@ -25,8 +25,7 @@ from ktft.lanes.gpu.buffers import Buffers, ChunkLayout
 from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.rings import RingPlace, Source
 from ktft.lanes.gpu.transfer import transfer
-from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import decode, place
+from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import by_triton
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows

@@ -12,8 +12,7 @@ from torch import Tensor
 from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_probe, gpu_probe
 from ktft.lanes.decide.costs import LayerKind, Rates
 from ktft.lanes.gpu.lane import GpuLane
-from ktft.lanes.ops.chunk import chunk_backward, chunk_forward
-from ktft.lanes.ops.decode import decode, place
+from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes, lay_out
 from ktft.lanes.terms import Work

@@ -1,4 +1,4 @@
-"""A chunk of experts on a device, forward and backward: `ktft.reference.moe` in bf16 products with fp32 sums.
+"""A chunk of experts on a device, decoded, forward and backward: `ktft.reference.moe` in bf16 products with fp32 sums.
 
 LoRA and biases go through the same products as the weights: see `ChunkMatrix`. Backward computes gate and up again
 from the hidden states, so nothing is kept after forward.
@@ -6,18 +6,76 @@ from the hidden states, so nothing is kept after forward.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ktft.device import device_of
 from ktft.lanes.ops.interface import Operations, operations
-from ktft.lanes.ops.products import grouped
-from ktft.lanes.ops.tiles import PLACES
-from ktft.lanes.ops.weights import Adapters, ChunkMatrix, ChunkWeights
+from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix, ChunkWeights
 from ktft.lanes.routes import ChunkRows, Piece
 from ktft.lora import ExpertLora
+from ktft.native.packed import PackedSlice
 from ktft.swiglu import Swiglu
+
+
+def decode(
+    format: str,
+    slices: Sequence[PackedSlice],
+    blocks: Sequence[Tensor],
+    out: ChunkWeights,
+    ops: Operations | None = None,
+) -> None:
+    """Decode packed experts, exactly: bf16 holds what the formats' values are without their rows' scales.
+
+    Args:
+        format, slices: the layer's.
+        blocks: of each slice uint8 `[G, expert_bytes]` on the device of `out`: these experts' packed bytes.
+        out: of G experts.
+        ops: by default the best for the device.
+    """
+    ops = ops or operations(out.down.values.device)
+    for part, block in zip(slices, blocks, strict=True):
+        for matrix, row, col in ((out.gate_up, part.begin, 0), (out.down, 0, part.begin)):
+            packed = [part.matrices[name] for name in matrix.projections]
+            ops.decode(format, block, packed, matrix, row, col)
+
+
+def place(lora: ExpertLora | None, out: ChunkWeights, ops: Operations | None = None) -> None:
+    """Write adapters beside the decoded weights, whose scales must be there.
+
+    Args:
+        lora: of the G experts, `[G, ...]` on the device of `out`, of the ranks that `out` was made for.
+        out: of G experts.
+        ops: by default the best for the device.
+    """
+    ops = ops or operations(out.down.values.device)
+    for matrix in (out.gate_up, out.down):
+        if (adapters := matrix.adapters(lora)) is not None:
+            ops.place(adapters)
+
+
+@functools.cache
+def _is_grouped(device: torch.device) -> bool:
+    """Whether torch has kernels for groups on the device. Without them its own loop would wait for the device."""
+    return device_of(device).has_grouped_mm()
+
+
+def grouped(x: Tensor, matrices: Tensor, piece: Piece) -> Tensor:
+    """`[n, N]` bf16: each row of x `[n, K]` times the matrix of its expert in `[G, K, N]`, bf16, summed in fp32.
+
+    Rows of x, and either rows or columns of the matrices, must be contiguous and begin at multiples of 16 bytes.
+    """
+    if _is_grouped(x.device):
+        out: Tensor = torch._grouped_mm(x, matrices, offs=piece.ends)
+        return out
+    out = x.new_empty(x.shape[0], matrices.shape[2])
+    for expert, rows in piece.ranges():
+        torch.mm(x[rows], matrices[expert], out=out[rows])
+    return out
 
 
 @dataclass(frozen=True)

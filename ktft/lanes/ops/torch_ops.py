@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ktft.lanes.ops.dropout import Dropout, stays
-from ktft.lanes.ops.tiles import PLACES
-from ktft.lanes.ops.weights import Adapters, ChunkMatrix
+from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix
 from ktft.lanes.routes import Piece
 from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedMatrix
 from ktft.swiglu import Swiglu

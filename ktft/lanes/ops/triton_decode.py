@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktft.lanes.ops.tiles import cdiv
 from ktft.lanes.ops.triton_codes import ROWS, columns, constants, groups, value_of, views
-from ktft.lanes.ops.triton_launch import short
+from ktft.lanes.ops.triton_launch import cdiv, short
 from ktft.lanes.ops.weights import ChunkMatrix
 from ktft.native.packed import PACKED_FORMATS, TILE_ROWS, PackedMatrix
 

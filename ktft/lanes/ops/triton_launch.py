@@ -58,3 +58,14 @@ def _kind(arg: Any, exact: bool) -> object:
     if isinstance(arg, float):
         return float
     return arg if exact or not isinstance(arg, int) else arg.bit_length() < 32
+
+
+# Triton has these two for its kernels; called from Python, its versions take ten times as long
+def cdiv(value: int, by: int) -> int:
+    """The quotient, rounded up."""
+    return -(-value // by)
+
+
+def power_of_2(value: int) -> int:
+    """The smallest power of two that is not smaller than `value`."""
+    return 1 << (value - 1).bit_length()

@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktft.lanes.ops.dropout import Dropout, signed
-from ktft.lanes.ops.tiles import cdiv, power_of_2
-from ktft.lanes.ops.triton_launch import short
+from ktft.lanes.ops.triton_launch import cdiv, power_of_2, short
 from ktft.lanes.ops.weights import Adapters
 from ktft.lanes.routes import Piece
 from ktft.lora import LoraPair

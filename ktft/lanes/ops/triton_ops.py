@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktft.lanes.ops.tiles import cdiv, power_of_2
 from ktft.lanes.ops.triton_decode import decode  # noqa: F401
-from ktft.lanes.ops.triton_launch import short
+from ktft.lanes.ops.triton_launch import cdiv, power_of_2, short
 from ktft.lanes.ops.triton_lora import add_low_rank, lora_gradients, low_rank, place  # noqa: F401
 from ktft.lanes.routes import Piece
 from ktft.swiglu import Swiglu

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lanes.ops.dropout import Dropout
-from ktft.lanes.ops.tiles import PLACES
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
 from ktft.native.packed import PACKED_FORMATS
+
+PLACES = 16
+"""LoRA ranks and biases take a multiple of this many columns of a decoded matrix, so that rows stay aligned. Tensor
+cores multiply at least this many anyway.
+"""
 
 
 @dataclass(frozen=True)

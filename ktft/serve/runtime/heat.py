@@ -49,18 +49,18 @@ class Heat:
     def add(self, place: int, run: Pass, counts: Sequence[int]) -> None:
         """Count a layer's prefill, which its lanes have taken on."""
         self._many[place, : len(counts)] += torch.tensor(counts)
-        for lane in Where:
-            experts = run.placement.experts(lane)
-            self._pairs[lane] += sum(counts[expert] for expert in experts)
-            self._calls[lane] += bool(experts)
+        for where in Where:
+            experts = run.placement.experts(where)
+            self._pairs[where] += sum(counts[expert] for expert in experts)
+            self._calls[where] += bool(experts)
         self._seconds[Where.CPU] += run.cpu_seconds
         if run.events:
             self._unread.append(run)
         while self._unread and all(event.query() for event in self._unread[0].events):
             first = self._unread.popleft()
             _, began, _, ended = first.events
-            lane = Where.STREAM if first.placement.stream else Where.RESIDENT
-            self._seconds[lane] += began.elapsed_time(ended) / 1e3
+            where = Where.STREAM if first.placement.stream else Where.RESIDENT
+            self._seconds[where] += began.elapsed_time(ended) / 1e3
 
     def ask(self) -> None:
         """Begin to copy the device's counts to the host."""
@@ -98,13 +98,13 @@ class Heat:
         pairs[Where.CPU] += cpu
         seconds[Where.CPU] += sum(self._host.seconds(layer) for layer in self._layers)
         return {
-            lane: {
-                "pairs": pairs[lane],
-                "tokens": pairs[lane] / self._top_k,
-                "seconds": seconds[lane],
-                "calls": self._calls[lane],
+            where: {
+                "pairs": pairs[where],
+                "tokens": pairs[where] / self._top_k,
+                "seconds": seconds[where],
+                "calls": self._calls[where],
             }
-            for lane in Where
+            for where in Where
         }
 
     def _few(self, resident: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ktft.config import PROJECTIONS
 from ktft.lanes.ops import torch_ops
-from ktft.lanes.ops.decode import decode
+from ktft.lanes.ops.chunk import decode
 from ktft.lanes.ops.weights import ChunkMatrix, ChunkWeights
 from ktft.native import ELSEWHERE
 from ktft.serve.runtime.resident_experts import HotLayer

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktft.lanes.ops.tiles import cdiv
 from ktft.lanes.ops.triton_codes import ROWS, columns, constants, groups, value_of, views
+from ktft.lanes.ops.triton_launch import cdiv
 from ktft.native.packed import PACKED_FORMATS, PackedMatrix
 from ktft.serve.runtime.resident_experts import HotLayer
 

@@ -25,7 +25,7 @@ from ktft.serve.runtime.served_model import serve
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm.lora_linear import add_slots
-from ktft.serve.vllm.moe import KtftMoEMethod
+from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
 from ktft.serve.vllm.worker import set_adapter
 
 
@@ -109,13 +109,12 @@ class _Experts:
 
     @classmethod
     def of_vllm(cls, module: RoutedExperts) -> _Experts:
-        limit = 7.0 if module.activation.value == "swigluoai" else None  # fixed in vLLM's kernels
         return cls(
             module.global_num_experts,
             module.hidden_size,
             module.intermediate_size_per_partition,
             module.moe_config.has_bias,
-            module.swiglu_limit or limit,
+            module.swiglu_limit or ACTIVATIONS.get(module.activation.value),
         )
 
     @classmethod

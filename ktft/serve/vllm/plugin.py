@@ -13,7 +13,7 @@ def register() -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
     from ktft.serve.vllm.loader import KtftModelLoader
-    from ktft.serve.vllm.quantization import KtftQuantization
+    from ktft.serve.vllm.moe import KtftQuantization
 
     if "ktft" in QUANTIZATION_METHODS:
         return  # vLLM loads plugins more than once in a process

@@ -1,4 +1,4 @@
-"""Checks weights that are given as codes with scales."""
+"""How a weight of codes with scales is encoded, by the types of its tensors, which are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-#include "quant/source.h"
+#include "quant/encoding.h"
 
 #include <algorithm>
 #include <array>
