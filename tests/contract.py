@@ -116,6 +116,16 @@ def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bf
     return x, index, weights
 
 
+def random_inputs(
+    tokens: int, hidden: int, top_k: int = TOP_K, seed: int = 0, dtype: torch.dtype = torch.bfloat16, experts=EXPERTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, different experts for each token and their weights, none of which needs a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    index = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].contiguous()
+    return x, index, torch.rand(tokens, top_k, generator=generator)
+
+
 def compare(
     layer, lora, x, index, weights, activation="retain", oracle=reference.moe, forward=routed_experts
 ) -> dict[str, float]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ktft.checkpoint.reader import INDEX_NAME
+from ktft.config import PROJECTIONS
 
 SLACK = 1.37
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -197,6 +198,39 @@ def write(source: Path, target: Path, tensors: dict[str, Tensor], quantization: 
         config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def separate(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+    """Stacked experts apart, one tensor an expert and projection."""
+    apart = dict(tensors)
+    for name in [name for name in tensors if is_expert(name)]:
+        stem, kind = name.rsplit(".", 1)
+        weight = apart.pop(name).mT if transposed else apart.pop(name)
+        parts = (("down_proj", weight),)
+        if kind == "gate_up_proj":
+            parts = tuple(zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True))
+        for projection, stacked in parts:
+            apart |= {f"{stem}.{e}.{projection}.weight": matrix.contiguous() for e, matrix in enumerate(stacked)}
+    return apart
+
+
+def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `separate`, as transformers 5 writes experts."""
+    together = {name: t for name, t in tensors.items() if not is_expert(name)}
+    for stem in {name.rsplit(".", 3)[0] for name in tensors if is_expert(name)}:
+        experts = [[tensors[f"{stem}.{e}.{name}.weight"] for e in range(8)] for name in PROJECTIONS]
+        gate, up, down = (torch.stack(matrices) for matrices in experts)
+        together |= {f"{stem}.gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}.down_proj": down}
+    return together
+
+
+def changed(
+    source: Path, target: Path, change: Callable[[dict[str, Tensor]], Any], quantization: dict[str, Any] | None = None
+) -> Path:
+    """A copy of a checkpoint, whose tensors `change` has changed in place."""
+    tensors = read_all(source)
+    change(tensors)
+    return write(source, target, tensors, quantization)
 
 
 def stacked_name(stem: str, part: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def reduce_loss(run: transformers.Trainer, reduction: str) -> None:
 
 def losses(trainer: transformers.Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def logged(output: Path) -> list[dict[str, float]]:
+    """What the run in a folder logged with a loss, in the order of its steps."""
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in history if "loss" in entry]
 
 
 def trainer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 import torch
 import transformers
 from adapted import adapted, load
+from damage import edit_json, flip
 from dying import full_disk
 from given import Checkpoint
 from merging import contents
@@ -153,8 +153,7 @@ def test_every_mutation_of_a_tensor_is_noticed(
 def test_a_changed_configuration_is_noticed(
     model: torch.nn.Module, saved: Path, change: dict[str, Any], message: str
 ) -> None:
-    config = json.loads((saved / "adapter_config.json").read_text())
-    (saved / "adapter_config.json").write_text(json.dumps(config | change))
+    edit_json(saved / "adapter_config.json", **change)
     with pytest.raises(ValueError, match=message):
         model.load_adapter(saved, "changed")
     assert list(model.peft_config) == ["default"]
@@ -166,7 +165,7 @@ def test_a_file_without_ktfts_metadata_is_checked_by_its_tensors(model: torch.nn
     save_file(load_file(file), file, metadata={"format": "pt"})
     model.load_adapter(saved, "plain")
     model.delete_adapter("plain")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 8}))
+    edit_json(config, r=8)
     with pytest.raises(ValueError, match=r"has shape \(4, \d+\) in the adapter and \(8, \d+\) in the model"):
         model.load_adapter(saved, "changed")
 
@@ -208,8 +207,7 @@ def test_an_adapter_of_another_model(
     adapted(tiny_checkpoint("qwen3moe"), target_modules=["experts"]).save_pretrained(tmp_path / "qwen")
     with pytest.raises(ValueError, match=r"was trained on a model of type qwen3_moe, this one is deepseek_v3"):
         model.load_adapter(tmp_path / "qwen", "other")
-    config = saved / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "org/another"}))
+    edit_json(saved / "adapter_config.json", base_model_name_or_path="org/another")
     with caplog.at_level("WARNING", "ktft"):
         model.load_adapter(saved, "moved")
     assert "trained on org/another" in caplog.text
@@ -223,9 +221,7 @@ def test_what_is_saved_is_compared_bit_by_bit(
 
     def failing_disk(path: Path, *args: Any) -> None:
         write(path, *args)
-        damaged = bytearray(path.read_bytes())
-        damaged[-1] ^= 1
-        path.write_bytes(damaged)
+        flip(path)
 
     monkeypatch.setattr(files, "write_safetensors", failing_disk)
     with pytest.raises(ValueError, match=r"q_b_proj\.lora_B|\w+ was read back otherwise"):

@@ -15,6 +15,7 @@ import adapted
 import commands
 import pytest
 import torch
+from damage import edit_json, flip
 from dying import deaths, forked
 from given import Checkpoint, RunCli, TrainYaml
 from holding import held_by_another
@@ -256,17 +257,6 @@ def change_shard(folder: Path, change: Callable[[Tensor], Tensor]) -> Path:
     tensors = {name: change(tensor) for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     return path
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def flip(path: Path, at: int = -1) -> None:
-    """Flip one bit of this byte."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
