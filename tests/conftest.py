@@ -45,18 +45,18 @@ from ktft.system import available_memory
 pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
 MEMORY_PER_WORKER = 3 << 30
-"""What a worker of pytest-xdist and the training process that its test starts hold at most, with room to spare."""
+"""More than a worker of pytest-xdist and the training process that its test starts ever hold."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` is: as many workers as there are cores for this process, and room in memory."""
+    """The workers of `-n auto`: as many as this process has cores, and memory has room for."""
     return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def reports_without_plots() -> Iterator[None]:
-    """Runs in the test's process leave them out: `plots.py`."""
+    """Runs in the test's process leave out the plots: see `plots.py`."""
     with without_plots():
         yield
 
@@ -76,7 +76,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def base(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    """A checkpoint, where any family would do."""
+    """A checkpoint for tests in which any family would do."""
     return tiny_checkpoint("qwen3moe")
 
 
@@ -88,12 +88,12 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stock_hosts() -> Iterator[None]:
-    """No class or module of another library is patched when the test begins. What was patched is again afterwards."""
+    """Remove ktft's patches of other libraries for the test, and put them back afterwards."""
     patched = hosts.undo()
     yield
     hosts.undo()
     hosts.install(patched)
-    for name in ktft_autoload.MODULES:  # which are patched as soon as they are imported, by the test perhaps
+    for name in ktft_autoload.MODULES:  # patched as soon as they are imported, which the test may have done
         if name in sys.modules:
             llamafactory.adapt(sys.modules[name])
 

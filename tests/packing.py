@@ -1,4 +1,4 @@
-"""Matrices that are packed as one expert and read back: what a format does to weights."""
+"""Pack a matrix as an expert and read it back, to see what a format does to weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Quantized checkpoints from plain ones: each scheme written down anew from its definition, and what it stands for.
+"""Quantize plain checkpoints with each scheme, implemented anew from its definition, and give the dequantized values.
 
-Scales are a third larger than needed, so that no group reaches the end of its range: whoever looks for scales in the
-values finds others.
+Scales are a third larger than needed, so that no group reaches the end of its range. Scales that are derived from the
+values therefore differ from the stored ones.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     "gptq-v2": (lambda w: gptq(w, offset=0), _gptq_config(checkpoint_format="gptq_v2")),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
 }
-"""Name -> how a weight is stored and what it then is, and config.json's `quantization_config`."""
+"""Name -> a function from a weight to its stored tensors and values, and config.json's `quantization_config`."""
 
 MXFP4_CONFIG = {
     "quant_method": "mxfp4",
@@ -160,7 +160,7 @@ MXFP4_CONFIG = {
     ],
 }
 ALL_SCHEMES = SCHEMES | {"mxfp4": (mxfp4, MXFP4_CONFIG)}
-"""With the one that only stacked experts have."""
+"""`SCHEMES` and the one that only stacked experts have."""
 
 
 LINEAR = re.compile(
@@ -169,12 +169,12 @@ LINEAR = re.compile(
 
 
 def is_linear(name: str) -> bool:
-    """Weights that released checkpoints quantize: projections of attention and MLPs, experts included."""
+    """Whether released checkpoints quantize a weight: projections of attention and MLPs, experts included."""
     return bool(LINEAR.search(name))
 
 
 def is_expert(name: str) -> bool:
-    """Weights of routed experts alone."""
+    """Whether a tensor is a weight of routed experts."""
     return ".experts." in name and not name.endswith("bias")
 
 
@@ -201,7 +201,7 @@ def write(source: Path, target: Path, tensors: dict[str, Tensor], quantization: 
 
 
 def separate(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
-    """Stacked experts apart, one tensor an expert and projection."""
+    """Split stacked experts into one tensor for each expert and projection."""
     apart = dict(tensors)
     for name in [name for name in tensors if is_expert(name)]:
         stem, kind = name.rsplit(".", 1)
@@ -215,7 +215,7 @@ def separate(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
 
 
 def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `separate`, as transformers 5 writes experts."""
+    """The inverse of `separate`: experts as transformers 5 writes them."""
     together = {name: t for name, t in tensors.items() if not is_expert(name)}
     for stem in {name.rsplit(".", 3)[0] for name in tensors if is_expert(name)}:
         experts = [[tensors[f"{stem}.{e}.{name}.weight"] for e in range(8)] for name in PROJECTIONS]
@@ -239,7 +239,7 @@ def stacked_name(stem: str, part: str) -> str:
 
 
 def encode_stacked(encode: Callable[[Tensor], Stored], experts: Tensor, transposed: bool = True) -> Stored:
-    """`[E, in, out]` if `transposed`, encoded as it lies; MXFP4's blocks lie by output rows always."""
+    """Encode experts as stored, `[E, in, out]` if `transposed`. MXFP4's blocks always run along output rows."""
     turn = transposed and encode is mxfp4
     encoded = [encode(matrix.T.contiguous() if turn else matrix) for matrix in experts]
     tensors = {part: torch.stack([each[part] for each, _ in encoded]) for part in encoded[0][0]}

@@ -46,7 +46,7 @@ def saved(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory)
 def test_saved_adapter_is_standard_and_exact(
     tiny_checkpoint: Checkpoint, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    """The file alone, applied by hand to stock transformers, gives the same logits; so does loading it again."""
+    """The saved file gives the same logits when merged by hand into stock transformers and when loaded again."""
     torch.manual_seed(0)  # whatever ran before: some random lora_A make a token choose another expert in bf16
     model = adapted(tiny_checkpoint(family), **options)
     trained = logits(model)
@@ -145,7 +145,7 @@ def test_parameters_stay_on_the_cpu_but_follow_casts(qwen: torch.nn.Module) -> N
     assert model.lm_head.weight.is_meta
 
 
-def test_initialization_is_pefts(qwen: torch.nn.Module) -> None:
+def test_initialization_is_that_of_peft(qwen: torch.nn.Module) -> None:
     torch.manual_seed(0)
     layer = next(iter(expert_layers(get_peft_model(qwen, lora_config(r=16))).values()))
     for projection, fan_in in (("gate_proj", 64), ("down_proj", 32)):
@@ -157,7 +157,7 @@ def test_initialization_is_pefts(qwen: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_repeats_in_recomputation_and_rests_in_eval(
+def test_dropout_repeats_in_recomputation_and_is_off_in_eval(
     qwen: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, reentrant: bool
 ) -> None:
     model = get_peft_model(qwen, lora_config(lora_dropout=0.3))
@@ -201,7 +201,7 @@ def test_training_continues_from_a_saved_adapter(tiny_checkpoint: Checkpoint, sa
 
 
 def test_plain_load_state_dict_checks_experts(tiny_checkpoint: Checkpoint, saved: Path) -> None:
-    """Not through load_adapter: the layer itself still refuses to drop or mix up experts."""
+    """Without load_adapter too, the layer itself refuses missing or mismatched experts."""
     model, other = (adapted(tiny_checkpoint("qwen3moe"), r=r) for r in (4, 2))
     found = load_file(saved / "adapter_model.safetensors").items()
     tensors = {name.replace(".weight", ".default.weight"): tensor for name, tensor in found if ".experts." in name}

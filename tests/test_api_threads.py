@@ -1,4 +1,4 @@
-"""`llamafactory-cli api` and clients that leave: their generations go on in threads of their own, beside later ones."""
+"""`llamafactory-cli api` and clients that disconnect: their generations go on in threads, beside later ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def request(number: int, **options: Any) -> dict[str, Any]:
     return {"model": "ktft", "messages": messages, "do_sample": False, "max_tokens": 12} | options
 
 
-def test_answers_are_those_of_a_server_that_nobody_left(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Each token has two experts: their sum is the same bits in whatever order the lanes come to add them."""
+def test_disconnected_clients_do_not_change_later_answers(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Each token has two experts, whose sum has the same bits in whichever order the lanes add them."""
     settings = {
         "model_name_or_path": str(tiny_checkpoint("dsv3")),
         "template": "default",

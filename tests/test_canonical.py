@@ -1,4 +1,4 @@
-"""Packed weights as the bytes that files hold: the same whatever the NUMA split, taken over by any other one."""
+"""Packed weights as bytes in files: the same for every NUMA split, and imported by any other split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_packed_bytes_do_not_depend_on_the_split(expert_format: str) -> None:
         assert not layer.missing()
 
 
-def test_packed_bytes_that_cannot_be() -> None:
+def test_invalid_packed_bytes_are_refused() -> None:
     layer, other = (empty_layer(32, 32, "int8", num_experts=1) for _ in range(2))
     with pytest.raises(ValueError, match="expert 0 was not loaded"):
         layer.export_packed(0, "up_proj")
