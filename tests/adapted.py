@@ -17,13 +17,13 @@ import ktft
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> torch.nn.Module:
-    """Experts in bf16 if the settings of ktft do not name another format."""
+    """Load a model with ktft's experts, in bf16 unless the settings name another format."""
     config = ktft.KtftConfig(**{"expert_format": "bf16", "threads": 1} | settings)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
 
 
 def load_as_stored(path: Path, **options: Any) -> torch.nn.Module:
-    """In the checkpoint's data type."""
+    """Load a model in the checkpoint's data type."""
     config = ktft.KtftConfig(expert_format="bf16", threads=1)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **options)
 
@@ -33,7 +33,7 @@ def lora_config(**overrides: Any) -> LoraConfig:
 
 
 def randomize(model: torch.nn.Module, std: float = 0.1) -> torch.nn.Module:
-    """B starts at zero; make every adapter matter."""
+    """Give B, which starts at zero, random values, so that every adapter matters."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -56,10 +56,10 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def tensors_of(adapter: Path) -> dict[str, Tensor]:
-    """All that it saved."""
+    """All tensors of a saved adapter."""
     return load_file(adapter / "adapter_model.safetensors")
 
 
 def merged_stock_model(checkpoint: Path, adapter: Path, scaling: Callable[[str], float]) -> torch.nn.Module:
-    """transformers' own model with W + s·B·A written into its weights, from standard names alone."""
+    """transformers' own model with W + s·B·A in its weights, found by standard names alone."""
     return write_into(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), adapter, scaling)

@@ -10,19 +10,19 @@ from ktft.cli.main import app
 
 
 def invoke(*arguments: object, **how: Any) -> Result:
-    """A command, whose lines are not wrapped. What ktft has no words for is raised."""
+    """Run a command without wrapping its lines. Errors that ktft does not expect are raised."""
     runner = CliRunner(env={"COLUMNS": "500"})
     return runner.invoke(app, [str(each) for each in arguments], catch_exceptions=False, **how)
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    """Exit status and all that was said."""
+    """Run a command. Returns its exit status and all output."""
     result = invoke(*arguments)
     return result.exit_code, result.output
 
 
 def refused(*arguments: object) -> str:
-    """What a command says of what it does not take."""
+    """Run a command that must refuse its arguments. Returns what it says."""
     status, said = run(*arguments)
     assert status == 2, said
     return said

@@ -33,6 +33,7 @@ import torch
 import yaml
 from fake_cuda import Fake, build
 from forked import Forks
+from given import RunCli
 from plots import without_plots
 from tiny import factory_settings, write_checkpoint, write_data
 
@@ -44,20 +45,18 @@ from ktft.system import available_memory
 pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
 MEMORY_PER_WORKER = 3 << 30
-"""What a worker of pytest-xdist and the training process that its test starts hold at most, with room to spare."""
-
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
+"""More than a worker of pytest-xdist and the training process that its test starts ever hold."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` is: as many workers as there are cores for this process, and room in memory."""
+    """The workers of `-n auto`: as many as this process has cores, and memory has room for."""
     return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def reports_without_plots() -> Iterator[None]:
-    """Runs in the test's process leave them out: `plots.py`."""
+    """Runs in the test's process leave out the plots: see `plots.py`."""
     with without_plots():
         yield
 
@@ -77,7 +76,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def base(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    """A checkpoint, where any family would do."""
+    """A checkpoint for tests in which any family would do."""
     return tiny_checkpoint("qwen3moe")
 
 
@@ -89,12 +88,12 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stock_hosts() -> Iterator[None]:
-    """No class or module of another library is patched when the test begins. What was patched is again afterwards."""
+    """Remove ktft's patches of other libraries for the test, and put them back afterwards."""
     patched = hosts.undo()
     yield
     hosts.undo()
     hosts.install(patched)
-    for name in ktft_autoload.MODULES:  # which are patched as soon as they are imported, by the test perhaps
+    for name in ktft_autoload.MODULES:  # patched as soon as they are imported, which the test may have done
         if name in sys.modules:
             llamafactory.adapt(sys.modules[name])
 
@@ -126,22 +125,24 @@ def train_yaml(tiny_checkpoint: Callable[[str], Path], data_dir: Path, tmp_path:
     return make
 
 
-def _prepare(
-    args: list[str], config: dict[str, Any] | None, env: dict[str, str] | None, folder: Path
-) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a process."""
-    command = [str(Path(sys.executable).parent / args[0]), *args[1:]]
-    if config is not None:
-        path = folder / "train.yaml"
-        path.write_text(yaml.safe_dump(config))
-        command.append(str(path))
-    return command, os.environ | {"HF_DATASETS_CACHE": str(folder / "cache"), "COLUMNS": "200"} | (env or {})
+def _runner(execute: Callable[[list[str], dict[str, str]], subprocess.CompletedProcess[str]], folder: Path) -> RunCli:
+    """What `run_cli` and `fork_cli` give; `execute` runs a command in an environment."""
 
+    def run(
+        args: list[str], config: dict[str, Any] | None = None, *, check: bool = True, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / args[0]), *args[1:]]
+        if config is not None:
+            path = folder / "train.yaml"
+            path.write_text(yaml.safe_dump(config))
+            command.append(str(path))
+        own = {"HF_DATASETS_CACHE": str(folder / "cache"), "COLUMNS": "200"}
+        done = execute(command, os.environ | own | (env or {}))
+        if check and done.returncode:
+            pytest.fail(f"{' '.join(done.args)} exited with {done.returncode}:\n{done.stdout}")
+        return done
 
-def _checked(done: subprocess.CompletedProcess[str], check: bool) -> subprocess.CompletedProcess[str]:
-    if check and done.returncode:
-        pytest.fail(f"{' '.join(done.args)} exited with {done.returncode}:\n{done.stdout}")
-    return done
+    return run
 
 
 @pytest.fixture
@@ -152,16 +153,11 @@ def run_cli(tmp_path: Path) -> RunCli:
     fails the test and shows the output.
     """
 
-    def run(
-        args: list[str], config: dict[str, Any] | None = None, *, check: bool = True, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        command, environment = _prepare(args, config, env, tmp_path)
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-        )
-        return _checked(done, check)
+    def execute(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.run(command, env=environment, **pipes, text=True, timeout=600)
 
-    return run
+    return _runner(execute, tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -174,14 +170,8 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture
 def fork_cli(forks: Forks, tmp_path: Path) -> RunCli:
-    """`run_cli`, without the seconds of the imports: `forked.py` says what is then not tested."""
-
-    def run(
-        args: list[str], config: dict[str, Any] | None = None, *, check: bool = True, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        return _checked(forks.run(*_prepare(args, config, env, tmp_path)), check)
-
-    return run
+    """`run_cli`, without the seconds that imports take: `forked.py` says what is then not tested."""
+    return _runner(forks.run, tmp_path)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The numeric contract of the kernels, for all tests of them: layers, adapters, inputs, oracles and tolerances.
+"""The numeric contract of the kernels, shared by their tests: layers, adapters, inputs, oracles and tolerances.
 
-Layers are held against the fp32 reference on their dequantized weights. The relative L2 error may be 0.5% for outputs
+Layers are compared with the fp32 reference on their dequantized weights. The relative L2 error may be 0.5% for outputs
 and 1% for each gradient. bf16 rounding of activations, of SiLU's output and of gradients between two products each add
 about 0.1% (2^-9 / sqrt(3)), independently.
 """
@@ -25,10 +25,10 @@ from ktft.swiglu import Swiglu
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 0.005, 0.01
 EXPERTS, TOP_K = 5, 2
-# The routing weights' gradient is a sum <direction, y> a route. With fewer routes all of them may nearly cancel by
-# chance, and no relative error is bounded: then the direction leans towards the output.
+# Each route's weight has the gradient <direction, y>. With few routes these sums may all nearly cancel by chance, and
+# then no relative error is bounded. Below this number the direction leans towards the output.
 FEW_ROUTES = 16
-# Rows per expert: below, at and above the micro-kernels' and chunks' sizes; 0 is an expert that sees no token.
+# In `TAILS`, rows per expert: below, at and above the sizes of micro-kernels and chunks; 0 is an expert without tokens
 CASES = sorted({(k["isa"], k["format"]) for k in native.kernels() if k["isa"] in native.isas()})
 TAILS = [(1, 3, 7, 0, 9), (16, 17, 31, 0, 32), (0, 33, 64, 65, 2), (257, 1, 0, 0, 300)]
 # By NUMA nodes: hidden size, intermediate size, LoRA rank, rows. Slices begin at multiples of 128.
@@ -48,8 +48,8 @@ WAYS = [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompu
 def in_every_way(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
     """Parameters `isa`, `fmt`, `nodes`, `threads` and `activation`: each ISA and format in each of the `WAYS`.
 
-    Emulated tiles are slow, and their code is that of native ones. Of theirs, `make test` leaves out one way a format
-    with one node, in turn, so that every two values of different parameters still meet.
+    Emulated tiles are slow and share the code of native ones. For them `make test` leaves out one single-node way for
+    each format, in turn, so that any two values of different parameters still meet.
     """
     table = []
     for number, (isa, fmt) in enumerate(cases):
@@ -67,13 +67,13 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 def empty_layer(
     hidden: int, intermediate: int, fmt: str, isa: str | None = None, threads: int = 1, nodes: int = 1, **options
 ) -> native.ExpertLayer:
-    """Without weights yet. `options` are those of `ExpertLayer`."""
+    """A layer without weights. `options` are those of `ExpertLayer`."""
     sizes = {"num_experts": EXPERTS, "hidden_size": hidden, "intermediate_size": intermediate, "format": fmt}
     return native.ExpertLayer(native.runtime(threads, nodes, isa), **sizes | options)
 
 
 def make_weights(hidden: int, intermediate: int) -> dict[tuple[int, str], Tensor]:
-    """By expert and projection. They leave torch's generator where these sizes alone say."""
+    """Weights by expert and projection. Afterwards torch's generator depends on these sizes alone."""
     torch.manual_seed(hidden + intermediate)
     shapes = {name: (hidden, intermediate) if name == "down_proj" else (intermediate, hidden) for name in PROJECTIONS}
     places = itertools.product(range(EXPERTS), shapes)
@@ -81,7 +81,7 @@ def make_weights(hidden: int, intermediate: int) -> dict[tuple[int, str], Tensor
 
 
 def make_layer(hidden: int, intermediate: int, *args, weights=None, **options) -> native.ExpertLayer:
-    """`empty_layer`, filled with `make_weights` or with others."""
+    """`empty_layer` with `make_weights` or other weights loaded."""
     layer = empty_layer(hidden, intermediate, *args, **options)
     for key, weight in (weights or make_weights(hidden, intermediate)).items():
         layer.load(*key, weight)
@@ -105,7 +105,7 @@ def make_lora(
 
 
 def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bfloat16):
-    """Tokens whose two slots give expert e exactly rows[e] routes (one more for the last when the sum is odd)."""
+    """Tokens with two routes each, so that expert e gets rows[e] routes. For an odd sum, expert 0 gets one more."""
     routes = [e for e, count in enumerate(rows) for _ in range(count)]
     routes += [0] * (len(routes) % TOP_K)
     generator = torch.Generator().manual_seed(7)
@@ -114,6 +114,16 @@ def inputs_for(rows: tuple[int, ...], hidden: int, dtype: torch.dtype = torch.bf
     x = torch.randn(index.shape[0], hidden, generator=generator).to(dtype).requires_grad_()
     weights = torch.rand(index.shape, generator=generator).requires_grad_()
     return x, index, weights
+
+
+def random_inputs(
+    tokens: int, hidden: int, top_k: int = TOP_K, seed: int = 0, dtype: torch.dtype = torch.bfloat16, experts=EXPERTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, different experts for each token and their weights, none of which needs a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    index = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].contiguous()
+    return x, index, torch.rand(tokens, top_k, generator=generator)
 
 
 def compare(
@@ -147,7 +157,7 @@ def assert_contract(errors: dict[str, float]) -> None:
 # --- biases and the clamped activation --------------------------------------------------------------------------------
 
 GPT_OSS = Swiglu(alpha=1.702, limit=7.0, shift=1.0)
-# Gates and ups have a variance of 2: this limit clamps a good part of them
+# Gates and ups have a variance of 2, so this limit clamps many of them
 TIGHT = Swiglu(alpha=1.702, limit=1.7, shift=1.0)
 
 
@@ -161,7 +171,7 @@ def make_gated(
 
 
 def small_lora(*args, **kwargs) -> ExpertLora:
-    """LoRA's inner sums are rounded to bf16. Scaled down, that tips few values over the limit, where gradients jump."""
+    """LoRA's inner sums are rounded to bf16. Scaled down, few values cross the limit, where gradients jump."""
     lora = make_lora(*args, **kwargs)
     return replace(lora, pairs={name: replace(pair, scaling=0.02) for name, pair in lora.pairs.items()})
 
@@ -184,7 +194,7 @@ def mix64(z: int) -> int:
 
 
 def dropout_mask(lora: ExpertLora, projection: str, route: int, cols: int) -> np.ndarray:
-    """Which inputs of one route (token * top_k + slot) stay: splitmix64 keys, lowbias32 for each element."""
+    """Which inputs of a route (token * top_k + slot) are kept: splitmix64 for keys, lowbias32 for each element."""
     stream = mix64((lora.seed + 0x9E3779B97F4A7C15 * (PROJECTIONS.index(projection) + 1)) % 2**64)
     key = mix64((stream + route) % 2**64)
     z = np.arange(cols, dtype=np.uint32) * np.uint32(0x9E3779B9) ^ np.uint32(key % 2**32)

@@ -1,4 +1,4 @@
-"""Child processes that die, and what a death at any change to a folder leaves there."""
+"""Child processes that die, and what is left of a folder when a process dies at any change to it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 AUDITED = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
-"""Python's audit events of changes to folders; `os.replace` is a rename. Files opened for writing come to these."""
+"""Python's audit events for changes to folders, besides files opened for writing. `os.replace` is a rename."""
 RELATIVE = ("os.remove", "os.rmdir")
-"""Those whose path may be relative to an open folder, as in `shutil.rmtree`."""
+"""Events whose path may be relative to an open folder, as in `shutil.rmtree`."""
 CALLS = ("fsync", "pwrite")
-"""Functions of `os` that have no such event. Of a `pwrite` that is killed, the first half is written."""
+"""Functions of `os` without an audit event. A killed `pwrite` has written the first half."""
 
 
 def deaths(folder: Path, begin: Callable[[], Any], work: Callable[[], Any]) -> Iterator[int]:
-    """Yield with `folder` as a kill before the first change to it would leave it, before the second one, and so on.
+    """Put `folder` into the state that a kill before each change would leave, and yield for each one in turn.
 
-    `begin` is called, and `work` runs to its end in one fork of this process, which copies the folder before each
-    change: what the kernel then has is what a killed process leaves, since buffers of its own are lost with it.
-    Yields the number of changes made before; `folder` is complete after the last one.
+    `begin` is called, then `work` runs to its end in a fork of this process that copies the folder before each change.
+    A copy holds what the kernel has, which is what a killed process leaves: its own buffers are lost.
+    Yields the number of changes made so far. After the last one `folder` is complete.
     """
     begin()
     states = folder.with_name(f"{folder.name}-states")

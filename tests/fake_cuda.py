@@ -1,4 +1,4 @@
-"""A CUDA driver of the tests' own, compiled when asked for: it notes every call, and device memory is the host's."""
+"""A fake CUDA driver, compiled on demand. It notes every call, and device memory is host memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ int cuCtxGetCurrent(void** c) { *c = current; return 0; }
 int cuCtxSetCurrent(void* c) { NOTE("current %d\n", (int)((char*)c - (char*)0)); current = c; return 0; }
 int cuMemHostRegister_v2(void* p, size_t n, unsigned flags) { NOTE("register %p %zu %u\n", p, n, flags); return 0; }
 int cuMemHostUnregister(void* p) { NOTE("unregister %p\n", p); return 0; }
-/* A stream does at once what it is given, or, while it is captured, when the tape is replayed. */
+/* A stream works at once, or, while it is captured, when the tape is replayed. */
 static struct { void* to; const void* from; size_t n; void (*fn)(void*); void* data; unsigned value; } tape[1024];
 static int taped, capturing, words = 1;
 static void* host(void* i) { tape[(size_t)i].fn(tape[(size_t)i].data); return 0; }
@@ -75,7 +75,7 @@ int cuStreamWaitValue32_v2(void* s, dptr word, unsigned value, unsigned flags) {
 
 
 class Fake:
-    """The library: where it is, what was called, and what is to fail."""
+    """The compiled library: its path, its calls, and which call is to fail."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.driver = str(path), ctypes.CDLL(str(path))
@@ -88,13 +88,13 @@ class Fake:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """What is enqueued meanwhile runs in `replay` only."""
+        """Work enqueued during the block runs in `replay` only."""
         self.driver.fake_capture(1)
         yield
         self.driver.fake_capture(0)
 
     def replay(self) -> None:
-        """Run what was captured last, addresses as they were."""
+        """Run what was captured last, at the same addresses."""
         self.driver.fake_replay()
 
     @property
@@ -103,7 +103,7 @@ class Fake:
 
 
 def build(folder: Path) -> Fake:
-    """Compile it in a folder; skips the test where there is no compiler."""
+    """Compile the library in a folder. Skips the test if there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler")

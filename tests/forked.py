@@ -1,11 +1,10 @@
-"""Commands as a user types them, in processes that have the imports of torch and LLaMA-Factory behind them.
+"""Commands as a user types them, in processes that have already imported torch and LLaMA-Factory.
 
-The imports cost a command far more than most tests of it. Here, one process for each worker of pytest imports all that
-a command needs and then only forks. Each command is a fork that runs the command's script, with its own arguments,
-environment, working directory and output. The interpreter ends it as any process: its exit status, exception hook and
-exit handlers are real.
+Imports take far longer than most tests of a command. So one process for each worker of pytest imports everything that
+commands need and then only forks. Each fork runs a command's script with its own arguments, environment, working
+directory and output. The interpreter ends it like any process: exit status, exception hook and exit handlers are real.
 
-What a library reads from the environment at its import is as that one process found it. Tests of the hook in
+What a library reads from the environment at its import is what that one process had. Tests of the hook in
 `import torch`, of torchrun and of signals start a process of their own (`run_cli`).
 """
 
@@ -48,7 +47,7 @@ class Forks:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run` would. `command[0]` is the path of a Python script; `stdout` holds both streams."""
+        """Run a command as `subprocess.run` would. `command[0]` is a Python script; `stdout` holds both streams."""
         if self._process is None:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             own = os.environ | {"HF_DATASETS_CACHE": str(self._folder / "cache")}
@@ -87,7 +86,7 @@ def _serve() -> None:
 
 
 def _run(command: list[str], environment: dict[str, str], cwd: str, output: str) -> None:
-    """Run the command in this process. What it raises is left to the interpreter."""
+    """Run the command in this process. Its exceptions are left to the interpreter."""
     signal.alarm(LIMIT)
     os.chdir(cwd)
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""The types of what the fixtures of `conftest.py` give."""
+"""The types of the fixtures of `conftest.py`."""
 
 from __future__ import annotations
 

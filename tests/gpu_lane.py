@@ -1,4 +1,4 @@
-"""A layer's experts through `GpuLane`, whole passes, as an autograd node."""
+"""A layer's experts in `GpuLane`, as an autograd node over whole passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktft.native import ExpertLayer
 
 
 class Lane:
-    """A `GpuLane` as `compare` calls it; `experts` leaves out the others."""
+    """A `GpuLane` as `contract.compare` calls it, for these experts or for all."""
 
     def __init__(self, lane: GpuLane, experts: list[int] | None = None) -> None:
         self.lane, self.experts = lane, experts

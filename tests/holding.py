@@ -20,7 +20,7 @@ with locked(Path(sys.argv[1]), "training", *map(Path, sys.argv[2:])):
 
 @contextmanager
 def held_by_another(directory: Path, *file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds `directory` until the end, or until it is killed."""
+    """A process that holds `directory` until the block ends or the process is killed."""
     command = [sys.executable, "-c", HOLD, str(directory), *map(str, file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"

@@ -1,4 +1,4 @@
-"""Experts that are resident on a GPU, for a few tokens: held against the fp32 reference."""
+"""Experts that are resident on a GPU, for a few tokens, compared with the fp32 reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def routing(tokens: int, top_k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hot_experts(*layers: ExpertLayer, blocks: int = EXPERTS, rank: int = 0, device: str = "cpu") -> HotExperts:
-    """With room for so many, adapters left aside."""
+    """Resident experts with room for `blocks` of them, not counting adapters."""
     room = 1 << 20 if rank else 0
     return HotExperts(GpuLane(device), blocks * (layers[0].packed_bytes // EXPERTS + 256 + room), layers, rank)
 
@@ -39,7 +39,7 @@ def check_mix(
     device: str = "cpu",
     tokens: int = 4,
 ) -> None:
-    """Some residents, and the CPU for the others: together they are the layer."""
+    """Residents and the CPU's experts together give the layer's output."""
     torch.manual_seed(5)
     hot = hot_experts(layer, rank=40 if lora else 0, device=device)
     start(hot, 4, 0, 3)

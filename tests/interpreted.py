@@ -1,4 +1,4 @@
-"""Triton's kernels where there is no GPU: its interpreter, with the arithmetic of bf16 that it lacks."""
+"""Triton's interpreter, for tests without a GPU, with the bf16 arithmetic that it lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 @pytest.fixture(autouse=True)
 def bf16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps bf16 as uint16, cuts floats off instead of rounding them, and multiplies the integers."""
+    """The interpreter keeps bf16 as uint16, truncates floats instead of rounding, and multiplies the integers."""
     if ON_GPU:
         return
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle

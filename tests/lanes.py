@@ -1,4 +1,4 @@
-"""A layer's experts through `ktft.lanes`' arithmetic, chunk by chunk, as an autograd node: for tests and scripts."""
+"""A layer's experts in the arithmetic of `ktft.lanes`, chunk by chunk, as an autograd node for tests and scripts."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def blocks(layer: ExpertLayer, experts: list[int], device: torch.device) -> list
 def decoded(
     layer: ExpertLayer, experts: list[int], lora: ExpertLora | None, device: torch.device, ops: Operations | None = None
 ) -> ChunkWeights:
-    """These experts on the device."""
+    """Decode these experts on the device."""
     weights = ChunkWeights.empty(layer, len(experts), lora, device)
     decode(layer.format, layer.slices(), blocks(layer, experts, device), weights, ops)
     return weights
 
 
 def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) -> ExpertLora | None:
-    """Those of these experts, on the device."""
+    """The adapters of these experts, on the device."""
     if lora is None:
         return None
     pairs = {
@@ -54,19 +54,19 @@ def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) 
 
 @pytest.fixture
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timings have no say in where experts run."""
+    """Fixed rates instead of measured ones, so that timings do not decide where experts run."""
     rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
     monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
 
 
 class Lane:
-    """Runs experts in chunks, in the order given, and leaves out the others.
+    """Runs the given experts in chunks, in their order.
 
     Args:
-        device: where.
+        device: where they run.
         ops: an implementation of the operations; by default the device's.
         experts: which ones; by default all.
-        chunk: experts of one chunk.
+        chunk: how many experts a chunk has.
         piece_rows: see `lay_out`.
     """
 
@@ -90,7 +90,7 @@ class Lane:
         lora: ExpertLora | None = None,
         activation: str = "recompute",
     ) -> Tensor:
-        """As `ktft.model.autograd.routed_experts`, whose arguments these are."""
+        """Takes the arguments of `ktft.model.autograd.routed_experts`."""
         parameters = lora.parameters() if lora is not None else []
         out = _Experts.apply(self, layer, lora, x, index, weights, *parameters)
         assert isinstance(out, Tensor)
@@ -141,6 +141,6 @@ class _Experts(torch.autograd.Function):
 
 
 def exact(layer: ExpertLayer, experts: list[int]) -> tuple[Tensor, Tensor]:
-    """What `decoded` must give, scales applied, from the native layer: gate and up, and down, in fp32."""
+    """What `decoded` must give with its scales applied: gate and up, and down, from the native layer in fp32."""
     gate, up, down = (torch.stack([layer.dequantize(e, name) for e in experts]) for name in PROJECTIONS)
     return torch.cat((gate, up), dim=1), down

@@ -1,4 +1,4 @@
-"""Adapters that matter, merged by hand: what `ktft merge` is compared with."""
+"""Random adapters merged by hand, to compare `ktft merge` with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merge(*arguments: str | Path) -> Path:
 
 
 def write_adapter(base: Path, folder: Path, size: float = 0.05, **options: Any) -> Path:
-    """Save an adapter with random B of this standard deviation; what `modules_to_save` names is changed too."""
+    """Save an adapter whose B is random with standard deviation `size`; modules of `modules_to_save` change too."""
     config = ktft.KtftConfig(expert_format="bf16", threads=1)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def logits(model: Any) -> Tensor:
 
 
 def scaling(adapter: Path, name: str) -> float:
-    """Of one module, by the names in the adapter's config alone."""
+    """The scaling of a module, from the adapter's config alone."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     leaf = name.rpartition(".")[2]
     r = config["rank_pattern"].get(leaf, config["r"])
@@ -68,12 +68,12 @@ def scaling(adapter: Path, name: str) -> float:
 
 
 def merged_by_hand(plain: Path, adapter: Path) -> Any:
-    """transformers' model of a dequantized checkpoint, with the adapter in its weights."""
+    """transformers' model of a dequantized checkpoint, with the adapter merged into its weights."""
     return write_into(stock(plain), adapter, lambda name: scaling(adapter, name))
 
 
 def write_into(model: Any, adapter: Path, scaling: Callable[[str], float]) -> Any:
-    """Write W + s B A into the weights of a stock model, and modules that were trained whole, by their names alone."""
+    """Write W + s B A and modules that were trained whole into a stock model, by their names alone."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     for key, tensor in tensors.items():
         name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -94,7 +94,7 @@ def weight_of(model: nn.Module, name: str) -> Tensor:
 
 
 def names_of(adapter: Path) -> list[str]:
-    """Modules with LoRA."""
+    """Names of the modules with LoRA."""
     keys = load_file(adapter / "adapter_model.safetensors")
     return [k.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for k in keys if "lora_A" in k]
 

@@ -1,8 +1,9 @@
-"""Matrices that are packed as one expert and read back: what a format does to weights."""
+"""Pack a matrix as an expert and read it back, to see what a format does to weights."""
 
 from __future__ import annotations
 
 import torch
+from contract import empty_layer
 from torch import Tensor
 
 from ktft import native
@@ -10,13 +11,7 @@ from ktft import native
 
 def pack(fmt: str, weight: Tensor, nodes: int = 1) -> native.ExpertLayer:
     """A layer of one expert, whose gate projection is `weight` [intermediate, hidden]."""
-    layer = native.ExpertLayer(
-        native.runtime(1, nodes),
-        num_experts=1,
-        hidden_size=weight.shape[1],
-        intermediate_size=weight.shape[0],
-        format=fmt,
-    )
+    layer = empty_layer(weight.shape[1], weight.shape[0], fmt, nodes=nodes, num_experts=1)
     layer.load(0, "gate_proj", weight)
     return layer
 

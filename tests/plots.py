@@ -1,6 +1,6 @@
-"""The plots in the reports of training, which take longer to draw than a tiny model takes to train.
+"""Plots in training reports, which take longer to draw than a tiny model takes to train.
 
-Runs in a test's own process leave the plots out, unless the test asks for them. Commands always draw them.
+Runs in a test's own process leave them out unless the test asks for them. Commands always draw them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def without_plots() -> Iterator[None]:
 
 @contextmanager
 def with_plots() -> Iterator[None]:
-    """Reports are as users have them."""
+    """Reports have their plots, as for users."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_report_page, "_svg", _DRAW)
         yield

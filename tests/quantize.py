@@ -1,7 +1,7 @@
-"""Quantized checkpoints from plain ones: each scheme written down anew from its definition, and what it stands for.
+"""Quantize plain checkpoints with each scheme, implemented anew from its definition, and give the dequantized values.
 
-Scales are a third larger than needed, so that no group reaches the end of its range: whoever looks for scales in the
-values finds others.
+Scales are a third larger than needed, so that no group reaches the end of its range. Scales that are derived from the
+values therefore differ from the stored ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ktft.checkpoint.reader import INDEX_NAME
+from ktft.config import PROJECTIONS
 
 SLACK = 1.37
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -147,7 +148,7 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     "gptq-v2": (lambda w: gptq(w, offset=0), _gptq_config(checkpoint_format="gptq_v2")),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
 }
-"""Name -> how a weight is stored and what it then is, and config.json's `quantization_config`."""
+"""Name -> a function from a weight to its stored tensors and values, and config.json's `quantization_config`."""
 
 MXFP4_CONFIG = {
     "quant_method": "mxfp4",
@@ -159,7 +160,7 @@ MXFP4_CONFIG = {
     ],
 }
 ALL_SCHEMES = SCHEMES | {"mxfp4": (mxfp4, MXFP4_CONFIG)}
-"""With the one that only stacked experts have."""
+"""`SCHEMES` and the one that only stacked experts have."""
 
 
 LINEAR = re.compile(
@@ -168,12 +169,12 @@ LINEAR = re.compile(
 
 
 def is_linear(name: str) -> bool:
-    """Weights that released checkpoints quantize: projections of attention and MLPs, experts included."""
+    """Whether released checkpoints quantize a weight: projections of attention and MLPs, experts included."""
     return bool(LINEAR.search(name))
 
 
 def is_expert(name: str) -> bool:
-    """Weights of routed experts alone."""
+    """Whether a tensor is a weight of routed experts."""
     return ".experts." in name and not name.endswith("bias")
 
 
@@ -199,13 +200,46 @@ def write(source: Path, target: Path, tensors: dict[str, Tensor], quantization: 
     return target
 
 
+def separate(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+    """Split stacked experts into one tensor for each expert and projection."""
+    apart = dict(tensors)
+    for name in [name for name in tensors if is_expert(name) and not name.endswith(".weight")]:
+        stem, kind = name.rsplit(".", 1)
+        weight = apart.pop(name).mT if transposed else apart.pop(name)
+        parts = (("down_proj", weight),)
+        if kind == "gate_up_proj":
+            parts = tuple(zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True))
+        for projection, stacked in parts:
+            apart |= {f"{stem}.{e}.{projection}.weight": matrix.contiguous() for e, matrix in enumerate(stacked)}
+    return apart
+
+
+def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `separate`: experts as transformers 5 writes them."""
+    together = {name: t for name, t in tensors.items() if not is_expert(name)}
+    for stem in {name.rsplit(".", 3)[0] for name in tensors if is_expert(name)}:
+        experts = [[tensors[f"{stem}.{e}.{name}.weight"] for e in range(8)] for name in PROJECTIONS]
+        gate, up, down = (torch.stack(matrices) for matrices in experts)
+        together |= {f"{stem}.gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}.down_proj": down}
+    return together
+
+
+def changed(
+    source: Path, target: Path, change: Callable[[dict[str, Tensor]], Any], quantization: dict[str, Any] | None = None
+) -> Path:
+    """A copy of a checkpoint, whose tensors `change` has changed in place."""
+    tensors = read_all(source)
+    change(tensors)
+    return write(source, target, tensors, quantization)
+
+
 def stacked_name(stem: str, part: str) -> str:
     """The name of a part of stacked experts."""
     return stem + (part.removeprefix("weight") if part.startswith("weight") else f"_{part}")
 
 
 def encode_stacked(encode: Callable[[Tensor], Stored], experts: Tensor, transposed: bool = True) -> Stored:
-    """`[E, in, out]` if `transposed`, encoded as it lies; MXFP4's blocks lie by output rows always."""
+    """Encode experts as stored, `[E, in, out]` if `transposed`. MXFP4's blocks always run along output rows."""
     turn = transposed and encode is mxfp4
     encoded = [encode(matrix.T.contiguous() if turn else matrix) for matrix in experts]
     tensors = {part: torch.stack([each[part] for each, _ in encoded]) for part in encoded[0][0]}

@@ -1,7 +1,8 @@
-"""Short runs of transformers' Trainer on tiny models, and what two runs that are the same have in common."""
+"""Short runs of transformers' Trainer on tiny models, and a comparison of two runs that must be equal."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state
 def adapted(
     path: Path, dtype: torch.dtype = torch.float32, settings: dict[str, Any] | None = None, **lora: Any
 ) -> torch.nn.Module:
-    """A model with new LoRA. `settings` are those of ktft."""
+    """A model with new LoRA. `settings` are ktft's."""
     model = load(path, dtype, **settings or {})
     torch.manual_seed(0)
     return ktft.get_peft_model(model, lora_config(**lora))
@@ -42,7 +43,7 @@ def arguments(output: Path, cls: type[TrainingArguments] = TrainingArguments, **
 
 
 def reduce_loss(run: transformers.Trainer, reduction: str) -> None:
-    """Have the loss of a batch be the sum or the mean over its labels, whatever their number in a step."""
+    """Make the loss of a batch the sum or the mean over its labels, whatever their number in a step."""
     run.model_accepts_loss_kwargs = False
     run.compute_loss_func = lambda out, labels, num_items_in_batch=None: torch.nn.functional.cross_entropy(
         out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction
@@ -51,6 +52,12 @@ def reduce_loss(run: transformers.Trainer, reduction: str) -> None:
 
 def losses(trainer: transformers.Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def logged(output: Path) -> list[dict[str, float]]:
+    """What the run in a folder logged with a loss, in the order of its steps."""
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in history if "loss" in entry]
 
 
 def trainer(
@@ -63,7 +70,7 @@ def trainer(
     callbacks: list[TrainerCallback] | None = None,
     **overrides: Any,
 ) -> transformers.Trainer:
-    """On a new model, with dropout, two batches a step, four steps an epoch, logs every other step."""
+    """A Trainer on a new model with dropout, two batches a step, four steps an epoch and a log every other step."""
     options = {"r": 2, "lora_dropout": 0.1} | (lora or {})
     model = adapted(base, settings={"expert_format": "int8"} | (settings or {}), **options)
     batches = {"max_steps": 7, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}

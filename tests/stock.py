@@ -1,4 +1,4 @@
-"""Models of every family, stock and with ktft's experts, so made that the two can be held against each other."""
+"""Models of every family, stock and with ktft's experts, made so that the two can be compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDS = torch.arange(3, 67).reshape(4, 16)
 
 
 def load(path: Path, expert_format: str | None = "bf16") -> Any:
-    """In fp32: the stock model, or one with ktft's experts."""
+    """Load the stock model, or one with ktft's experts, in fp32."""
     has_images = "text_config" in type(AutoConfig.from_pretrained(path)).sub_configs
     auto = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     options = {"quantization_config": ktft.KtftConfig(expert_format=expert_format, threads=1)} if expert_format else {}
@@ -35,7 +35,7 @@ def adapt(model: Any, targets: Any = "all-linear", b_std: float = 0.0) -> Any:
 
 
 def same_choices(stock: nn.Module, mine: nn.Module, experts: list[str]) -> None:
-    """Have `mine` choose what `stock`, which runs first, chose: bf16 rounding may tip a near tie. No router learns."""
+    """Make `mine` choose the experts of `stock`, which runs first: rounding may tip a near tie. No router learns."""
     chosen: dict[str, Any] = {}
 
     def choose(name: str, args: Any) -> Any:
@@ -53,7 +53,7 @@ def same_choices(stock: nn.Module, mine: nn.Module, experts: list[str]) -> None:
 
 def matrices(module: nn.Module, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     """Projection -> `[E, out, in]`, views into a stock module's stacked tensors."""
-    if module.is_transposed:  # gpt-oss, whose gates and ups take turns
+    if module.is_transposed:  # gpt-oss, whose gates and ups alternate
         return {"gate_proj": gate_up.mT[:, ::2], "up_proj": gate_up.mT[:, 1::2], "down_proj": down.mT}
     return dict(zip(PROJECTIONS, (*gate_up.chunk(2, dim=1), down), strict=True))
 

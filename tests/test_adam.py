@@ -18,7 +18,7 @@ VECTOR_ISAS = [isa for isa in native.isas() if isa not in ("amx_emu", "scalar")]
 
 
 def random_tensors(sizes: Iterable[int], dtype: torch.dtype, spread: float = 0.0) -> list[Tensor]:
-    """Normal numbers, times a power of ten between -spread and 0."""
+    """Normal numbers, each times a power of ten from -spread to 0."""
     return [(torch.randn(n) * 10 ** (-spread * torch.rand(n))).to(dtype) for n in sizes]
 
 
@@ -27,7 +27,7 @@ def gradients(sizes: Iterable[int], dtype: torch.dtype) -> list[Tensor]:
 
 
 class Native:
-    """Tensors that the kernel alone updates."""
+    """Tensors updated by the kernel."""
 
     def __init__(self, params: list[Tensor], runtime: native.Runtime) -> None:
         self.params, self.runtime, self.step_count = [p.clone() for p in params], runtime, 0
@@ -43,7 +43,7 @@ class Native:
 
 
 class Torch:
-    """The same with torch's own."""
+    """The same tensors updated by torch."""
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype | None = None, **options: Any) -> None:
         self.params = [p.to(dtype or p.dtype, copy=True).requires_grad_() for p in params]
@@ -60,7 +60,7 @@ class Torch:
 
 
 @pytest.mark.parametrize("isa", native.isas())
-def test_fp32_is_as_near_to_the_truth_as_torch(isa: str) -> None:
+def test_fp32_is_as_exact_as_torch(isa: str) -> None:
     torch.manual_seed(0)
     params = random_tensors(SIZES, torch.float32)
     ours, theirs = Native(params, native.runtime(2, isa=isa)), Torch(params, foreach=False)
@@ -127,7 +127,7 @@ def test_same_bits_whatever_threads_nodes_and_vector_isa(dtype: torch.dtype) -> 
     ids=["rests", "moments", "weight-decay", "eps-0"],
 )
 def test_parts_without_gradient(options: dict[str, Any], seen_before: bool) -> None:
-    """Half of a tensor's experts see no tokens: torch's result, in each case in which that is to stand still or not."""
+    """Half of a tensor's experts see no tokens. The result is torch's, whether or not these stand still."""
     torch.manual_seed(0)
     params = random_tensors([16 * 3000], torch.float32)
     ours, theirs = Native(params, native.runtime(2)), Torch(params, foreach=False, **options)
@@ -143,7 +143,7 @@ def test_parts_without_gradient(options: dict[str, Any], seen_before: bool) -> N
     assert torch.equal(unseen, params[0][: 8 * 3000]) == stands_still
 
 
-def test_kernel_refuses_what_does_not_belong_together() -> None:
+def test_kernel_refuses_tensors_that_do_not_match() -> None:
     p = torch.zeros(4, 3)
     cases = {
         "gradient is torch.float32 [3, 4]": (p, torch.zeros(3, 4), p, p),

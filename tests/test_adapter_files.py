@@ -1,9 +1,8 @@
-"""Adapters on disk: what a save proves, what a failed one leaves, and that no damage goes unnoticed in loading."""
+"""Adapters on disk: saves are verified, a failed save changes nothing, and loading notices every damage."""
 
 from __future__ import annotations
 
 import errno
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 import torch
 import transformers
 from adapted import adapted, load
+from damage import edit_json, flip
 from dying import full_disk
 from given import Checkpoint
 from merging import contents
@@ -31,7 +31,7 @@ Mutation = Callable[[dict[str, Tensor], str, random.Random], Any]
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint: Checkpoint) -> torch.nn.Module:
-    """DeepSeek-V3 with LoRA on all there is and the output layer trained whole."""
+    """DeepSeek-V3 with LoRA on all layers and the output layer trained whole."""
     return adapted(tiny_checkpoint("dsv3"), modules_to_save=["lm_head"])
 
 
@@ -74,7 +74,7 @@ def lower_rank(tensors: dict[str, Tensor], a: str, _: random.Random) -> None:
 
 
 def renumber(old: str, new: str, keep: bool) -> Mutation:
-    """A model of another number of experts or of other layers, as far as the names tell."""
+    """Rename tensors as if the model had another number of experts or other layers."""
 
     def change(tensors: dict[str, Tensor], *_: Any) -> None:
         for name in [name for name in tensors if old in name]:
@@ -105,7 +105,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, bool]] = {
     "value": (poke(lambda old: old + 0.5), "", True),
     "swapped": (swap, "experts.3", True),
 }
-"""What is done to a tensor, what its name has in it, and whether only a file with its checksums can tell."""
+"""A change to a tensor, a part of the tensor's name, and whether only checksums reveal the change."""
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(10, marks=pytest.mark.full)])
@@ -153,20 +153,19 @@ def test_every_mutation_of_a_tensor_is_noticed(
 def test_a_changed_configuration_is_noticed(
     model: torch.nn.Module, saved: Path, change: dict[str, Any], message: str
 ) -> None:
-    config = json.loads((saved / "adapter_config.json").read_text())
-    (saved / "adapter_config.json").write_text(json.dumps(config | change))
+    edit_json(saved / "adapter_config.json", **change)
     with pytest.raises(ValueError, match=message):
         model.load_adapter(saved, "changed")
     assert list(model.peft_config) == ["default"]
 
 
 def test_a_file_without_ktfts_metadata_is_checked_by_its_tensors(model: torch.nn.Module, saved: Path) -> None:
-    """As another program writes it: a rank that disagrees with the tensors is still noticed."""
+    """A file as another program writes it: a rank that disagrees with the tensors is still noticed."""
     file, config = saved / "adapter_model.safetensors", saved / "adapter_config.json"
     save_file(load_file(file), file, metadata={"format": "pt"})
     model.load_adapter(saved, "plain")
     model.delete_adapter("plain")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 8}))
+    edit_json(config, r=8)
     with pytest.raises(ValueError, match=r"has shape \(4, \d+\) in the adapter and \(8, \d+\) in the model"):
         model.load_adapter(saved, "changed")
 
@@ -208,24 +207,19 @@ def test_an_adapter_of_another_model(
     adapted(tiny_checkpoint("qwen3moe"), target_modules=["experts"]).save_pretrained(tmp_path / "qwen")
     with pytest.raises(ValueError, match=r"was trained on a model of type qwen3_moe, this one is deepseek_v3"):
         model.load_adapter(tmp_path / "qwen", "other")
-    config = saved / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "org/another"}))
+    edit_json(saved / "adapter_config.json", base_model_name_or_path="org/another")
     with caplog.at_level("WARNING", "ktft"):
         model.load_adapter(saved, "moved")
     assert "trained on org/another" in caplog.text
     model.delete_adapter("moved")
 
 
-def test_what_is_saved_is_compared_bit_by_bit(
-    model: torch.nn.Module, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_is_compared_bit_by_bit(model: torch.nn.Module, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, write = contents(saved), files.write_safetensors
 
     def failing_disk(path: Path, *args: Any) -> None:
         write(path, *args)
-        damaged = bytearray(path.read_bytes())
-        damaged[-1] ^= 1
-        path.write_bytes(damaged)
+        flip(path)
 
     monkeypatch.setattr(files, "write_safetensors", failing_disk)
     with pytest.raises(ValueError, match=r"q_b_proj\.lora_B|\w+ was read back otherwise"):
@@ -248,7 +242,7 @@ def test_nan_is_not_saved_over_a_good_adapter(tiny_checkpoint: Checkpoint, tmp_p
 def test_a_full_disk_leaves_the_earlier_adapter(
     tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
-    """Seen before writing or in the middle of it, by a Trainer that saves at its end."""
+    """A Trainer that saves at its end notices it before writing or in the middle of it."""
     args = arguments(tmp_path, max_steps=1, save_strategy="no")
     trainer = transformers.Trainer(adapted(tiny_checkpoint("qwen3moe")), args, train_dataset=DATA)
     trainer.save_model()
@@ -290,7 +284,7 @@ def test_the_card_says_what_was_trained_and_how_to_load_it(model: torch.nn.Modul
 
 
 def test_the_card_promises_no_more_than_is_true(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """gpt-oss had no module per expert in transformers 4, and without LoRA on experts there is nothing to warn of."""
+    """gpt-oss had no module for each expert in transformers 4; without LoRA on experts no warning is needed."""
     adapted(tiny_checkpoint("gpt_oss")).save_pretrained(tmp_path / "gpt_oss")
     adapted(tiny_checkpoint("qwen3moe"), target_modules=["o_proj"]).save_pretrained(tmp_path / "attention")
     stacked, plain = ((tmp_path / name / "README.md").read_text() for name in ("gpt_oss", "attention"))
@@ -309,7 +303,7 @@ def test_the_card_promises_no_more_than_is_true(tiny_checkpoint: Checkpoint, tmp
         ("nobody/adapter", "the Hugging Face Hub cannot be asked: HF_HUB_OFFLINE is set"),
     ],
 )
-def test_a_mistyped_path_is_not_asked_of_the_hub(
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
 ) -> None:
     asked: list[str] = []

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapted import adapted, distance, load, logits, lora_config, merged_stock_model, randomize
+from adapted import adapted, distance, load, logits, lora_config, merged_stock_model
 from given import Checkpoint
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -49,7 +46,7 @@ def saved(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory)
 def test_saved_adapter_is_standard_and_exact(
     tiny_checkpoint: Checkpoint, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    """The file alone, applied by hand to stock transformers, gives the same logits; so does loading it again."""
+    """The saved file gives the same logits when merged by hand into stock transformers and when loaded again."""
     torch.manual_seed(0)  # whatever ran before: some random lora_A make a token choose another expert in bf16
     model = adapted(tiny_checkpoint(family), **options)
     trained = logits(model)
@@ -75,35 +72,6 @@ def test_saved_adapter_is_standard_and_exact(
     assert set(PROJECTIONS) < set(config["target_modules"])
     assert "gate" not in config["target_modules"]
     assert not list(tmp_path.glob(".saving-*"))
-
-
-@pytest.mark.parametrize(
-    ("targets", "projections", "others"),
-    [
-        (["down_proj"], {"down_proj"}, False),
-        (["q_proj", "up_proj"], {"up_proj"}, True),
-        (["experts"], set(PROJECTIONS), False),
-        (["q_proj"], set(), True),
-        (r".*experts\.\d+\.(gate|up)_proj", {"gate_proj", "up_proj"}, False),
-        (r".*\.mlp\.experts", set(PROJECTIONS), False),
-        (["experts.down_proj", "q_proj"], {"down_proj"}, True),
-        ([r".*experts\.\d+\.(gate|up)_proj"], {"gate_proj", "up_proj"}, False),
-    ],
-)
-def test_targets(qwen: torch.nn.Module, tmp_path: Path, targets: Any, projections: set[str], others: bool) -> None:
-    model = get_peft_model(qwen, lora_config(target_modules=targets))
-    layers = expert_layers(model)
-    assert len(layers) == (3 if projections else 0)
-    assert all(set(layer.lora_A["default"]) == projections for layer in layers.values())
-    assert any(".q_proj.lora_A" in name for name, _ in model.named_parameters()) == others
-    randomize(model).save_pretrained(tmp_path)
-    # other software finds the same modules by the same rule
-    config = LoraConfig.from_pretrained(tmp_path)
-    found = {p for p in PROJECTIONS if check_target_module_exists(config, f"model.layers.1.mlp.experts.3.{p}")}
-    assert found == projections
-    assert bool(check_target_module_exists(config, "model.layers.1.self_attn.q_proj")) == others
-    fresh = load_adapter(load(Path(qwen.config._name_or_path)), tmp_path)
-    assert torch.equal(logits(fresh), logits(model))
 
 
 def test_layers_to_transform_counts_layers_not_experts(qwen: torch.nn.Module) -> None:
@@ -134,24 +102,6 @@ def test_stock_model_is_refused(tiny_checkpoint: Checkpoint) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3moe"))
     with pytest.raises(ValueError, match="quantization_config=KtftConfig"):
         get_peft_model(model, lora_config())
-
-
-def test_loading_is_strict(qwen: torch.nn.Module, saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    file, head = tmp_path / "adapter_model.safetensors", "base_model.model.lm_head"
-    tensors = load_file(file)
-    changes: dict[str, dict[str, Tensor | None]] = {
-        f"1 tensors of the model are missing, the first is {KEY}": {KEY: None},
-        r"left over, the first is .*experts\.8\.up_proj": {KEY.replace(".5.", ".8."): tensors[KEY].clone()},
-        r"has shape \(32, 2\) in the adapter and \(32, 4\)": {KEY: tensors[KEY][:, :2].contiguous()},
-        f"{KEY} holds NaN": {KEY: torch.full((32, 4), torch.nan)},
-        f"left over, the first is {head}": {f"{head}.lora_A.weight": torch.zeros(4, 64)},
-    }
-    for message, change in changes.items():
-        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
-        save_file(changed, file, metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=message):
-            load_adapter(qwen, tmp_path)
 
 
 def test_bad_paths(tmp_path: Path, qwen: torch.nn.Module) -> None:
@@ -195,7 +145,7 @@ def test_parameters_stay_on_the_cpu_but_follow_casts(qwen: torch.nn.Module) -> N
     assert model.lm_head.weight.is_meta
 
 
-def test_initialization_is_pefts(qwen: torch.nn.Module) -> None:
+def test_initialization_is_that_of_peft(qwen: torch.nn.Module) -> None:
     torch.manual_seed(0)
     layer = next(iter(expert_layers(get_peft_model(qwen, lora_config(r=16))).values()))
     for projection, fan_in in (("gate_proj", 64), ("down_proj", 32)):
@@ -207,7 +157,7 @@ def test_initialization_is_pefts(qwen: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_repeats_in_recomputation_and_rests_in_eval(
+def test_dropout_repeats_in_recomputation_and_is_off_in_eval(
     qwen: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, reentrant: bool
 ) -> None:
     model = get_peft_model(qwen, lora_config(lora_dropout=0.3))
@@ -251,7 +201,7 @@ def test_training_continues_from_a_saved_adapter(tiny_checkpoint: Checkpoint, sa
 
 
 def test_plain_load_state_dict_checks_experts(tiny_checkpoint: Checkpoint, saved: Path) -> None:
-    """Not through load_adapter: the layer itself still refuses to drop or mix up experts."""
+    """Without load_adapter too, the layer itself refuses missing or mismatched experts."""
     model, other = (adapted(tiny_checkpoint("qwen3moe"), r=r) for r in (4, 2))
     found = load_file(saved / "adapter_model.safetensors").items()
     tensors = {name.replace(".weight", ".default.weight"): tensor for name, tensor in found if ".experts." in name}

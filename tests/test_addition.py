@@ -1,4 +1,4 @@
-"""Adding to stored weights: nothing added changes nothing, anything added is there within the format's error."""
+"""Adding deltas to stored weights: zero changes nothing, any other delta is added within the format's error."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_every_scheme_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_nothing_added_changes_no_bit(name: str) -> None:
-    """Zeros, negative zeros and blocks of zeros included, whether dithered or not; nor does it in other blocks."""
+def test_adding_zero_changes_no_bit(name: str) -> None:
+    """Nor in other blocks than the one added to; with zeros, negative zeros and blocks of zeros, dithered or not."""
     scheme, matrix = WRITTEN[name], weight()
     matrix[3], matrix[:, 64:96] = 0, -1e-9
     tensors = stored(name, matrix)
@@ -68,7 +68,7 @@ def test_nothing_added_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_sum_is_within_the_formats_error(name: str) -> None:
-    """Small and large deltas, and a weight added to zeros, whose scales say nothing."""
+    """For small and large deltas, and for a weight added to zeros, whose scales carry no information."""
     scheme, tensors = WRITTEN[name], stored(name, weight())
     base = value(scheme, tensors)
     most = 1.2 * limit(name) if "channel" not in name else 0.2  # quantize.py's scales are a third too large
@@ -80,7 +80,7 @@ def test_the_sum_is_within_the_formats_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_dithering_is_right_in_the_mean(name: str) -> None:
+def test_dithering_is_unbiased(name: str) -> None:
     scheme, tensors = WRITTEN[name], stored(name, weight())
     delta = weight(1, 0.02)
     base = value(scheme, tensors)

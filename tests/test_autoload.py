@@ -45,7 +45,7 @@ def test_a_broken_ktft_never_breaks_torch() -> None:
 
 INSTALLED = """
 import sys
-sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]  # as a wheel is found
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]  # as an installed wheel is found
 sys.path.insert(0, {folder!r})
 import torch
 print(torch.ones(2).sum().item(), "ktft" in sys.modules)
@@ -56,7 +56,7 @@ import llamafactory.hparams
 
 @pytest.mark.parametrize("other", ["ktft.py", "ktft/__init__.py"])
 def test_something_else_named_ktft_never_breaks_torch(other: str, tmp_path: Path) -> None:
-    """Nor is it executed: a program of that name, say, which imports torch itself."""
+    """Nor is it executed; it may be a program of that name which imports torch itself."""
     file = tmp_path / other
     file.parent.mkdir(exist_ok=True)
     file.write_text("raise SystemExit('executed')")
@@ -110,7 +110,7 @@ def test_install_is_idempotent_and_finds_nothing_else() -> None:
 
 
 def test_llamafactory_imported_before_torch() -> None:
-    """A module that is half executed when it imports torch is adapted before anyone can call what is in it."""
+    """A module that imports torch is adapted before anyone can call its functions."""
     done = python(
         "import llamafactory.train.tuner as tuner\n"
         "print(tuner._training_function.__wrapped__.__name__, type(tuner).__name__)\n"

@@ -1,4 +1,4 @@
-"""`ktft bench`: the records and what they hold, on tiny shapes. Nothing here asserts a time."""
+"""`ktft bench`: its records, on tiny shapes. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROCESS = [sys.executable, "-P", "-c", "from ktft.cli.main import app; app()", "
 
 
 def records_of(output: Path, *arguments: object, command: str = "kernels") -> tuple[list[dict[str, Any]], str]:
-    """What `ktft bench` writes of a tiny shape, and says."""
+    """The records and the output of `ktft bench` for a tiny shape."""
     done = invoke("bench", command, "--shape", TINY, "--runs", "1", "--threads", "2", "--output", output, *arguments)
     assert done.exit_code == 0, done.output
     return [json.loads(line) for line in output.read_text().splitlines()], done.output
@@ -76,7 +76,7 @@ def test_records(tmp_path: Path) -> None:
 
 
 def test_json_lines_on_stdout_are_alone_there() -> None:
-    """In a process of its own: descriptor 1 is lent to stderr meanwhile."""
+    """In a process of its own, since descriptor 1 is redirected to stderr during the run."""
     done = subprocess.run(PROCESS, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == list(STEPS)
@@ -157,7 +157,7 @@ def test_ceilings(isa: str) -> None:
 
 @pytest.mark.parametrize("peer", LIBRARIES, ids=lambda peer: peer.name)
 def test_peers_compute_the_same_layer(peer: Any) -> None:
-    """Without LoRA, which torch's peers do not have; bf16 products in another order: 2%."""
+    """Without LoRA, which torch's peers lack. The limit is 2%, since bf16 products are summed in another order."""
     if reason := peer.absent():
         pytest.skip(reason)
     torch.manual_seed(0)
@@ -234,7 +234,7 @@ def test_optimizer_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are no part of a wheel, and the command is one of ktft's all the same."""
+    """A wheel has the command but not the benchmarks."""
     monkeypatch.setattr(bench_command, "CHECKOUT", tmp_path)
     app = typer.Typer()
     app.callback()(lambda: None)

@@ -1,4 +1,4 @@
-"""`ktft bench serve`: what its figures are, of a server whose every token comes when the test says."""
+"""`ktft bench serve`: its figures for a server whose tokens come at times that the test sets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST, BETWEEN = 0.1, 0.02  # seconds
 
 @contextmanager
 def streaming(per_piece: int = 1, broken: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server's URL and the requests it gets. The first token comes after `FIRST`, others `BETWEEN` apart."""
+    """A server's URL and the requests it receives. The first token comes after `FIRST`, the others `BETWEEN` apart."""
     requests: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -94,7 +94,7 @@ def test_tokens_that_come_together_share_their_time() -> None:
 
 
 def test_figures_of_a_round() -> None:
-    """Decode counts only while everyone is being answered."""
+    """Decoding is counted only while all clients are being answered."""
     early, late = Timing(10, [1.0, 2.0, 3.0, 4.0]), Timing(10, [2.0, 2.5, 3.0, 3.5, 4.0, 9.0])
     assert bench.decode_rate([early, late]) == pytest.approx((2 + 4) / 2)
     assert bench.decode_rate([Timing(1, [1.0, 1.5]), Timing(1, [2.0, 3.0])]) is None

@@ -30,7 +30,7 @@ TINY = "8,2,64,64"
 
 
 def bench(*arguments: object, output: Path, code: int = 0) -> tuple[list[dict[str, Any]], str]:
-    """The command's records of a tiny shape, in one thread, and what it says on stderr."""
+    """The command's records for a tiny shape in one thread, and its stderr."""
     done = invoke("bench", "step", "--shape", TINY, "--threads", 1, *arguments, "--output", output)
     assert done.exit_code == code, done.output
     return [json.loads(line) for line in output.read_text().splitlines()], done.stderr
@@ -82,7 +82,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("worker", [LocalWorker, pytest.param(run.Worker, marks=pytest.mark.full)])
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: type[LocalWorker]) -> None:
-    """As a user types it: a process a model, one for the peer, or all in this process."""
+    """As a user types it, with a process for each model and peer, or with all in this process."""
     monkeypatch.setattr(run, "Worker", worker)
     plot, peers = tmp_path / "steps.png", ("--peer", "hf-resident", "--peer", "zero3-offload")
     case = ("--layers", 1, "--tokens", 32, "--format", "int8", "--placement", "cpu", "--runs", 1)
@@ -201,7 +201,7 @@ def test_experts_of_layers_differ() -> None:
 
 
 def watch_routing(model: torch.nn.Module) -> list[list[int]]:
-    """Tokens an expert of every call from now on."""
+    """Records the tokens of each expert for every call from now on."""
     seen: list[list[int]] = []
     for name, module in model.named_modules():
         if name.endswith(".mlp.experts"):
@@ -213,7 +213,7 @@ def watch_routing(model: torch.nn.Module) -> list[list[int]]:
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf"])
 def test_every_runner_routes_by_the_table(routing: str) -> None:
-    """ktft, stock experts and none at all: the same tokens an expert, also when backward computes forward again."""
+    """With ktft, stock experts or none, each expert gets the same tokens, also when backward recomputes forward."""
     for runner in ("ktft", "hf-resident", "without-experts"):
         made = RUNNERS[runner](job(runner=runner, routing=routing, tokens=(24, 16)))
         for tokens in (24, 16):
@@ -236,7 +236,7 @@ def test_training_moves_attention_and_experts() -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every placement, with the CPU's torch for a GPU: the floor knows the lanes, and residents are made."""
+    """Every placement on an emulated GPU: the floor knows the lanes, and residents are made."""
     monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
     case = ("--layers", 2, "--tokens", 24, "--format", "int8", "--runs", 1, "--gpu-expert-memory", "1G")
     placements = [f"--placement={name}" for name in PLACEMENTS]
@@ -275,7 +275,7 @@ def test_fsdp_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneLayer:
-    """Stands for kt-kernel: ktft's own layer."""
+    """ktft's own layer in place of kt-kernel."""
 
     def absent(self) -> str:
         return ""
@@ -287,7 +287,7 @@ class OneLayer:
 
 @pytest.mark.usefixtures("in_process")
 def test_kernels_of_one_layer_beside_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its figure is of one layer, and is not divided by the layers of the model."""
+    """The peer's figure is for one layer and is not divided by the model's layers."""
     monkeypatch.setattr(peers, "KT_KERNEL", OneLayer())
     monkeypatch.setattr(KtKernelLayer, "absent", staticmethod(lambda: ""))
     monkeypatch.setattr(machine, "MAX_COPIES", 2)
@@ -309,7 +309,7 @@ def test_peers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_floor_is_the_best_of_all_splits() -> None:
-    """Against every way to give five experts to two lanes, and to one."""
+    """Compared with every way to split five experts over one or two lanes."""
     tokens, size, flops = [9, 1, 0, 4, 30, 2], 1000, 10.0
     for given in ((100, 1e9, 900, 700), (1e9, 1e9, 900, 700), (20, 1e9, 1e9, 300), (50, 120, 9e9, 9e9)):
         rates = Rates(*given)
@@ -334,7 +334,7 @@ def test_floor_is_the_best_of_all_splits() -> None:
 
 
 def test_floor_of_a_model() -> None:
-    """Bytes are those of the packed format; residents need no copies."""
+    """Bytes are counted in the packed format; residents need no copies."""
     rates = Rates(1e30, 1e30, 1e9, 1e9)
     counts = [[1] * 8, [0] * 7 + [24]]
     packed = sum(native.packed_bytes(8, 64, 64, "int8", 1)) / 8

@@ -1,4 +1,4 @@
-"""Calibration: rates found again from passes that take what known rates say, and from a native layer's own passes."""
+"""Calibration finds known rates again from simulated passes, and measures a native layer's own passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRUE = Rates(
 
 
 class Machine:
-    """Passes that take no time and tell what they would take."""
+    """Simulated passes that return the time they would take."""
 
     def __init__(self) -> None:
         self.seconds, self.calls = 0.0, 0
@@ -74,7 +74,7 @@ def test_noise_cannot_make_a_rate_free_or_negative() -> None:
     assert Placer(KIND, found).decide([8] * 256, (), "forward").seconds["cpu"] >= 0
 
 
-def test_after_half_of_the_budget_nothing_is_measured_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_half_of_the_budget_measurements_are_not_repeated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     quick, slow = Machine(), Machine()
     calibrate(KIND, quick.probes())
     clock = iter(range(10**6))
@@ -84,7 +84,7 @@ def test_after_half_of_the_budget_nothing_is_measured_a_third_time(monkeypatch: 
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_s_own_passes(recompute: bool) -> None:
+def test_a_layers_own_passes(recompute: bool) -> None:
     hidden, inner = 64, 32
     layer = make_layer(hidden, inner, "int8")
     a, b = torch.randn(EXPERTS, 4, hidden), torch.randn(EXPERTS, inner, 4)

@@ -1,4 +1,4 @@
-"""Packed weights as the bytes that files hold: the same whatever the NUMA split, taken over by any other one."""
+"""Packed weights as bytes in files: the same for every NUMA split, and imported by any other split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ktft import native
 
 @pytest.mark.parametrize("expert_format", native.FORMATS)
 def test_packed_bytes_do_not_depend_on_the_split(expert_format: str) -> None:
-    sizes, weights = (160, 288, expert_format), make_weights(160, 288)
+    # 4 units of 128 columns, the last one of 32
+    sizes, weights = (160, 416, expert_format), make_weights(160, 416)
     layers = {
         nodes: make_layer(*sizes, threads=threads, nodes=nodes, weights=weights)
         for nodes, threads in ((1, 1), (2, 2), (3, 2))
@@ -24,11 +25,12 @@ def test_packed_bytes_do_not_depend_on_the_split(expert_format: str) -> None:
         layer = empty_layer(*sizes, threads=2, nodes=nodes)
         for key in weights:
             layer.import_packed(*key, layers[4 - nodes].export_packed(*key))
-            assert torch.equal(layer.dequantize(*key), layers[1].dequantize(*key))
+            for split in (layer, layers[nodes]):
+                assert torch.equal(split.dequantize(*key), layers[1].dequantize(*key))
         assert not layer.missing()
 
 
-def test_packed_bytes_that_cannot_be() -> None:
+def test_invalid_packed_bytes_are_refused() -> None:
     layer, other = (empty_layer(32, 32, "int8", num_experts=1) for _ in range(2))
     with pytest.raises(ValueError, match="expert 0 was not loaded"):
         layer.export_packed(0, "up_proj")

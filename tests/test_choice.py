@@ -1,4 +1,4 @@
-"""Which lanes `auto` uses, learned from steps of a machine that is not as its rates say."""
+"""Which lanes `auto` uses, learned from steps of a machine whose rates are wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXPECTED = {"auto": 1.0, "stream": 1.2, "cpu": 1.5}
 
 
 class Machine:
-    """Takes so many seconds a step, by way, 3% noise added, or `first` after another way; `ways` has each step's."""
+    """A step takes `seconds` of its mode plus up to 3% noise, or `first` after another mode; `modes` has them all."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.now, self.seconds, self.first, self.modes = 0.0, seconds, dict[str, float](), list[str]()
@@ -35,7 +35,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("fastest", TRIED)
-def test_the_fastest_way_is_found(fastest: str) -> None:
+def test_the_fastest_mode_is_found(fastest: str) -> None:
     machine = Machine({way: 1.0 if way == fastest else 1.1 for way in TRIED})
     machine.steps(200)
     tried = 2 + TRIALS + MORE
@@ -44,14 +44,14 @@ def test_the_fastest_way_is_found(fastest: str) -> None:
     assert machine.modes[200:].count(fastest) >= 2000 - (2000 // AT_MOST + 2) * tried
 
 
-def test_what_the_rates_rule_out_is_not_tried() -> None:
+def test_modes_that_the_rates_rule_out_are_not_tried() -> None:
     machine = Machine(dict.fromkeys(TRIED, 1.0))
     for _ in range(20):
         machine.step(512, {"auto": 1.0, "stream": 1.0, "cpu": 9.0})
     assert "cpu" not in machine.modes and {"auto", "stream"} <= set(machine.modes)
 
 
-def test_sizes_of_batches_are_apart() -> None:
+def test_batch_sizes_are_learned_separately() -> None:
     machine = Machine({"auto": 1.0, "stream": 2.0, "cpu": 3.0})
     machine.steps(20)
     machine.seconds = {"auto": 5.0, "stream": 2.0, "cpu": 3.0}
@@ -71,8 +71,8 @@ def test_a_change_of_the_machine_is_noticed() -> None:
     assert machine.modes[-10:].count("auto") >= 9
 
 
-def test_steps_that_others_disturb_do_not_decide() -> None:
-    """A fourth of the steps take a third longer, and some are lucky."""
+def test_disturbed_steps_do_not_decide() -> None:
+    """A quarter of the steps take a third longer, and some are faster."""
     machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
     machine.noise = random.Random(1)
     machine.noise.uniform = lambda *_: machine.noise.choices((1.0, 1.35, 0.85), (13, 5, 2))[0]  # type: ignore[method-assign]
@@ -88,14 +88,14 @@ def test_a_machine_that_slows_down_for_a_while_does_not_change_the_choice() -> N
     assert machine.modes[40:].count("stream") <= 2 * (2 + TRIALS + MORE)
 
 
-def test_passes_outside_of_steps_go_some_way() -> None:
+def test_passes_outside_of_steps_get_a_mode() -> None:
     choice = Choice()
     assert choice.mode(16, lambda: EXPECTED) in TRIED
     choice.end_step()
     choice.end_step()
 
 
-def test_evaluation_between_steps_has_no_part_in_their_time() -> None:
+def test_evaluation_between_steps_does_not_count() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.1, "cpu": 3.0})
     for _ in range(40):
         machine.choice.begin_step()
@@ -105,23 +105,23 @@ def test_evaluation_between_steps_has_no_part_in_their_time() -> None:
     assert machine.modes[-10:].count("auto") == 10
 
 
-def test_near_ways_are_tried_more_often_than_far_ones() -> None:
+def test_close_modes_are_tried_more_often_than_slow_ones() -> None:
     machine = Machine({"auto": 1.0, "stream": 1.05, "cpu": 3.0})
     machine.steps(3 * (1 + TRIALS) + 2 * (1 + MORE))
     assert machine.modes.count("auto") == machine.modes.count("stream") == TRIALS + MORE + 2
     assert machine.modes.count("cpu") == TRIALS + 1
 
 
-def test_a_way_is_judged_by_steps_that_follow_its_own() -> None:
-    """Streaming finds experts where the step before left them, if that streamed too."""
+def test_a_mode_is_judged_by_steps_that_follow_itself() -> None:
+    """Streaming finds experts on the device only if the step before streamed too."""
     machine = Machine({"auto": 1.0, "stream": 0.8, "cpu": 3.0})
     machine.first = {"auto": 1.0, "stream": 1.6, "cpu": 3.0}
     machine.steps(40)
     assert machine.modes[-10:] == ["stream"] * 10
 
 
-def test_a_step_after_a_pause_says_nothing() -> None:
-    """Each second step follows a save that leaves caches cold, half as long again."""
+def test_a_step_after_a_pause_does_not_count() -> None:
+    """Every second step follows a save that leaves the caches cold, and takes half as long again."""
     machine = Machine({"auto": 1.1, "stream": 1.0, "cpu": 3.0})
     machine.steps(20)
     for _ in range(30):
@@ -133,8 +133,8 @@ def test_a_step_after_a_pause_says_nothing() -> None:
     assert machine.modes[20:].count("stream") >= 58
 
 
-def test_long_batches_between_short_ones_count() -> None:
-    """What comes before the first experts takes ten times as long with them."""
+def test_long_batches_between_short_ones_do_count() -> None:
+    """Long batches spend ten times as long before the first experts."""
     machine = Machine({"auto": 1.1, "stream": 1.0, "cpu": 3.0})
     for _ in range(30):
         machine.step(512)

@@ -1,4 +1,4 @@
-"""The `ktft` command: doctor's rows and what they are read from, train's hand-over to LLaMA-Factory, version."""
+"""The `ktft` command: doctor's rows and their sources, how train starts LLaMA-Factory, version."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_packages_outside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_packages_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its transformers is too new for training, which is said and is no failure."""
+    """Its transformers is too new for training, which is reported but is no failure."""
     installed = {name: tested[0] for name, tested in versions.TESTED_VERSIONS.items()}
     monkeypatch.setattr(versions, "version_of", installed.get)
     assert by_check(doctor.packages()).keys() == {"python", *versions.TESTED_VERSIONS}
@@ -144,7 +144,7 @@ def test_media_build_for_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "torchvision::nms" in row.value
 
 
-def test_several_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     (row,) = doctor.ranks()
     assert (row.status, row.value) == ("warn", "WORLD_SIZE=4")
@@ -255,7 +255,7 @@ def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
 
 
 def test_plan_fetches_config_json_alone(tmp_path: Path, run_cli: RunCli) -> None:
-    """A hub that has nothing else, at an address of this machine."""
+    """A local server stands for the hub and has nothing but that file."""
     asked: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -285,7 +285,7 @@ def test_plan_fetches_config_json_alone(tmp_path: Path, run_cli: RunCli) -> None
     assert {path for path in asked if "DeepSeek" in path} == {"/deepseek-ai/DeepSeek-V3/resolve/main/config.json"}
 
 
-def test_what_to_do_next_is_said(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_convert_says_what_to_do_next(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     done = invoke("convert", tiny_checkpoint("qwen3moe"), tmp_path / "a b", "--format", "k4")
     assert done.exit_code == 0, done.output
     place = f"'{tmp_path / 'a b'}'"
@@ -293,7 +293,7 @@ def test_what_to_do_next_is_said(tiny_checkpoint: Checkpoint, tmp_path: Path) ->
         assert command in done.stdout
 
 
-def test_a_placeholder_is_no_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_placeholder_counts_as_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(versions, "version_of", lambda name: "0.28.0")
     row = by_check(doctor.media())["torchvision"]

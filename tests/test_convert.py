@@ -1,4 +1,4 @@
-"""`ktft convert`: the same experts as the source, from any interruption; and what it says about what it cannot take."""
+"""`ktft convert` gives the experts of the source, even after interruptions, and refuses what it cannot convert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import adapted
 import commands
 import pytest
 import torch
+from damage import edit_json, flip
 from dying import deaths, forked
 from given import Checkpoint, RunCli, TrainYaml
 from holding import held_by_another
@@ -54,7 +55,7 @@ def load(path: Path, nodes: int = 1, expert_format: str | None = None, **setting
 
 @pytest.fixture(autouse=True)
 def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits over NUMA nodes, and two threads, whatever this machine has."""
+    """Allow splits over NUMA nodes and two threads on any machine."""
     monkeypatch.setenv("KTFT_EMULATE_CPUS", "1")
 
 
@@ -97,7 +98,9 @@ def test_quantized_sources(source: Path, tmp_path: Path, scheme: str, expert_for
 
 
 @pytest.mark.parametrize(("scheme", "expert_format"), [(None, "k4"), ("mxfp4", "mxfp4"), ("mxfp4", "k4")])
-def test_biases_go_along(tiny_checkpoint: Checkpoint, tmp_path: Path, scheme: str | None, expert_format: str) -> None:
+def test_biases_are_converted_too(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, scheme: str | None, expert_format: str
+) -> None:
     origin = tiny_checkpoint("gpt_oss")
     if scheme is not None:
         origin = quantize(origin, tmp_path, scheme, is_expert)[0]
@@ -121,7 +124,7 @@ def test_biases_go_along(tiny_checkpoint: Checkpoint, tmp_path: Path, scheme: st
     assert f"{changed}: layer 1 changed since the conversion" in refused(changed, target, "--check")
 
 
-def test_every_file_beside_the_weights_goes_along(source: Path, packed: Path) -> None:
+def test_every_other_file_is_copied(source: Path, packed: Path) -> None:
     weights = {file.name for file in source.glob("*.safetensors")} | {INDEX_NAME}
     for file in source.iterdir():
         if file.name not in weights:
@@ -184,7 +187,7 @@ def test_killed_at_any_change_it_goes_on_to_the_same_bytes(source: Path, packed:
     assert finished == sorted(finished) and sum(finished) < 8, "the manifest comes last"
 
 
-def test_what_is_finished_is_not_written_again(source: Path, packed: Path, tmp_path: Path) -> None:
+def test_finished_files_are_not_written_again(source: Path, packed: Path, tmp_path: Path) -> None:
     target = shutil.copytree(packed, tmp_path / "target")
     (target / MANIFEST).unlink()
     (target / UNFINISHED).write_bytes(to_json(json.loads((packed / MANIFEST).read_text()) | {"files": {}}))
@@ -256,17 +259,6 @@ def change_shard(folder: Path, change: Callable[[Tensor], Tensor]) -> Path:
     tensors = {name: change(tensor) for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     return path
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def flip(path: Path, at: int = -1) -> None:
-    """Flip one bit of this byte."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -347,6 +339,6 @@ def test_check_reads_everything_again(source: Path, packed: Path, tmp_path: Path
 
 
 def flip_in(folder: Path, name: str) -> None:
-    """In the middle of a tensor."""
+    """Flip a bit in the middle of a tensor."""
     entry = CheckpointReader.from_directory(folder).tensors[name]
     flip(entry.file, entry.offset + entry.nbytes // 2)

@@ -1,4 +1,4 @@
-"""A converted checkpoint's manifest that is damaged: refused by its path and the field."""
+"""Damaged manifests of converted checkpoints are refused with their path and field."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_damaged_manifest_names_the_field(tmp_path: Path, field: str, value: Any
 
 
 @pytest.mark.parametrize("content", [b"[]", b"[" * 100_000, b"\xff", b"", b'"ktft"'])
-def test_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_no_manifest_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(ValueError, match=f"^{tmp_path}/{MANIFEST} is not .*; convert the original"):
         PackedCache(tmp_path)

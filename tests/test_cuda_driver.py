@@ -1,4 +1,4 @@
-"""CUDA's driver as ktft calls it, against a library of the test's own that notes every call; no GPU is needed."""
+"""ktft's calls of CUDA's driver, made to a fake library that notes them; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ktft.native.cuda import CudaError, Driver, Rows
 
 
 def in_thread(work: object) -> None:
-    """A thread that has no context yet."""
+    """Run in a new thread, which has no context yet."""
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""Runs that learn no more end with an error that names the cause, whichever Trainer runs them; others go on."""
+"""Runs that no longer learn end with an error that names the cause, in every Trainer; healthy runs go on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trainer(path: Path, output: Path, data: Any = DATA, **overrides: Any) -> tra
 
 
 def check_dead(output: Path, message: str) -> None:
-    """Within 20 steps, told in the report, without an adapter as of a run that finished."""
+    """The run ended within 20 steps, its report says why, and it saved no final adapter."""
     report = json.loads((output / JSON_NAME).read_text())
     assert report["ended"].startswith("GuardError: ") and report["guards"]["failure"] in report["ended"]
     assert report["guards"]["failure"] in " ".join(message.split())
@@ -99,7 +99,7 @@ def test_trainer_of_trl_reports_and_ends(
 def test_run_whose_labels_are_all_masked_does_not_finish(
     tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture, reduction: str
 ) -> None:
-    """Its loss is 0 or NaN, and transformers leaves NaN out of the log."""
+    """The loss is 0 or NaN, and transformers does not log NaN."""
     data = [{**each, "labels": torch.full((16,), -100)} for each in DATA]
     run = trainer(tiny_checkpoint("qwen3moe"), tmp_path, data, max_steps=WITHOUT_GRADIENT + 1, learning_rate=1e-3)
     reduce_loss(run, reduction)
@@ -113,7 +113,7 @@ def test_run_whose_labels_are_all_masked_does_not_finish(
 
 
 def looks(*losses: float | None, norms: list[float] | None = None, rate: float = 1e-4) -> tuple[str | None, LifeSigns]:
-    """What ends a run with these losses and norms of gradients, at its end at the latest, and what is known by then."""
+    """The reason that ends a run with these losses and gradient norms, at the latest at its end, and the signs then."""
     signs = LifeSigns(320)
     for number, loss in enumerate(losses, 1):
         reason = signs.look(Look(number, loss, norms[number - 1] if norms else 1.0, rate))
@@ -163,8 +163,8 @@ def test_signs_of_death(losses: list[float], norms: list[float], rate: float, st
     assert signs.looks == steps and signs.doubtful
 
 
-def test_what_is_stopped_by_hand_tells_how_it_goes_on(train_yaml: TrainYaml, tmp_path: Path, data_dir: Path) -> None:
-    """As Ctrl-C does it: one line, without a traceback."""
+def test_a_run_stopped_by_hand_says_how_to_continue(train_yaml: TrainYaml, tmp_path: Path, data_dir: Path) -> None:
+    """Ctrl-C prints one line, without a traceback."""
     config, output = tmp_path / "train.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(train_yaml(max_steps=10000, save_steps=1, save_total_limit=1)))
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(config)]
@@ -183,6 +183,6 @@ def test_what_is_stopped_by_hand_tells_how_it_goes_on(train_yaml: TrainYaml, tmp
 
 
 def test_tokens_of_a_pair_that_cancel_out_are_no_alarm(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> None:
-    """Where chosen and rejected answers agree, their gradients are opposite, bit by bit: an expert may get 0 of two."""
+    """Where both answers of a pair agree, their gradients are exactly opposite, so an expert may get a sum of 0."""
     fork_cli(["llamafactory-cli", "train"], train_yaml("dsv3", "dpo", max_steps=3, lora_dropout=0.1))
     assert json.loads((tmp_path / "out" / JSON_NAME).read_text())["ended"] == "finished"

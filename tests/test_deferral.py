@@ -1,4 +1,4 @@
-"""`ktft verify --deferral`: what deferring experts changes of a model's logits."""
+"""`ktft verify --deferral`: how deferring experts changes a model's logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_lowest() -> None:
     assert lowest(weights, 2).tolist() == [[False, True, True], [True, True, False]]
 
 
-def test_the_next_layer_adds_what_one_defers(tiny_checkpoint: Checkpoint) -> None:
+def test_the_next_layer_adds_the_deferred_experts(tiny_checkpoint: Checkpoint) -> None:
     model = load_model(tiny_checkpoint("qwen3moe"), Settings(threads=1), None)
     ids, seen, calls = random_tokens(model, 7), {}, {}
     experts = outermost_experts(model)

@@ -1,4 +1,4 @@
-"""Devices: the CPU's stand-in, CUDA's where there is one, and one of the test's own, to show that a class is enough."""
+"""Devices: the CPU as a stand-in, CUDA where available, and a toy one, to show that a class and a row are enough."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_cuda_says_what_torch_says() -> None:
 
 
 def test_flags_and_caps_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 bytes others hold 10, torch has reserved 70 and used up to 40 of them; its cap is half."""
+    """Of 100 bytes, others hold 10 and torch has reserved 70 and used at most 40; then it is capped at half."""
     device = Cuda(torch.device("cuda", 3))
     monkeypatch.setattr(torch.cuda, "Event", lambda **flags: flags)
     assert device.event(blocking=True) == {"enable_timing": False, "blocking": True}
@@ -108,7 +108,7 @@ def test_the_cpu_waits_for_nothing_and_has_no_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", ACCELERATORS.values())
 def test_an_accelerator_leaves_nothing_to_the_stand_in(kind: type[Device]) -> None:
-    """What the CPU need not wait for, a device would silently not wait for either."""
+    """A method inherited from the CPU's stand-in would silently not wait for the device."""
     public = {name for name in vars(Device) if not name.startswith("_")}
     assert public <= set(vars(kind))
 
@@ -122,7 +122,7 @@ def test_a_device_of_no_known_type_is_named() -> None:
 
 
 class Toy(Device):
-    """A device in the test's memory, with a driver that notes what it is asked."""
+    """A device in host memory, with a driver that notes its calls."""
 
     fake_driver = ""
 

@@ -58,12 +58,7 @@ def test_yaml_trains_another_deepseek_by_its_two_lines(
     assert "eval_loss" in json.loads((tmp_path / "out" / "eval_results.json").read_text())
 
 
-def test_trainer_api(
-    tiny_checkpoint: Checkpoint,
-    functions: Path,
-    tmp_path: Path,
-    fork_cli: RunCli,
-) -> None:
+def test_trainer_api(tiny_checkpoint: Checkpoint, functions: Path, tmp_path: Path, fork_cli: RunCli) -> None:
     command = [str(ROOT / "examples" / "trainer_api.py"), "--steps", "2"]
     command += ["--model", str(tiny_checkpoint("dsv3")), "--data", str(functions), "--out", str(tmp_path / "adapter")]
     done = fork_cli(command)

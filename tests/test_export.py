@@ -205,8 +205,6 @@ def test_bad_input(
     adapter, out = make("qwen3moe"), tmp_path / "out"
     config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
     good = config.read_bytes(), weights.read_bytes()
-    said = run(adapter, "peft", "--base", str(tiny_checkpoint("dsv3")), code=2)
-    assert "was trained on a model of type qwen3_moe, this one is deepseek_v3" in said
     assert "no such directory" in run(adapter / "absent", "peft", code=2)
     out.mkdir()
     (out / "file").touch()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapted import distance, load_as_stored, tensors_of
 from given import Checkpoint, RunExp, TrainYaml
+from runs import logged
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,10 +18,6 @@ import ktft
 
 ATTENTION = "q_proj,v_proj,o_proj"
 SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}  # an adapter's change is its gradient
-
-
-def history(output: Path) -> list[dict[str, float]]:
-    return [e for e in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in e]
 
 
 def changes(output: Path, part: str) -> Tensor:
@@ -62,7 +59,7 @@ def test_trains_as_on_stock_experts(
     stock = {key: value for key, value in config.items() if key not in ("use_kt", "kt_config")}
     for name, settings in (("ours", config), ("stock", stock)):
         run_exp(settings | {"output_dir": str(tmp_path / name)})
-    ours, theirs = history(tmp_path / "ours"), history(tmp_path / "stock")
+    ours, theirs = logged(tmp_path / "ours"), logged(tmp_path / "stock")
     assert len(ours) == len(theirs) == 2
     for one, other in zip(ours, theirs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-2)
@@ -74,7 +71,7 @@ def test_accumulated_gradients_are_those_of_one_batch(train_yaml: TrainYaml, run
     for name, rows, steps in (("whole", 8, 1), ("parts", 2, 4)):
         batch = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, "max_steps": 1}
         run_exp(train_yaml("dsv3", bf16=True, output_dir=str(tmp_path / name), save_strategy="no", **batch, **SGD))
-    assert history(tmp_path / "parts")[0]["loss"] == pytest.approx(history(tmp_path / "whole")[0]["loss"], rel=1e-3)
+    assert logged(tmp_path / "parts")[0]["loss"] == pytest.approx(logged(tmp_path / "whole")[0]["loss"], rel=1e-3)
     for part in (".experts.", ".shared_experts.", ".self_attn."):
         whole, parts = (changes(tmp_path / name, part) for name in ("whole", "parts"))
         assert whole.abs().max() > 0
@@ -94,7 +91,7 @@ def test_gradient_checkpointing_changes_no_bit(train_yaml: TrainYaml, run_exp: R
         run_exp(train_yaml("dsv3", **shared | options))
     off = tensors_of(tmp_path / "off")
     for name in list(modes)[1:]:
-        assert [e["loss"] for e in history(tmp_path / name)] == [e["loss"] for e in history(tmp_path / "off")]
+        assert [e["loss"] for e in logged(tmp_path / name)] == [e["loss"] for e in logged(tmp_path / "off")]
         assert all(torch.equal(off[key], tensor) for key, tensor in tensors_of(tmp_path / name).items()), name
 
 
@@ -174,26 +171,18 @@ def test_predict_with_generate_writes_what_the_adapter_says(
         ({"use_dora": True}, "use_dora is True.*use plain LoRA, or use_rslora"),
         ({"pissa_init": True}, "pissa_init is True.*use the default initialization"),
         ({"stage": "ppo", "reward_model": "m"}, "stage is 'ppo'"),
-        ({"export_dir": "merged"}, "ktft merge BASE ADAPTER OUT"),
     ],
     ids=str,
 )
 def test_refused_before_anything_is_loaded(
     train_yaml: TrainYaml, run_exp: RunExp, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
-    from llamafactory.train.tuner import export_model
-
     def load_nothing(*_: Any, **__: Any) -> None:
         pytest.fail("a tokenizer was loaded")
 
     monkeypatch.setattr("llamafactory.model.loader.AutoTokenizer.from_pretrained", load_nothing)
-    config = train_yaml("qwen3moe", **options)
     with pytest.raises(ValueError, match=message):
-        if "export_dir" in options:
-            keep = ("model_name_or_path", "template", "use_kt", "kt_config", "finetuning_type", "export_dir")
-            export_model({key: config[key] for key in keep})
-        else:
-            run_exp(config)
+        run_exp(train_yaml("qwen3moe", **options))
 
 
 @pytest.mark.parametrize("family", ["dsv3", "qwen3moe"])

@@ -60,18 +60,19 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32)
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
-def test_torch_decodes_every_code_as_the_native_core_does(fmt: str) -> None:
-    layer = make_layer(160, 288, fmt, native.default_isa(), nodes=2)
+def test_torch_decodes_every_code_as_the_native_core_does(fmt: str, nodes: int) -> None:
+    layer = make_layer(160, 288, fmt, native.default_isa(), nodes=nodes)
     random_codes(layer)
-    weights = decoded(layer, [3, 0], None, torch.device("cpu"), torch_ops)
-    for ours, theirs in zip((weights.gate_up, weights.down), exact(layer, [3, 0]), strict=True):
+    weights = decoded(layer, [3, 0, 4], None, torch.device("cpu"), torch_ops)
+    for ours, theirs in zip((weights.gate_up, weights.down), exact(layer, [3, 0, 4]), strict=True):
         values = ours.values.float() if ours.scale is None else ours.values.float() * ours.scale[..., None]
         assert torch.equal(bits(values), bits(theirs))
 
 
 def test_every_format_has_its_rows() -> None:
-    assert tuple(FORMAT_TRAITS) == tuple(PACKED_FORMATS) == EXPERT_FORMATS
+    assert tuple(FORMAT_TRAITS) == tuple(PACKED_FORMATS) == native.FORMATS == EXPERT_FORMATS
 
 
 def test_every_encoding_of_codes_has_its_row() -> None:

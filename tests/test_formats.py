@@ -8,7 +8,6 @@ from packing import error_percent, gaussian, pack, round_trip, student_t5
 from torch import Tensor
 
 from ktft import native
-from ktft.config import EXPERT_FORMATS
 
 # Relative RMS error in %, on Gaussian weights and on Student's t with 5 degrees of freedom: measured, and a few percent
 # of slack. `python tests/scripts/quantization_error.py` prints the table of docs/reference/formats.md.
@@ -68,10 +67,6 @@ def representable(fmt: str, rows: int, cols: int) -> Tensor:
         return torch.cat([in_groups(codes.clone(), scales, -8), in_groups(codes.clamp(-7, 7), scales, 7)])[::2]
     assert fmt == "mxfp4", f"say what {fmt} holds exactly"
     return in_groups(choose(signed(E2M1), grouped, 1), powers(grouped[:2], 2), 4)
-
-
-def test_formats_are_the_configs() -> None:
-    assert native.FORMATS == EXPERT_FORMATS
 
 
 @pytest.mark.parametrize("fmt", native.FORMATS)

@@ -11,6 +11,7 @@ import torch
 from adapted import load as load_model
 from adapted import lora_config, tensors_of
 from commands import run
+from contract import random_inputs
 from given import Checkpoint
 from quantize import read_all, write
 from safetensors.torch import save_file
@@ -38,11 +39,8 @@ def first(model: Any) -> KtftExperts:
     return experts
 
 
-def batch(experts: KtftExperts, tokens: int = 21, top_k: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(tokens)
-    hidden = torch.randn(tokens, experts.hidden_size, generator=generator).bfloat16()
-    index = torch.rand(tokens, EXPERTS, generator=generator).topk(top_k).indices
-    return hidden, index, torch.rand(tokens, top_k, generator=generator)
+def batch(experts: KtftExperts) -> tuple[Tensor, Tensor, Tensor]:
+    return random_inputs(21, experts.hidden_size, 3, experts=EXPERTS)
 
 
 def assert_same_bytes(whole: KtftExperts, part: KtftExperts) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import shutil
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import transformers
 import yaml
 from dying import deaths
+from given import RunCli, TrainYaml
 from holding import held_by_another
 from runs import STATE, require_same_end, trainer
 from transformers import TrainerCallback
@@ -31,16 +31,8 @@ from ktft.train import checkpoints
 from ktft.train.checkpoints import clear_leftovers
 from ktft.train.manifest import damage
 
-Checkpoint = Callable[[str], Path]
-TrainYaml = Callable[..., dict[str, Any]]
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 HOUR = 3600
 LOCK = "_ktft.lock"
-
-
-@pytest.fixture(scope="module")
-def base(tiny_checkpoint: Checkpoint) -> Path:
-    return tiny_checkpoint("qwen3moe")
 
 
 @pytest.fixture(scope="module")
@@ -332,13 +324,3 @@ def test_every_way_into_a_folder_in_use_is_refused(base: Path, whole: transforme
         with checkpoints.hold(rank):  # another rank of the run that holds it
             pass
     assert os.listdir(out) == []
-
-
-def test_run_after_a_kill_says_whose_folder_it_takes(base: Path, tmp_path: Path, caplog: Any) -> None:
-    with held_by_another(tmp_path) as other:
-        other.kill()
-        other.wait()
-    with caplog.at_level(logging.WARNING, "ktft"):
-        trainer(base, tmp_path, max_steps=1).train()
-    assert f"{tmp_path}: taken over from process {other.pid} on " in caplog.text
-    assert not (tmp_path / LOCK).exists()

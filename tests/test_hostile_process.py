@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from contract import make_layer
+from contract import make_layer, random_inputs
+from given import Checkpoint
 from safetensors.torch import load_file, save_file
 
 from ktft import native
-from ktft.native import ExpertLayer
 from ktft.serve.front.processes import end_group, members
 
 HIDDEN, INTERMEDIATE = 64, 32
@@ -38,9 +38,7 @@ app(["convert", source, second, *options, "64"])
 """
 
 
-def test_refused_threads_are_an_error_that_names_the_limits(
-    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_refused_threads_are_an_error_that_names_the_limits(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     paths = (str(path) for path in (tiny_checkpoint("qwen3moe"), tmp_path / "first", tmp_path / "second"))
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *paths],
@@ -108,7 +106,7 @@ def test_training_with_few_open_files(train_yaml: Any, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
-def test_more_shards_than_open_files(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_more_shards_than_open_files(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     source, model = tiny_checkpoint("qwen3moe"), tmp_path / "model"
     model.mkdir()
     shutil.copy(source / "config.json", model)
@@ -133,16 +131,6 @@ def test_more_shards_than_open_files(tiny_checkpoint: Callable[[str], Path], tmp
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
-def layer_of(threads: int) -> ExpertLayer:
-    return make_layer(HIDDEN, INTERMEDIATE, "bf16", native.default_isa(), threads)
-
-
-def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(tokens)
-    index = torch.rand(tokens, 4, generator=draw).argsort(1)[:, :2]
-    return torch.randn(tokens, HIDDEN, generator=draw), index, torch.rand(tokens, 2, generator=draw)
-
-
 def in_child(work: Callable[[], bool]) -> int:
     """A forked child's exit status: 0 where `work` says true. A child that hangs is ended by a signal."""
     if (child := os.fork()) == 0:
@@ -156,7 +144,8 @@ def in_child(work: Callable[[], bool]) -> int:
 
 
 def test_a_fork_while_another_thread_computes() -> None:
-    layer, small, large = layer_of(2), inputs(8), inputs(20_000)
+    layer = make_layer(HIDDEN, INTERMEDIATE, "bf16", threads=2)
+    small, large = (random_inputs(tokens, HIDDEN, dtype=torch.float32) for tokens in (8, 20_000))
     expected, _ = layer.forward(*small, None, "none")
     begun, over = threading.Event(), threading.Event()
 
@@ -178,7 +167,7 @@ def test_a_fork_while_another_thread_computes() -> None:
 
 
 def test_a_forked_child_is_told_that_lanes_are_its_parents(
-    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import EXPERTS, TOP_K, inputs_for, make_layer, make_lora
+from contract import EXPERTS, TOP_K, inputs_for, make_layer, make_lora, random_inputs
 from dying import forked
 from fake_cuda import Fake
 
@@ -61,10 +61,7 @@ def host(request: pytest.FixtureRequest, make: Make) -> HostExperts:
 
 
 def inputs(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
-    index = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].contiguous()
-    return x, index, torch.rand(tokens, TOP_K, generator=generator)
+    return random_inputs(tokens, HIDDEN, seed=seed)
 
 
 def direct(layer: ExpertLayer, x, index, weights, lora=None) -> torch.Tensor:

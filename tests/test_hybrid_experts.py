@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from contract import EXPERTS, OUTPUT_TOLERANCE, dequantized, make_layer, make_lora, relative
+from contract import EXPERTS, OUTPUT_TOLERANCE, dequantized, make_layer, make_lora, random_inputs, relative
+from lanes import no_calibration
 
 from ktft import native, reference
 from ktft.checkpoint.routing_profile import Routing
 from ktft.deferral import lowest
-from ktft.lanes import passes
-from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lora import ExpertLora
 from ktft.native.hybrid import HostExpertsError
 from ktft.serve.runtime import hybrid_experts as hybrid
@@ -23,12 +23,9 @@ from ktft.serve.runtime.settings import ServeSettings
 HIDDEN, INTERMEDIATE, TOP_K, LAYERS = 64, 160, 3, 3
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+__all__ = ["no_calibration"]
 
-@pytest.fixture(autouse=True)
-def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes seconds; `test_calibrate.py` has its own tests."""
-    rate = {work: Rate(1e12, 1e11, 1e-5) for work in ("forward", "backward")}
-    monkeypatch.setattr(passes, "measured_rates", lambda *_: Rates(rate, rate, 5e10, 5e10, 1e-5))
+pytestmark = pytest.mark.usefixtures("no_calibration")
 
 
 @pytest.fixture
@@ -37,23 +34,21 @@ def layers() -> dict[int, native.ExpertLayer]:
     return {n + 1: make_layer(HIDDEN, INTERMEDIATE, "k4", native.default_isa(), nodes=2) for n in range(LAYERS)}
 
 
-class Made:
-    """Makes models, and closes them."""
-
-    def __init__(self, layers: dict[int, native.ExpertLayer]) -> None:
-        self.layers, self.models = layers, list[HybridModel]()
-
-    def __call__(self, **options) -> HybridModel:
-        options = {"top_k": TOP_K, "dtype": torch.bfloat16, "max_tokens": 4, **options}
-        self.models.append(HybridModel(self.layers, "cpu", **options))
-        return self.models[-1]
+Make = Callable[..., HybridModel]
 
 
 @pytest.fixture
-def make(layers: dict[int, native.ExpertLayer]) -> Iterator[Made]:
-    made = Made(layers)
-    yield made
-    for model in made.models:
+def make(layers: dict[int, native.ExpertLayer]) -> Iterator[Make]:
+    """`make(**options)` -> a model, which is closed after the test."""
+    made: list[HybridModel] = []
+
+    def make(**options) -> HybridModel:
+        options = {"top_k": TOP_K, "dtype": torch.bfloat16, "max_tokens": 4, **options}
+        made.append(HybridModel(layers, "cpu", **options))
+        return made[-1]
+
+    yield make
+    for model in made:
         model.close()
 
 
@@ -63,11 +58,9 @@ def room(experts: int, rank: int = 0) -> int:
     return experts * (packed + 256 + (1 << 18 if rank else 0))
 
 
-def batch(tokens: int, experts: int = EXPERTS, seed: int = 3) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
-    index = torch.stack([torch.randperm(experts, generator=generator)[:TOP_K] for _ in range(tokens)])
-    return x, index.int(), torch.rand(tokens, TOP_K, generator=generator)
+def batch(tokens: int, seed: int = 3) -> Batch:
+    x, index, weights = random_inputs(tokens, HIDDEN, TOP_K, seed)
+    return x, index.int(), weights
 
 
 def expected(layer: native.ExpertLayer, given: Batch, lora: ExpertLora | None = None) -> torch.Tensor:
@@ -80,7 +73,7 @@ HOT = Routing({1: [9, 0, 9, 0, 0], 2: [0, 9, 9, 9, 0], 3: [0, 0, 0, 0, 9]})
 
 @pytest.mark.parametrize("rank", [0, 5])
 @pytest.mark.parametrize("tokens", [1, 4, 9])
-def test_few_and_many_tokens_with_and_without_residents(make: Made, tokens: int, rank: int) -> None:
+def test_few_and_many_tokens_with_and_without_residents(make: Make, tokens: int, rank: int) -> None:
     lora = make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) if rank else None
     given = batch(tokens)
     residents = {"gpu_expert_memory": room(6, rank), "routing": HOT, "max_lora_rank": 16, "placement": "stream"}
@@ -98,7 +91,7 @@ def test_few_and_many_tokens_with_and_without_residents(make: Made, tokens: int,
         assert (found["resident"]["pairs"] > 0) == ("routing" in options)
 
 
-def test_padding_has_no_part(make: Made) -> None:
+def test_padding_has_no_part(make: Make) -> None:
     model = make(gpu_expert_memory=room(2), routing=HOT)
     for tokens in (4, 9):
         x, index, weights = batch(tokens)
@@ -112,7 +105,7 @@ def test_padding_has_no_part(make: Made) -> None:
         assert sum(model.status()["heat"]["1"]) - before == (tokens - 2) * TOP_K
 
 
-def test_an_adapter_takes_the_place_of_another_at_once(make: Made) -> None:
+def test_an_adapter_takes_the_place_of_another_at_once(make: Make) -> None:
     model, given = make(gpu_expert_memory=room(6, 16), routing=HOT, max_lora_rank=16), batch(4)
     base = [experts(*given) for experts in model.layers.values()]
     for seed, rank, names in ((1, 16, ("gate_proj", "up_proj", "down_proj")), (2, 3, ("down_proj",))):
@@ -131,7 +124,7 @@ def test_an_adapter_takes_the_place_of_another_at_once(make: Made) -> None:
     assert all(torch.equal(experts(*given), was) for experts, was in zip(model.layers.values(), base, strict=True))
 
 
-def test_deferred_experts_are_added_one_layer_later(make: Made) -> None:
+def test_deferred_experts_are_added_one_layer_later(make: Make) -> None:
     """By the sum of what the two layers' halves give, and never by the last layer."""
     one = Routing({1: [0, 0, 1, 0, 0], 2: [0] * EXPERTS, 3: [0] * EXPERTS})
     plain, model = make(), make(deferral=1, gpu_expert_memory=room(2), routing=one)
@@ -154,7 +147,7 @@ def test_deferred_experts_are_added_one_layer_later(make: Made) -> None:
     assert relative(model.layers[1](*batches[0]), expected(model.layers[1].layer, batches[0])) < OUTPUT_TOLERANCE
 
 
-def test_residents_follow_the_traffic_between_steps(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residents_follow_the_traffic_between_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "ADAPT_SECONDS", 0.0)
     model = make(gpu_expert_memory=room(3))
     x, index, weights = batch(4)
@@ -186,7 +179,7 @@ def test_residents_follow_the_traffic_between_steps(make: Made, monkeypatch: pyt
     assert all(set(each) <= {0, 1, 3} for each in held.values()) and model.status()["residents"]["moved"] > 3
 
 
-def test_warming_up_is_not_counted(make: Made) -> None:
+def test_warming_up_is_not_counted(make: Make) -> None:
     model = make(gpu_expert_memory=room(3), routing=HOT)
     model.warm_up(8)
     status = model.status()
@@ -194,15 +187,14 @@ def test_warming_up_is_not_counted(make: Made) -> None:
     assert not any(lane["pairs"] for lane in status["lanes"].values())
 
 
-def test_profiles(make: Made, tmp_path: Path) -> None:
+def test_profiles(make: Make, layers: dict[int, native.ExpertLayer], tmp_path: Path) -> None:
     path = tmp_path / "expert_routing.json"
     model = make()
     model.layers[2](*batch(4))
     model.routing().save(path)
     settings = ServeSettings(str(tmp_path), gpu_expert_memory=room(2, 1), routing=str(path), max_lora_rank=8)
-    made = HybridModel.of(settings, make.layers, "cpu", TOP_K, torch.bfloat16)
-    make.models.append(made)
-    status = made.status()
+    with contextlib.closing(HybridModel.of(settings, layers, "cpu", TOP_K, torch.bfloat16)) as made:
+        status = made.status()
     assert {layer for layer, held in status["residents"]["experts"].items() if held} == {"2"}
     assert status["expert_format"] == "k4" and status["adapter"] is None
     again = Routing.load(path)
@@ -218,7 +210,7 @@ def test_profiles(make: Made, tmp_path: Path) -> None:
             Routing.load(path)
 
 
-def test_bad_input(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="deferral is 3; a token has 3 experts"):
         make(deferral=3)
     with pytest.raises(ValueError, match="100 bytes hold no expert"):
@@ -230,7 +222,7 @@ def test_bad_input(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
         model.layers[1](*batch(9))
 
 
-def test_a_job_that_fails_is_raised_by_the_check_after_its_step(make: Made) -> None:
+def test_a_job_that_fails_is_raised_by_the_check_after_its_step(make: Make) -> None:
     """Graphs cannot raise: what they computed with NaN in the hidden states must not be served as zeros."""
     model = make()
     model.layers[1](*batch(4))

@@ -24,7 +24,6 @@ from contract import (
 )
 
 from ktft import native
-from ktft.config import PROJECTIONS
 from ktft.model.autograd import routed_experts
 
 
@@ -50,15 +49,6 @@ def test_reduction_longer_than_one_block(isa: str, fmt: str) -> None:
         layer = make_layer(hidden, intermediate, fmt, isa, 2)
         lora = make_lora(hidden, intermediate, 4, torch.float32)
         assert_contract(compare(layer, lora, *inputs_for((3, 14, 0, 1, 2), hidden)))
-
-
-@pytest.mark.parametrize("nodes", [2, 3])
-@pytest.mark.parametrize("fmt", native.FORMATS)
-def test_numa_slices_are_the_whole(fmt: str, nodes: int) -> None:
-    # 4 units of 128 columns, the last one of 32
-    layer, whole = (make_layer(96, 416, fmt, native.default_isa(), 2, n) for n in (nodes, 1))
-    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
-        assert torch.equal(layer.dequantize(expert, name), whole.dequantize(expert, name))
 
 
 @pytest.mark.parametrize("isa", native.isas())

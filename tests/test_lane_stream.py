@@ -215,10 +215,8 @@ class Replays:
 
 def test_recorded_kernels_are_those_that_a_chunk_needs() -> None:
     first = make_layer(HIDDEN, INTERMEDIATE, "int8", ISA)
-    sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
-    second = native.ExpertLayer(first.runtime, **sizes, format="int8")
-    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
-        second.load(expert, name, -first.dequantize(expert, name))
+    negative = {key: -first.dequantize(*key) for key in itertools.product(range(EXPERTS), PROJECTIONS)}
+    second = make_layer(HIDDEN, INTERMEDIATE, "int8", ISA, weights=negative)
     other = make_layer(HIDDEN, INTERMEDIATE, "k4", ISA)
     lora, wide = (make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) for rank in (4, 12))
     pair = lora.pairs["up_proj"]

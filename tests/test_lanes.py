@@ -277,21 +277,6 @@ def test_a_lane_that_fails_leaves_nothing_running(monkeypatch, lora, where):
     compare(experts)
 
 
-def test_a_kernel_error_reaches_the_caller(monkeypatch):
-    force(monkeypatch, *MIXES["both"])
-    experts = make_experts()
-    x, index, weights = inputs_for(ROWS, HIDDEN)
-
-    def fail(*_, **__):
-        raise RuntimeError("the kernel failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(native.ExpertLayer, "forward", fail)
-        with pytest.raises(RuntimeError, match="the kernel failed"):
-            experts(x, index, weights)
-    compare(experts)
-
-
 def test_copies_of_a_model_share_its_lanes():
     experts = make_experts()
     assert copy.deepcopy(experts).laned.lanes is experts.laned.lanes

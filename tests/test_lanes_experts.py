@@ -15,6 +15,7 @@ from contract import (
     compare,
     dropout_mask,
     dropout_oracle,
+    empty_layer,
     gated_oracle,
     inputs_for,
     make_gated,
@@ -23,8 +24,7 @@ from contract import (
     relative,
     small_lora,
 )
-from lanes import Lane, decoded, exact
-from torch import Tensor
+from lanes import Lane
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
@@ -37,20 +37,6 @@ from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 
 ISA = native.default_isa()
-
-
-def scaled(matrix: Tensor, scale: Tensor | None) -> Tensor:
-    return matrix.float() if scale is None else matrix.float() * scale[..., None]
-
-
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("fmt", EXPERT_FORMATS)
-def test_decodes_what_the_native_layer_holds(fmt: str, nodes: int) -> None:
-    layer = make_layer(160, 288, fmt, ISA, nodes=nodes)
-    weights = decoded(layer, [3, 0, 4], None, torch.device("cpu"))
-    gate_up, down = exact(layer, [3, 0, 4])
-    assert torch.equal(scaled(weights.gate_up.values, weights.gate_up.scale), gate_up)
-    assert torch.equal(scaled(weights.down.values, weights.down.scale), down)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
@@ -89,9 +75,7 @@ def test_dropout(nodes: int) -> None:
 def test_masks_are_the_native_ones(projection: str) -> None:
     """One expert whose adapter shows what it gets: with A = B = 1 columns, and weights of zero but down's."""
     size, tokens, probability = 64, 40, 0.3
-    layer = native.ExpertLayer(
-        native.runtime(1), num_experts=1, hidden_size=size, intermediate_size=size, format="bf16"
-    )
+    layer = empty_layer(size, size, "bf16", num_experts=1)
     for name in PROJECTIONS:
         layer.load(0, name, torch.eye(size))
     lora = make_lora(size, size, 4, torch.float32, (projection,), dropout=probability, seed=77)
@@ -134,17 +118,6 @@ def test_order_chunks_and_pieces_do_not_matter() -> None:
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     for one, other in zip(*results, strict=True):
         assert relative(one, other) < 0.002
-
-
-def test_lanes_add_up_to_the_layer() -> None:
-    """Some experts here, the others in the native layer."""
-    layer = make_layer(64, 96, "int8", ISA)
-    x, index, weights = (t.detach() for t in inputs_for(TAILS[1], 64, torch.float32))
-    here = [3, 1]
-    elsewhere = torch.isin(index, torch.tensor(here))
-    out = Lane(experts=here)(layer, x, index.masked_fill(~elsewhere, native.ELSEWHERE), weights)
-    rest, _ = layer.forward(x, index.masked_fill(elsewhere, native.ELSEWHERE), weights, None, "none")
-    assert relative(out + rest, routed_experts(layer, x, index, weights)) < 0.003
 
 
 def test_experts_without_rows() -> None:

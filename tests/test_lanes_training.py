@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import logged
 
 from ktft.lanes.decide.placer import Placement, Placer
 from ktft.lanes.gpu.lane import GpuLane
@@ -32,11 +33,6 @@ def settings(train_yaml, tmp_path: Path, name: str, **kt_config):
     )
 
 
-def losses(directory: Path) -> list[float]:
-    state = json.loads((directory / "trainer_state.json").read_text())
-    return [row["loss"] for row in state["log_history"] if "loss" in row]
-
-
 def half(self, counts, *_):
     """Every other expert is streamed."""
     used = [expert for expert, rows in enumerate(counts) if rows]
@@ -56,7 +52,7 @@ def test_the_same_losses_in_every_lane(train_yaml, run_exp, tmp_path, monkeypatc
             if name == "both":
                 patch.setattr(Placer, "decide", half)
             run_exp(settings(train_yaml, tmp_path, name, **kt_config))
-        found[name] = losses(tmp_path / name)
+        found[name] = [entry["loss"] for entry in logged(tmp_path / name)]
         assert len(found[name]) == STEPS
         spans = json.loads((tmp_path / name / "ktft_report.json").read_text())["spans"]
         assert all(sum(spans[lane]["count"]) > 0 for lane in USED[name])
@@ -93,7 +89,7 @@ def test_a_failure_ends_the_run_and_leaves_the_checkpoint(
     checkpoint = tmp_path / "run" / "checkpoint-2"
     assert calls and checkpoint.exists() and not (tmp_path / "run" / "checkpoint-4").exists()
     run_exp({**config, "resume_from_checkpoint": str(checkpoint)})
-    assert len(losses(tmp_path / "run")) == STEPS
+    assert len(logged(tmp_path / "run")) == STEPS
 
 
 def test_a_gpu_is_needed_to_stream(train_yaml, run_exp, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -14,14 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import yaml
 from adapted import load_as_stored, lora_config, randomize, tensors_of
+from api import api_server
 from commands import run
 from given import Checkpoint, RunCli, RunExp, Train, TrainYaml
 from llamafactory.hparams import get_infer_args, get_train_args
+from runs import logged
 from safetensors.torch import load_file
 
 import ktft
@@ -33,8 +33,7 @@ TRAIN = ["llamafactory-cli", "train"]
 
 
 def logged_losses(output: Path) -> dict[int, float]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+    return {entry["step"]: entry["loss"] for entry in logged(output)}
 
 
 def trained_experts(output: Path) -> int:
@@ -169,30 +168,6 @@ def test_runs_in_one_process_do_not_mix(
     assert results["adapted"] < results["base"]
 
 
-def test_dpo_reference_leaves_out_expert_lora(
-    train_yaml: TrainYaml, run_exp: RunExp, big_adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from llamafactory.train.dpo.trainer import CustomDPOTrainer
-
-    original = CustomDPOTrainer.compute_reference_log_probs
-    found: dict[str, torch.Tensor] = {}
-
-    def spy(self: Any, model: Any, batch: Any) -> Any:
-        reference = original(self, model, batch)
-        with torch.no_grad():
-            found["policy"] = self.concatenated_forward(model, batch)["chosen_logps"]
-            found["base"] = self.concatenated_forward(base.train(), batch)["chosen_logps"]
-        found["reference"] = reference[0]
-        return reference
-
-    config = train_yaml("qwen3moe", stage="dpo", adapter_name_or_path=str(big_adapter), max_steps=1)
-    base = load_as_stored(config["model_name_or_path"])
-    monkeypatch.setattr(CustomDPOTrainer, "compute_reference_log_probs", spy)
-    run_exp(config)
-    assert torch.allclose(found["reference"], found["base"], rtol=1e-5)
-    assert (found["policy"] - found["base"]).abs().max() > 0.5
-
-
 # --- inference --------------------------------------------------------------------------------------------------------
 
 
@@ -223,15 +198,11 @@ def answers(chat_config: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-def command(tmp_path: Path, verb: str, settings: dict[str, Any]) -> list[str]:
-    path = tmp_path / f"{verb}.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return [str(Path(sys.executable).parent / "llamafactory-cli"), verb, str(path)]
-
-
 def test_chat_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "chat.yaml").write_text(yaml.safe_dump(chat_config))
+    command = [str(Path(sys.executable).parent / "llamafactory-cli"), "chat", str(tmp_path / "chat.yaml")]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command(tmp_path, "chat", chat_config), **pipes) as chat:
+    with subprocess.Popen(command, **pipes) as chat:
         hung = threading.Timer(600, chat.kill)
         hung.start()
         assert chat.stdin is not None and chat.stdout is not None
@@ -249,31 +220,9 @@ def test_chat_answers_with_the_adapter(chat_config: dict[str, Any], answers: dic
 
 
 def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict[str, str], tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with open(tmp_path / "log", "w+") as log:
-        server = subprocess.Popen(
-            command(tmp_path, "api", chat_config),
-            env=os.environ | {"API_HOST": "127.0.0.1", "API_PORT": str(port)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=300) as client:
-                deadline = time.monotonic() + 600
-                while True:
-                    try:
-                        client.get("/v1/models").raise_for_status()
-                        break
-                    except httpx.TransportError:
-                        assert server.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
-                        time.sleep(0.3)
-                body = {"model": "ktft", "messages": [{"role": "user", "content": "add 2 and 3"}]}
-                reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-        finally:
-            server.terminate()
-            server.wait(300)
+    body = {"model": "ktft", "messages": [{"role": "user", "content": "add 2 and 3"}]}
+    with api_server(tmp_path, chat_config) as client:
+        reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
     assert reply["choices"][0]["message"]["content"].strip() == answers["adapter"].strip()
 
 
@@ -349,5 +298,5 @@ def test_export_is_refused_without_a_crash(fork_cli: RunCli, chat_config: dict[s
     export = {key: value for key, value in chat_config.items() if not key.startswith(("do_", "max_"))}
     done = fork_cli(["llamafactory-cli", "export"], export | {"export_dir": str(tmp_path / "merged")}, check=False)
     assert done.returncode == 2  # a wrong input, as every command says it
-    assert "ktft keeps adapters unmerged" in done.stdout
+    assert "ktft keeps adapters unmerged" in done.stdout and "ktft merge BASE ADAPTER OUT" in done.stdout
     assert "Loading" not in done.stdout

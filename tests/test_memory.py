@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from contract import make_lora
+from contract import empty_layer, make_lora
+from given import Checkpoint, RunCli, TrainYaml
 from peft import LoraConfig
 from stock import load
 from tiny import FAMILIES, MORE_FAMILIES
@@ -26,9 +25,6 @@ from ktft.model.shape import MoeShape, shape_of
 from ktft.model.shortage import by_cause, require_memory
 from ktft.train.recipe import Recipe
 
-Checkpoint = Callable[[str], Path]
-TrainYaml = Callable[..., dict[str, Any]]
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
 
 
@@ -36,10 +32,8 @@ DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
 def test_packed_bytes_are_what_native_allocates(expert_format: str, nodes: int, biases: bool) -> None:
-    runtime = native.runtime(threads=1, numa_nodes=nodes)
     for experts, hidden, intermediate in ((3, 96, 320), (2, 64, 32), (1, 160, 288)):
-        sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
-        layer = native.ExpertLayer(runtime, **sizes, format=expert_format, biases=biases)
+        layer = empty_layer(hidden, intermediate, expert_format, nodes=nodes, num_experts=experts, biases=biases)
         shape = MoeShape(experts, 1, hidden, intermediate, biases)
         per_node = packed_per_node([shape], expert_format, nodes)
         assert len(per_node) == nodes

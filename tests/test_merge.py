@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adapted
 import pytest
 import torch
-from adapted import lora_config
 from contract import relative
+from given import Checkpoint
 from merging import contents, logits, merge, merged_by_hand, names_of, run, stock, weight_of, write_adapter
 from quantize import is_expert, is_linear, quantize, read_all, write
 from safetensors.torch import load_file
 from stock import same_choices
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import ktft
 from ktft.adapters.deltas import LoraDelta
@@ -29,7 +29,6 @@ from ktft.config import PROJECTIONS
 from ktft.formats import FORMAT_TRAITS
 from ktft.model.experts import find_experts
 
-Checkpoint = Callable[[str], Path]
 CASES = {
     "qwen3moe": ("qwen3moe", None),
     "dsv2": ("dsv2", None),
@@ -49,6 +48,7 @@ class Case:
 
 
 Cases = Callable[[str], Case]
+load = functools.partial(adapted.load, expert_format=None)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,6 @@ def case(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 def experts_of(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if hasattr(module, "gate_up_proj") and "experts" in name]
-
-
-def load(path: Path, **settings: Any) -> Any:
-    config = ktft.KtftConfig(threads=1, **settings)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
@@ -142,7 +137,7 @@ def test_packed_for_ktft(case: Cases, tmp_path: Path, name: str, expert_format: 
             assert relative(module.layer.dequantize(5, projection), expected) < FORMAT_TRAITS[expert_format].error_limit
     attention = "model.layers.1.self_attn.o_proj"
     assert relative(model.get_parameter(f"{attention}.weight"), weight_of(given.by_hand, attention)) < 0.04
-    ktft.get_peft_model(model, lora_config(r=2))  # trains on
+    ktft.get_peft_model(model, adapted.lora_config(r=2))  # trains on
     with pytest.raises(ValueError, match=r"shard adapter_\w+\.\w+ was converted, but the checkpoint has"):
         load(given.base, expert_checkpoint=str(out))
 

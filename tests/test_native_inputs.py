@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import EXPERTS, make_layer, make_lora
+from contract import EXPERTS, make_layer, make_lora, random_inputs
 from torch import Tensor
 
 from ktft import native
@@ -26,20 +26,11 @@ def layer_of() -> ExpertLayer:
 
 
 def inputs(tokens: int = 3, top_k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(tokens)
-    weights = torch.rand(tokens, top_k, generator=draw)
-    index = torch.rand(tokens, 4, generator=draw).argsort(1)[:, :top_k]
-    return torch.randn(tokens, HIDDEN, generator=draw), index, weights
+    return random_inputs(tokens, HIDDEN, top_k, seed=tokens, dtype=torch.float32)
 
 
 def adapters(rank: int = 4) -> ExpertLora:
     return make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32)
-
-
-def empty() -> ExpertLayer:
-    return ExpertLayer(
-        native.runtime(1), num_experts=1, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, format="bf16"
-    )
 
 
 def made(lora: ExpertLora, make: Callable[[Tensor], Tensor]) -> ExpertLora:
@@ -49,7 +40,8 @@ def made(lora: ExpertLora, make: Callable[[Tensor], Tensor]) -> ExpertLora:
 CALLS = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from test_native_inputs import empty, layer_of, inputs, made, adapters, HIDDEN, INTERMEDIATE
+from contract import empty_layer
+from test_native_inputs import layer_of, inputs, made, adapters, HIDDEN, INTERMEDIATE
 from torch._subclasses.fake_tensor import FakeTensorMode
 layer, (x, index, weights) = layer_of(), inputs()
 fakes = FakeTensorMode()
@@ -68,7 +60,7 @@ for name, make in (("meta", lambda t: t.to("meta")), ("fake", fakes.from_tensor)
         lambda: layer.prepare(make(index)),
         lambda: layer.forward(x, index, weights, made(lora, make), "none"),
         lambda: layer.forward(x, index, weights, None, "none", out=make(out)),
-        lambda: empty().load(0, "up_proj", make(torch.zeros(INTERMEDIATE, HIDDEN))),
+        lambda: empty_layer(HIDDEN, INTERMEDIATE, "bf16").load(0, "up_proj", make(torch.zeros(INTERMEDIATE, HIDDEN))),
     ):
         try: call(); print("went on")
         except ValueError as error: print("refused", error)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from adapted import load_as_stored, lora_config
+from given import Checkpoint
 from runs import DATA, adapted, arguments, losses
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.training_args import OptimizerNames
@@ -20,7 +21,6 @@ from ktft import native
 from ktft.train import optimizer as optimizers
 from ktft.train.optimizer import AdamW, check_optimizer
 
-Checkpoint = Callable[[str], Path]
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 

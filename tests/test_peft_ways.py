@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import pytest
 import torch
 from adapted import load, logits, lora_config, randomize
 from datasets import Dataset
+from given import Checkpoint
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM
@@ -22,7 +23,6 @@ from trl import SFTConfig, SFTTrainer
 import ktft
 from ktft.config import PROJECTIONS
 
-Checkpoint = Callable[[str], Path]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -45,9 +45,13 @@ def expert_parameters(model: torch.nn.Module) -> int:
         (["q_proj", "down_proj"], {"down_proj"}),
         (r".*\.(o_proj|up_proj)", {"up_proj"}),
         (["experts"], set(PROJECTIONS)),
+        (["experts.down_proj", "q_proj"], {"down_proj"}),
+        (r".*experts\.\d+\.(gate|up)_proj", {"gate_proj", "up_proj"}),
+        ([r".*experts\.\d+\.(gate|up)_proj"], {"gate_proj", "up_proj"}),
+        (r".*\.mlp\.experts", set(PROJECTIONS)),
         (ATTENTION, set()),
     ],
-    ids=["all-linear", "all names", "some names", "pattern", "experts", "attention"],
+    ids=lambda value: "" if isinstance(value, set) else str(value),
 )
 def test_get_peft_model_of_peft_itself(base: Path, tmp_path: Path, targets: Any, projections: set[str]) -> None:
     """Targets as anybody writes them; saved by PEFT's method, loaded by each of PEFT's ways with the same logits."""
@@ -56,6 +60,13 @@ def test_get_peft_model_of_peft_itself(base: Path, tmp_path: Path, targets: Any,
     trained = logits(randomize(model))
     model.save_pretrained(tmp_path)
     assert expert_tensors(tmp_path) == projections
+    # other software finds the same modules by the same rule
+    config = peft.LoraConfig.from_pretrained(tmp_path)
+    found = {p for p in PROJECTIONS if check_target_module_exists(config, f"model.layers.1.mlp.experts.3.{p}")}
+    attention = bool(check_target_module_exists(config, "model.layers.1.self_attn.q_proj"))
+    assert found == projections
+    assert attention == any(".q_proj.lora_A" in name for name, _ in model.named_parameters())
+    assert attention == (targets == "all-linear" or "q_proj" in targets)
     loaded = [
         peft.PeftModel.from_pretrained(load(base), tmp_path),
         peft.PeftModel.from_pretrained(

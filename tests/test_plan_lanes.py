@@ -108,7 +108,6 @@ def test_checkpointing_beside_a_gpu_keeps_outputs_and_not_activations(recipe: Re
     [
         ((*BIG, "--pcie", "6"), {}, "--pcie is '6'; give a generation (3, 4, 5) or bytes a second"),
         ((*BIG, "--pcie", "fast"), {}, "--pcie: 'fast' is not a size"),
-        ((*BIG, "--routing", "even"), {}, "'even' is not one of"),
         (("--ram", "64G"), {"placement": "stream"}, "placement is 'stream', but the machine has no GPU; describe one"),
         (BIG, {"gpu_expert_memory": "8X"}, "gpu_expert_memory is '8X'; give a size"),
     ],

@@ -6,12 +6,12 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from given import Checkpoint
 from safetensors.torch import load_file, save_file
 
 from ktft.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader
@@ -45,7 +45,7 @@ def test_reads_what_safetensors_wrote(tmp_path: Path, dtype: torch.dtype) -> Non
         reader.read("w3", 3)
 
 
-def test_reads_shards(tiny_checkpoint: Callable[[str], Path]) -> None:
+def test_reads_shards(tiny_checkpoint: Checkpoint) -> None:
     path = tiny_checkpoint("dsv3")
     stored = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
     with CheckpointReader.from_directory(path) as reader:
@@ -100,7 +100,7 @@ def test_dtype_that_experts_cannot_have(tmp_path: Path) -> None:
         reader.read("w")
 
 
-def test_shards_and_index_must_agree(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_shards_and_index_must_agree(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint("dsv3"), path)
     shards = sorted(path.glob("*.safetensors"))
@@ -128,7 +128,7 @@ def test_shards_and_index_must_agree(tiny_checkpoint: Callable[[str], Path], tmp
         CheckpointReader.from_directory(path)
 
 
-def test_config_that_is_none(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_config_that_is_none(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint("dsv3"), tmp_path / "checkpoint")
     for content, message in (("{", "is not valid JSON"), ("[]", "is not a configuration")):
         (tmp_path / "checkpoint" / "config.json").write_text(content)

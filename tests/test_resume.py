@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -15,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from runs import DATA, STATE, arguments, history, require_same_end, trainer
+from damage import edit_json, flip
+from given import TrainYaml
+from runs import STATE, history, require_same_end, trainer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import ktft
@@ -25,7 +26,6 @@ from ktft.train import checkpoints
 from ktft.train.checkpoints import STAGING
 from ktft.train.manifest import MANIFEST, damage
 
-TrainYaml = Callable[..., dict[str, Any]]
 ADAPTER = "adapter_model.safetensors"
 FIVE = {"max_steps": 5, "save_steps": 3}
 
@@ -188,24 +188,6 @@ def test_failed_replacement_brings_the_old_one_back(tmp_path: Path, monkeypatch:
     assert folders(tmp_path) == ["checkpoint-3"]
 
 
-def test_full_disk_names_path_and_room(base: Path, tmp_path: Path) -> None:
-    """A file size limit makes the writes fail as a full disk does, after a part was written."""
-
-    class Fill(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 4:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, resource.RLIM_INFINITY))
-
-    run = trainer(base, tmp_path, callbacks=[Fill()])
-    try:
-        with pytest.raises(OSError, match=r"checkpoint-6 could not be written: .*B are free in .*") as failure:
-            run.train()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert f"{tmp_path}/checkpoint-3 is whole" in str(failure.value)
-    assert folders(tmp_path) == ["checkpoint-3"]
-
-
 def test_best_model_is_found_where_it_ended_up(base: Path, tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 1}
     run = trainer(base, tmp_path, **best, metric_for_best_model="loss", max_steps=6)
@@ -235,27 +217,11 @@ def test_sigterm_saves_and_stops_where_asked_to(base: Path, whole: transformers.
     require_same_end(resumed, whole)
 
 
-def test_other_models_are_saved_as_ever(base: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    transformers.Trainer(model, arguments(tmp_path, max_steps=1, save_steps=1), train_dataset=DATA).train()
-    assert not (tmp_path / "checkpoint-1" / MANIFEST).exists()
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def change(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.mark.parametrize(
@@ -268,10 +234,10 @@ def change(path: Path, **fields: Any) -> None:
         ("model.safetensors", lambda path: save_file({"a": torch.zeros(1)}, path), "model.safetensors was added"),
         (MANIFEST, cut, f"{MANIFEST} is not valid JSON"),
         (MANIFEST, lambda path: path.write_text("[1]"), f"{MANIFEST} is damaged: it is no mapping"),
-        (MANIFEST, lambda path: change(path, files={"a": {}}), f"{MANIFEST} is damaged: files is {{'a': {{}}}}"),
-        (MANIFEST, lambda path: change(path, run=None), f"{MANIFEST} is damaged: run is None"),
-        (MANIFEST, lambda path: change(path, parameters=[{}]), rf"{MANIFEST} is damaged: parameters is \[{{}}\]"),
-        (MANIFEST, lambda path: change(path, losses={"logged": 1}), f"{MANIFEST} is damaged: losses is"),
+        (MANIFEST, lambda path: edit_json(path, files={"a": {}}), f"{MANIFEST} is damaged: files is {{'a': {{}}}}"),
+        (MANIFEST, lambda path: edit_json(path, run=None), f"{MANIFEST} is damaged: run is None"),
+        (MANIFEST, lambda path: edit_json(path, parameters=[{}]), rf"{MANIFEST} is damaged: parameters is \[{{}}\]"),
+        (MANIFEST, lambda path: edit_json(path, losses={"logged": 1}), f"{MANIFEST} is damaged: losses is"),
         (MANIFEST, lambda path: path.write_text("{}"), f"{MANIFEST} has version None, this ktft reads version 1"),
     ],
 )

@@ -9,7 +9,6 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import pytest
 import runs
 import torch
 import transformers
+from given import Checkpoint
 from plots import with_plots
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 import ktft
 from ktft.checkpoint.routing_profile import Routing, find_routing
@@ -29,9 +29,8 @@ from ktft.model.experts import find_experts
 from ktft.spans import PARALLEL, Sum
 from ktft.train import run_report
 from ktft.train.run_report import JSON_NAME, MAX_ROWS, PAGE_NAME, RunReport, Series
-from ktft.train.run_times import BUSY, TIMES
+from ktft.train.run_times import BUSY, LOGGED, TIMES
 
-Checkpoint = Callable[[str], Path]
 Whole = tuple[transformers.Trainer, list[Tensor]]
 
 
@@ -193,6 +192,7 @@ def test_log_has_times_and_memory(base: Path, tmp_path: Path) -> None:
     for row, logs in enumerate(callback.logs[:2]):
         ours = {key.removeprefix("ktft/"): value for key, value in logs.items() if key.startswith("ktft/")}
         assert ours.keys() >= {"step_s", "cpu_s", "attention_s", "tokens_per_s", "ram_free_gib"} and len(ours) < 8
+        assert all(name in LOGGED for name in ours), "what is logged is explained"
         both = slice(2 * row, 2 * row + 2)
         assert ours["step_s"] == pytest.approx(sum(steps["seconds"][both]) / 2, rel=1e-3)
         assert ours["cpu_s"] == pytest.approx(sum(steps["busy_cpu"][both]) / 2, rel=1e-3, abs=1e-6)
@@ -320,15 +320,6 @@ def test_without_matplotlib_there_is_the_json(
     assert read(tmp_path)["ended"] == "finished"
     assert not (tmp_path / PAGE_NAME).exists()
     assert f"no {tmp_path / PAGE_NAME}: matplotlib is not installed (pip install matplotlib)" in caplog.text
-
-
-def test_stock_models_get_no_report(base: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    args = runs.arguments(tmp_path, max_steps=1, save_strategy="no")
-    run = transformers.Trainer(model, args, train_dataset=runs.DATA)
-    run.train()
-    run.save_model()
-    assert not (tmp_path / JSON_NAME).exists()
 
 
 # --- series and page --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from adapted import distance, load, lora_config, randomize
 from commands import refused, run
+from given import Checkpoint
 from merging import logits, write_adapter
 from safetensors import safe_open
 
@@ -20,7 +20,6 @@ import ktft
 from ktft.adapters.below import REPORT
 from ktft.adapters.several import stand_on
 
-Checkpoint = Callable[[str], Path]
 FILE = "adapter_model.safetensors"
 
 

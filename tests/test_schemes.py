@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import distance, load, lora_config
-from quantize import ALL_SCHEMES, SCHEMES, quantize, read_all, write
+from adapted import distance, load, logits
+from quantize import ALL_SCHEMES, SCHEMES, changed, quantize, read_all, write
 from tiny import write_checkpoint
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktft
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, Scheme, scheme_of
-from ktft.config import PROJECTIONS, Settings
+from ktft.config import PROJECTIONS
 from ktft.model.experts import find_experts
-from ktft.model.quantizer import configure
 
-IDS = torch.arange(24).reshape(2, 12)
 # Blocks of 128 are ragged in both directions, in experts and in attention. One MoE layer: a router further up would
 # see rounded inputs, and near ties would choose other experts.
 SIZES = {"hidden_size": 192, "moe_intermediate_size": 160, "kv_lora_rank": 32, "num_hidden_layers": 2}
@@ -43,11 +41,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fp8_checkpoint(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantize(plain, tmp_path_factory.mktemp("fp8"), "fp8")[0]
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def each_weight(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -85,42 +78,12 @@ def test_weights_around_the_experts_in_bf16(plain: Path, tmp_path: Path) -> None
         assert torch.equal(parameter, weights[name].bfloat16()), name
 
 
-def test_excluded_modules_are_plain(plain: Path, tmp_path: Path) -> None:
-    """Kimi-K2: experts in INT4, attention, shared experts and dense layers as they were."""
-    quantized, _, weights = quantize(plain, tmp_path, "int4-32", chosen=lambda name: ".experts." in name)
-    model = load(quantized, expert_format="int4")
-    assert all(torch.equal(weight.bfloat16(), weights[name].bfloat16()) for name, weight in each_weight(model))
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
-
-
 def test_layers_for_multi_token_prediction_are_ignored(plain: Path, tmp_path: Path) -> None:
     quantized, _, _ = quantize(plain, tmp_path / "a", "fp8")
     tensors = read_all(quantized)
     extra = {name.replace("layers.1.", "layers.61."): t for name, t in tensors.items() if "layers.1." in name}
     path = write(quantized, tmp_path / "mtp", tensors | extra, SCHEMES["fp8"][1])
     assert torch.equal(logits(load(path)), logits(load(quantized)))
-
-
-def test_trainer_api_and_configure(fp8_checkpoint: Path) -> None:
-    config = AutoConfig.from_pretrained(fp8_checkpoint)
-    configure(config, Settings(expert_format="fp8", threads=1))
-    model = AutoModelForCausalLM.from_pretrained(fp8_checkpoint, config=config, dtype=torch.float32)
-    model = ktft.get_peft_model(model, lora_config())
-    loss = model(IDS, labels=IDS).loss
-    loss.backward()
-    gradients = [p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name]
-    assert gradients and all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "awq"])
-def test_llamafactory_trains(
-    plain: Path, tmp_path: Path, scheme: str, train_yaml: Callable[..., Any], train: Callable[..., str]
-) -> None:
-    """A released checkpoint as it is, with LLaMA-Factory not asking for the packages of its method."""
-    quantized, _, _ = quantize(plain, tmp_path, scheme)
-    settings = train_yaml("dsv3", model_name_or_path=str(quantized), kt_config={"expert_format": "fp8", "threads": 1})
-    assert "1 layers x 8, fp8" in train(settings)
-    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
 def test_rounding_once_more_is_said_once(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,9 +194,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_checkpoints(fp8_checkpoint: Path, tmp_path: Path, name: str) -> None:
     change, message = BAD[name]
-    tensors = read_all(fp8_checkpoint)
-    change(tensors)
-    path = write(fp8_checkpoint, tmp_path / "bad", tensors, SCHEMES["fp8"][1])
+    path = changed(fp8_checkpoint, tmp_path / "bad", change, SCHEMES["fp8"][1])
     with pytest.raises(ValueError) as error:
         load(path, expert_format="int8")
     assert message in str(error.value)
@@ -255,8 +216,6 @@ def test_bad_checkpoints(fp8_checkpoint: Path, tmp_path: Path, name: str) -> Non
 )
 def test_bad_codes_of_other_schemes(plain: Path, tmp_path: Path, scheme: str, change: Any, message: str) -> None:
     quantized, _, _ = quantize(plain, tmp_path, scheme)
-    tensors = read_all(quantized)
-    change(tensors)
-    path = write(quantized, tmp_path / "bad", tensors, SCHEMES[scheme][1])
+    path = changed(quantized, tmp_path / "bad", change, SCHEMES[scheme][1])
     with pytest.raises(ValueError, match=re.escape(message)):
         load(path)

@@ -27,6 +27,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_peft_gives_the_same_logits(family: str, environment: Path, tmp_path: Path) -> None:
     figures = compare(family, environment, tmp_path)
-    assert figures.kernels < LIMIT
-    assert figures.reference < LIMIT / 100
-    assert figures.effect > 100 * LIMIT
+    assert figures["kernels"] < LIMIT
+    assert figures["reference"] < LIMIT / 100
+    assert figures["effect"] > 100 * LIMIT

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapted import distance, load, load_as_stored, logits, merged_stock_model, randomize, write_into
+from given import Checkpoint, RunExp, TrainYaml
 from peft import LoraConfig
-from runs import DATA, arguments, losses
+from runs import DATA, arguments, logged, losses
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Trainer
@@ -21,9 +22,6 @@ from ktft.adapters.peft import expert_layers
 from ktft.adapters.several import stand_on
 from ktft.lora import MAX_RANK
 
-Checkpoint = Callable[[str], Path]
-TrainYaml = Callable[..., dict[str, Any]]
-RunExp = Callable[[dict[str, Any]], None]
 FIRST: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["experts", "q_proj"]}
 SECOND: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["down_proj", "o_proj"], "use_rslora": True}
 IDS = torch.arange(3, 43).reshape(2, 20)
@@ -63,11 +61,6 @@ def pairs_of(both: Any, one: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor]
         tensors = (layer.tensors("default"), layer.tensors("second"), joined.tensors("default"))
         for (kind, _, first), (_, _, second), (_, _, whole) in zip(*tensors, strict=True):
             yield kind, first, second, whole
-
-
-def first_loss(output: Path) -> float:
-    """Of a run in this folder."""
-    return float(json.loads((output / "trainer_state.json").read_text())["log_history"][0]["loss"])
 
 
 # --- active together --------------------------------------------------------------------------------------------------
@@ -288,11 +281,11 @@ def test_llamafactory_chains_adapters(train_yaml: TrainYaml, run_exp: RunExp, ba
 
     alone = eval_loss(run_exp, config, tmp_path / "alone", str(first))
     both = eval_loss(run_exp, config, tmp_path / "both", f"{first},{second}")
-    assert first_loss(second) == pytest.approx(alone, rel=1e-3)  # starts where the first one ended
+    assert logged(second)[0]["loss"] == pytest.approx(alone, rel=1e-3)  # starts where the first one ended
     assert both < alone
 
     run_exp(config | {"adapter_name_or_path": f"{first},{second}", "output_dir": str(third)})
-    assert first_loss(third) == pytest.approx(both, rel=1e-3)
+    assert logged(third)[0]["loss"] == pytest.approx(both, rel=1e-3)
     went_on = load_file(third / "adapter_model.safetensors")
     assert went_on.keys() == trained.keys()
     assert any(not torch.equal(went_on[name], tensor) for name, tensor in trained.items())
@@ -317,25 +310,32 @@ def test_chat_applies_all_adapters(base: Path, tmp_path: Path) -> None:
     assert distance(both, alone) > 0.01
 
 
-def test_dpo_reference_keeps_the_adapters_below(
-    train_yaml: TrainYaml, run_exp: RunExp, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("new", [False, True], ids=["goes on", "new on top"])
+def test_dpo_reference_is_the_model_without_what_trains(
+    train_yaml: TrainYaml, run_exp: RunExp, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bool
 ) -> None:
+    """The base model alone where the adapter goes on training; with that adapter where a new one is put on top."""
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
 
     first = save_small(base, tmp_path / "first", 1)
-    sft = ktft.load_adapter(load_as_stored(base), first)
+    untrained = load_as_stored(base)
+    if new:
+        untrained = ktft.load_adapter(untrained, first)
     original = CustomDPOTrainer.compute_reference_log_probs
-    found: list[tuple[Tensor, Tensor]] = []
+    found: list[tuple[Tensor, ...]] = []
 
     def spy(self: Any, model: Any, batch: Any) -> Any:
         reference = original(self, model, batch)
         with torch.no_grad():
-            found.append((reference[0], self.concatenated_forward(sft.train(), batch)["chosen_logps"]))
+            others = (self.concatenated_forward(each, batch)["chosen_logps"] for each in (untrained.train(), model))
+            found.append((reference[0], *others))
         return reference
 
     monkeypatch.setattr(CustomDPOTrainer, "compute_reference_log_probs", spy)
-    run_exp(train_yaml("qwen3moe", stage="dpo", adapter_name_or_path=str(first), create_new_adapter=True))
+    run_exp(train_yaml("qwen3moe", stage="dpo", adapter_name_or_path=str(first), create_new_adapter=new))
     assert len(found) >= 2
-    for reference, expected in found:
-        assert torch.allclose(reference, expected, rtol=1e-4)
-    assert first_loss(tmp_path / "out") == pytest.approx(0.6931, abs=1e-3)  # policy = reference before the first update
+    for reference, expected, policy in found:
+        assert torch.allclose(reference, expected, rtol=1e-4 if new else 1e-5)
+        assert new or (policy - reference).abs().max() > 0.1
+    if new:  # the policy is the reference before the first update
+        assert logged(tmp_path / "out")[0]["loss"] == pytest.approx(0.6931, abs=1e-3)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from given import Checkpoint
 from stock import load
 from torch import Tensor, nn
 
@@ -25,8 +26,6 @@ from ktft.train import trace
 from ktft.train.attention import AttentionSpans, attention_modules
 from ktft.train.run_times import Since, memory_now, times_of
 from ktft.train.trace import ROWS, Trace
-
-Checkpoint = Callable[[str], Path]
 
 
 @dataclass

@@ -13,6 +13,7 @@ from contract import (
     assert_contract,
     compare,
     dequantized,
+    empty_layer,
     gated_oracle,
     in_every_way,
     inputs_for,
@@ -56,9 +57,7 @@ def test_biases_and_activation_apart(isa: str, swiglu: Swiglu, has_biases: bool)
 
 def test_what_is_clamped_has_no_gradient() -> None:
     """One token and one expert, whose gates and ups are all far beyond the limit: only routing learns."""
-    layer = native.ExpertLayer(
-        native.runtime(1), num_experts=1, hidden_size=32, intermediate_size=32, format="bf16", swiglu=TIGHT, biases=True
-    )
+    layer = empty_layer(32, 32, "bf16", num_experts=1, swiglu=TIGHT, biases=True)
     for name in PROJECTIONS:
         layer.load(0, name, torch.eye(32))
         layer.load_bias(0, name, torch.full((32,), 0.0 if name == "down_proj" else 50.0))
@@ -72,9 +71,7 @@ def test_what_is_clamped_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_down_bias_is_added_once(nodes: int) -> None:
-    layer = native.ExpertLayer(
-        native.runtime(2, nodes), num_experts=1, hidden_size=32, intermediate_size=288, format="bf16", biases=True
-    )
+    layer = empty_layer(32, 288, "bf16", threads=2, nodes=nodes, num_experts=1, biases=True)
     expected = torch.randn(32)
     for name in PROJECTIONS:
         layer.load(0, name, torch.zeros(32, 288) if name == "down_proj" else torch.zeros(288, 32))

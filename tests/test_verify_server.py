@@ -17,7 +17,6 @@ import pytest
 import torch
 from commands import invoke, refused
 from merging import merged_by_hand, stock, write_adapter
-from tiny import write_checkpoint
 
 Change = Callable[[dict[str, Any]], Any]
 COMMON = ("--format", "bf16", "--threads", "1", "--tokens", "4")
@@ -68,11 +67,6 @@ def served(model: Any, change: Change = lambda choice: None, names: tuple[str, .
     finally:
         server.shutdown()
         server.server_close()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("qwen3moe", tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

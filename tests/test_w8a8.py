@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import dequantized, inputs_for, make_layer, make_lora, relative
+from contract import dequantized, empty_layer, inputs_for, make_layer, make_lora, relative
 from torch import Tensor
 
 from ktft import native, reference
@@ -138,9 +138,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="activation_bits is 4, it must be 16"):
         layer.forward(x, index, weights, None, "none", activation_bits=4)
     wide = 133_152  # 127 * 127 of it exceed 2^31
-    long = native.ExpertLayer(
-        layer.runtime, num_experts=1, hidden_size=wide, intermediate_size=32, format="int8", name="long"
-    )
+    long = empty_layer(wide, 32, "int8", ISAS[0], num_experts=1)
     with pytest.raises(ValueError, match=f"sums over {wide} products.*activation_bits at 16"):
         forward(long, torch.zeros(1, wide), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
     x[1, 5] = float("nan")

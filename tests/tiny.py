@@ -1,4 +1,4 @@
-"""Tiny checkpoints, a byte-level tokenizer and data sets: all that tests train on, from fixed seeds."""
+"""Tiny checkpoints, a byte-level tokenizer and data sets from fixed seeds, for all tests."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ MORE_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         | {"moe_layer_start_index": 1},
     ),
 }
-"""The same for the families whose experts differ from those of `FAMILIES` in names, layout or function at most."""
+"""The same for families whose experts differ from those of `FAMILIES` in names, layout or function at most."""
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
@@ -171,7 +171,7 @@ def write_checkpoint(family: str, path: Path, **overrides: Any) -> Path:
     if family in RELEASED:
         for shard in path.glob("*.safetensors"):
             save_file(RELEASED[family](load_file(shard)), shard, metadata={"format": "pt"})
-    if family == "kimi_k2":  # its authors' code must not be asked for
+    if family == "kimi_k2":  # the code of its authors must not be needed
         settings = json.loads((path / "config.json").read_text())
         settings |= {"architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "code.KimiK2Config"}}
         (path / "config.json").write_text(json.dumps(settings))
@@ -183,7 +183,7 @@ def _transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 RELEASED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"qwen3vl": _transposed_experts}
-"""What a family's authors lay out otherwise than save_pretrained does."""
+"""Families whose authors store tensors in another layout than save_pretrained does."""
 
 
 def write_data(path: Path, rows: int = 16) -> Path:
@@ -219,7 +219,7 @@ def write_data(path: Path, rows: int = 16) -> Path:
 
 
 def factory_settings(model: Path | str, data: Path | str, output: Path | str, **overrides: Any) -> dict[str, Any]:
-    """LLaMA-Factory's: LoRA on all of a model with ktft's experts, trained on the set `sft` of a `dataset_dir`."""
+    """LLaMA-Factory's settings: LoRA on all of a model with ktft's experts, trained on the data set `sft`."""
     return {
         "model_name_or_path": str(model),
         "stage": "sft",

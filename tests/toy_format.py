@@ -1,4 +1,4 @@
-"""A format that no code of ktft knows by name: mxfp4's bytes, whose codes stand for other values by its row alone."""
+"""A format that no code of ktft knows by name: mxfp4's bytes, with other values for the codes by its row alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW = dataclasses.replace(
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> ExpertLayer:
-    """A layer in it, with its row where a format's is."""
+    """A layer in the toy format, whose row is in the table of formats."""
     monkeypatch.setitem(PACKED_FORMATS, NAME, ROW)
     layer = make_layer(160, 32, "mxfp4", native.default_isa())
     layer.format = NAME
@@ -56,14 +56,14 @@ def weights(layer: ExpertLayer) -> list[Tensor]:
 
 
 def check_decoding(layer: ExpertLayer, ops: Operations, device: str) -> None:
-    """The lanes' operations decode it."""
+    """Check that the lanes' operations decode the format."""
     found, (gate, up, down) = decoded(layer, [3, 0], None, torch.device(device), ops), weights(layer)
     assert torch.equal(found.gate_up.values.float().cpu(), torch.cat((gate, up), dim=1)[[3, 0]])
     assert torch.equal(found.down.values.float().cpu(), down[[3, 0]])
 
 
 def check_products(layer: ExpertLayer, ops: HotOperations, device: str) -> None:
-    """Residents of a server multiply by it."""
+    """Check that a server's residents multiply with the format."""
     hot = HotExperts(GpuLane(device), layer.packed_bytes + 256 * EXPERTS, [layer])
     hot.start({layer: [1.0] * EXPERTS})
     torch.manual_seed(5)

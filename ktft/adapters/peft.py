@@ -116,7 +116,9 @@ class KtftPeftMixin(SeveralAdapters):
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
             if result.unexpected_keys:
                 left = f"{result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} more"
-                raise ValueError(f"peft {version_of('peft')} did not load {left} of {directory}; run: {pip_install('peft')}")
+                raise ValueError(
+                    f"peft {version_of('peft')} did not load {left} of {directory}; run: {pip_install('peft')}"
+                )
             if args[:1] == (True,) or kwargs.get("is_trainable"):  # else training would go on from rounded values
                 take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
             return result

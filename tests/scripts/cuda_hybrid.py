@@ -1,13 +1,13 @@
-"""CPU experts in the order of a CUDA stream, on a GPU: what they give, cost and reach, printed part by part.
+"""CPU experts in the order of a CUDA stream: their results, costs and rates, printed part by part.
 
     python tests/scripts/cuda_hybrid.py [--out hybrid.json] [--formats int8 k4] [--layers 12] [--threads 8 15 16]
 
-Needs a CUDA GPU, torch and ktft's core, and with 12 layers about 8 GB of host memory. Parts: (1) eager calls and
-replayed graphs give the native layer's own bits, at 1 to 32 tokens, with and without LoRA, adapters and errors
-included; (2) microseconds that a layer without experts costs in a replayed graph: its copies alone, and with submit and
-wait, each way; (3) a layer's time at the shape of Qwen3-30B-A3B in a replayed graph, beside direct calls, what it takes
-beyond its job, and the bound of reading the chosen experts.
-A part that fails is shown, and the others go on; exits 1 if any did.
+Needs a CUDA GPU, torch and ktft's core, and about 8 GB of host memory for 12 layers. Parts: (1) eager calls and
+replayed graphs give exactly the native layer's bits at 1 to 32 tokens, with and without LoRA, through changes of
+adapters and errors; (2) microseconds that a layer without experts costs in a replayed graph, for its copies alone and
+with submit and wait, in each way; (3) a layer's time in a replayed graph at the shape of Qwen3-30B-A3B, compared with
+direct calls, with the job itself and with the time needed to read the chosen experts.
+A failed part is reported and the others still run; the exit status is 1 if any part failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ found: dict[str, Any] = {}
 
 
 class Inputs:
-    """A call's inputs on the device, drawn anew in place."""
+    """A call's inputs on the device. `draw` replaces their values in place."""
 
     def __init__(self, tokens: int, experts: int, hidden: int, index_dtype: torch.dtype = torch.int64) -> None:
         self.experts = experts
@@ -81,7 +81,7 @@ def same(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def compare(host: HostExperts, layer: ExpertLayer, tokens: int, loras: list[ExpertLora | None]) -> int:
-    """Eager calls, replays and direct calls at one size, adapters changed between replays; how many were equal."""
+    """Compare eager calls and replays with direct calls at one size, changing adapters. Returns how many were equal."""
     square = torch.randn(1024, 1024, device="cuda")
     at = Inputs(tokens, layer.num_experts, layer.hidden_size, torch.int32 if tokens % 2 else torch.int64)
 
@@ -105,7 +105,7 @@ def compare(host: HostExperts, layer: ExpertLayer, tokens: int, loras: list[Expe
 
 
 def refuse(host: HostExperts, layer: ExpertLayer) -> None:
-    """An expert out of range in a replay comes up, and outputs are zero from then on."""
+    """A replay with an expert out of range raises an error, and outputs are zero from then on."""
     at = Inputs(8, layer.num_experts, layer.hidden_size)
     graph, out = captured(lambda: through(host, layer, at))
     at.index[3, 2] = layer.num_experts
@@ -124,7 +124,7 @@ def refuse(host: HostExperts, layer: ExpertLayer) -> None:
 
 
 def correctness(runtime: native.Runtime, way: str) -> None:
-    """Formats x tokens x adapters."""
+    """Compare every format, number of tokens and adapter."""
     shape, compared = (16, 512, 256), 0
     for fmt in ("bf16", "int8", "k4"):
         layer = random_layer(runtime, fmt, *shape)
@@ -137,7 +137,7 @@ def correctness(runtime: native.Runtime, way: str) -> None:
 
 
 def overhead(runtime: native.Runtime, way: str) -> None:
-    """Layers whose experts are all elsewhere, in one graph."""
+    """Time layers without local experts, all in one graph."""
     shape = (16, HIDDEN, 256)
     layer = random_layer(runtime, "k4", *shape)
     host = host_of(runtime, HIDDEN, through=way)
@@ -164,7 +164,7 @@ def overhead(runtime: native.Runtime, way: str) -> None:
 
 
 def copies_alone() -> None:
-    """What the copies of a layer cost in a graph without any host function."""
+    """Time the copies of a layer in a graph without any host function."""
     host_x, host_index, host_weights = (
         torch.empty(1, n, dtype=d, pin_memory=True)
         for n, d in ((HIDDEN, torch.bfloat16), (TOP_K, torch.int32), (TOP_K, torch.float32))
@@ -183,7 +183,7 @@ def copies_alone() -> None:
 
 
 def overlap(runtime: native.Runtime, layers: list[ExpertLayer]) -> None:
-    """GPU work between submit and wait runs beside the CPU's."""
+    """Check that GPU work between submit and wait overlaps the CPU's work."""
     host, at = host_of(runtime, HIDDEN), Inputs(8, EXPERTS, HIDDEN)
     square, out = torch.randn(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
 
@@ -203,7 +203,7 @@ def overlap(runtime: native.Runtime, layers: list[ExpertLayer]) -> None:
 
 
 def bandwidth(fmt: str, threads: int, layers: list[ExpertLayer], lora: bool, tokens_of: list[int]) -> None:
-    """A layer's time in a replayed graph and of direct calls, against the bytes of its chosen experts."""
+    """Compare a layer's time, replayed and called directly, with the time needed to read its chosen experts."""
     runtime = layers[0].runtime
     read = max(StreamedMemory(runtime, 1 << 30).read() for _ in range(2))
     host = host_of(runtime, HIDDEN)
@@ -254,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="where to write everything found, as JSON")
     parser.add_argument("--formats", nargs="+", default=["k4", "int8"])
-    parser.add_argument("--layers", type=int, default=12, help="of the shape of Qwen3-30B-A3B, so that no cache helps")
+    parser.add_argument("--layers", type=int, default=12, help="enough of Qwen3-30B-A3B's shape to exceed every cache")
     parser.add_argument("--threads", type=int, nargs="+", help="by default the physical cores, and one fewer")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     args = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Checks and times serving's routed experts on a GPU: CPU, residents, prefill lanes, deferral, CUDA graphs.
+"""Check and time the routed experts of serving on a GPU: CPU, residents, prefill lanes, deferral, CUDA graphs.
 
     python tests/scripts/cuda_hybrid_experts.py [--device cuda] [--skip-times] [--layers 8 --formats k4 int8]
 
-First relative L2 errors against the fp32 reference for 1 to 32 tokens and a prefill, by format, adapter and number of
-residents; then replays of a CUDA graph of three layers against eager calls, bit for bit, with other inputs, other
-adapters and other residents than it was captured with, and with deferral. Then decode at a real shape through graphs
-of all layers: milliseconds a layer without residents and with 20% of the experts resident, under a routing whose
-hottest 20% take the share that is printed; then prefill. A case that fails is printed with its traceback, the others
-still run; the script then exits 1.
+First come relative L2 errors against the fp32 reference for 1 to 32 tokens and a prefill, by format, adapter and number
+of residents. Then replays of a CUDA graph of three layers must equal eager calls bit for bit, with other inputs,
+adapters and residents than the graph was captured with, and with deferral. Then decoding is timed at a real shape
+through graphs of all layers: milliseconds a layer without residents and with the hottest 20% of the experts resident,
+whose share of the routing is printed. Prefill is timed last. A failed case is printed with its traceback and the others
+still run; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -40,32 +40,24 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def small_layer(fmt: str, hidden: int, intermediate: int) -> ExpertLayer:
-    """Of five experts, over as many NUMA nodes as there are."""
+    """A layer of five experts, split over all NUMA nodes."""
     runtime = native.runtime()
     return kernels.make_layer(hidden, intermediate, fmt, native.default_isa(), runtime.threads, runtime.nodes)
 
 
-def batch(tokens: int, hidden: int, seed: int) -> Batch:
-    """Hidden states, experts and weights, on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
-    index = torch.stack([torch.randperm(kernels.EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)])
-    return x, index, torch.rand(tokens, TOP_K, generator=generator)
-
-
 def on(device: str, given: Batch) -> Batch:
-    """The same there."""
+    """Move a batch to a device."""
     x, index, weights = given
     return x.to(device), index.to(device), weights.to(device)
 
 
 def profile(layers: dict[int, ExpertLayer], residents: int) -> Routing:
-    """So many residents a layer."""
+    """A profile that makes this many experts of each layer resident."""
     return Routing({n: [int(e < residents) for e in range(layer.num_experts)] for n, layer in layers.items()})
 
 
 def make(layers: dict[int, ExpertLayer], device: str, residents: int, rank: int = 0, **options: Any) -> HybridModel:
-    """A model with so many residents in each layer."""
+    """A model with this many residents in each layer."""
     given: dict[str, Any] = {"top_k": TOP_K, "dtype": torch.bfloat16, "adaptive": False, **options}
     if residents:
         width = -(-rank // 16) * 16
@@ -77,7 +69,7 @@ def make(layers: dict[int, ExpertLayer], device: str, residents: int, rank: int 
 
 
 def check_contract(device: str, fmt: str, rank: int) -> None:
-    """Every number of tokens with every mix."""
+    """Check every number of tokens with every number of residents."""
     layer = small_layer(fmt, 512, 384)
     lora = kernels.make_lora(512, 384, rank, torch.float32) if rank else None
     weights = [w.to(device) for w in kernels.dequantized(layer)]
@@ -90,7 +82,7 @@ def check_contract(device: str, fmt: str, rank: int) -> None:
             model = make({0: layer}, device, residents, rank, placement=placement)
             model.set_lora({0: lora} if lora else None)
             for tokens in (*(range(1, 33) if placement == "auto" else ()), 256):
-                given = on(device, batch(tokens, 512, tokens))
+                given = on(device, kernels.random_inputs(tokens, 512, TOP_K, tokens))
                 expected = reference.moe(given[0].float(), *given[1:], *weights, there)
                 error = kernels.relative(model.layers[0](*given), expected)
                 name = f"{residents} resident, {placement if tokens > 32 else 'few'}"
@@ -110,7 +102,7 @@ def check_contract(device: str, fmt: str, rank: int) -> None:
 
 
 class Captured:
-    """A CUDA graph of all layers of a model, each with inputs of its own; on the CPU a plain call."""
+    """A CUDA graph of all layers of a model, each with its own inputs. On the CPU, plain calls."""
 
     def __init__(self, model: HybridModel, batches: list[Batch]) -> None:
         self.model, self.batches = model, batches
@@ -123,11 +115,11 @@ class Captured:
                 self.outs = self.eager()
 
     def eager(self) -> list[torch.Tensor]:
-        """The layers in their order."""
+        """Call the layers in order."""
         return [experts(*given) for experts, given in zip(self.model.layers.values(), self.batches, strict=True)]
 
     def replay(self) -> list[torch.Tensor]:
-        """What the graph gives."""
+        """Replay the graph and copy its outputs."""
         if self.graph is None:
             return self.eager()
         self.graph.replay()
@@ -136,14 +128,14 @@ class Captured:
         return [out.clone() for out in self.outs]
 
     def refill(self, batches: list[Batch]) -> None:
-        """Other inputs, in place."""
+        """Replace the inputs in place."""
         for mine, theirs in zip(self.batches, batches, strict=True):
             for tensor, value in zip(mine, theirs, strict=True):
                 tensor.copy_(value)
 
 
 def check_capture(device: str, fmt: str, deferral: int) -> None:
-    """Replays are eager calls, whatever changed since the capture."""
+    """Replays equal eager calls, whatever has changed since the capture."""
     layers = {n: small_layer(fmt, 512, 384) for n in range(LAYERS)}
     model = make(layers, device, 2, 16, deferral=deferral)
     model.decoding = lambda: True
@@ -151,10 +143,10 @@ def check_capture(device: str, fmt: str, deferral: int) -> None:
     loras = [None, *({n: kernels.make_lora(512, 384, rank, torch.float32) for n in layers} for rank in (16, 5))]
     done = 0
     for tokens in (1, 2, 7, 16, 32):
-        graph = Captured(model, [on(device, batch(tokens, 512, n)) for n in layers])
+        graph = Captured(model, [on(device, kernels.random_inputs(tokens, 512, TOP_K, n)) for n in layers])
         for seed, lora in enumerate(loras):
             model.set_lora(lora)
-            graph.refill([batch(tokens, 512, 100 * seed + n) for n in layers])
+            graph.refill([kernels.random_inputs(tokens, 512, TOP_K, 100 * seed + n) for n in layers])
             if seed == 1:  # other experts come, between two replays
                 model.hot.residents.observe(layers[0], [0, 0, 0, 0, 1000])
                 model.hot.adapt(1 << 30)
@@ -171,27 +163,27 @@ def check_capture(device: str, fmt: str, deferral: int) -> None:
 
 
 def zipf(tokens: int, experts: int, top_k: int, exponent: float, generator: torch.Generator) -> torch.Tensor:
-    """`[T, k]` different experts of each token; expert e has the popularity (e + 1)^-exponent."""
+    """`[T, k]`, different experts for each token; expert e is drawn with weight (e + 1)^-exponent."""
     popularity = torch.arange(1, experts + 1, dtype=torch.float64) ** -exponent
     return torch.multinomial(popularity.expand(tokens, -1), top_k, generator=generator)
 
 
 def big_batch(args: argparse.Namespace, tokens: int, generator: torch.Generator) -> Batch:
-    """Of the shape that is timed, on the GPU."""
+    """A batch of the timed shape on the GPU."""
     index = zipf(tokens, args.experts, args.top_k, args.zipf, generator).int()
     x = torch.randn(tokens, args.hidden, generator=generator).bfloat16()
     return on("cuda", (x, index, torch.rand(tokens, args.top_k, generator=generator)))
 
 
 def decode_graphs(model: HybridModel, args: argparse.Namespace, tokens: int) -> Iterator[Captured]:
-    """Graphs of all layers with routing of their own: enough of them that no CPU cache holds the experts."""
+    """Graphs of all layers, each with its own routing, and enough of them that no CPU cache holds the experts."""
     generator = torch.Generator().manual_seed(tokens)
     for _ in range(args.graphs):
         yield Captured(model, [big_batch(args, tokens, generator) for _ in model.layers])
 
 
 def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> None:
-    """Milliseconds a layer, with and without residents."""
+    """Print the time of decoding a layer, with and without residents."""
     resident = args.experts // 5
     share = zipf(4096, args.experts, args.top_k, args.zipf, torch.Generator().manual_seed(0)).lt(resident)
     print(
@@ -219,7 +211,7 @@ def time_decode(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: s
 
 
 def hot_alone(model: HybridModel, args: argparse.Namespace, tokens: int) -> float:
-    """Milliseconds a layer of routing's split and the residents' products, without the CPU."""
+    """Milliseconds a layer for splitting the routing and for the residents' products, without the CPU."""
     x, index, weights = big_batch(args, tokens, torch.Generator().manual_seed(1))
 
     def run() -> None:
@@ -236,7 +228,7 @@ def hot_alone(model: HybridModel, args: argparse.Namespace, tokens: int) -> floa
 
 
 def time_prefill(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: str) -> None:
-    """Milliseconds a layer, decided by `auto`, and what it decided."""
+    """Print the time of a layer's prefill under `auto`, and where its experts ran."""
     model = make(layers, "cuda", args.experts // 5, top_k=args.top_k)
     model.warm_up()
     for tokens in args.prefill:
@@ -246,7 +238,7 @@ def time_prefill(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: 
             for experts in model.layers.values():
                 experts(*given)
 
-        for _ in range(8):  # auto tries its ways
+        for _ in range(8):  # auto tries its modes first
             step()
         before = model.status()["lanes"]
         spent = milliseconds(step, seconds=args.seconds) / len(layers)
@@ -258,7 +250,7 @@ def time_prefill(args: argparse.Namespace, layers: dict[int, ExpertLayer], fmt: 
 
 
 def _made_up_rates(*_: Any) -> Rates:
-    """Measuring takes seconds, and what is checked does not depend on it; by these the lanes are mixed."""
+    """Made-up rates that mix the lanes. Measuring takes seconds, and the checks do not depend on it."""
     slow, quick = (
         {work: Rate(*rate) for work in ("forward", "backward")} for rate in ((1e11, 1e11, 0), (1e12, 1e11, 0))
     )
@@ -275,7 +267,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--graphs", type=int, default=3, help="of different routing, in turns")
+    parser.add_argument("--graphs", type=int, default=3, help="with different routing, replayed in turn")
     parser.add_argument("--zipf", type=float, default=0.9, help="exponent of the routing's popularity")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048])

@@ -1,11 +1,11 @@
-"""Checks and times experts' arithmetic on a GPU: the numeric contract for every format, then rates at a real shape.
+"""Check and time the arithmetic of experts on a GPU: the numeric contract for every format, rates at a real shape.
 
     python tests/scripts/cuda_lanes.py [--device cuda] [--skip-times] [--hidden 2048 --intermediate 768 --experts 16]
 
-Prints relative L2 errors of the output and of every gradient against the fp32 reference, with Triton's kernels and with
-torch's operations, and for decoding, forward and backward of one chunk the device's time, the time the host needed to
-launch it, GB/s and TFLOP/s. A call that waits for the device is an error. A case that fails is printed with its
-traceback, the others still run; the script then exits 1.
+Prints the relative L2 errors of the output and of every gradient against the fp32 reference, with Triton's kernels and
+with torch's operations. Then, for decoding, forward and backward of one chunk, it prints the device's time, the host's
+time for launching, GB/s and TFLOP/s. A call that waits for the device is an error. A failed case is printed with its
+traceback and the others still run; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Case = tuple[native.ExpertLayer, Any, tuple[Any, ...], Callable[..., Any]]
 
 
 def implementations(device: str) -> dict[str, Operations]:
-    """By name, those that run there."""
+    """The implementations that run on a device, by name."""
     found: dict[str, Operations] = {}
     if device == "cuda" and has_triton():
         from ktft.lanes.ops import triton_ops
@@ -49,7 +49,7 @@ def implementations(device: str) -> dict[str, Operations]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Name, and what makes layer, LoRA, inputs and oracle."""
+    """The name of each case, and a function that makes its layer, LoRA, inputs and oracle."""
 
     def plain(fmt: str, hidden: int, intermediate: int, rank: int, nodes: int, dtype: torch.dtype) -> Case:
         layer = kernels.make_layer(hidden, intermediate, fmt, ISA, nodes=nodes)
@@ -78,7 +78,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
 
 
 def check(device: str) -> None:
-    """Prints every case's errors."""
+    """Print the errors of every case."""
     names = ("output", "hidden_states", "top_k_weights", *(f"{p}.lora_{m}" for p in kernels.PROJECTIONS for m in "AB"))
     print("relative L2 error, %", " ".join(n.replace("_proj.lora_", ".").replace("_states", "") for n in names))
     for name, make in cases():
@@ -93,7 +93,7 @@ def check(device: str) -> None:
 
 
 def timed(call: Callable[[], Any], repeats: int = 10) -> tuple[float, float]:
-    """Milliseconds of the device and of the host, the least of some calls."""
+    """Milliseconds on the device and on the host, the least of several calls."""
     for _ in range(3):
         call()
     device, host = [], []
@@ -115,7 +115,7 @@ def timed(call: Callable[[], Any], repeats: int = 10) -> tuple[float, float]:
 
 
 def time_format(fmt: str, args: argparse.Namespace) -> None:
-    """Prints the rates of one format's chunk."""
+    """Print the rates of a chunk in one format."""
     hidden, intermediate, experts = args.hidden, args.intermediate, list(range(args.experts))
     device = torch.device("cuda")
     layer = random_layer(native.runtime(), fmt, len(experts), hidden, intermediate)
@@ -158,9 +158,9 @@ def main() -> None:
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=768)
-    parser.add_argument("--experts", type=int, default=16, help="of the chunk that is timed")
+    parser.add_argument("--experts", type=int, default=16, help="in the timed chunk")
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024], help="an expert")
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024], help="rows of an expert")
     parser.add_argument("--formats", nargs="+", default=list(EXPERT_FORMATS))
     args = parser.parse_args()
     if not args.skip_checks:

@@ -1,9 +1,9 @@
-"""Trains the demo's YAML twice, with hidden states on the CPU and on CUDA, and compares the logged losses.
+"""Train with the demo's YAML twice, hidden states on the CPU and on CUDA, and compare the logged losses.
 
     python tests/scripts/cuda_matches_cpu.py [KEY=VALUE ...]
 
-Needs a GPU and the demo's model (`make demo`, or `python examples/demo/run.py`). Further arguments are overrides of
-the YAML for both runs. Exits 1 when a logged loss differs by more than the tolerance.
+Needs a GPU and the demo's model (`make demo`, or `python examples/demo/run.py`). Arguments override keys of the YAML
+in both runs. Exits 1 if a logged loss differs by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-TOLERANCE = 0.01  # of the loss, at every logged step
+TOLERANCE = 0.01  # relative, for the loss of every logged step
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml" / "kt_deepseek_lora.yaml"
 
 
 def losses(use_cpu: bool, overrides: list[str], folder: Path) -> dict[int, float]:
-    """Step -> loss as LLaMA-Factory logged it."""
+    """The loss that LLaMA-Factory logged, by step."""
     command = [sys.executable, "-m", "llamafactory.cli", "train", str(YAML), f"output_dir={folder}"]
     command += [f"use_cpu={str(use_cpu).lower()}", "plot_loss=false", *overrides]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -1,8 +1,8 @@
-"""Resume on a GPU, in a process of its own, and compare bits: `python tests/scripts/cuda_resume.py`.
+"""Resume training on a GPU in a new process and compare all bits: `python tests/scripts/cuda_resume.py`.
 
 A tiny model trains eight steps with attention on CUDA, in torch's deterministic mode, with LoRA dropout on attention
 and experts and two batches a step; then a new process resumes from step 3. Losses, adapter, optimizer, scheduler and
-random states must be the same bytes, for each placement that does not decide by times. Exits 1 if they are not.
+random states must be the same bytes, for each placement that does not depend on timings. Exits 1 if they differ.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(base: str, output: str, resume: str, placement: str) -> None:
 
 
 def losses(output: Path) -> list[tuple[float, ...]]:
-    """Step, loss and gradient norm of each log."""
+    """Step, loss and gradient norm of each logged step."""
     history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
     return [(e["step"], e["loss"], e["grad_norm"]) for e in history if "loss" in e]
 
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def resumed(placement: str) -> bool:
-    """Whether a run that was resumed differs."""
+    """Whether a resumed run differs from an uninterrupted one."""
     from tiny import write_checkpoint
 
     with tempfile.TemporaryDirectory() as name:

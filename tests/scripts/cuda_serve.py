@@ -2,8 +2,8 @@
 
 Writes a converted checkpoint of Qwen3-30B-A3B's layers with random weights (as train_large.py does) and generates with
 vLLM's own engine, each mode in a process of its own: eager, and with CUDA graphs of whole decode steps that hold the
-CPU's experts. Both must give the same tokens, but for near ties. Prints tokens/s of decoding at each number of
-requests, the part of it that experts took, and what the lanes did. Exits 1 where they part or a mode fails.
+CPU's experts. Both must give the same tokens, except at near ties. Prints tokens/s of decoding for each number of
+requests, and the seconds that experts took in each lane. Exits 1 if the tokens differ or a mode fails.
 
     python tests/scripts/cuda_serve.py --directory /tmp/serve --layers 8 --requests 1 --requests 8
 """
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-NEAR = 0.02  # nats: bf16 logits of a few units are so far apart
+NEAR = 0.02  # nats: the spacing of bf16 logits of a few units
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "graphs": {
@@ -34,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """What one process of vLLM made of the prompts, and how fast."""
+    """The tokens that one process of vLLM generates, and its speed."""
     from vllm import LLM, SamplingParams
 
     from ktft.serve.runtime.served_model import current
@@ -91,11 +91,11 @@ def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True, help="for the checkpoint; kept")
+    parser.add_argument("--directory", type=Path, required=True, help="for the checkpoint, which is kept")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--format", default="k4")
     parser.add_argument("--length", type=int, default=33, help="tokens to generate")
-    parser.add_argument("--requests", type=int, action="append", help="at once; default 1, 4 and 16")
+    parser.add_argument("--requests", type=int, action="append", help="at a time; default 1, 4 and 16")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-expert-memory", default=0)
     parser.add_argument("--mode", choices=list(MODES), help="internal: what one process does")
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def compare(found: dict[str, Any], requests: str) -> bool:
-    """Say where the modes part. They may where the two best tokens are nearer than the modes' log-probabilities are."""
+    """Compare the modes. They may differ where the two best tokens are closer than the noise of log-probabilities."""
     least, noise, parted = math.inf, 0.0, 0
     for eager, graphs, a, b in zip(
         *(found[mode]["tokens"][requests] for mode in MODES),

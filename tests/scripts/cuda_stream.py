@@ -1,11 +1,11 @@
-"""What streaming experts to a GPU reaches, at the shape of Qwen3-30B-A3B: prints everything that must be seen.
+"""Measure how fast experts are streamed to a GPU, at the shape of Qwen3-30B-A3B.
 
     python tests/scripts/cuda_stream.py [--formats int8 k4] [--tokens 512 4096 16384] [--threads 15]
 
-Needs a CUDA GPU and about 4 GB of host memory. For each format: seconds of locking a GB; copies of locked memory alone
-and beside native threads that compute; the lane's result and gradients against the native layer's; a layer's forward
-and backward with all experts streamed, with every other one, with a quarter resident, and begun ahead. A part that
-fails is shown, and the others go on; exits 1 if any did.
+Needs a CUDA GPU and about 4 GB of host memory. Prints for each format: seconds to lock a GB; the rate of copies from
+locked memory, alone and while native threads compute; the lane's output and gradients compared with the native layer's;
+the time of a layer's forward and backward with all experts streamed, with every other one, with a quarter resident, and
+with copies begun ahead. A failed part is reported and the others still run; the exit status is 1 if any part failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GB = 1e9
 
 
 class Batch:
-    """A layer's inputs on the device, its gradients' places, and how they are called."""
+    """A layer's inputs on the device, buffers for its gradients, and calls of a lane with them."""
 
     def __init__(self, tokens: int, lora: ExpertLora, device: torch.device) -> None:
         self.index = torch.rand(tokens, EXPERTS).topk(TOP_K).indices
@@ -61,7 +61,7 @@ class Batch:
 
 
 def timed(work: Callable[[], object], settle: Callable[[], object], repeats: int = 7) -> tuple[float, float]:
-    """Seconds of one call until all it began is done, and of the call itself: medians."""
+    """Median seconds until a call's work is complete, and until the call itself returns."""
     whole, host = [], []
     for _ in range(repeats + 2):
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def lock(lane: GpuLane, layer: ExpertLayer) -> None:
 
 
 def copies(lane: GpuLane, layer: ExpertLayer, busy: ExpertLayer) -> float:
-    """GB/s of a layer's packed bytes in chunks to two buffers; alone, and beside a busy CPU."""
+    """Print GB/s of copying a layer's packed bytes, alone and while the CPU is busy. Returns the first."""
     (piece, *_), experts = layer.slices(), 13
     buffer = torch.empty(2, experts * piece.expert_bytes, dtype=torch.uint8, device=lane.device)
     starts = range(0, EXPERTS - experts + 1, experts)
@@ -101,17 +101,16 @@ def copies(lane: GpuLane, layer: ExpertLayer, busy: ExpertLayer) -> float:
     x, weights = torch.randn(512, HIDDEN).bfloat16(), torch.rand(512, TOP_K)
     index = torch.rand(512, EXPERTS).topk(TOP_K).indices
 
-    def compute() -> None:
-        while not stop.is_set():
-            began = time.perf_counter()
-            busy.forward(x, index, weights, None, "none")
-            calls.append(time.perf_counter() - began)
-
-    compute_alone = [0.0] * 3
-    for i in range(3):
+    def one_forward() -> float:
         began = time.perf_counter()
         busy.forward(x, index, weights, None, "none")
-        compute_alone[i] = time.perf_counter() - began
+        return time.perf_counter() - began
+
+    def compute() -> None:
+        while not stop.is_set():
+            calls.append(one_forward())
+
+    compute_alone = [one_forward() for _ in range(3)]
     thread = threading.Thread(target=compute)
     thread.start()
     time.sleep(0.2)
@@ -126,7 +125,7 @@ def copies(lane: GpuLane, layer: ExpertLayer, busy: ExpertLayer) -> float:
 
 
 def against_native(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora) -> None:
-    """Every third expert resident, the others streamed, some native: the contract's limits are 0.5% and 1%."""
+    """Compare the lane with the native layer. The contract's limits are 0.5% for outputs and 1% for gradients."""
     batch = Batch(300, lora, lane.device)
     expected, saved = layer.forward(batch.hidden, batch.index, batch.weights, lora, "retain")
     wanted = layer.backward(saved, batch.grad, batch.hidden, batch.index, batch.weights, lora)
@@ -147,7 +146,7 @@ def against_native(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora) -> None:
 
 
 def layer_times(lane: GpuLane, layer: ExpertLayer, batch: Batch, rate: float, label: str, share: int = 1) -> None:
-    """One layer's forward and backward; `share`: every so many experts only."""
+    """Time a layer's forward and backward over every `share`-th expert."""
     experts = list(range(0, EXPERTS, share))
     tokens = len(batch.hidden)
     for name, call in (("forward", batch.forward), ("backward", batch.backward)):
@@ -167,7 +166,7 @@ def layer_times(lane: GpuLane, layer: ExpertLayer, batch: Batch, rate: float, la
 
 
 def ahead(lane: GpuLane, layer: ExpertLayer, batch: Batch) -> None:
-    """What beginning copies ahead saves, when the device was busy elsewhere for long enough."""
+    """Measure what beginning copies ahead saves, when they were complete before the forward."""
     experts = list(range(EXPERTS))
 
     def begin() -> None:
@@ -187,7 +186,7 @@ def ahead(lane: GpuLane, layer: ExpertLayer, batch: Batch) -> None:
 
 
 def neighbours(lane: GpuLane) -> None:
-    """Whether two tensors that share a page can both be locked, and whether a storage's end is noticed."""
+    """Check whether two tensors that share a page can both be locked, and that a freed tensor is unlocked."""
     driver, memory = cuda.driver(config.cuda_library()), torch.empty(1 << 20, dtype=torch.uint8)
     middle = memory.data_ptr() + 4096 * 50 + 64
     driver.register(lane.transfer.index, memory.data_ptr(), middle - memory.data_ptr())

@@ -1,9 +1,9 @@
 """One model in two threads on a GPU: `python tests/scripts/cuda_threads.py [--calls 10000]`.
 
-Two threads call layers whose experts are streamed, resident, on the CPU or placed by `auto`, forward and then, in the
-first thread, with training; each output is held against what one thread alone gives. Then two threads generate with one
-tiny model, and must say what one says. At last adapters change right after a forward without gradients, whose copies
-of them must be over. Exits 1 if anything is wrong.
+Two threads call layers whose experts are streamed, resident, on the CPU or placed by `auto`. First both only evaluate,
+then the first one trains; every output is compared with that of a single thread. Then two threads generate with one
+tiny model and must get the same text as one thread. Last, adapters change right after a forward without gradients,
+which must have copied them by then. Exits 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ktft.model.experts import KtftExperts
 DEVICE = torch.device("cuda", 0)
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, LAYERS = 32, 4, 512, 256, 4
 WRONG = 1e-2
-"""Relative error. Roundings differ by which chunks are multiplied first."""
+"""Relative error. Rounding depends on which chunks are multiplied first."""
 
 
 def make_layers(settings: Settings) -> list[KtftExperts]:
-    """Layers of one model, in lanes."""
+    """The layers of a model that share lanes."""
     runtime, lanes, found = native.runtime(4, 1), Lanes(settings), []
     for number in range(LAYERS):
         generator = torch.Generator().manual_seed(number)
@@ -61,10 +61,7 @@ def make_lora(rank: int, seed: int) -> ExpertLora:
 
 def batch(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, experts and routing weights on the GPU."""
-    generator = torch.Generator().manual_seed(seed)
-    index = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
-    weights = torch.rand(tokens, TOP_K, generator=generator)
-    hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    hidden, index, weights = contract.random_inputs(tokens, HIDDEN, TOP_K, seed, experts=EXPERTS)
     return hidden.to(DEVICE), index.to(DEVICE), weights.to(DEVICE)
 
 
@@ -81,7 +78,7 @@ def trained(experts: KtftExperts, lora: ExpertLora, given: tuple[Tensor, ...]) -
 
 
 def together(works: list[Callable[[], None]]) -> float:
-    """Seconds that it takes to run them in a thread each."""
+    """Run each in a thread of its own. Returns the seconds until all have ended."""
     threads = [threading.Thread(target=work) for work in works]
     began = time.perf_counter()
     for thread in threads:
@@ -92,7 +89,7 @@ def together(works: list[Callable[[], None]]) -> float:
 
 
 def check_layers(name: str, settings: Settings, first: Callable[..., list[Tensor]], calls: int) -> int:
-    """Wrong outputs of `calls` layer calls of each of two threads."""
+    """Count wrong outputs while each of two threads makes `calls` layer calls."""
     model, loras = make_layers(settings), [make_lora(8, 1), make_lora(8, 2)]
     works = [(first, loras[0], [batch(1, 1), batch(2, 24)]), (evaluated, loras[1], [batch(3, 1), batch(4, 24)])]
     expected = [[[work(e, lora, given) for given in batches] for e in model] for work, lora, batches in works]
@@ -122,7 +119,7 @@ def check_layers(name: str, settings: Settings, first: Callable[..., list[Tensor
 
 
 def check_generation(tokens: int) -> int:
-    """Answers of two threads that differ from those of one."""
+    """Count answers of two threads that differ from those of one thread."""
     from tiny import write_checkpoint
     from transformers import AutoModelForCausalLM
 
@@ -153,7 +150,7 @@ def check_generation(tokens: int) -> int:
 
 
 def check_adapters_after(calls: int = 50) -> int:
-    """Outputs that changed because the adapters did right after the call."""
+    """Count outputs that are wrong because the adapters changed right after the call."""
     (*_, last) = make_layers(Settings(placement="stream"))
     given, wrong = batch(5, 64), 0
     true = evaluated(last, make_lora(64, 3), given)[0]

@@ -1,8 +1,8 @@
-"""How much of a LoRA delta survives being merged: `python tests/scripts/delta_survival.py [SIZE]`.
+"""Measure how much of a LoRA delta survives a merge: `python tests/scripts/delta_survival.py [SIZE]`.
 
-Gaussian weights SIZE x SIZE (2048 by default), stored in each format, and deltas of rank 8 whose norm is 0.1 to 3% of
-the weights'. The table of docs/guide/merge.md: lost, projection and relative error, rounded to nearest and, where the
-merge can choose, dithered.
+Gaussian weights of SIZE x SIZE (2048 by default) are stored in each format and get deltas of rank 8, with 0.1 to 3% of
+their norm. Prints the table of docs/guide/merge.md: lost, projection and relative error, rounded to nearest and, where
+the merge can choose, dithered.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from packing import round_trip
 from quantize import fp8, int4, mxfp4
 
-from ktft import native
 from ktft.adapters.merge_survival import Survival
 from ktft.checkpoint.addition import add
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, Mxfp4, PackedInt4, Scheme
@@ -28,24 +28,15 @@ Moved = Callable[[Tensor, torch.Generator | None], Tensor]
 
 
 def stored(scheme: Scheme, tensors: dict[str, Tensor]) -> Moved:
-    """What adding a delta to a stored weight moves."""
+    """A function from a delta to the change that adding it makes to a stored weight."""
     base = scheme.decode(tensors).dequantize()
     return lambda delta, dither: scheme.decode(add(scheme, tensors, delta, dither)).dequantize() - base
 
 
 def packed(weight: Tensor, expert_format: str) -> Moved:
-    """The same of a bf16 weight that is packed after the sum."""
-
-    def pack(matrix: Tensor) -> Tensor:
-        sizes = {"hidden_size": matrix.shape[1], "intermediate_size": matrix.shape[0]}
-        layer = native.ExpertLayer(
-            native.runtime(None, 1, None), num_experts=1, format=expert_format, name="experts", **sizes
-        )
-        layer.load(0, "gate_proj", matrix)
-        return layer.dequantize(0, "gate_proj")
-
-    base = pack(weight)
-    return lambda delta, _: pack(weight.float() + delta) - base
+    """The same for a bf16 weight that is packed after the addition."""
+    base = round_trip(expert_format, weight)
+    return lambda delta, _: round_trip(expert_format, weight.float() + delta) - base
 
 
 def main() -> None:

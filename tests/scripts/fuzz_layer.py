@@ -1,13 +1,13 @@
-"""Compares the layer with the fp32 reference on random shapes, routings, formats, ISAs, threads, splits and ranks.
+"""Compare the layer with the fp32 reference on random shapes, routings, formats, ISAs, threads, splits and ranks.
 
     python tests/scripts/fuzz_layer.py [--cases 2000] [--seed 0]
 
-A case that misses the numeric contract is printed with what reproduces it, and the script exits 1. At the end it prints
-the errors seen, by format.
+A case that misses the numeric contract is printed with its seed, and the script exits 1. At the end it prints the
+errors by format.
 
-Few routes and a small rank leave sums that all but cancel, and then no relative error is bounded. What misses the
-contract is therefore held against the reference's own answer to hidden states and weights that differ in bf16's last
-bit: an error up to MARGIN times that change is the case's condition, printed and counted apart.
+With few routes and a small rank, sums may nearly cancel, and then no relative error is bounded. A case that misses the
+contract is therefore compared with the reference's own change when hidden states and weights change in bf16's last bit.
+An error of up to MARGIN times that change is due to the case's condition; it is printed and counted separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARGIN, DRAWS = 4, 5
 
 
 def condition(layer: native.ExpertLayer, lora: ExpertLora, *inputs: Tensor) -> dict[str, float]:
-    """Relative changes of the reference's output and gradients when x and all weights change by half a unit of bf16."""
+    """How much the reference's output and gradients change when x and all weights change by half a bf16 unit."""
     generator = torch.Generator().manual_seed(0)
 
     def noisy(values: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def run_case(rng: random.Random) -> tuple[str, str, dict[str, float], Callable[[
     row_counts = [0, 0, 1, 2, 5, 16, 31, 33, 64, 70]
     if isa in ("amx_emu", "scalar"):
         hidden, intermediate = min(hidden, 160), min(intermediate, 160)
-    elif hidden * intermediate > 2**17:  # for time's sake long in one direction only
+    elif hidden * intermediate > 2**17:  # to save time, large in one direction only
         hidden, intermediate = (hidden, 96) if rng.random() < 0.5 else (96, intermediate)
     else:
         row_counts += [257, 720]

@@ -1,11 +1,11 @@
-"""Damages tiny valid checkpoints at random and loads them: headers, offsets, dtypes, shapes, index, config, bytes.
+"""Damage tiny valid checkpoints at random and load them: headers, offsets, dtypes, shapes, index, config, bytes.
 
     python tests/scripts/fuzz_reader.py [--cases 10000] [--seed 0]
 
-Each must either be refused with a ValueError or FileNotFoundError that names a file of the checkpoint, or load with
-every weight as it was, but for those whose own bytes, dtype, shape or place were changed. What changed is decided by
-the safetensors library, not by ktft. One case in fifty goes through `from_pretrained`. Anything else is printed with
-what reproduces it, and the script exits 1.
+Each checkpoint must either be refused with a ValueError or FileNotFoundError that names one of its files, or load with
+every weight unchanged, except those whose own bytes, dtype, shape or place were damaged. The safetensors library, not
+ktft, decides which these are. One case in fifty goes through `from_pretrained`. Anything else is printed with its seed
+and case, and the script exits 1.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import quantize as q
+from contract import empty_layer
 from tiny import write_checkpoint
 
 import ktft
@@ -61,7 +62,7 @@ class Source:
 
 
 class Model:
-    """What a checkpoint is loaded into, made once."""
+    """The model that checkpoints are loaded into, made once."""
 
     def __init__(self, folder: Path) -> None:
         with torch.device("meta"):
@@ -70,12 +71,10 @@ class Model:
         self.family = FAMILIES["qwen3_moe"]
 
     def load(self, folder: Path) -> Weights:
-        """What the quantizer does, without transformers' part."""
+        """Load as the quantizer does, without transformers."""
         reader = CheckpointReader.from_directory(folder)
         Backbone(self.meta, reader, self.family.expert_pattern(), [])
-        layer = native.ExpertLayer(
-            native.runtime(1, 1), num_experts=2, hidden_size=32, intermediate_size=32, format="bf16"
-        )
+        layer = empty_layer(32, 32, "bf16", num_experts=2)
         for _ in ExpertPlan(reader, self.family, {0: layer}).load({0: layer}):
             pass
         return weights_of(layer)
@@ -109,7 +108,7 @@ def join(header: Any, data: bytes) -> bytes:
 
 
 def odd_value(rng: random.Random, value: Any) -> Any:
-    """Something near `value`, or nothing like it."""
+    """A value close to `value`, or one of another kind."""
     if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.6:
         return value + rng.choice([-1, 1, 8, -8, 32, -32, value, -2 * value, 2**31, 2**63, 10**30])
     odd = [None, True, -1, 0, 1, 2**64, 1.5, float("nan"), "", "x", "\0", "\ud800", [], [[]], {}, [value], "F16", "I32"]
@@ -117,7 +116,7 @@ def odd_value(rng: random.Random, value: Any) -> Any:
 
 
 def damage_field(rng: random.Random, raw: bytes) -> bytes:
-    """One field of one tensor's entry."""
+    """Damage one field of one tensor's entry."""
     header, data = split(raw)
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
     key = rng.choice(["dtype", "shape", "data_offsets"])
@@ -133,7 +132,7 @@ def damage_field(rng: random.Random, raw: bytes) -> bytes:
 
 
 def damage_entries(rng: random.Random, raw: bytes) -> bytes:
-    """Tensors exchanged, renamed, dropped or doubled."""
+    """Exchange, rename, drop or duplicate tensors."""
     header, data = split(raw)
     names = [name for name in header if name != "__metadata__"]
     a, b = rng.choice(names), rng.choice(names)
@@ -155,7 +154,7 @@ def damage_entries(rng: random.Random, raw: bytes) -> bytes:
 
 
 def damage_bytes(rng: random.Random, raw: bytes) -> bytes:
-    """Bits of the header or the data, the length, the end."""
+    """Damage bits of the header or the data, the header's length, or the end."""
     length, kind = int.from_bytes(raw[:8], "little"), rng.randrange(7)
     changed = bytearray(raw)
     if kind == 0:
@@ -178,7 +177,7 @@ def damage_bytes(rng: random.Random, raw: bytes) -> bytes:
 
 
 def damage_json(rng: random.Random, raw: bytes, under: str) -> bytes:
-    """A value anywhere below a key of the index or the config, or the text itself."""
+    """Damage a value anywhere below a key of the index or the config, or the text itself."""
     if rng.random() < 0.1:
         return rng.choice([b"", b"[]", b"{", b"\xff", b"[" * 100_000, raw[: rng.randrange(len(raw))]])
     tree = json.loads(raw)
@@ -196,7 +195,7 @@ def damage_json(rng: random.Random, raw: bytes, under: str) -> bytes:
 
 
 def damage_files(rng: random.Random, files: dict[str, bytes]) -> None:
-    """Shards missing, exchanged, doubled or empty."""
+    """Remove, exchange, duplicate or empty shards."""
     one, two = sorted(name for name in files if name.endswith(".safetensors"))
     kind = rng.randrange(6)
     if kind == 0:
@@ -214,7 +213,7 @@ def damage_files(rng: random.Random, files: dict[str, bytes]) -> None:
 
 
 def damage(rng: random.Random, files: dict[str, bytes]) -> tuple[str, bool]:
-    """Change `files`. Returns what was done, and whether the meaning of all weights may have changed with it."""
+    """Damage `files`. Returns the kind of damage, and whether it may change the meaning of all weights."""
     kind = rng.choices(["field", "entries", "bytes", "index", "config", "files"], weights=[30, 20, 30, 10, 6, 4])[0]
     shard = rng.choice([name for name in files if name.endswith(".safetensors")])
     shards: dict[str, Callable[[random.Random, bytes], bytes]] = {
@@ -237,7 +236,7 @@ def damage(rng: random.Random, files: dict[str, bytes]) -> tuple[str, bool]:
 
 
 def changed_tensors(source: Source, folder: Path, files: dict[str, bytes]) -> set[str]:
-    """Names whose tensors the safetensors library finds changed; of a shard it refuses, none may be used."""
+    """Names of tensors that the safetensors library finds changed. Tensors of a shard it refuses may not be used."""
     found: dict[str, Tensor] = {}
     for name in files:
         if name.endswith(".safetensors"):

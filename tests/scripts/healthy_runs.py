@@ -1,10 +1,10 @@
-"""Healthy runs, to show that no guard ends one: SFT and DPO through LLaMA-Factory, and a Trainer with unlabelled data.
+"""Show that no guard ends a healthy run: SFT and DPO through LLaMA-Factory, and a Trainer with unlabelled data.
 
     python tests/scripts/healthy_runs.py [--steps 300] [--seeds 10] [--first 0] [--kinds sft dpo masked]
 
-Batch size, accumulation, dropout, warm-up, logging and checkpointing change with the seed. The models are tiny and new,
-so that their loss begins at the level of a guess, and they learn their few samples by heart, so that gradients become
-tiny. Prints a line a run, and exits with 1 if a guard ended one.
+Batch size, accumulation, dropout, warm-up, logging and checkpointing depend on the seed. The models are tiny and
+untrained, so their loss begins at chance level; they learn their few samples by heart, so gradients become tiny. Prints
+one line a run, and exits with 1 if a guard ended one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from peft import LoraConfig
+from adapted import load, lora_config
 from tiny import factory_settings, write_checkpoint, write_data
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 import ktft
 from ktft.train.guards import GuardError
@@ -37,7 +37,7 @@ KINDS = ("sft", "dpo", "masked")
 
 
 class Norms(TrainerCallback):
-    """The smallest norm of gradients that was logged, 0 left out, and how often it was 0."""
+    """The smallest logged gradient norm other than 0, and how often it was 0."""
 
     def __init__(self) -> None:
         self.least, self.zeros = float("inf"), 0
@@ -51,7 +51,7 @@ class Norms(TrainerCallback):
 
 
 def settings(seed: int, steps: int, output: Path) -> dict[str, Any]:
-    """Of transformers' Trainer."""
+    """Settings of transformers' Trainer, which depend on the seed."""
     return {
         "output_dir": str(output),
         "max_steps": steps,
@@ -79,11 +79,10 @@ def through_factory(stage: str, seed: int, steps: int, model: Path, data: Path, 
 
 
 def masked(seed: int, steps: int, model: Path, output: Path, norms: Norms) -> None:
-    """One run of transformers' Trainer in which a third of the samples, and so many a batch, has no labels."""
-    config = ktft.KtftConfig(expert_format="bf16", threads=1)
-    base = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.float32)
+    """A run of transformers' Trainer in which a third of the samples has no labels, and so have some batches."""
+    base = load(model)
     torch.manual_seed(seed)
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=(0.0, 0.1)[seed % 2])
+    lora = lora_config(lora_dropout=(0.0, 0.1)[seed % 2])
     rows = torch.randint(3, 250, (24, 24))
     labels = rows.clone()
     labels[:, :8] = -100

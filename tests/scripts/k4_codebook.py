@@ -1,8 +1,8 @@
-"""Finds the codebook of k4: `python tests/scripts/k4_codebook.py`, a minute or two.
+"""Find the codebook of k4: `python tests/scripts/k4_codebook.py`. It takes a minute or two.
 
-Lloyd-Max with the scale as part of the problem: on Gaussian groups of 32, in turn choose every group's scale for the
-codebook at hand (many candidates, each refined by least squares) and move every code to the centroid of what fell to
-it. The result, scaled to a largest value of 127 and rounded, is in csrc/quant/k4-inl.h.
+Lloyd-Max that also fits the scales: on Gaussian groups of 32 it alternates between choosing each group's scale for the
+current codebook (many candidates, each refined by least squares) and moving each code to the centroid of its values.
+The result, scaled to a largest value of 127 and rounded, is in csrc/quant/k4-inl.h.
 """
 
 from __future__ import annotations

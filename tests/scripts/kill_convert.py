@@ -1,9 +1,9 @@
 """Kill a conversion 20 times at random moments: `python tests/scripts/kill_convert.py [FORMAT]`.
 
-A checkpoint of about 0.8 GB is made here and converted once without interruption. Then conversions are killed with
-SIGKILL and run again, until there were 20 kills. Every directory that gets finished must hold the same bytes as the
-uninterrupted one. Exits 1 when one does not. Each run of the command is a fork of a process that has imported all,
-so that kills hit the conversion and not the imports. The clock jumps as in kill_merge.py.
+A checkpoint of about 0.8 GB is made and converted once without interruption. Then conversions are killed with SIGKILL
+and run again, until 20 were killed. Every finished directory must hold the same bytes as the uninterrupted one; the
+script exits 1 otherwise. Each run is a fork of a process that has done all imports, so that kills hit the conversion
+itself. The clock jumps as in kill_merge.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Kill a merge 30 times at random moments: `python tests/scripts/kill_merge.py [--format same] [--kills 30]`.
 
-A checkpoint of about 0.4 GB and an adapter are made here and merged once without interruption. Then merges are killed
-with SIGKILL and run again, until there were enough kills. A killed one must leave no OUT; every OUT that gets finished
-must hold the same bytes as the uninterrupted one. Exits 1 when that is not so. Each run of the command is a fork of a
-process that has imported all, so that kills hit the merge and not the imports. The clock jumps all the while, an hour
-back or forth, and so do the times of what was written.
+A checkpoint of about 0.4 GB and an adapter are made and merged once without interruption. Then merges are killed with
+SIGKILL and run again, until enough were killed. A killed merge must leave no OUT, and every finished OUT must hold the
+same bytes as the uninterrupted one; the script exits 1 otherwise. Each run is a fork of a process that has done all
+imports, so that kills hit the merge itself. All the while the clock and the times of written files jump by an hour
+back or forth.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--format", default="same")
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--hidden-size", type=int, default=1024, help="less of it on a slow machine")
+    parser.add_argument("--hidden-size", type=int, default=1024, help="smaller for a slow machine")
     options = parser.parse_args()
     import ktft.adapters.merge
     import ktft.cli.merge  # noqa: F401  # with all of torch, transformers and peft

@@ -1,13 +1,13 @@
 """Kill training runs at random moments: `python tests/scripts/kill_training.py [--kills 30] [--cli 6] [--seed N]`.
 
-A small model is trained by LLaMA-Factory with a checkpoint every second step, once without interruption. Then runs are
-killed with SIGKILL after a random number of checkpoints, two thirds of them while the next one is being written, and
-started again as they were, until there were so many kills. Every run that ends must have the losses, the adapter and
-the optimizer's state of the uninterrupted one, no checkpoint may ever be there that is not whole, and the newest may
-not go. Exits 1 if not. The clock jumps between saves, by an hour back and forth, and so do the times of checkpoints.
+LLaMA-Factory trains a small model with a checkpoint every second step, once without interruption. Then runs are killed
+with SIGKILL after a random number of checkpoints, two thirds of them while the next one is being written, and started
+again with the same settings, until `--kills` were killed. Every run that ends must have the losses, the adapter and the
+optimizer's state of the uninterrupted one; every checkpoint must always be whole, and the newest must never disappear.
+Exits 1 otherwise. Between saves the clock and the times of checkpoints jump by an hour back or forth.
 
-A run is a fork of a process that has imported all, so that kills hit training and not the imports; the first `--cli`
-kills hit `llamafactory-cli train` itself.
+A run is a fork of a process that has done all imports, so that kills hit training itself; the first `--cli` kills hit
+`llamafactory-cli train`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATE = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """LLaMA-Factory's; a model and data are written to `folder`."""
+    """LLaMA-Factory's settings. Writes the model and the data to `folder`."""
     from tiny import factory_settings, write_checkpoint, write_data
 
     own = {
@@ -53,7 +53,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:
-    """Begin or continue a run. Returns the process."""
+    """Start or continue a run. Returns its process id."""
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if cli:
         path = log.with_suffix(".yaml")
@@ -86,7 +86,7 @@ def start(config: dict[str, Any], log: Path, *, cli: bool) -> int:
 
 
 def result(output: Path) -> dict[str, Any]:
-    """What must be the same: losses, the final adapter, and the state of the last checkpoint."""
+    """What every run must end with: losses, the final adapter and the state of the last checkpoint."""
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     files = {name: (output / f"checkpoint-{STEPS}" / name).read_bytes() for name in STATE}
     losses = [(e["step"], e.get("loss"), e.get("grad_norm"), e.get("train_loss")) for e in history]
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: random.Random, seed: int) -> int:
-    """Run, kill, run again, compare. Returns the exit status."""
+    """Run, kill, run again and compare. Returns the exit status."""
     from ktft.train.checkpoints import STAGING
     from ktft.train.manifest import checkpoints, damage
 
@@ -144,7 +144,7 @@ def hunt(folder: Path, config: dict[str, Any], kills: int, by_cli: int, chance: 
             return seen >= after
 
         status = wait(child, float("inf"), reached)
-        if status is None and chance.random() < 2 / 3:  # on to the next save, and a little into it
+        if status is None and chance.random() < 2 / 3:  # wait for the next save, and a little longer
             status = wait(child, float("inf"), saving)
             status = wait(child, chance.uniform(0, 0.05)) if status is None else status
         elif status is None:

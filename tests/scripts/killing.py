@@ -1,4 +1,4 @@
-"""What the scripts that kill ktft's commands share. A run of a command is a fork of a process that has imported all."""
+"""Shared by the scripts that kill ktft's commands. Each run is a fork of a process that has done all imports."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other stand still on a busy machine
+os.environ["OMP_NUM_THREADS"] = "1"  # on a busy machine, threads that wait for each other make no progress
 HOUR = 3600
 
 
 def jump_clock() -> None:
-    """Have this process's clock jump an hour forth or back every half second."""
+    """Make this process's clock jump an hour forth or back every half second."""
     real = time.time
 
     def jumping() -> float:
@@ -40,14 +40,14 @@ def jump_clock() -> None:
 
 
 class JumpingTimes:
-    """Gives what appears in a folder the times that it would have if the clock had just jumped, by an hour at most."""
+    """Gives new files in a folder the times they would have if the clock had just jumped by up to an hour."""
 
     def __init__(self, folder: Path, pattern: str, chance: random.Random) -> None:
         self.folder, self.pattern, self.chance = folder, pattern, chance
-        self.seen: dict[int, str] = {}  # inode -> name: one that was replaced is new
+        self.seen: dict[int, str] = {}  # inode -> name: a replaced file counts as new
 
     def touch(self) -> None:
-        """Do so to what is new."""
+        """Change the times of new files."""
         for path in self.folder.glob(self.pattern):
             try:
                 inode = path.stat().st_ino
@@ -60,7 +60,7 @@ class JumpingTimes:
 
 
 def start(*arguments: str, jumping: bool = False) -> int:
-    """Begin a `ktft` command, or go on with it, without output. Returns the process."""
+    """Start or continue a `ktft` command without output. Returns its process id."""
     from ktft.cli.main import app
 
     child = os.fork()
@@ -79,7 +79,7 @@ def start(*arguments: str, jumping: bool = False) -> int:
 
 
 def wait(child: int, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
-    """Its exit status, minus the signal if one ended it; None if it runs on after these seconds, or when `until`."""
+    """The exit status, or minus the signal that ended it. None if it still runs after `seconds` or once `until()`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not until():
         found, status = os.waitpid(child, os.WNOHANG)
@@ -95,16 +95,16 @@ def kill(child: int) -> None:
 
 
 def hunt(command: tuple[str, ...], unfinished: str, wanted: int, make: Callable[..., None], *given: Any) -> int:
-    """Run a command at one go, then kill it at random moments and run it again, until there were enough kills.
+    """Run a command without interruption, then kill it at random moments and run it again, until enough were killed.
 
     Args:
-        command: with `{folder}` for a folder of its own; where it writes to comes last.
-        unfinished: the name beside that of what a killed command leaves: "out" where it is the output itself.
-        wanted: kills.
-        make: writes to the folder what the command reads: `make(folder, *given)`.
+        command: the words, with `{folder}` for a temporary folder. The output path is added at the end.
+        unfinished: the name of what a killed command leaves beside the output; "out" if it is the output itself.
+        wanted: how many kills.
+        make: `make(folder, *given)` writes what the command reads.
 
     Returns:
-        The exit status: 1 where an output that was finished has other bytes than that of the command at one go.
+        The exit status: 1 if a finished output has other bytes than that of the uninterrupted command.
     """
     seed = random.randrange(1 << 32)
     chance = random.Random(seed)

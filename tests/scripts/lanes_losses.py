@@ -1,8 +1,8 @@
-"""Trains the same small model in each lane and compares the losses: `python tests/scripts/lanes_losses.py`.
+"""Train the same small model in each lane and compare the losses: `python tests/scripts/lanes_losses.py`.
 
-A tiny checkpoint of a real architecture, LLaMA-Factory's own `run_exp`, LoRA on all with dropout, one run a placement
-with the same seed, on a GPU if there is one (else set KTFT_EMULATE_GPU=1). Prints each run's losses, means of five
-steps, and the largest difference from those of `cpu`; exits 1 if it is over 0.5%.
+LLaMA-Factory's `run_exp` trains a tiny checkpoint of a real architecture, with LoRA on all layers and dropout, once for
+each placement and with the same seed; on a GPU if there is one, else set KTFT_EMULATE_GPU=1. Prints each run's losses
+(means of five steps) and their largest difference from those of `cpu`; exits 1 if that is over 0.5%.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 def losses(folder: Path, name: str, family: str, steps: int, kt_config: dict[str, Any]) -> list[float]:
-    """Of one run."""
+    """Train once. Returns the logged losses."""
     out = folder / name
     own = {
         "lora_rank": 8,

@@ -1,11 +1,11 @@
-"""Load a FP8 checkpoint with the layer shapes of DeepSeek-V3 into each format; compare memory and speed with limits.
+"""Load an FP8 checkpoint with DeepSeek-V3's layer shapes into each format; compare memory and speed with limits.
 
     python tests/scripts/load_memory.py [--gigabytes 6] [--formats k4,int8] [--folder DIR]
 
-A fresh process loads each format with `from_pretrained`, after the files were dropped from the page cache. Peak RSS
-(VmHWM, file-mapped pages included) may be what the model holds, two layers of experts and 1 GB; the experts must be
-read at 60% of what the disk gives the same number of threads that do nothing else, or at 90% of what the processor
-packs from memory. Exits 1 when a limit is missed.
+For each format, a fresh process loads the checkpoint with `from_pretrained` after its files were dropped from the page
+cache. Peak RSS (VmHWM, file-mapped pages included) may be at most what the model holds, plus two layers of experts and
+1 GB. The experts must be read at 60% of the rate that the same number of threads reach by only reading, or at 90% of
+the rate at which the processor packs from memory. Exits 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK = 16 << 20
 
 
 def make(folder: Path, layers: int) -> None:
-    """Write the checkpoint, a shard a layer. Attention is small, experts and the shared expert are real."""
+    """Write the checkpoint, one shard a layer. Attention is small; routed and shared experts have their real size."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, DeepseekV3Config
@@ -94,7 +94,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def disk_rate(folder: Path, threads: int) -> float:
-    """Bytes per second of threads that read the shards and do nothing with them."""
+    """Bytes per second that threads read from the shards when they do nothing else."""
     drop_cache(folder)
     chunks = [(f, at) for f in sorted(folder.glob("*.safetensors")) for at in range(0, f.stat().st_size, CHUNK)]
 
@@ -113,7 +113,7 @@ def disk_rate(folder: Path, threads: int) -> float:
 
 
 def packing_rate(expert_format: str) -> float:
-    """Bytes of codes per second that are packed from memory."""
+    """Bytes of codes that are packed from memory in a second."""
     import torch
 
     from ktft import native

@@ -1,4 +1,4 @@
-"""What the scripts that measure share: parts that may fail, random layers of any size, times, memory."""
+"""Shared by the scripts that measure: parts that may fail, random layers of any size, times, memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ failed: list[str] = []
 
 @contextmanager
 def attempt(name: str) -> Iterator[None]:
-    """What may fail: that is shown and counted in `failed`, and the script goes on."""
+    """A block that may fail: the error is printed, its name is added to `failed`, and the script goes on."""
     try:
         yield
     except Exception:
@@ -30,7 +30,7 @@ def attempt(name: str) -> Iterator[None]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """The same with a title and the seconds it took."""
+    """`attempt` with a title and the seconds that the block took."""
     print(f"\n== {name}", flush=True)
     begin = time.perf_counter()
     with attempt(name):
@@ -39,13 +39,13 @@ def part(name: str) -> Iterator[None]:
 
 
 def end() -> None:
-    """Leave the script, with 1 if a part failed."""
+    """Exit the script, with status 1 if a part failed."""
     print("\nfailed:", ", ".join(failed) or "nothing")
     sys.exit(bool(failed))
 
 
 def random_layer(runtime: Any, fmt: str, experts: int, hidden: int, intermediate: int) -> Any:
-    """An `ExpertLayer` of a few different experts, since packing takes longer than what is measured."""
+    """An `ExpertLayer` that repeats a few experts, since packing all takes longer than what is measured."""
     from benchmarks.step.models import fill_experts
     from ktft.native import ExpertLayer
 
@@ -75,7 +75,7 @@ def make_model(path: Path, experts: int, top_k: int, layers: int = 8, hidden_siz
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 5, seconds: float = 0.0) -> float:
-    """Median of a call, which the GPU has done, of so many at least and for so long."""
+    """Median time of a call until the GPU has completed it, over at least `repeats` calls and `seconds`."""
     import torch
 
     call()
@@ -91,7 +91,7 @@ def milliseconds(call: Callable[[], Any], repeats: int = 5, seconds: float = 0.0
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function gives in a new process, whose memory is its own."""
+    """Call a function in a new process, so that its memory can be measured."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 

@@ -1,8 +1,8 @@
-"""Check the memory contract on a checkpoint of over 2 GB made here: `python tests/scripts/memory_contract.py`.
+"""Check the memory contract on a random checkpoint of over 2 GB: `python tests/scripts/memory_contract.py`.
 
 For each expert format a fresh process loads the checkpoint with `from_pretrained`, trains two steps of LoRA on every
 linear layer and every routed expert through transformers' Trainer, and compares its peak RSS (VmHWM, file-mapped
-pages included) with what it has to hold. Exits 1 when that is exceeded.
+pages included) with what it has to hold. Exits 1 if the peak exceeds that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SLACK = 1.15
 
 
 def measure(path: Path, expert_format: str) -> tuple[bool, str]:
-    """Load, train two steps; whether the peak is within the contract, and a line that says so."""
+    """Load and train two steps. Returns whether the peak is within the contract, and a line that says so."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

@@ -1,10 +1,10 @@
-"""What `ktft plan` says beside what training then takes: `python tests/scripts/plan_accuracy.py [--cuda] [CASE ...]`.
+"""Compare `ktft plan` with what training then takes: `python tests/scripts/plan_accuracy.py [--cuda] [CASE ...]`.
 
-For each case a random checkpoint is written and `ktft plan --json` asked; then a process of its own trains some steps
-through transformers' Trainer with LLaMA-Factory's settings, and peak RSS (VmHWM), GPU memory and seconds a step are
-compared. `--cuda` adds the case that has all but the experts on the GPU. Prints a line of JSON a case, and a table of
-all. Exits 1 when memory is off by more than 10% or time by more than 30%. Needs no network, 8 GB of memory and of disk
-(TMPDIR), about half a minute a case, and a quiet machine for the times.
+For each case a random checkpoint is written and planned with `ktft plan --json`. Then a new process trains some steps
+with transformers' Trainer and LLaMA-Factory's settings, and peak RSS (VmHWM), GPU memory and seconds a step are
+compared. `--cuda` adds the case that has all but the experts on the GPU. Prints a line of JSON for each case, and a
+table of all. Exits 1 if memory is off by more than 10% or time by more than 30%. Needs 8 GB of memory and of disk
+(TMPDIR), about half a minute a case, a quiet machine for the times, and no network.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEEPSEEK = WIDE | {"moe_intermediate_size": 704, "n_routed_experts": 48, "num_ex
 
 @dataclass(frozen=True)
 class Case:
-    """One training: which checkpoint, and LLaMA-Factory's keys."""
+    """One training: its checkpoint and LLaMA-Factory's keys."""
 
     name: str
     family: str
@@ -64,7 +64,7 @@ CASES = (
 
 
 def make(case: Case, path: Path) -> None:
-    """Write the case's checkpoint, quickly: a short run of random numbers, repeated."""
+    """Write the case's checkpoint quickly, by repeating a short run of random numbers."""
     import torch
     from tiny import COMMON, FAMILIES
     from transformers import AutoModelForCausalLM
@@ -82,9 +82,9 @@ def make(case: Case, path: Path) -> None:
 
 
 def train(case: Case, path: Path, steps: int) -> dict[str, Any]:
-    """Train, and report what it took."""
+    """Train, and report memory and times."""
     if not case.cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else the data loader's pinned memory starts CUDA
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the data loader's pinned memory would start CUDA
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
@@ -165,19 +165,17 @@ def train(case: Case, path: Path, steps: int) -> dict[str, Any]:
 
 
 def prepare(cases: list[tuple[Case, Path]]) -> list[dict[str, Any]]:
-    """Write the checkpoints, and ask `ktft plan` about each: the whole, and the row of its format."""
-    from typer.testing import CliRunner
-
-    from ktft.cli.main import app
+    """Write the checkpoints and plan each. Returns the plans, with the row of the case's format as `row`."""
+    from commands import invoke
 
     plans = []
     for case, path in cases:
         make(case, path)
         recipe = path / "train.yaml"
         recipe.write_text(json.dumps(case.recipe | {"kt_config": case.kt_config, "use_cpu": not case.cuda}))
-        done = CliRunner().invoke(app, ["plan", str(path), str(recipe), "--json"])
+        done = invoke("plan", path, recipe, "--json")
         if not done.stdout.startswith("{"):
-            raise RuntimeError(f"ktft plan {path} {recipe}: {done.output} {done.exception!r}")
+            raise RuntimeError(f"ktft plan {path} {recipe}: {done.output}")
         told = json.loads(done.stdout)
         row = next(row for row in told["formats"] if row["format"] == case.kt_config["expert_format"])
         plans.append(told | {"row": row})
@@ -185,13 +183,13 @@ def prepare(cases: list[tuple[Case, Path]]) -> list[dict[str, Any]]:
 
 
 def gpu_memory_in_use() -> int:
-    """What the GPU's driver and other processes take, asked without a context of our own."""
+    """GPU memory of the driver and of other processes, read without a context of our own."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]) << 20
 
 
 def compare(case: Case, told: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """One case's line of JSON: predictions, measurements (bytes, seconds), and how far off they are."""
+    """A case's line of JSON: predictions and measurements (bytes, seconds), and how far apart they are."""
     row = told["row"]
     pairs = {"ram": (row["ram_bytes"], measured["ram"]), "step_seconds": (row["step_seconds"], measured["step"])}
     if case.cuda:
@@ -215,7 +213,7 @@ def compare(case: Case, told: dict[str, Any], measured: dict[str, Any]) -> dict[
 
 
 def show(lines: list[dict[str, Any]]) -> None:
-    """The table."""
+    """Print the table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -245,7 +243,7 @@ def main() -> int:
     parser.add_argument("case", nargs="*", type=int, help=f"numbers of cases, 0 to {len(CASES) - 1}; all by default")
     arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
-    # Else torch's idle threads spin on the cores that the experts use: docs/guide/install.md.
+    # Otherwise torch's idle threads spin on the cores that the experts use: docs/guide/install.md
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     chosen = [case for case in ([CASES[n] for n in arguments.case] or CASES) if arguments.cuda or not case.cuda]
     lines = []

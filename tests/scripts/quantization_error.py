@@ -1,9 +1,9 @@
-"""Prints the table of docs/reference/formats.md: what each expert format costs in bits and in error.
+"""Print the table of docs/reference/formats.md: the bits and the error of each expert format.
 
     python tests/scripts/quantization_error.py [--size 2048]
 
-Errors are relative RMS errors of the weights, in %, on Gaussian weights and on Student's t with 5 degrees of freedom.
-Two well-known 4-bit schemes stand beside ours, computed here from their definitions.
+Errors are relative RMS errors in %, of Gaussian weights and of weights with Student's t distribution of 5 degrees of
+freedom. Two well-known 4-bit schemes, computed here from their definitions, are listed for comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ktft import native
 
 
 def q4_0_style(weight: Tensor) -> Tensor:
-    """Groups of 32: fp16 scale = (the value of largest magnitude) / -8, codes 0 to 15 less 8. 4.5 bits."""
+    """Groups of 32: fp16 scale = (the value of largest magnitude) / -8, codes 0 to 15 minus 8. 4.5 bits."""
     groups = weight.view(-1, 32)
     extreme = groups.gather(1, groups.abs().argmax(1, keepdim=True))
     inverse = torch.where(extreme == 0, torch.zeros(()), -8 / extreme)
@@ -32,7 +32,7 @@ def q4_0_style(weight: Tensor) -> Tensor:
 
 
 def nf4_style(weight: Tensor) -> Tensor:
-    """Groups of 64: fp32 absmax x the nearest of 16 quantiles of the normal distribution (QLoRA). 4.5 bits."""
+    """Groups of 64: fp32 absmax times the nearest of 16 quantiles of the normal distribution (QLoRA). 4.5 bits."""
     outermost = 0.5 * (1 - 1 / 32 + 1 - 1 / 30)
     above = torch.special.ndtri(torch.linspace(outermost, 0.5, 9, dtype=torch.float64)[:-1])
     below = -torch.special.ndtri(torch.linspace(outermost, 0.5, 8, dtype=torch.float64)[:-1])

@@ -1,11 +1,11 @@
-"""Adapters that ktft trained and saved, loaded by transformers 4.57 and PEFT 0.18 in an environment of their own.
+"""Load adapters that ktft trained with transformers 4.57 and PEFT 0.18, in an environment of their own.
 
     python tests/scripts/second_environment.py [--environment DIR] [--steps 8]
 
-Trains LoRA on tiny Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3 models, saves it, and lets another process, which has no ktft
-and the other transformers, load the directory with PeftModel.from_pretrained. Its logits are compared with ktft's: with
-those of the kernels, which take bf16 activations, and with those of ktft's fp32 reference on the same model, which tell
-how exactly the adapter arrived. Exits with 1 if either is more than 1e-3 off, or PEFT warned of missing tensors.
+Trains LoRA on tiny Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3 models and saves it. Another process with that transformers
+and without ktft loads the directory with PeftModel.from_pretrained. Its logits are compared with those of ktft's
+kernels, which take bf16 activations, and with those of ktft's fp32 reference on the same model, which show how exactly
+the adapter was loaded. Exits with 1 if either differs by more than 1e-3, or if PEFT warns of missing tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("transformers==4.57.6", "huggingface_hub==0.36.2", "tokenizers==0.22.2", "peft==0.18.1")
-"""Without their dependencies: torch and the rest are this environment's."""
+"""Installed without their dependencies; torch and the rest come from this environment."""
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3moe": {}, "dsv2": {}, "dsv3": {"topk_group": 4}}
-"""Every token goes to every expert: all adapters matter, and rounding cannot tip the choice of an expert."""
+"""Every token goes to every expert, so all adapters matter and rounding cannot change the choice of experts."""
 LIMIT = 1e-3
 
 OTHER = """
@@ -51,17 +50,6 @@ print(json.dumps({"transformers": transformers.__version__, "peft": peft.__versi
 """
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Largest differences of logits: the other environment's against ktft's kernels and ktft's fp32 reference; and how
-    much the adapter changed them.
-    """
-
-    kernels: float
-    reference: float
-    effect: float
-
-
 def make_environment(directory: Path) -> None:
     """Install `PACKAGES` into a directory. Raises SubprocessError if pip cannot."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--retries", "1", "--timeout", "15"]
@@ -71,7 +59,7 @@ def make_environment(directory: Path) -> None:
 
 @contextmanager
 def reference_experts() -> Iterator[None]:
-    """ktft's experts computed by `ktft.reference`, in fp32 from the packed weights."""
+    """Compute ktft's experts with `ktft.reference`, in fp32 from the packed weights."""
     import torch
 
     from ktft import reference
@@ -95,7 +83,7 @@ def reference_experts() -> Iterator[None]:
 
 
 def train(family: str, folder: Path, steps: int) -> tuple[Any, Any]:
-    """Train LoRA on all there is, save it in `folder/adapter`; the logits of kernels and reference."""
+    """Train LoRA on all layers and save it in `folder/adapter`. Returns the logits of kernels and of the reference."""
     import torch
     from peft import LoraConfig
     from tiny import write_checkpoint
@@ -136,8 +124,13 @@ def train(family: str, folder: Path, steps: int) -> tuple[Any, Any]:
     return kernels, reference
 
 
-def compare(family: str, environment: Path, folder: Path, steps: int = 8) -> Figures:
-    """Train, save, load in the other environment, compare."""
+def compare(family: str, environment: Path, folder: Path, steps: int = 8) -> dict[str, float]:
+    """Train, save, load in the other environment and compare.
+
+    Returns:
+        The largest difference of the other environment's logits from those of ktft's kernels (`kernels`) and of its
+        fp32 reference (`reference`), and how much the adapter changed them (`effect`).
+    """
     from safetensors.torch import load_file
 
     kernels, reference = train(family, folder, steps)
@@ -149,17 +142,16 @@ def compare(family: str, environment: Path, folder: Path, steps: int = 8) -> Fig
         raise RuntimeError(f"the other environment failed:\n{done.stdout}{done.stderr}")
     found = load_file(out)
     adapted = found["adapted"]
-    return Figures(
-        kernels=float((adapted - kernels).abs().max()),
-        reference=float((adapted - reference).abs().max()),
-        effect=float((adapted - found["plain"]).abs().max()),
-    )
+    others = {"kernels": kernels, "reference": reference, "effect": found["plain"]}
+    return {name: float((adapted - other).abs().max()) for name, other in others.items()}
 
 
 def main() -> None:
-    """Compare the families; exit with 1 if one is off."""
+    """Compare all families; exit with 1 if one differs too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environment", type=Path, help="Where the packages are, or go. [a temporary folder]")
+    parser.add_argument(
+        "--environment", type=Path, help="Where the packages are or will be installed. [a temporary folder]"
+    )
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -171,10 +163,10 @@ def main() -> None:
         off = False
         for family in FAMILIES:
             figures = compare(family, environment, scratch / family, args.steps)
-            off |= max(figures.kernels, figures.reference) > LIMIT
+            off |= max(figures["kernels"], figures["reference"]) > LIMIT
             print(
-                f"{family:9} off ktft's kernels {figures.kernels:.1e}, off its fp32 reference {figures.reference:.1e}; "
-                f"the adapter changed logits by {figures.effect:.2f}"
+                f"{family:9} off ktft's kernels {figures['kernels']:.1e}, off its fp32 reference "
+                f"{figures['reference']:.1e}; the adapter changed logits by {figures['effect']:.2f}"
             )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

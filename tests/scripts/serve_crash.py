@@ -1,8 +1,9 @@
-"""A served model whose kernels fail, again and again: `ktft serve --supervise` brings it back, with its adapter.
+"""Crash a served model again and again: `ktft serve --supervise` must bring it back with its adapter.
 
-Starts the real server on a tiny checkpoint on which one token's hidden states overflow, loads an adapter, and asks for
-that token: the request must get a 5xx, the server must come back by itself and serve the same adapter, with the same
-log-probabilities as before. Then the parent is killed with SIGKILL, and nothing may be left. Some minutes on two cores.
+Starts the real server on a tiny checkpoint in which one token's hidden states overflow, loads an adapter, and requests
+that token: the request must get a 5xx, and the server must restart by itself and serve the same adapter with the same
+log-probabilities as before. Then the parent is killed with SIGKILL, and no process may be left. Takes some minutes on
+two cores.
 
     python tests/scripts/serve_crash.py [--crashes 2]
 """
@@ -55,7 +56,7 @@ def main() -> None:
         folder = Path(name)
         tiny = write_checkpoint("qwen3moe", folder / "tiny", head_dim=32)
         checkpoint, log = write_fragile(tiny, folder / "fragile"), folder / "log.txt"
-        # On experts alone: attention must not reach the place that overflows
+        # On experts alone, since attention must not write to the place that overflows
         adapter = random_adapter(checkpoint, folder / "tuned", target_modules=["gate_proj", "up_proj", "down_proj"])
         others = processes()
         command = [str(Path(sys.executable).with_name("ktft")), "serve", str(checkpoint), "--port", str(PORT)]

@@ -1,7 +1,7 @@
 """Which families does the installed vLLM serve with ktft's experts, and does it compute what training computes?
 
-For each family of tests/tiny.py a tiny checkpoint is served in a process of its own, and the log-probabilities of a
-prompt's tokens are compared with those of transformers' model with ktft's experts. Needs vLLM; no GPU. For instance:
+For each family of tests/tiny.py, a process of its own serves a tiny checkpoint, and the log-probabilities of a prompt's
+tokens are compared with those of transformers' model with ktft's experts. Needs vLLM and no GPU. For instance:
 
     python tests/scripts/serve_families.py --families qwen3moe mixtral
 """
@@ -18,12 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "serve")]
 
 PROMPT = list(range(10, 42))
-BOUND = 0.2  # of the mean difference of log-probabilities, in those that leaving out all routed experts makes
-# Settings of the tiny checkpoints that vLLM cannot serve as tests/tiny.py has them: attention on its CPU backend takes
-# heads of 32 and more
+BOUND = 0.2  # for the mean difference of log-probabilities, relative to the one without any routed expert
+# Changes to the checkpoints of tests/tiny.py that vLLM cannot serve: attention on its CPU backend needs heads of 32 or
+# more
 HEADS: dict[str, Any] = {"head_dim": 32}
 TWO_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
 MLA: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
@@ -34,7 +34,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5": HEADS,
     "qwen3_5_text": HEADS,
     "qwen3vl": HEADS,
-    "dsv2": MLA | {"routed_scaling_factor": 8.0},  # else experts change next to nothing
+    "dsv2": MLA | {"routed_scaling_factor": 8.0},  # otherwise the experts hardly matter
     "dsv3": MLA,
     "kimi_k2": MLA,
     "glm4": HEADS,
@@ -48,8 +48,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def trained(checkpoint: Path) -> list[list[float]]:
-    """Log-probabilities of the prompt's tokens after the first, by transformers' model with ktft's experts, and without
-    any routed expert.
+    """Log-probabilities of the prompt's tokens after the first by transformers' model with ktft's experts, and then
+    without any routed expert.
     """
     import torch
     from transformers import AutoConfig
@@ -75,34 +75,21 @@ def trained(checkpoint: Path) -> list[list[float]]:
 
 
 def served(checkpoint: Path) -> list[float]:
-    """The first of these by vLLM."""
+    """The same log-probabilities by vLLM."""
     import torch
-    from vllm import LLM, SamplingParams
+    from in_process import served
 
-    from ktft.serve.runtime.settings import ServeSettings
     from ktft.serve.vllm.families import compilation_config, of
 
     model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
-    os.environ.update(ServeSettings(str(checkpoint), expert_format="bf16", threads=1).to_env())
-    llm = LLM(
-        str(checkpoint),
-        quantization="ktft",
-        load_format="ktft",
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=2,
-        disable_log_stats=True,
-        hf_overrides=of(model_type).overrides,
-        compilation_config=compilation_config(model_type, torch.cuda.is_available(), 2),
-    )
-    out = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    found = out[0].prompt_logprobs[1:]
-    return [row[token].logprob for row, token in zip(found, PROMPT[1:], strict=True)]
+    options = {"max_num_seqs": 2, "disable_log_stats": True, "hf_overrides": of(model_type).overrides}
+    options["compilation_config"] = compilation_config(model_type, torch.cuda.is_available(), 2)
+    with served(checkpoint, options=options, expert_format="bf16", adapter_swap=False) as running:
+        return running.logprobs(PROMPT).tolist()
 
 
 def examine(family: str) -> str:
-    """One line on a family."""
+    """Examine a family. Returns a line about it."""
     with tempfile.TemporaryDirectory() as folder:
         code = (
             "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from tiny import write_checkpoint;"
@@ -130,7 +117,7 @@ def examine(family: str) -> str:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """The mean of what log-probabilities differ by."""
+    """The mean absolute difference of log-probabilities."""
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 

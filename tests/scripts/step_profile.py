@@ -1,13 +1,13 @@
-"""Shows where a training step's host time goes, and when a GPU idles: `python tests/scripts/step_profile.py`.
+"""Show where a training step's host time goes, and when a GPU idles: `python tests/scripts/step_profile.py`.
 
     step_profile.py bench [--tokens 512 --tokens 4096 --placement stream --format k4]
     step_profile.py train --directory DIR [--layers 6 --cutoff 2048]
 
-`bench` trains the model of `ktft bench step` in this process, `train` has LLaMA-Factory train a checkpoint that it
-writes as `train_large.py` does. For each case, after steps that do not count: seconds of plain steps; then steps in
-which a thread looks at every thread's stack each millisecond (functions by own and by cumulative time, a thread apart);
-then steps under torch's profiler (kernels, launches, copies, idle time of the GPU, what waits). Stacks and a trace for
-ui.perfetto.dev go to `--output`. Without a GPU it runs on the CPU, emulating one (KTFT_EMULATE_GPU=1).
+`bench` trains the model of `ktft bench step` in this process; `train` lets LLaMA-Factory train a checkpoint written as
+`train_large.py` does. After warm-up steps, each case prints the seconds of plain steps; then of steps in which a thread
+samples every thread's stack each millisecond (functions by own and by cumulative time, for each thread); then of steps
+under torch's profiler (kernels, launches, copies, idle time of the GPU, waits). Stacks and a trace for ui.perfetto.dev
+go to `--output`. Without a GPU it runs on the CPU and emulates one (KTFT_EMULATE_GPU=1).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Stack = tuple[str, ...]
 
 
 class Sampler:
-    """Stacks of all threads, every `PERIOD`. Where it cannot get Python's lock it looks later, so long calls count."""
+    """Sample the stacks of all threads every `PERIOD`. Without Python's lock it samples later, so long calls count."""
 
     def __init__(self) -> None:
         self.stacks: dict[str, Counter[Stack]] = {}
@@ -76,7 +76,7 @@ class Sampler:
 
 
 def _stack(frame: FrameType | None) -> Stack:
-    """Places, the innermost first."""
+    """The places of a stack, innermost first."""
     places = []
     while frame is not None:
         code = frame.f_code
@@ -93,7 +93,7 @@ def _short(path: str) -> str:
 
 
 def show_samples(sampler: Sampler, steps: int, rows: int) -> None:
-    """Milliseconds a step: of lines by themselves, and of functions with all they call."""
+    """Print milliseconds a step: own time of lines, and cumulative time of functions."""
     per = 1e3 * sampler.seconds / max(sampler.samples, 1) / steps
     print(f"  {sampler.samples} samples, one each {1e3 * sampler.seconds / max(sampler.samples, 1):.2f} ms")
     for name, stacks in sorted(sampler.stacks.items(), key=lambda item: -sum(item[1].values())):
@@ -126,7 +126,7 @@ def _idle(own: Counter[str], total: int) -> bool:
 
 
 def show_kernels(profile: Any, steps: int) -> None:
-    """What the GPU did and what the host called, by torch's profiler."""
+    """Print what torch's profiler saw the GPU do and the host call."""
     launches: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
@@ -158,7 +158,7 @@ def show_kernels(profile: Any, steps: int) -> None:
 
 
 def _union(spans: list[tuple[float, float]]) -> tuple[float, float, list[float]]:
-    """Time covered, time between the first and the last that is not, and its parts."""
+    """The time that spans cover, the time between them, and each gap."""
     spans.sort()
     end, busy, gaps = spans[0][0], 0.0, []
     for begin, until in spans:
@@ -171,7 +171,7 @@ def _union(spans: list[tuple[float, float]]) -> tuple[float, float, list[float]]
 
 @contextlib.contextmanager
 def profiled(path: Path | None, steps: int) -> Iterator[None]:
-    """Torch's profiler around steps; the trace goes to `path`."""
+    """Run steps under torch's profiler; the trace goes to `path`."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -188,7 +188,7 @@ def profiled(path: Path | None, steps: int) -> Iterator[None]:
 
 
 def keep_stacks(sampler: Sampler, path: Path | None, steps: int) -> None:
-    """All stacks as JSON, ms a step."""
+    """Write all stacks as JSON, in ms a step."""
     if path is None:
         return
     per = 1e3 * sampler.seconds / max(sampler.samples, 1) / steps
@@ -201,7 +201,7 @@ def keep_stacks(sampler: Sampler, path: Path | None, steps: int) -> None:
 
 
 def bench(args: argparse.Namespace) -> None:
-    """The model of `ktft bench step`."""
+    """Profile the model of `ktft bench step`."""
     from benchmarks.step.cases import Job, parse_step_shape
     from benchmarks.step.peers import RUNNERS
 
@@ -240,7 +240,7 @@ def profile_steps(args: argparse.Namespace, title: str, step: Callable[[], Any])
 
 
 def train(args: argparse.Namespace) -> None:
-    """LLaMA-Factory's own path, with the Trainer's callbacks."""
+    """Profile LLaMA-Factory's own training, with the Trainer's callbacks."""
     import train_large
 
     from ktft.checkpoint.cache import MANIFEST
@@ -265,7 +265,7 @@ def train(args: argparse.Namespace) -> None:
     path = args.output / title.replace(", ", "-").replace(" ", "_") if args.output else None
 
     class Watch(TrainerCallback):
-        """Begins and ends what measures, at steps' ends."""
+        """Starts and stops the measurements at the ends of steps."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -301,8 +301,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, action="append", help="of bench")
     parser.add_argument("--format", action="append")
     parser.add_argument("--placement", action="append")
-    parser.add_argument("--warm", type=int, default=8, help="steps that do not count")
-    parser.add_argument("--steps", type=int, default=10, help="that are timed, and sampled")
+    parser.add_argument("--warm", type=int, default=8, help="warm-up steps, which do not count")
+    parser.add_argument("--steps", type=int, default=10, help="steps to time and to sample")
     parser.add_argument("--rows", type=int, default=25, help="of a table")
     parser.add_argument("--output", type=Path, help="directory for stacks and traces")
     parser.add_argument("--directory", type=Path, help="of train: for checkpoint, data and adapter")

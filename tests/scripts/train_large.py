@@ -1,10 +1,10 @@
 r"""Train a model of Qwen3-30B-A3B's shape under a VRAM cap: `python tests/scripts/train_large.py --directory DIR`.
 
-Writes a converted checkpoint with random weights (every layer has its own file, of the same few experts), a byte-level
-tokenizer and a data set whose rows fill `--cutoff`. Then `llamafactory-cli train` runs with `use_kt`, LoRA on all, in a
-process whose torch may take `--vram` of GPU memory and no more. Prints what each part took, tokens/s, memory and the
-time split of `ktft_report.json`. Where there is no GPU it trains on the CPU. Exits 1 if training fails, a loss is not
-finite, or more VRAM than the cap was taken. With a directory that has a checkpoint, that one is trained again.
+Writes a converted checkpoint with random weights (a file for each layer, all of the same few experts), a byte-level
+tokenizer and a data set whose rows fill `--cutoff`. Then `llamafactory-cli train` runs with `use_kt` and LoRA on all
+layers, in a process whose torch may take at most `--vram` of GPU memory. Prints the time of each part, tokens/s, memory
+and the time split of `ktft_report.json`. Without a GPU it trains on the CPU. Exits 1 if training fails, a loss is not
+finite, or the VRAM cap is exceeded. If the directory already has a checkpoint, that one is trained.
 
     python tests/scripts/train_large.py --directory /tmp/l --layers 2 --hidden-size 64 --intermediate-size 64 \
         --experts 8 --top-k 2 --vocabulary 320 --cutoff 64 --steps 3
@@ -66,7 +66,7 @@ def part(name: str) -> Iterator[None]:
 
 
 def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
-    """The converted checkpoint."""
+    """Write the converted checkpoint."""
     shape = Shape("large", args.experts, args.top_k, args.hidden_size, args.intermediate_size)
     path.mkdir(parents=True)
     (path / "experts").mkdir()
@@ -102,7 +102,7 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
 
 
 def write_backbone(args: argparse.Namespace, shape: Shape, path: Path) -> None:
-    """All but the experts, and the tokenizer."""
+    """Write the weights other than the experts, and the tokenizer."""
     torch.manual_seed(0)
     model = empty_model(shape, args.layers, args.vocabulary)
     for _, name, _ in expert_modules(model, family_of(model)):
@@ -123,7 +123,7 @@ def write_backbone(args: argparse.Namespace, shape: Shape, path: Path) -> None:
 
 
 def write_data(args: argparse.Namespace, path: Path) -> None:
-    """Rows longer than the cutoff."""
+    """Write a data set whose rows are longer than the cutoff."""
     path.mkdir(parents=True, exist_ok=True)
     rows = args.steps * args.batch
     answers = ["".join(f"{row * step % 9973} " for step in range(args.cutoff)) for row in range(rows)]
@@ -133,7 +133,7 @@ def write_data(args: argparse.Namespace, path: Path) -> None:
 
 
 def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """LLaMA-Factory's YAML."""
+    """LLaMA-Factory's settings."""
     on_gpu = torch.cuda.is_available()
     kt_config = {"threads": args.threads, "verify_checksums": args.verify}
     kt_config |= {"placement": args.placement, "gpu_expert_memory": args.gpu_expert_memory}
@@ -188,7 +188,7 @@ def show(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line's, or those given."""
+    """Arguments of the command line, or those given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True, help="for checkpoint, data and adapter: 20 GB for k4")
     for name, value in (("layers", 48), ("experts", 128), ("top-k", 8), ("hidden-size", 2048)):

@@ -28,7 +28,7 @@ def random_adapter(
     below: Below = (),
     **options: Any,
 ) -> Path:
-    """Save an adapter of a base model whose B has this standard deviation; `options` are LoraConfig's."""
+    """Save an adapter of a base model. Its B has standard deviation `std`; `options` are LoraConfig's."""
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | options)
     base_config = AutoConfig.from_pretrained(base)
     model: Any = shape_of(base_config)[1]

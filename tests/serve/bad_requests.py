@@ -15,14 +15,14 @@ OTHER_TOOL = {"type": "function", "function": {"name": "other"}}
 
 @dataclass(frozen=True)
 class BadRequest:
-    """A request.
+    """A request that must be refused.
 
     Attributes:
         name: what is wrong.
-        path, method: where it goes.
-        body: JSON fields beside the model's name, which wins over it; None sends `text`.
-        text: a raw body, in which MODEL stands for the model's name.
-        long: the prompt is made longer than the model's context.
+        path, method: where it is sent.
+        body: JSON fields besides the model's name, which they may replace; None sends `text`.
+        text: a raw body. MODEL in it stands for the model's name.
+        long: make the prompt longer than the model's context.
         without: fields to leave out, the model's name among them.
     """
 
@@ -38,8 +38,8 @@ class BadRequest:
         """Arguments of httpx's `request`.
 
         Args:
-            model: the name that is served.
-            context: the most tokens of a prompt and its answer.
+            model: the name of the served model.
+            context: how many tokens a prompt and its answer may have.
         """
         place = {"method": self.method, "url": self.path}
         if self.text is not None:

@@ -1,4 +1,4 @@
-"""Fixtures of serving: a tiny checkpoint whose attention vLLM's CPU backend takes, and one server for all tests."""
+"""Fixtures for tests of serving: a tiny checkpoint that vLLM can run on a CPU, and one server for all tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a file run in one worker, and so do all files of `WITH_SERVER`: each worker would start one."""
+    """Each file runs in one worker. All of `WITH_SERVER` share a worker, since each worker would start a server."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -41,12 +41,12 @@ STARTS_WITHIN = 600  # seconds; on an idle machine it is 30
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         url: without a path.
-        checkpoint: it serves, as `name`.
-        log: all that its processes printed.
+        checkpoint: what it serves, under `name`.
+        log: everything that its processes printed.
     """
 
     url: str
@@ -55,19 +55,19 @@ class Server:
     log: Path
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        """One request, its body JSON."""
+        """Send one request with a JSON body."""
         return httpx.post(self.url + path, json=body, timeout=300)
 
 
 @pytest.fixture(scope="session")
 def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-MoE, plain bf16. Copy it before changing it."""
+    """Qwen3-MoE in plain bf16, with heads that vLLM takes on a CPU. Copy it before changing it."""
     return write_checkpoint("qwen3moe", tmp_path_factory.mktemp("served") / "tiny-moe", head_dim=32)
 
 
 @pytest.fixture(scope="session")
 def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`served_checkpoint` with experts in bf16 and room for an adapter, by `ktft serve`."""
+    """`ktft serve` of `served_checkpoint`, with bf16 experts and room for an adapter."""
     options = ["--expert-format", "bf16", "--adapter-swap", "--max-lora-rank", "8"]
     with serving(served_checkpoint, tmp_path_factory.mktemp("server"), *options) as (server, process):
         yield server
@@ -77,11 +77,11 @@ def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @contextmanager
 def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """`ktft serve` with these options, until the block ends, however."""
+    """Run `ktft serve` with these options until the block ends, even by an error."""
     port, log = _free_port(), folder / "log.txt"
     command = [str(Path(sys.executable).with_name("ktft")), "serve", str(checkpoint), "--port", str(port), "--verbose"]
     command += ["--threads", "1", "--max-model-len", "256", "--max-num-seqs", "8", *options]
-    # structured answers of random weights would be white space without end
+    # Random weights would fill a structured answer with endless white space
     command += ["--", "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -89,7 +89,7 @@ def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[tuple[Ser
         _wait(process, log)
         yield Server(f"http://127.0.0.1:{port}", checkpoint.name, checkpoint, log), process
     finally:
-        process.kill()  # the engine follows
+        process.kill()  # its engine ends too
         process.wait()
 
 

@@ -1,9 +1,9 @@
-"""An engine that only pretends: a row for tests of `ktft.serve.front`, and its server, which loads nothing.
+"""A fake engine for tests of `ktft.serve.front`: its row, and its server, which loads nothing.
 
-The file that FAKE_ENGINE names says what the server does, one word for each start: `serve` answers /health; `slow`
-packs until it may serve; `crash` serves until it may crash; `early` crashes before it serves; `deaf` goes on after
-SIGTERM. The last word is for all further starts. The server "may" once there is a file of the same name with the suffix
-`.go`, which it removes. `deaf` makes the file `.deaf` when it gets SIGTERM.
+The file named by FAKE_ENGINE says what the server does, one word for each start: `serve` answers /health; `slow`
+packs until it may serve; `crash` serves until it may crash; `early` crashes before it serves; `deaf` ignores SIGTERM.
+The last word holds for all later starts. The server "may" go on once a file of the same name with the suffix `.go`
+exists, which it then removes. `deaf` creates a file with the suffix `.deaf` when it gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     }
     with plan.with_suffix(".starts").open("a") as starts:
         starts.write(json.dumps(record) + "\n")
-    child = subprocess.Popen(["sleep", "600"])  # as an engine's worker
+    child = subprocess.Popen(["sleep", "600"])  # stands for an engine's worker
     status = StatusFile(settings["status_path"])
     status.write(Progress("Packing experts (int8)", 1, 2))
     if words[0] == "early":
@@ -92,7 +92,7 @@ def wait_for_leave(plan: Path) -> None:
 
 
 def crash(plan: Path) -> None:
-    """As vLLM's server after its engine has died: exit code 0, and the child is left."""
+    """End as vLLM's server does after its engine has died: with exit code 0, leaving the child behind."""
     wait_for_leave(plan)
     print("(EngineCore) ERROR ValueError: hidden states hold NaN\nEngineDeadError: see above", flush=True)
     print("nanobind: leaked 40 functions!", *[f' - leaked function "{i}"' for i in range(40)], sep="\n", flush=True)

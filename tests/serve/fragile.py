@@ -1,4 +1,4 @@
-"""A checkpoint on which the kernels fail for one token, as they may for a damaged or overflowing model."""
+"""A checkpoint that makes the kernels fail for one token, as a damaged or overflowing model may."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 TOKEN = 100
-_PLACE = 7  # of the hidden states
+_PLACE = 7  # in the hidden states
 
 
 def write_fragile(source: Path, folder: Path) -> Path:
-    """A copy of a tiny Qwen3-MoE, all of whose weights are finite, but hidden states of `TOKEN` overflow.
+    """Copy a tiny Qwen3-MoE so that the hidden states of `TOKEN` overflow, though all weights are finite.
 
-    It alone has anything at one place of its embedding, attention adds nothing there, and the norm before the first
-    layer's experts multiplies it by nearly the largest number of bf16.
+    One place of the embedding is zero for every other token, attention adds nothing there, and the norm before the
+    first layer's experts multiplies it by nearly the largest bf16 number.
     """
     folder.mkdir()
     for file in source.iterdir():

@@ -1,6 +1,6 @@
-"""An engine's server in small, with the gate before it, in this process: what tests of the gate talk to.
+"""A small engine server behind the gate, in this process: what tests of the gate talk to.
 
-Its paths are vLLM's. The engine itself is none but `Engine` of this file.
+Its paths are vLLM's. Its engine is this file's `Engine`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ STATUS = {
 
 @dataclass
 class Engine:
-    """A `ktft.serve.engine.Client`, and what it was asked."""
+    """A `ktft.serve.engine.Client` that notes its calls."""
 
     adapter: str | None = None
     name: str = "at start"
     failure: str | None = None
     dead: bool = False
-    busy: int = 0  # times that prefixes cannot be forgotten
+    busy: int = 0  # how many times prefixes still cannot be forgotten
     calls: list[str] = field(default_factory=list)
     slow: asyncio.Event | None = None
 
@@ -77,7 +77,7 @@ class Engine:
 
 
 class Server:
-    """An engine's application in small: a response says which adapter computed it, token by token."""
+    """A small engine application. Each token of a response names the adapter that computed it."""
 
     def __init__(self, settings: ServeSettings, registry: CollectorRegistry) -> None:
         self.engine, self.registry = Engine(settings.adapter), registry
@@ -113,7 +113,7 @@ class Server:
 
 @dataclass
 class Response:
-    """What a client has got so far."""
+    """What a client has received so far."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Response:
 
 
 def request(server: Server, path: str, content: Any = None, **how: Any) -> tuple[asyncio.Task[None], Response]:
-    """Begin a request. `content` is JSON, bytes, or None for a GET."""
+    """Start a request. `content` is JSON, bytes, or None for a GET."""
     response = Response()
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     headers = {"content-type": "application/json"} | how.pop("headers", {})
@@ -165,7 +165,7 @@ async def done(server: Server, path: str, content: Any = None, **how: Any) -> Re
 
 
 async def settle() -> None:
-    """Let everything go on as far as it can."""
+    """Let every task run as far as it can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -188,6 +188,10 @@ def ask(server: Server, model: str) -> Awaitable[Response]:
     return done(server, CHAT, {"model": model, "messages": HELLO})
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 Serve = Callable[..., Server]
 
 
@@ -198,7 +202,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """`serve(**settings)` -> a new server. Where one hangs, all threads are shown and the tests end."""
+    """`serve(**settings)` -> a new server. If a test hangs, all threads are printed and the run ends."""
     checkpoint = tmp_path / "base"
     checkpoint.mkdir()
     common = {"swap_timeout": 60.0, "adapter_swap": True, "status_path": str(tmp_path / "status.json")}
@@ -214,3 +218,9 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 @pytest.fixture
 def server(serve: Serve) -> Server:
     return serve()
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> str:
+    """The directory of an adapter."""
+    return adapter(tmp_path / "tuned")

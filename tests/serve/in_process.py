@@ -21,17 +21,13 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 
 class Served:
-    """A model in this process.
-
-    Attributes:
-        llm: vLLM's.
-    """
+    """A model served in this process by vLLM's `llm`."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
     def set_adapter(self, path: Path | None) -> dict[str, Any] | None:
-        """Through vLLM, as the server does it."""
+        """Set it through vLLM, as the server does."""
         (done,) = self.llm.collective_rpc("ktft_set_adapter", args=(None if path is None else str(path),))
         self.llm.reset_prefix_cache()
         adapter: dict[str, Any] | None = done["adapter"]
@@ -43,12 +39,12 @@ class Served:
 
     @property
     def model(self) -> Any:
-        """vLLM's."""
+        """vLLM's model."""
         (model,) = self.llm.apply_model(lambda model: model)
         return model
 
     def logprobs(self, ids: Sequence[int] = IDS) -> Tensor:
-        """Of each token of a prompt but the first."""
+        """Log-probabilities of a prompt's tokens after the first."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -56,7 +52,7 @@ class Served:
         return torch.tensor([found[i].logprob for i, found in zip(ids[1:], out.prompt_logprobs[1:], strict=True)])
 
     def greedy(self, ids: Sequence[int] = IDS, tokens: int = 8) -> tuple[list[int], list[float]]:
-        """What it says, and how sure it is of each token."""
+        """The greedy answer, and the log-probability of each of its tokens."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
@@ -74,7 +70,7 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        register()  # vLLM loads plugins once in a process: a test before this one may have made it do so without ktft
+        register()  # vLLM loads plugins once a process: an earlier test may have made it do so without ktft
         llm = LLM(
             str(checkpoint),
             **{

@@ -1,6 +1,6 @@
-"""Who may come in, over HTTP: web pages of other origins, names that were bound to this machine, keys, numbers.
+"""Which requests the server lets in: origins of web pages, host names, keys, numbers.
 
-Around vLLM's server in small there is what vLLM puts there: `CORSMiddleware`, as vLLM 0.24 has it without an argument.
+The small server is wrapped in `CORSMiddleware` with the settings that vLLM 0.24 has by default.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from gated import CHAT, HELLO, Serve, Server, adapter, anyio_backend, serve
+from gated import CHAT, HELLO, Serve, Server, adapter, anyio_backend, bearer, serve, tuned
 from httpx import ASGITransport, AsyncClient
 from starlette.middleware.cors import CORSMiddleware
 
-__all__ = ["anyio_backend", "serve"]
+__all__ = ["anyio_backend", "serve", "tuned"]
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ ASK = {"model": "base", "messages": HELLO}
 
 
 class Client(AsyncClient):
-    """Of HTTP, for a server in this process."""
+    """An HTTP client of a server in this process."""
 
     def __init__(self, server: Server) -> None:
         inner = server.gate.app
@@ -55,14 +55,13 @@ def message(response: httpx.Response) -> str:
 # --- origins ----------------------------------------------------------------------------------------------------------
 
 
-async def test_no_page_of_another_origin_reads_or_changes_anything(client: Client, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
+async def test_pages_of_other_origins_read_and_change_nothing(client: Client, tuned: str) -> None:
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     for origin in ("https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null"):
         page = {"Origin": origin}
         answers = [
             await client.options("/v1/load_lora_adapter", headers=page | asked),
-            await load(client, path, **page),
+            await load(client, tuned, **page),
             await client.post("/v1/unload_lora_adapter", json={"lora_name": "tuned"}, headers=page),
             await client.post(CHAT, json=ASK, headers=page),
             await client.post("/abort_requests", headers=page),
@@ -79,10 +78,10 @@ async def test_no_page_of_another_origin_reads_or_changes_anything(client: Clien
     own = {"Origin": "http://127.0.0.1:8000"}  # vLLM's /docs
     for page in (own, {}):  # and curl, openai
         assert (await client.post(CHAT, json=ASK, headers=page)).status_code == 200
-    assert (await load(client, path, **own)).status_code == 200
+    assert (await load(client, tuned, **own)).status_code == 200
 
 
-async def test_an_origin_that_was_allowed_reads_answers_and_refusals(serve: Serve) -> None:
+async def test_an_allowed_origin_reads_answers_and_refusals(serve: Serve) -> None:
     client = Client(serve(origins=["https://good.example"]))
     page = {"Origin": "https://good.example"}
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
@@ -94,7 +93,7 @@ async def test_an_origin_that_was_allowed_reads_answers_and_refusals(serve: Serv
     assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 403
 
 
-async def test_any_origin_if_the_user_says_so(serve: Serve) -> None:
+async def test_the_user_can_allow_any_origin(serve: Serve) -> None:
     client = Client(serve(origins=["*"]))
     assert (await client.post(CHAT, json=ASK, headers=FOREIGN)).status_code == 200
 
@@ -103,20 +102,19 @@ async def test_any_origin_if_the_user_says_so(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "LocalHost", "proxy.lan"])
-async def test_names_of_this_server(serve: Serve, host: str) -> None:
+async def test_own_host_names_are_let_in(serve: Serve, host: str) -> None:
     client = Client(serve(hosts=[*LOCAL_NAMES, "proxy.lan"]))
     assert (await client.post(CHAT, json=ASK, headers={"Host": host})).status_code == 200
     assert (await client.post(CHAT, json=ASK, headers={"Host": host, "Origin": f"http://{host}"})).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "@"])
-async def test_a_name_that_was_bound_to_this_machine(serve: Serve, tmp_path: Path, host: str) -> None:
-    """Its page is of the origin that it asks: nothing but the host gives it away."""
-    path = adapter(tmp_path / "tuned")
+async def test_foreign_host_names_are_refused(serve: Serve, tuned: str, host: str) -> None:
+    """DNS rebinding: the page has the origin that it asks, and only the Host header gives it away."""
     client = Client(serve(hosts=LOCAL_NAMES))
     page = {"Host": host, "Origin": f"http://{host}"}
     for answer in (
-        await load(client, path, **page),
+        await load(client, tuned, **page),
         await client.get("/v1/models", headers=page),
         await client.get("/health", headers={"Host": host}),
     ):
@@ -127,24 +125,19 @@ async def test_a_name_that_was_bound_to_this_machine(serve: Serve, tmp_path: Pat
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
-async def test_an_admin_key_is_apart_from_the_users(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_admin_key_differs_from_the_users_key(
+    serve: Serve, tuned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "user")
     monkeypatch.setenv("KTFT_ADMIN_KEY", "admin")
-    path = adapter(tmp_path / "tuned")
     client = Client(serve())
     for changing in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests", "/start_profile"):
         for headers, status in ((bearer("user"), 403), (bearer("wrong"), 401), ({}, 401)):
-            answer = await client.post(changing, json={"lora_name": "tuned", "lora_path": path}, headers=headers)
+            answer = await client.post(changing, json={"lora_name": "tuned", "lora_path": tuned}, headers=headers)
             assert answer.status_code == status, (changing, headers)
             assert "admin key" in message(answer)
     assert not client.server.engine.calls and not client.server.seen
-    assert (await load(client, path, **bearer("admin"))).status_code == 200
+    assert (await load(client, tuned, **bearer("admin"))).status_code == 200
     ask = ASK | {"model": "tuned"}
     for key in ("user", "admin"):
         assert (await client.post(CHAT, json=ask, headers=bearer(key))).status_code == 200
@@ -152,16 +145,15 @@ async def test_an_admin_key_is_apart_from_the_users(
     assert (await client.post(CHAT, json=ask, headers=bearer("wrong"))).status_code == 401
 
 
-async def test_an_admin_key_alone_leaves_users_without_one(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_with_an_admin_key_alone_users_need_no_key(
+    serve: Serve, tuned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("KTFT_ADMIN_KEY", "admin")
-    path = adapter(tmp_path / "tuned")
     client = Client(serve())
-    assert (await load(client, path)).status_code == 401
+    assert (await load(client, tuned)).status_code == 401
     assert (await client.post(CHAT, json=ASK)).status_code == 200
-    assert (await load(client, path, **bearer("admin"))).status_code == 200
+    assert (await load(client, tuned, **bearer("admin"))).status_code == 200
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -195,7 +187,7 @@ MANY = 10**30
     ],
     ids=str,
 )
-async def test_a_limit_holds_whatever_the_type_of_json(client: Client, changes: dict[str, Any]) -> None:
+async def test_limits_hold_for_every_json_type(client: Client, changes: dict[str, Any]) -> None:
     for path in (CHAT, "/inference/v1/generate", "/invocations"):
         answer = await client.post(path, json=ASK | changes)
         assert answer.status_code == 400
@@ -216,13 +208,13 @@ async def test_a_limit_holds_whatever_the_type_of_json(client: Client, changes: 
     ],
     ids=["texts", "tokens", "times n", "embeddings", "conversations", "items"],
 )
-async def test_the_answers_of_a_request_are_counted(client: Client, path: str, changes: dict[str, Any]) -> None:
+async def test_a_request_may_not_ask_for_too_many_answers(client: Client, path: str, changes: dict[str, Any]) -> None:
     answer = await client.post(path, json={"model": "base"} | changes)
     assert answer.status_code == 400 and "may have 2048 in all" in message(answer)
     assert not client.server.seen
 
 
-async def test_numbers_that_hold_pass_as_they_came(client: Client) -> None:
+async def test_numbers_within_the_limits_pass_unchanged(client: Client) -> None:
     for changes in (
         {"n": "2", "temperature": "1.5", "top_k": -1},
         {"n": 3.0, "temperature": True, "sampling_params": {"n": 128}},
@@ -246,7 +238,7 @@ async def test_numbers_that_hold_pass_as_they_came(client: Client) -> None:
     ],
     ids=["long", "nul", "surrogate", "device", "below a device"],
 )
-async def test_paths_that_are_none(client: Client, path: str, words: str) -> None:
+async def test_invalid_paths_are_refused(client: Client, path: str, words: str) -> None:
     body = json.dumps({"lora_name": "x", "lora_path": path}).encode()
     answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and words in message(answer)
@@ -257,7 +249,7 @@ async def test_paths_that_are_none(client: Client, path: str, words: str) -> Non
 async def test_a_path_without_permission(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    """Whoever runs the tests, root included."""
+    """Permissions are faked, so that the test also holds for root."""
     path = adapter(tmp_path / "secret")
     found, may = Path.stat, __import__("os").access
 
@@ -276,9 +268,8 @@ async def test_a_path_without_permission(
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "a\nb", "\ud800", "\0"], ids=["long", "line", "surrogate", "nul"])
-async def test_names_that_no_metric_could_have(client: Client, tmp_path: Path, name: str) -> None:
-    path = adapter(tmp_path / "tuned")
-    body = json.dumps({"lora_name": name, "lora_path": path}).encode()
+async def test_names_that_metrics_cannot_hold_are_refused(client: Client, tuned: str, name: str) -> None:
+    body = json.dumps({"lora_name": name, "lora_path": tuned}).encode()
     answer = await client.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and "lora_name has" in message(answer)
     assert (await client.get("/metrics")).status_code == 200
@@ -306,7 +297,7 @@ async def test_a_full_disk_refuses_before_anything_changes(
     assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
 
 
-async def test_a_record_that_could_not_change_is_told(
+async def test_a_record_that_cannot_be_replaced_gives_a_warning(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = adapter(tmp_path / "one")
@@ -324,7 +315,7 @@ async def test_a_record_that_could_not_change_is_told(
     assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
 
 
-async def test_a_failed_change_leaves_the_record(client: Client, tmp_path: Path) -> None:
+async def test_a_failed_change_keeps_the_record(client: Client, tmp_path: Path) -> None:
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
     assert (await load(client, paths[0], "one")).status_code == 200
     client.server.engine.failure = "out of memory"
@@ -344,7 +335,7 @@ async def test_a_model_with_parts_of_two_adapters_serves_nothing(client: Client,
     assert (await client.post(CHAT, json=ASK | {"model": "tuned"})).status_code == 200
 
 
-# --- what a server is told of its names and of origins ----------------------------------------------------------------
+# --- names and origins that a server is given -------------------------------------------------------------------------
 
 
 def test_names_follow_the_address() -> None:
@@ -366,8 +357,8 @@ def test_names_follow_the_address() -> None:
         (('--allowed-or=["a"]', '--allowed-origins=["b"]'), ("b",)),
     ],
 )
-def test_origins_are_read_as_vllm_does(extra: tuple[str, ...], origins: tuple[str, ...]) -> None:
-    """Its own parser gets ktft's word first, and the user's after it."""
+def test_origins_are_read_as_vllm_reads_them(extra: tuple[str, ...], origins: tuple[str, ...]) -> None:
+    """vLLM's own parser gets ktft's argument first and the user's arguments after it."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

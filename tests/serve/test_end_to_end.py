@@ -1,7 +1,7 @@
-"""What a user does: trains with llamafactory-cli, merges, serves the merged model and the adapter unmerged, verifies.
+"""From training to serving: train with llamafactory-cli, merge, serve the merged model and the adapter alone, verify.
 
-Training, merging and verifying run in LLaMA-Factory's environment, whose programs are in `KTFT_TRAINING_BIN` (`make
-test` sets it): it has another transformers than vLLM's.
+Training, merging and verifying run in LLaMA-Factory's environment, since vLLM's has another version of transformers.
+`make test` sets `KTFT_TRAINING_BIN` to its folder of programs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.skipif(not TRAINING_BIN, reason="KTFT_TRAINING_BIN name
 
 
 def training(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program of the training environment."""
+    """Run a program of the training environment."""
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     program = [str(Path(TRAINING_BIN or "") / command[0]), *command[1:]]
@@ -39,39 +38,31 @@ def succeed(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Directories of a run."""
-
-    base: Path
-    adapter: Path
-    merged: Path
-
-
 @pytest.fixture(scope="module")
-def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an `adapter` of the served checkpoint, and with the checkpoint that both are `merged` into."""
     folder = tmp_path_factory.mktemp("run")
-    found = Trained(served_checkpoint, folder / "adapter", folder / "merged")
     learning = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, "max_steps": 40, "logging_steps": 10}
     data = write_data(folder / "data")
-    settings = factory_settings(found.base, data, found.adapter, lora_rank=8, lora_alpha=16, **learning)
+    settings = factory_settings(served_checkpoint, data, folder / "adapter", lora_rank=8, lora_alpha=16, **learning)
     (folder / "train.yaml").write_text(json.dumps(settings))  # JSON is YAML
     succeed("llamafactory-cli", "train", str(folder / "train.yaml"), HF_DATASETS_CACHE=str(folder / "cache"))
-    succeed("ktft", "merge", str(found.base), str(found.adapter), str(found.merged), "--threads", "1")
-    return found
+    places = map(str, (served_checkpoint, folder / "adapter", folder / "merged"))
+    succeed("ktft", "merge", *places, "--threads", "1")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def merged_server(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The merged model, by `ktft serve`."""
-    with serving(trained.merged, tmp_path_factory.mktemp("server"), "--expert-format", "bf16") as (server, _):
+def merged_server(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`ktft serve` of the merged model."""
+    with serving(trained / "merged", tmp_path_factory.mktemp("server"), "--expert-format", "bf16") as (server, _):
         yield server
 
 
 @pytest.fixture
-def adapted(server: Server, trained: Trained) -> Iterator[str]:
-    """The name of the trained adapter, which the server of the base model has loaded meanwhile."""
-    body = {"lora_name": "trained", "lora_path": str(trained.adapter)}
+def adapted(server: Server, trained: Path) -> Iterator[str]:
+    """The name of the trained adapter, which the base model's server has loaded during the test."""
+    body = {"lora_name": "trained", "lora_path": str(trained / "adapter")}
     loaded = server.post("/v1/load_lora_adapter", **body)
     assert loaded.status_code == 200, loaded.text
     yield "trained"
@@ -79,7 +70,7 @@ def adapted(server: Server, trained: Trained) -> Iterator[str]:
 
 
 def answers(server: Server, model: str) -> list[dict[str, Any]]:
-    """Each question's greedy answer: tokens and their log-probabilities."""
+    """The greedy answer to each question: its tokens and their log-probabilities."""
     found = []
     for question in QUESTIONS:
         body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 12}
@@ -92,18 +83,16 @@ def answers(server: Server, model: str) -> list[dict[str, Any]]:
     return found
 
 
-def verify(server: Server, trained: Trained) -> tuple[int, dict[str, Any]]:
-    """`ktft verify --serve` of base and adapter, in the training environment."""
-    options = ["--adapter", str(trained.adapter), "--format", "bf16", "--threads", "1", "--json"]
-    done = training("ktft", "verify", str(trained.base), "--serve", server.url, *options)
+def verify(server: Server, base: Path, trained: Path) -> tuple[int, dict[str, Any]]:
+    """Run `ktft verify --serve` with base and adapter in the training environment."""
+    options = ["--adapter", str(trained / "adapter"), "--format", "bf16", "--threads", "1", "--json"]
+    done = training("ktft", "verify", str(base), "--serve", server.url, *options)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
-def test_merged_and_unmerged_answer_alike(
-    trained: Trained, server: Server, merged_server: Server, adapted: str
-) -> None:
-    unmerged, merged = answers(server, adapted), answers(merged_server, trained.merged.name)
+def test_merged_and_unmerged_answer_alike(trained: Path, server: Server, merged_server: Server, adapted: str) -> None:
+    unmerged, merged = answers(server, adapted), answers(merged_server, "merged")
     assert [each["tokens"] for each in unmerged] == [each["tokens"] for each in merged]
     differences = [
         abs(a - b)
@@ -114,16 +103,16 @@ def test_merged_and_unmerged_answer_alike(
 
 
 def test_both_are_the_model_that_was_trained(
-    trained: Trained, server: Server, merged_server: Server, adapted: str
+    served_checkpoint: Path, trained: Path, server: Server, merged_server: Server, adapted: str
 ) -> None:
-    """Log-probabilities of training's model, base and adapter, within the noise of bf16."""
+    """Both give the log-probabilities of the model that was trained, within the noise of bf16."""
     for each in (server, merged_server):
-        status, report = verify(each, trained)
+        status, report = verify(each, served_checkpoint, trained)
         assert status == 0 and report["verdict"] == "adapter applied", report["problems"]
         assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
         assert report["tokens"] > 500 and report["continued"] > 100
 
 
-def test_an_adapter_that_is_not_applied(trained: Trained, server: Server) -> None:
-    status, report = verify(server, trained)
+def test_an_adapter_that_is_not_applied(served_checkpoint: Path, trained: Path, server: Server) -> None:
+    status, report = verify(server, served_checkpoint, trained)
     assert status == 1 and report["verdict"] == "adapter NOT applied", report

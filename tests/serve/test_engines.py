@@ -1,4 +1,4 @@
-"""An engine is a folder and a row. What `ktft.serve.front` does, it does with any engine: here with a fake one."""
+"""An engine is a folder and a row. `ktft.serve.front` works with any engine; these tests give it a fake one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from fake_engine import FAKE
 from gated import Engine as Client
 from prometheus_client import CollectorRegistry
+from transformers import AutoConfig
 
 from ktft import versions
 from ktft.checkpoint.families import FAMILIES
@@ -29,21 +30,21 @@ from ktft.serve.vllm import families
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
-def test_a_row_names_what_there_is(engine: Engine) -> None:
+def test_rows_name_what_exists(engine: Engine) -> None:
     assert importlib.util.find_spec(f"{engine.module}.__main__")
     assert set(engine.packages) <= {"gpu", "cpu"} and set(engine.packages.values()) <= set(versions.TESTED_SERVERS)
     assert set(engine.families) <= set(FAMILIES)
     assert all(engine.install(device) for device in engine.packages)
 
 
-def test_what_vllm_serves_was_measured() -> None:
+def test_every_family_that_vllm_serves_was_measured() -> None:
     assert {*families.ROWS} <= {*FAMILIES}
     page = (Path(__file__).parents[2] / "docs/reference/serve-families.md").read_text()
     measured = set(re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|", page, re.MULTILINE))
     assert measured == {FAMILIES[model_type].name for model_type in families.SERVED}
 
 
-def test_the_checks_go_by_the_row(served_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_follow_the_row(served_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, options = ServeSettings(str(served_checkpoint)), Options(kv_cache=1 << 20)
     with pytest.raises(
         ValueError, match=r"Fake is not installed in .*\. Without: pip install fake-server for the cpu$"
@@ -54,7 +55,7 @@ def test_the_checks_go_by_the_row(served_checkpoint: Path, monkeypatch: pytest.M
     monkeypatch.setitem(versions.TESTED_SERVERS, "fake-server", ("1.0", "2.0"))
     found = check(FAKE, settings, options)
     assert (found.engine, found.model_type, found.gpu) == (FAKE, "qwen3_moe", False)
-    per_token = kv_token_bytes(json_config(served_checkpoint), latent=True)
+    per_token = kv_token_bytes(AutoConfig.from_pretrained(served_checkpoint), latent=True)
     assert found.max_model_len == min((1 << 20) // per_token // FAKE.kv_block * FAKE.kv_block, 512)
     with pytest.raises(ValueError, match="which Fake was not shown to compute as in training. It serves olmoe"):
         check(replace(FAKE, families=("olmoe",)), settings, options)
@@ -62,13 +63,7 @@ def test_the_checks_go_by_the_row(served_checkpoint: Path, monkeypatch: pytest.M
         check(FAKE, replace(settings, deferral=1), options)
 
 
-def json_config(checkpoint: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(checkpoint)
-
-
-def test_the_gate_goes_by_the_engines_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_follows_the_engines_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KTFT_ADMIN_KEY", "admin")
     seen: list[str] = []
 

@@ -1,4 +1,4 @@
-"""`ktft serve` with keys, and its end when the kernels fail."""
+"""`ktft serve` with keys, and how it ends when the kernels fail."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from pathlib import Path
 import httpx
 import pytest
 from adapters import random_adapter
+from bad_requests import COMPLETIONS
 from conftest import Server, serving
 from fragile import TOKEN, write_fragile
-
-COMPLETIONS = "/v1/completions"
+from gated import bearer
 
 
 @pytest.fixture(scope="module")
 def fragile(
     served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """A server with keys, whose kernels fail for one token."""
+    """A server with keys. Its kernels fail for one token."""
     folder = tmp_path_factory.mktemp("fragile")
     checkpoint = write_fragile(served_checkpoint, folder / "fragile")
     keys = ["--api-key", "user", "--admin-key", "admin", "--adapter-swap", "--max-lora-rank", "8"]
     with serving(checkpoint, folder, *keys) as started:
         yield started
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 def test_keys(fragile: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path) -> None:

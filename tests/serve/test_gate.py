@@ -1,23 +1,22 @@
-"""The gate before an engine's server: names, bad input, keys, metrics."""
+"""The gate in front of an engine's server: names, bad input, keys, metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from gated import CHAT, HELLO, STATUS, Serve, Server, adapter, anyio_backend, done, load, serve, server, settle
+from gated import CHAT, HELLO, STATUS, Serve, Server, anyio_backend, done, load, serve, server, settle, tuned
 
 from ktft.serve.front import asgi
 
-__all__ = ["anyio_backend", "serve", "server"]
+__all__ = ["anyio_backend", "serve", "server", "tuned"]
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_body_reaches_the_engine_as_it_came(server: Server) -> None:
+async def test_the_body_reaches_the_engine_unchanged(server: Server) -> None:
     content = {"model": "base", "messages": [{"role": "user", "content": "x" * 5000}]}
     response = await done(server, CHAT, content)
     assert (response.status, response.body) == (200, b"None None None ")
@@ -62,7 +61,7 @@ async def test_names_are_optional_where_nothing_is_generated(server: Server) -> 
     assert (await done(server, "/tokenize", {"prompt": "x"})).status == 200
 
 
-async def test_a_body_is_bounded_whether_its_length_is_declared_or_not(
+async def test_large_bodies_are_refused_with_and_without_a_declared_length(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asgi.read_body, "__defaults__", (4000,))
@@ -73,13 +72,13 @@ async def test_a_body_is_bounded_whether_its_length_is_declared_or_not(
         assert "4000 bytes" in response.error["message"]
 
 
-async def test_another_content_type(server: Server) -> None:
+async def test_other_content_types_are_refused(server: Server) -> None:
     response = await done(server, CHAT, b"model=base", headers={"content-type": "application/x-www-form-urlencoded"})
     assert response.status == 415
     assert "application/json" in response.error["message"]
 
 
-async def test_a_client_that_leaves_while_it_sends(server: Server) -> None:
+async def test_a_client_that_disconnects_while_sending(server: Server) -> None:
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
@@ -101,16 +100,13 @@ async def test_websockets_are_refused(server: Server) -> None:
 # --- keys and metrics -------------------------------------------------------------------------------------------------
 
 
-async def test_keys_guard_everything_that_computes_or_tells(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keys_guard_everything_but_health(serve: Serve, tuned: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    path = adapter(tmp_path / "tuned")
     guarded = [
         (CHAT, {"model": "base", "messages": HELLO}),
         (CHAT, b"{"),
         ("/tokenize", {"prompt": "x"}),
-        ("/v1/load_lora_adapter", {"lora_name": "tuned", "lora_path": path}),
+        ("/v1/load_lora_adapter", {"lora_name": "tuned", "lora_path": tuned}),
         ("/v1/unload_lora_adapter", {"lora_name": "tuned"}),
         ("/v1/models", None),
         ("/ktft/status", None),
@@ -133,11 +129,10 @@ async def test_keys_guard_everything_that_computes_or_tells(
     assert (await done(server, "/health")).status == 200
 
 
-async def test_status_and_metrics(server: Server, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
-    await load(server, path)
+async def test_status_and_metrics(server: Server, tuned: str) -> None:
+    await load(server, tuned)
     status = json.loads((await done(server, "/ktft/status")).body)
-    assert status["adapter"] == {"name": "tuned", "path": path}
+    assert status["adapter"] == {"name": "tuned", "path": tuned}
     assert status["adapter_swaps"] == 1 and status["requests_in_flight"] == 0
     assert status["engine"] == STATUS
     assert json.loads((await done(server, "/ktft/routing")).body) == {"layout": 1, "layers": STATUS["heat"]}
@@ -154,9 +149,8 @@ async def test_status_and_metrics(server: Server, tmp_path: Path) -> None:
     assert server.engine.calls.count("status") == 1  # cached
 
 
-async def test_an_answer_from_before_a_change_is_not_shown_after_it(server: Server, tmp_path: Path) -> None:
-    """The engine was asked before, and answers when the adapter has changed."""
-    path = adapter(tmp_path / "tuned")
+async def test_a_status_from_before_a_change_is_not_shown_after_it(server: Server, tuned: str) -> None:
+    """The engine is asked before the change and answers after it."""
     answered = asyncio.Event()
 
     async def late() -> dict[str, Any]:
@@ -167,18 +161,17 @@ async def test_an_answer_from_before_a_change_is_not_shown_after_it(server: Serv
     server.engine.status = late  # type: ignore[method-assign]
     before = asyncio.ensure_future(done(server, "/ktft/status"))
     await settle()
-    assert (await load(server, path)).status == 200
+    assert (await load(server, tuned)).status == 200
     answered.set()
     await before
-    assert json.loads((await done(server, "/ktft/status")).body)["engine"]["adapter"] == path
+    assert json.loads((await done(server, "/ktft/status")).body)["engine"]["adapter"] == tuned
 
 
-async def test_a_dead_engine_leaves_the_other_metrics(server: Server, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
+async def test_a_dead_engine_does_not_hide_other_metrics(server: Server, tuned: str) -> None:
     server.engine.dead = True
     text = json.loads((await done(server, "/metrics")).body)
     assert "ktft_requests_in_flight 0.0" in text and "ktft_expert_seconds" not in text
     assert (await done(server, "/ktft/routing")).status == 503
-    response = await load(server, path)
+    response = await load(server, tuned)
     assert response.status == 503
     assert "encountered an issue" in response.error["message"]

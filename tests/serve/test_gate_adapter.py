@@ -1,4 +1,4 @@
-"""The gate before an engine's server: changes of the adapter beside requests in flight."""
+"""The gate in front of an engine's server: adapter changes while requests are in flight."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from gated import (
     serve,
     server,
     settle,
+    tuned,
     unload,
 )
 
-__all__ = ["anyio_backend", "serve", "server"]
+__all__ = ["anyio_backend", "serve", "server", "tuned"]
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_load_and_unload(server: Server, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
-    response = await load(server, path)
+async def test_load_and_unload(server: Server, tuned: str, tmp_path: Path) -> None:
+    response = await load(server, tuned)
     assert (response.status, json.loads(response.body)["model"]) == (200, "tuned")
-    assert server.engine.calls == ["reset", f"set {path}"]  # old prefixes first, then the adapter
+    assert server.engine.calls == ["reset", f"set {tuned}"]  # old prefixes first, then the adapter
     response = await ask(server, "base")
     assert response.status == 404
     assert "what is served is the adapter tuned of base" in response.error["message"]
-    assert (await ask(server, "tuned")).body == f"{path} ".encode() * 3
+    assert (await ask(server, "tuned")).body == f"{tuned} ".encode() * 3
     assert server.engine.name == "tuned"
     models = json.loads((await done(server, "/v1/models")).body)
-    assert models == {"data": [{"id": "tuned", "parent": "base", "root": path}]}
-    assert json.loads((tmp_path / "adapter.json").read_text()) == ["tuned", path]
+    assert models == {"data": [{"id": "tuned", "parent": "base", "root": tuned}]}
+    assert json.loads((tmp_path / "adapter.json").read_text()) == ["tuned", tuned]
 
     assert (await unload(server, "other")).status == 404
     assert (await unload(server)).status == 200
@@ -53,27 +53,25 @@ async def test_load_and_unload(server: Server, tmp_path: Path) -> None:
     assert (await unload(server)).status == 404
 
 
-async def test_a_server_without_room_for_adapters(serve: Serve, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
+async def test_a_server_without_adapter_swap_loads_none(serve: Serve, tuned: str) -> None:
     server = serve(adapter_swap=False)
-    response = await load(server, path)
+    response = await load(server, tuned)
     assert response.status == 400
     assert "start it with --adapter-swap" in response.error["message"]
 
 
-async def test_the_adapter_of_the_start(serve: Serve, tmp_path: Path) -> None:
+async def test_an_adapter_given_at_the_start(serve: Serve, tmp_path: Path) -> None:
     server = serve(adapter=adapter(tmp_path / "tuned"), adapter_name="mine")
     assert (await ask(server, "base")).status == 404
     assert (await ask(server, "mine")).status == 200
 
 
-async def test_a_swap_waits_for_streams_and_requests_wait_for_the_swap(server: Server, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
+async def test_swaps_wait_for_streams_and_requests_wait_for_swaps(server: Server, tuned: str) -> None:
     server.go.clear()
     stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
     await settle()
-    assert streamed.status == 200  # headers are out, the body is not
-    swap = asyncio.ensure_future(load(server, path))
+    assert streamed.status == 200  # the headers were sent, the body was not
+    swap = asyncio.ensure_future(load(server, tuned))
     await settle()
     old, refused = request(server, CHAT, {"model": "base", "messages": HELLO})
     new, answered = request(server, CHAT, {"model": "tuned", "messages": HELLO})
@@ -85,25 +83,23 @@ async def test_a_swap_waits_for_streams_and_requests_wait_for_the_swap(server: S
     assert streamed.body == b"None None None "
     assert swap.result().status == 200
     assert refused.status == 404
-    assert answered.body == f"{path} ".encode() * 3
+    assert answered.body == f"{tuned} ".encode() * 3
     assert server.gate.admission.in_flight == server.gate.admission.waiting == 0
 
 
-async def test_a_stream_whose_client_leaves_is_no_longer_in_flight(server: Server, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
+async def test_a_disconnected_stream_is_no_longer_in_flight(server: Server, tuned: str) -> None:
     server.go.clear()
     stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
-    swap = asyncio.ensure_future(load(server, path))
+    swap = asyncio.ensure_future(load(server, tuned))
     await settle()
     streamed.leave.set()
     await asyncio.gather(stream, swap)
     assert swap.result().status == 200
 
 
-async def test_a_client_that_leaves_while_it_waits(server: Server, tmp_path: Path) -> None:
-    path = adapter(tmp_path / "tuned")
+async def test_a_client_that_disconnects_while_waiting(server: Server, tuned: str) -> None:
     server.engine.slow = asyncio.Event()
-    swap = asyncio.ensure_future(load(server, path))
+    swap = asyncio.ensure_future(load(server, tuned))
     await settle()
     waits, waiting = request(server, CHAT, {"model": "tuned", "messages": HELLO})
     await settle()
@@ -115,14 +111,13 @@ async def test_a_client_that_leaves_while_it_waits(server: Server, tmp_path: Pat
     await swap
 
 
-async def test_what_takes_too_long_is_busy(serve: Serve, tmp_path: Path) -> None:
-    """A stream that does not end keeps the adapter; a swap that does not end keeps requests. All may try again."""
-    path = adapter(tmp_path / "tuned")
+async def test_waiting_too_long_is_answered_with_503(serve: Serve, tuned: str) -> None:
+    """An endless stream blocks a swap, and an endless swap blocks requests. Each is told to try again."""
     server = serve(swap_timeout=0.2)
     server.go.clear()
     stream, _ = request(server, CHAT, {"model": "base", "messages": HELLO})
     await settle()
-    response = await load(server, path)
+    response = await load(server, tuned)
     assert (response.status, response.headers["retry-after"]) == (503, "1")
     assert "in flight" in response.error["message"]
     server.go.set()
@@ -130,18 +125,18 @@ async def test_what_takes_too_long_is_busy(serve: Serve, tmp_path: Path) -> None
     assert (await ask(server, "base")).status == 200  # nothing has changed
 
     server.engine.slow = asyncio.Event()
-    swap = asyncio.ensure_future(load(server, path))
+    swap = asyncio.ensure_future(load(server, tuned))
     await settle()
     assert (await ask(server, "base")).status == 503
     assert (await unload(server)).status == 404
-    assert (await load(server, path, "second")).status == 503
+    assert (await load(server, tuned, "second")).status == 503
     server.engine.slow.set()
     assert (await swap).status == 200
     assert (await ask(server, "tuned")).status == 200
 
 
-async def test_swaps_come_one_after_the_other(server: Server, tmp_path: Path) -> None:
-    """And requests that waited for the first get in before the second."""
+async def test_swaps_run_one_after_the_other(server: Server, tmp_path: Path) -> None:
+    """Requests that waited for the first swap are served before the second."""
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
     server.engine.slow = asyncio.Event()
     first = asyncio.ensure_future(load(server, paths[0], "one"))
@@ -201,7 +196,7 @@ async def test_a_failed_load_changes_nothing(server: Server, tmp_path: Path) -> 
         ({"lora_name": 5, "lora_path": "/nowhere"}, "lora_name is 5"),
     ],
 )
-async def test_bad_loads_are_refused_before_anything_waits(server: Server, content: Any, words: str) -> None:
+async def test_bad_loads_are_refused_without_waiting(server: Server, content: Any, words: str) -> None:
     server.go.clear()  # a stream that would keep a swap waiting
     stream, _ = request(server, CHAT, {"model": "base", "messages": HELLO})
     response = await done(server, "/v1/load_lora_adapter", content)
@@ -211,15 +206,16 @@ async def test_bad_loads_are_refused_before_anything_waits(server: Server, conte
     await stream
 
 
-async def test_prefixes_that_are_still_held(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = adapter(tmp_path / "tuned")
+async def test_a_swap_waits_until_prefixes_are_forgotten(
+    serve: Serve, tuned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ktft.serve.front.gate._RESET_PAUSE", 0.0)
     server = serve()
     server.engine.busy = 3
-    assert (await load(server, path)).status == 200
-    assert server.engine.calls == ["reset"] * 4 + [f"set {path}"]
+    assert (await load(server, tuned)).status == 200
+    assert server.engine.calls == ["reset"] * 4 + [f"set {tuned}"]
     server.engine.busy = 1 << 30
     response = await unload(server)
     assert response.status == 503
-    assert server.engine.adapter == path
+    assert server.engine.adapter == tuned
     assert (await ask(server, "tuned")).status == 200

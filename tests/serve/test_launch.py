@@ -1,4 +1,4 @@
-"""The parent's side of `ktft serve`: refusals before loading, and processes, with an engine that only pretends."""
+"""The parent process of `ktft serve`: what it refuses before loading, and how it runs a fake engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ktft.serve.vllm.extra_arguments import check_extra
 
 
 def refused(*arguments: object) -> str:
-    """What `ktft serve` says and does not start."""
+    """What `ktft serve` says when it refuses."""
     return commands.refused("serve", *arguments)
 
 
@@ -78,13 +78,13 @@ def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--kv-off=4", "outlive a change of the adapter"),
     ],
 )
-def test_arguments_of_vllm_that_do_not_go_together_with_ktft(argument: str, words: str) -> None:
+def test_vllm_arguments_that_conflict_with_ktft_are_refused(argument: str, words: str) -> None:
     option = re.escape(argument.partition("=")[0])
     with pytest.raises(ValueError, match=f"^{option} cannot be passed on to vLLM: .*{re.escape(words)}"):
         check_extra(["--seed", "3", argument])
 
 
-def test_other_arguments_of_vllm() -> None:
+def test_other_vllm_arguments_are_passed_on() -> None:
     check_extra(["--seed", "-3", "--chat-template", "x.jinja", "--enforce-eager", "--reasoning-parser=qwen3"])
 
 
@@ -129,7 +129,7 @@ def test_the_command_refuses_before_it_starts(
 
 
 @pytest.mark.usefixtures("never_started")
-def test_models_that_are_none_for_ktft(served_checkpoint: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_served_are_refused(served_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for file in served_checkpoint.iterdir():
@@ -149,7 +149,7 @@ def test_models_that_are_none_for_ktft(served_checkpoint: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("never_started")
-def test_converted_models(served_checkpoint: Path, tmp_path: Path) -> None:
+def test_converted_models_are_checked(served_checkpoint: Path, tmp_path: Path) -> None:
     converted = tmp_path / "converted"
     status, said = commands.run("convert", served_checkpoint, converted, "--format", "int8")
     assert status == 0, said
@@ -174,7 +174,9 @@ ROOT = Path(__file__).parents[2]
     ],
     ids=["none", "too new", "too old"],
 )
-def test_vllm_of_another_version(installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_of_vllm_are_refused(
+    installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert words in refusal_with(installed, monkeypatch)
 
 
@@ -193,7 +195,7 @@ COMMIT = "c0ffee"
     ],
     ids=["index", "wheel", "git"],
 )
-def test_an_installed_package_says_where_it_came_from(
+def test_the_cure_names_where_ktft_was_installed_from(
     origin: Any, requirement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = origin and json.dumps(origin)
@@ -204,7 +206,7 @@ def test_an_installed_package_says_where_it_came_from(
 
 
 def refusal_with(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `check_installed` says of vLLM where these packages are installed."""
+    """The refusal of `check_installed` for vLLM where these packages are installed."""
 
     def version(package: str) -> str:
         if package == "torch":
@@ -234,7 +236,7 @@ def test_addresses() -> None:
     )
 
 
-def test_the_context_is_what_the_cache_holds(served_checkpoint: Path) -> None:
+def test_the_kv_cache_limits_the_context(served_checkpoint: Path) -> None:
     settings = ServeSettings(str(served_checkpoint))
     model = read_model(settings)
     per_token = kv_token_bytes(model.config, latent=False)
@@ -269,7 +271,7 @@ def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
 
 
 class Parent:
-    """`ktft serve` with the engine of `fake_engine.py`, and no other."""
+    """`ktft serve` with the engine of `fake_engine.py` alone."""
 
     def __init__(self, folder: Path, plan: str, *flags: str) -> None:
         self.plan, self.folder = folder / "plan", folder
@@ -277,7 +279,7 @@ class Parent:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        # Importing vLLM, or ktft's folder of it, is an error here: nothing of the parent may need either
+        # The parent must need neither vLLM nor ktft's folder for it: importing either is an error here
         code = (
             "import sys, types; sys.modules['vllm'] = sys.modules['ktft.serve.vllm'] = None\n"
             "from fake_engine import FAKE; from ktft.cli.main import app\n"
@@ -299,7 +301,7 @@ class Parent:
         return found
 
     def go(self) -> None:
-        """Let the engine do what it waits for."""
+        """Let the engine go on."""
         self.plan.with_suffix(".go").touch()
 
     def starts(self) -> list[dict[str, Any]]:
@@ -307,7 +309,7 @@ class Parent:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def said(self, words: str) -> str:
-        """Read what it says up to a line with these words."""
+        """What it says, up to a line with these words."""
         assert self.process.stderr is not None
         text = ""
         for line in self.process.stderr:
@@ -317,7 +319,7 @@ class Parent:
         raise AssertionError(f"it never said {words!r}:\n{text}")
 
     def ended(self) -> tuple[int, str]:
-        """Exit code, and what it said last. Nothing of it is left."""
+        """Exit code and last words. No process of it may be left."""
         _, said = self.process.communicate(timeout=60)
         for start in self.starts():
             assert not list(members(start["pid"]))
@@ -346,7 +348,7 @@ def parent(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_it_is_told_to_end(parent: Callable[..., Parent], number: signal.Signals) -> None:
+def test_it_serves_until_a_signal_ends_it(parent: Callable[..., Parent], number: signal.Signals) -> None:
     keys = ("--api-key", "secret", "--admin-key", "mighty", "--allowed-host", "Proxy.lan")
     origins = ("--", "--allowed_origins", '["https://a.example"]')
     server = parent("slow", *keys, "--served-model-name", "mine", *origins)
@@ -363,16 +365,16 @@ def test_it_serves_until_it_is_told_to_end(parent: Callable[..., Parent], number
     assert not server.files
 
 
-def test_one_that_ignores_being_told_to_end_is_killed(parent: Callable[..., Parent]) -> None:
+def test_an_engine_that_ignores_sigterm_is_killed(parent: Callable[..., Parent]) -> None:
     server = parent("deaf")
     server.said("serving")
     server.process.terminate()
-    server.wait_for(server.plan.with_suffix(".deaf").exists)  # two signals at once are one
+    server.wait_for(server.plan.with_suffix(".deaf").exists)  # two signals at the same time would count as one
     server.process.terminate()
     assert server.ended()[0] == 0
 
 
-def test_a_death_is_a_failure_although_the_exit_code_is_0(parent: Callable[..., Parent]) -> None:
+def test_an_engine_that_dies_with_exit_code_0_is_a_failure(parent: Callable[..., Parent]) -> None:
     server = parent("crash")
     server.said("serving")
     server.go()
@@ -385,14 +387,14 @@ def test_a_death_is_a_failure_although_the_exit_code_is_0(parent: Callable[..., 
     assert "EngineDeadError" in (folder / "server.log").read_text()
 
 
-def test_one_that_cannot_start_is_not_started_again(parent: Callable[..., Parent]) -> None:
+def test_an_engine_that_cannot_start_is_not_restarted(parent: Callable[..., Parent]) -> None:
     server = parent("early", "--supervise")
     code, said = server.ended()
     assert code == 1 and len(server.starts()) == 1
     assert "the server could not start: ValueError: layer 3 lacks a tensor" in said
 
 
-def test_supervision_brings_back_the_adapter_of_the_moment(parent: Callable[..., Parent], tmp_path: Path) -> None:
+def test_supervision_restores_the_current_adapter(parent: Callable[..., Parent], tmp_path: Path) -> None:
     server = parent("crash serve", "--supervise")
     server.said("serving")
     (folder,) = server.files
@@ -409,7 +411,7 @@ def test_supervision_brings_back_the_adapter_of_the_moment(parent: Callable[...,
 
 
 def test_supervision_never_guesses_the_adapter(parent: Callable[..., Parent]) -> None:
-    """Where something cleaned up among temporary files, the adapter of the start may not be the last one."""
+    """If something deletes the temporary files, the adapter given at the start may not be the last one."""
     server = parent("crash serve", "--supervise")
     server.said("serving")
     (folder,) = server.files
@@ -430,7 +432,7 @@ def test_supervision_gives_up(parent: Callable[..., Parent]) -> None:
     assert "crashed 3 times in a row: given up" in said
 
 
-def test_nothing_outlives_a_parent_that_is_killed(parent: Callable[..., Parent]) -> None:
+def test_no_process_outlives_a_killed_parent(parent: Callable[..., Parent]) -> None:
     server = parent("serve")
     server.said("serving")
     group = server.starts()[0]["pid"]

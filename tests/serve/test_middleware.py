@@ -1,4 +1,4 @@
-"""What ktft's gate asks vLLM for, with an application that holds what vLLM's does."""
+"""What ktft's gate asks of vLLM. The application here has the parts of vLLM's that it uses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ktft.serve.vllm.middleware import VllmClient, VllmGate, reason_of
 
 @dataclass(frozen=True)
 class BaseModelPath:
-    """As vLLM's."""
+    """vLLM's record of a served model."""
 
     name: str
     model_path: str
 
 
 class EngineClient:
-    """As vLLM's, which hands on what a worker raises as text."""
+    """Like vLLM's client, which passes on a worker's error as text."""
 
     errored = False
 
@@ -39,12 +39,12 @@ class EngineClient:
 
 
 def scope_of(engine: EngineClient) -> dict[str, Any]:
-    """A request's scope as Starlette's application makes it."""
+    """The scope that Starlette gives a request."""
     models = SimpleNamespace(base_model_paths=[BaseModelPath("base", "/base")])
     return {"app": SimpleNamespace(state=SimpleNamespace(engine_client=engine, openai_serving_models=models))}
 
 
-def test_what_the_worker_answers() -> None:
+def test_answers_of_the_worker() -> None:
     async def ask() -> None:
         client = VllmClient(scope_of(EngineClient()))
         assert await client.set_adapter("good") == {"asked": ["ktft_set_adapter", "good"]}
@@ -56,7 +56,7 @@ def test_what_the_worker_answers() -> None:
 
 
 @pytest.mark.parametrize("errored", [True, False])
-def test_what_the_worker_raises(errored: bool) -> None:
+def test_errors_of_the_worker(errored: bool) -> None:
     engine = EngineClient()
     engine.errored = errored
     with pytest.raises(EngineError) as error:
@@ -68,17 +68,17 @@ def test_responses_have_the_adapters_name() -> None:
     scope = scope_of(EngineClient())
     models = scope["app"].state.openai_serving_models.base_model_paths
     VllmClient(scope).rename("tuned")
-    assert models == [BaseModelPath("tuned", "/base")]  # the list itself, which vLLM holds elsewhere too
+    assert models == [BaseModelPath("tuned", "/base")]  # in place, since vLLM keeps the same list elsewhere too
 
 
-def test_the_reason_without_vllms_words() -> None:
+def test_vllms_words_are_stripped_from_the_reason() -> None:
     reason = "x.weight is damaged, its CRC-32 is 'a'"
     wrapped = f"Worker failed with error '{reason}', please check the stack trace above for the root cause"
     assert reason_of(Exception(f"Call to collective_rpc method failed: {wrapped}")) == reason
     assert reason_of(ValueError(reason)) == reason
 
 
-def test_vllm_makes_the_gate_of_its_application_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_needs_nothing_but_the_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ServeSettings(str(tmp_path), served_name="mine").to_env().items():
         monkeypatch.setenv(name, value)
     gate = VllmGate(object(), registry=CollectorRegistry())

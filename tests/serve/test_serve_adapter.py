@@ -1,9 +1,8 @@
-"""One unmerged adapter at run time: all of it has an effect, swaps are exact, bad ones change nothing."""
+"""An unmerged adapter at run time: every part takes effect, swaps are exact, bad adapters change nothing."""
 
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import edit_json, flip
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 from torch import Tensor
@@ -30,7 +30,7 @@ from ktft.serve.vllm.lora_linear import A, KtftLinearMethod, slots_of
 
 FILE = "adapter_model.safetensors"
 SIZES: dict[str, dict[str, Any]] = {"qwen2moe": {"hidden_size": 128}, "dsv3": DSV3}
-"""Head sizes that vLLM's attention has on the CPU."""
+"""With these sizes, attention has heads that vLLM takes on the CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def qwen(base: Path) -> Iterator[Served]:
 # --- what is applied --------------------------------------------------------------------------------------------------
 
 
-def test_each_module_has_its_effect(qwen: Served, base: Path, tmp_path: Path) -> None:
-    """Adapters on one kind of module each: attention, shared experts and their gate, routed experts; then on all."""
+def test_every_kind_of_module_takes_effect(qwen: Served, base: Path, tmp_path: Path) -> None:
+    """An adapter for each kind of module: attention, shared experts and their gate, routed experts. Then one on all."""
     qwen.set_adapter(None)
     plain = qwen.logprobs()
     assert (plain - expected(base)).norm() < 1e-2 * plain.norm()
@@ -75,7 +75,7 @@ def test_each_module_has_its_effect(qwen: Served, base: Path, tmp_path: Path) ->
 # --- swapping ---------------------------------------------------------------------------------------------------------
 
 
-def test_swaps_are_exact_and_keep_nothing(qwen: Served, base: Path, tmp_path: Path) -> None:
+def test_swaps_are_exact_and_free_the_old_tensors(qwen: Served, base: Path, tmp_path: Path) -> None:
     one, two = (random_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
     said = {}
     qwen.set_adapter(None)
@@ -100,10 +100,10 @@ def test_swaps_are_exact_and_keep_nothing(qwen: Served, base: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["from the base", "from another"])
-def test_memory_that_runs_out_between_experts_and_linear_layers(
+def test_running_out_of_memory_during_a_swap_changes_nothing(
     qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    """All of the one before is served on: at whatever layer it happens."""
+    """The adapter from before stays in full, whichever layer runs out of memory."""
     one, two = (random_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
     told = qwen.set_adapter(None if first else one)
     before, put = qwen.logprobs(), KtftLinearMethod.put
@@ -124,10 +124,10 @@ def test_memory_that_runs_out_between_experts_and_linear_layers(
             assert torch.equal(qwen.logprobs(), before) and qwen.status()["adapter"] == told
 
 
-def test_what_cannot_be_put_back_is_said(
+def test_a_swap_that_cannot_be_undone_says_so(
     qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server serves nothing then, until a change works."""
+    """The error says so; the next change that works repairs the model."""
     adapter = random_adapter(base, tmp_path / "one", seed=1)
     qwen.set_adapter(None)
     before = qwen.logprobs()
@@ -143,13 +143,13 @@ def test_what_cannot_be_put_back_is_said(
     assert torch.equal(qwen.logprobs(), before)
 
 
-def test_a_bad_adapter_leaves_the_one_before(qwen: Served, base: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_a_bad_adapter_leaves_the_current_one(qwen: Served, base: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     good = random_adapter(base, tmp_path / "good", seed=3)
     qwen.set_adapter(good)
     before, status = qwen.logprobs(), qwen.status()["adapter"]
 
     def broken(change: Callable[[dict[str, Tensor]], Any]) -> Path:
-        """A copy with other tensors, without checksums."""
+        """A copy of `good` with changed tensors and no checksums."""
         path = tmp_path / f"broken{len(list(tmp_path.iterdir()))}"
         shutil.copytree(good, path)
         tensors = load_file(path / FILE)
@@ -160,12 +160,9 @@ def test_a_bad_adapter_leaves_the_one_before(qwen: Served, base: Path, bases: di
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     flipped = tmp_path / "flipped"
     shutil.copytree(good, flipped)
-    content = bytearray((flipped / FILE).read_bytes())
-    content[-3] ^= 64
-    (flipped / FILE).write_bytes(content)
+    flip(flipped / FILE, -3)
     pissa = random_adapter(base, tmp_path / "pissa", target_modules=["o_proj"])
-    config = json.loads((pissa / CONFIG).read_text()) | {"init_lora_weights": "pissa"}
-    (pissa / CONFIG).write_text(json.dumps(config))
+    edit_json(pissa / CONFIG, init_lora_weights="pissa")
     below = [describe("elsewhere/first", good)]
     for path, message in (
         (tmp_path / "nowhere", "no such directory"),
@@ -187,7 +184,7 @@ def test_a_bad_adapter_leaves_the_one_before(qwen: Served, base: Path, bases: di
     assert torch.equal(qwen.logprobs(), before)
 
 
-def test_too_little_memory_is_said_before_anything_changes(
+def test_too_little_memory_is_refused_before_anything_changes(
     qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ktft.serve.runtime.served_adapter.available_memory", lambda: 1 << 16)
@@ -207,7 +204,7 @@ def target(slots: dict[str, Slot], refused: dict[str, str] | None = None, **chan
 
 
 def test_places_in_fused_and_renamed_layers(bases: dict[str, Path], tmp_path: Path) -> None:
-    """A layer that is fused of parts which transformers does not know of, under another name."""
+    """A layer of another name that fuses parts which are separate layers in transformers."""
     base = bases["dsv3"]
     adapter = random_adapter(base, tmp_path / "a", r=2, target_modules=["kv_a_proj_with_mqa"], lora_alpha=6)
     slots = {f"text.layers.{n}.self_attn.fused_qkv_a_proj": Slot(64, (16, 16, 256, 64)) for n in range(3)}
@@ -221,7 +218,7 @@ def test_places_in_fused_and_renamed_layers(bases: dict[str, Path], tmp_path: Pa
         assert torch.equal(only.b, tensors[f"{prefix}.lora_B.weight"] * 3)
 
 
-def test_what_has_no_place_is_refused_by_name(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_tensors_without_a_place_are_refused_by_name(bases: dict[str, Path], tmp_path: Path) -> None:
     base, name = bases["dsv3"], "model.layers.0.self_attn.o_proj"
     on_output = random_adapter(base, tmp_path / "o", target_modules=["o_proj"])
     on_experts = random_adapter(base, tmp_path / "experts", target_modules=["experts"])

@@ -1,4 +1,4 @@
-"""An adapter on a model with latent attention, there from the start, in compiled code."""
+"""Adapters on a model with latent attention, from the start of the server and in compiled code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "q_b_proj", "o_proj")
 
 
 def test_an_adapter_from_the_start_in_compiled_code(tmp_path: Path) -> None:
-    """Latent attention, whose inputs' projections are fused, a dense layer, shared experts; slots of a fixed rank."""
+    """Latent attention with fused input projections, a dense layer and shared experts, in slots of a fixed rank."""
     base = write_checkpoint("dsv3", tmp_path / "base", **DSV3)
     one = random_adapter(base, tmp_path / "one", target_modules=["q_a_proj", "kv_a_proj_with_mqa"])
     others = [random_adapter(base, tmp_path / each, target_modules=[each]) for each in PROJECTIONS]

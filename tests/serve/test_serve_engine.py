@@ -1,4 +1,4 @@
-"""vLLM with ktft's experts: what it serves is the model that training computes; what cannot be served is refused."""
+"""vLLM with ktft's experts computes the model that was trained, and refuses what it cannot serve."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ktft.model.quantizer import KtftConfig
 from ktft.serve.runtime.settings import ServeSettings
 
 PROMPT = list(range(20, 60))
-BOUND = 0.02  # of the mean difference of log-probabilities; rounding to bf16 alone makes about 0.005
+BOUND = 0.02  # for the mean difference of log-probabilities; rounding to bf16 alone gives about 0.005
 
 
 def log_probabilities(model: PreTrainedModel) -> list[float]:
-    """Of the prompt's tokens after the first."""
+    """Log-probabilities of the prompt's tokens after the first."""
     with torch.no_grad():
         rows = model(torch.tensor([PROMPT])).logits[0, :-1].float().log_softmax(-1)
     return [float(row[token]) for row, token in zip(rows, PROMPT[1:], strict=True)]
@@ -52,8 +52,8 @@ def test_the_same_request_gets_the_same_answer(server: Any) -> None:
     assert first["logprobs"]["token_logprobs"] == pytest.approx(second["logprobs"]["token_logprobs"], abs=0.05)
 
 
-def test_loading_was_shown_to_its_end(server: Any) -> None:
-    """`READY` stands in the status file from the last expert until the server answers."""
+def test_progress_is_shown_until_the_server_is_ready(server: Any) -> None:
+    """The status file says `READY` from the last expert until the server answers."""
     assert "Starting the engine ..." in server.log.read_text().splitlines()
 
 
@@ -73,9 +73,7 @@ def plugin(served_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
 
 
-def test_vllm_does_not_go_by_the_checkpoints_own_quantization(
-    plugin: None, served_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_vllm_ignores_the_quantization_of_the_checkpoint(plugin: None, served_checkpoint: Path, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     fp8, _, _ = quantize(served_checkpoint, tmp_path, "fp8")
@@ -87,7 +85,7 @@ def test_vllm_does_not_go_by_the_checkpoints_own_quantization(
 
 
 def vllm_layer(**changes: Any) -> Any:
-    """What vLLM hands to a method for routed experts."""
+    """A layer as vLLM passes it to a method for routed experts."""
     parallel = SimpleNamespace(tp_size=1, ep_size=1, dp_size=1)
     for name in list(changes):
         if hasattr(parallel, name):
@@ -111,7 +109,7 @@ def vllm_layer(**changes: Any) -> Any:
         ({"activation": SimpleNamespace(value="gelu")}, "the activation 'gelu'"),
     ],
 )
-def test_what_the_kernels_do_not_compute_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_layers_that_the_kernels_cannot_compute_are_refused(changes: dict[str, Any], message: str) -> None:
     from ktft.serve.vllm.moe import KtftMoEMethod
 
     assert KtftMoEMethod(vllm_layer()).number == 2
@@ -119,7 +117,7 @@ def test_what_the_kernels_do_not_compute_is_refused(changes: dict[str, Any], mes
         KtftMoEMethod(vllm_layer(**changes))
 
 
-def test_made_up_tokens_of_vllms_profiling_run_reach_no_expert() -> None:
+def test_tokens_of_vllms_profiling_run_reach_no_expert() -> None:
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import ForwardContext, override_forward_context
 

@@ -1,4 +1,4 @@
-"""`ktft serve` as clients see it: the openai client, bad requests of every kind, adapters, metrics, `ktft chat`."""
+"""`ktft serve` as its clients see it: the openai client, bad requests, adapters, metrics, `ktft chat`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import httpx
 import openai
 import pytest
 from adapters import random_adapter
-from bad_requests import BAD_REQUESTS, BadRequest
+from bad_requests import BAD_REQUESTS, CHAT, COMPLETIONS, BadRequest
 from commands import invoke
 from conftest import Server
 
 from ktft.checkpoint.routing_profile import ROUTING_NAME, Routing
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FLAG = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 TOOL: Any = {"type": "function", "function": {"name": "answer", "strict": True, "parameters": FLAG}}
@@ -88,7 +87,7 @@ def test_tools(ask: Callable[..., Any], choice: Any) -> None:
     def answer(seed: int) -> Any:
         return ask(tools=[TOOL], tool_choice=choice, max_tokens=200, seed=seed, temperature=1).choices[0]
 
-    # `required` allows further calls, which random weights may begin until the tokens run out
+    # `required` allows several calls, and random weights may start new ones until the tokens run out
     ended = next(each for seed in range(10) if (each := answer(seed)).finish_reason != "length")
     call = ended.message.tool_calls[0].function
     assert call.name == "answer" and isinstance(json.loads(call.arguments)["ok"], bool)
@@ -103,9 +102,9 @@ def test_responses_and_messages(server: Server, client: openai.OpenAI) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-# What FastAPI says of another method has no `error`
+# FastAPI's own answer to a wrong method has no `error`
 @pytest.mark.parametrize("bad", [bad for bad in BAD_REQUESTS if bad.method == "POST"], ids=lambda bad: bad.name)
-def test_bad_input_is_refused_and_the_server_goes_on(server: Server, bad: BadRequest) -> None:
+def test_bad_requests_are_refused_and_the_server_goes_on(server: Server, bad: BadRequest) -> None:
     with httpx.Client(base_url=server.url, timeout=300) as client:
         response = client.request(**bad.request(server.name, 256))
     assert 400 <= response.status_code < 500, response.text
@@ -114,7 +113,7 @@ def test_bad_input_is_refused_and_the_server_goes_on(server: Server, bad: BadReq
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_another_content_type_and_a_body_that_is_too_large(server: Server) -> None:
+def test_other_content_types_and_large_bodies_are_refused(server: Server) -> None:
     plain = httpx.post(server.url + CHAT, content=b"hello", headers={"content-type": "text/plain"})
     assert plain.status_code == 415 and "application/json" in plain.json()["error"]["message"]
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=300)
@@ -135,8 +134,8 @@ def status(server: Server) -> Any:
     return httpx.get(f"{server.url}/ktft/status", timeout=300).json()
 
 
-def test_clients_that_leave(server: Server) -> None:
-    """Of a stream, and of a whole answer: nothing is computed for them any more."""
+def test_clients_that_disconnect(server: Server) -> None:
+    """Clients that disconnect from a stream or from a whole answer: the server stops computing for them."""
     body = {"model": server.name, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body | {"stream": True}, timeout=300) as response:
         next(response.iter_lines())
@@ -155,21 +154,21 @@ def test_clients_that_leave(server: Server) -> None:
 
 @pytest.fixture
 def adapter(server: Server, tmp_path: Path) -> Iterator[Path]:
-    """An adapter's directory; the base is served when the test is over."""
+    """An adapter's directory. After the test the base model is served again."""
     yield random_adapter(server.checkpoint, tmp_path / "tuned")
     if (loaded := status(server)["adapter"]) is not None:
         assert server.post("/v1/unload_lora_adapter", lora_name=loaded["name"]).status_code == 200
 
 
 def logprobs(server: Server, model: str) -> list[float]:
-    """Of a prompt longer than a block of KV cache, so that its prefix is cached."""
+    """Log-probabilities after a prompt that is longer than a block of KV cache, so that its prefix is cached."""
     body = {"prompt": "abc" * 50, "max_tokens": 4, "temperature": 0, "logprobs": 1}
     response = server.post(COMPLETIONS, model=model, **body).json()
     assert response["model"] == model
     return response["choices"][0]["logprobs"]["token_logprobs"]
 
 
-def test_the_adapter_changes_after_streams_and_with_its_cache(server: Server, adapter: Path) -> None:
+def test_a_swap_waits_for_streams_and_drops_cached_prefixes(server: Server, adapter: Path) -> None:
     base, before = logprobs(server, server.name), status(server)["adapter_swaps"]
     streamed: list[str] = []
     begun = threading.Event()
@@ -221,7 +220,7 @@ def test_metrics(server: Server) -> None:
     assert any(name.startswith("vllm:") for name in lines)
 
 
-def test_what_was_routed_as_a_file(server: Server, tmp_path: Path) -> None:
+def test_the_routing_can_be_saved_as_a_profile(server: Server, tmp_path: Path) -> None:
     logprobs(server, server.name)
     path = tmp_path / ROUTING_NAME
     path.write_bytes(httpx.get(f"{server.url}/ktft/routing").raise_for_status().content)
@@ -235,7 +234,7 @@ def test_chat_reads_lines_and_commands(server: Server, adapter: Path) -> None:
     lines += ["/smell", "/exit", "x"]
     options = ["--temperature", "0", "--max-tokens", "6"]
     result = invoke("chat", server.url, *options, input="\n".join(lines))
-    assert result.exit_code == 1  # of one command that there is not
+    assert result.exit_code == 1  # because one command does not exist
     assert "tuned is served" in result.stderr and f"{server.name} is served" in result.stderr
     assert "/smell: there is no such command" in result.stderr
     body = {"messages": HELLO, "max_tokens": 6, "temperature": 0}
@@ -243,7 +242,7 @@ def test_chat_reads_lines_and_commands(server: Server, adapter: Path) -> None:
     assert result.stdout.startswith(first + "\n")
 
 
-def test_chat_says_what_is_wrong_in_a_line(server: Server) -> None:
+def test_chat_reports_an_error_in_one_line(server: Server) -> None:
     failed = invoke("chat", server.url, "--model", "other", input="hello\n")
     assert failed.exit_code == 1
     assert failed.stderr == f"the model 'other' is not served; what is served is {server.name}\n"
@@ -254,8 +253,8 @@ def test_chat_says_what_is_wrong_in_a_line(server: Server) -> None:
 # --- the door ---------------------------------------------------------------------------------------------------------
 
 
-def test_pages_of_other_origins_and_names_that_were_bound_to_this_machine(server: Server, adapter: Path) -> None:
-    """With what `ktft serve` gives vLLM by itself."""
+def test_cross_origin_and_dns_rebinding_requests_are_refused(server: Server, adapter: Path) -> None:
+    """The default settings of `ktft serve` refuse pages of other origins and host names rebound to this machine."""
     load = {"lora_name": "tuned", "lora_path": str(adapter)}
     own, port = {"Origin": server.url}, server.url.rpartition(":")[2]
     rebound = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
@@ -274,6 +273,6 @@ def test_pages_of_other_origins_and_names_that_were_bound_to_this_machine(server
         assert httpx.post(server.url + CHAT, json=body, headers=headers, timeout=300).status_code == 200
 
 
-def test_numbers_as_text_that_hold(server: Server) -> None:
+def test_valid_numbers_given_as_text_are_taken(server: Server) -> None:
     answer = server.post(COMPLETIONS, model=server.name, prompt="x", max_tokens="1", n="2", temperature="1.5").json()
     assert len(answer["choices"]) == 2

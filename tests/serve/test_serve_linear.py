@@ -1,4 +1,4 @@
-"""LoRA on vLLM's own linear layers against PEFT's on torch's, without a model."""
+"""LoRA on vLLM's linear layers, compared with PEFT's LoRA on torch's layers, without a model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_vllm_has_what_ktft_replaces(patch: Patch) -> None:
 
 
 def make(name: str, dtype: torch.dtype, fixed: int | None) -> tuple[Any, Tensor, Tensor | None]:
-    """A layer with a slot, and its weight and bias, which vLLM packs away."""
+    """A layer with a slot, and copies of its weight and bias, which vLLM packs away."""
     torch.manual_seed(0)
     layer = LAYERS[name](dtype)
     weight = torch.randn(layer.weight.shape).to(dtype) / 8
@@ -85,7 +85,7 @@ def lora(layer: Any, ranks: dict[int, int], seed: int = 1) -> list[SliceLora]:
 
 
 def by_peft(x: Tensor, weight: Tensor, bias: Tensor | None, slices: list[SliceLora]) -> Tensor:
-    """The same by PEFT, which has a module for each part."""
+    """What PEFT computes, with a module for each part."""
     out = nn.functional.linear(x, weight, bias)
     for each in slices:
         part = nn.Sequential(nn.Linear(HIDDEN, each.stop - each.start, bias=bias is not None, dtype=x.dtype))
@@ -107,8 +107,10 @@ def by_peft(x: Tensor, weight: Tensor, bias: Tensor | None, slices: list[SliceLo
     ("name", "ranks"),
     [("qkv", {0: 4, 1: 8, 2: 1}), ("qkv", {1: 2}), ("merged", {1: 3}), ("row", {0: 8}), ("replicated", {0: 2})],
 )
-def test_is_what_peft_computes(name: str, ranks: dict[int, int], dtype: torch.dtype, fixed: int | None) -> None:
-    """Ranks differ between what is fused, and some of it has none; then none again, and the product alone."""
+def test_it_computes_what_peft_computes(
+    name: str, ranks: dict[int, int], dtype: torch.dtype, fixed: int | None
+) -> None:
+    """Parts of a fused layer have different ranks, or no LoRA. Without LoRA the layer gives its plain product again."""
     layer, weight, bias = make(name, dtype, fixed)
     x = torch.randn(5, HIDDEN).to(dtype)
     plain = layer(x)[0]
@@ -121,16 +123,16 @@ def test_is_what_peft_computes(name: str, ranks: dict[int, int], dtype: torch.dt
     for start, stop in zip(layer.quant_method.slot.bounds[:-1], layer.quant_method.slot.bounds[1:], strict=True):
         changed = not torch.equal(got[:, start:stop], plain[:, start:stop])
         assert changed == any(each.start == start for each in slices)
-    if name != "replicated":  # where vLLM's own product of bf16 rows with one column reads the wrong ones
+    if name != "replicated":  # for one column, vLLM's own bf16 product reads the wrong rows
         wide = torch.cat([x, x], dim=1)
         apart = layer(wide[:, HIDDEN:])[0]
-        assert torch.allclose(apart, got, rtol=2 * unit, atol=4 * unit), "rows need not follow each other"
+        assert torch.allclose(apart, got, rtol=2 * unit, atol=4 * unit), "rows need not be adjacent"
     layer.quant_method.put(layer.quant_method.stacked([]))
     assert torch.equal(layer(x)[0], plain)
 
 
-def test_a_slice_over_several_parts() -> None:
-    """Where the server cuts finer than transformers, as in linear attention's fused input."""
+def test_a_slice_may_span_several_parts() -> None:
+    """The server splits a layer into finer parts than transformers, as in linear attention's fused input."""
     layer, weight, _ = make("merged", torch.float32, RANK)
     whole = [SliceLora(0, 192, torch.randn(4, HIDDEN), torch.randn(192, 4))]
     layer.quant_method.put(layer.quant_method.stacked(whole))
@@ -138,8 +140,8 @@ def test_a_slice_over_several_parts() -> None:
     assert torch.allclose(layer(x)[0], by_peft(x, weight, None, whole), atol=1e-4)
 
 
-def test_compiled_code_sees_another_adapter() -> None:
-    """With a fixed rank the tensors stay where they are, as a CUDA graph needs it."""
+def test_compiled_code_uses_a_new_adapter() -> None:
+    """With a fixed rank the tensors keep their addresses, as a CUDA graph needs."""
     layer, weight, bias = make("qkv", torch.float32, RANK)
     compiled = torch.compile(lambda x: layer(x)[0], backend="eager", fullgraph=True)
     x = torch.randn(5, HIDDEN)
@@ -153,14 +155,14 @@ def test_compiled_code_sees_another_adapter() -> None:
     assert places == [getattr(layer, name).data_ptr() for name in (A, B)]
 
 
-def test_no_adapter_costs_nothing_where_nothing_is_captured() -> None:
+def test_without_an_adapter_an_eager_layer_holds_no_tensors() -> None:
     layer, _, _ = make("qkv", torch.float32, None)
     assert getattr(layer, A).numel() == getattr(layer, B).numel() == 0 and layer.quant_method.rank == 0
 
 
 @pytest.mark.parametrize("fixed", [None, RANK], ids=["free", "fixed"])
-def test_what_is_held_can_be_put_again(fixed: int | None) -> None:
-    """After something else was put in its place, in the same memory or in other."""
+def test_held_tensors_can_be_put_back(fixed: int | None) -> None:
+    """After another adapter has taken its place, in the same memory or elsewhere."""
     layer, _, _ = make("qkv", torch.float32, fixed)
     method, x = layer.quant_method, torch.randn(5, HIDDEN)
     outs, held = [], []

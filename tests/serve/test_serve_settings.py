@@ -1,4 +1,4 @@
-"""Settings on their way to the server's processes, and the plugin that does nothing where there are none."""
+"""How settings reach the server's processes, and the plugin that does nothing without them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm.command import cpu_environment
 
 
-def test_settings_come_back_from_the_environment(tmp_path: Path) -> None:
+def test_settings_survive_the_environment(tmp_path: Path) -> None:
     given = {"expert_format": "int8", "threads": 3, "gpu_expert_memory": "8G", "activation_bits": 8, "deferral": 2}
     settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), **given)
     assert ServeSettings.from_env(settings.to_env()) == settings
@@ -60,7 +60,7 @@ def test_damaged_environment(text: str, message: str) -> None:
         ServeSettings.from_env({SERVE_ENV: text})
 
 
-def test_threads_of_vllm_are_those_of_ktft(tmp_path: Path) -> None:
+def test_vllm_gets_the_threads_of_ktft(tmp_path: Path) -> None:
     environment = cpu_environment(ServeSettings(str(tmp_path), threads=3))
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -79,8 +79,8 @@ def test_status_file_is_replaced_whole(tmp_path: Path) -> None:
     StatusFile(None).write(Progress("nobody reads it"))
 
 
-def test_plugin_is_cheap_and_silent_where_ktft_does_not_serve() -> None:
-    """vLLM calls it in every process of every server, whatever that serves."""
+def test_the_plugin_is_cheap_and_silent_where_ktft_does_not_serve() -> None:
+    """vLLM calls it in every process of every server, even where ktft serves nothing."""
     code = (
         "import sys; from ktft.serve.vllm.plugin import register; register();"
         "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"

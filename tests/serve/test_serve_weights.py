@@ -1,19 +1,18 @@
-"""What a server loads is what training loads: any source format, a converted checkpoint, experts from elsewhere; and
-what it says about checkpoints that it cannot take.
+"""A server loads what training loads, from any source format, a converted checkpoint or another one for the experts.
+What it cannot load is refused by name.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import run
-from quantize import SCHEMES, quantize, read_all, write
+from quantize import SCHEMES, changed, quantize, read_all
 from tiny import write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -42,7 +41,7 @@ def weights(checkpoint: Path, **settings: Any) -> ServedWeights:
 
 
 def loaded(checkpoint: Path, **settings: Any) -> tuple[dict[str, Tensor], dict[int, ExpertLayer], list[Progress]]:
-    """Weights around the experts in fp32, layers, and what was told meanwhile."""
+    """The other weights in fp32, the experts' layers, and the progress that was reported."""
     served, told = weights(checkpoint, **settings), []
     dense = dict(served.dense(torch.float32))
     served.load_experts(told.append)
@@ -65,8 +64,8 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_every_source_format_arrives_as_in_training(plain: Path, tmp_path: Path, scheme: str | None) -> None:
-    """The same tensors as in the model that training loads of the same directory."""
+def test_every_source_format_loads_as_in_training(plain: Path, tmp_path: Path, scheme: str | None) -> None:
+    """The same tensors as in the model that training loads from the same directory."""
     source, values = plain, {name: tensor.float() for name, tensor in read_all(plain).items()}
     if scheme is not None:
         source, _, values = quantize(plain, tmp_path, scheme)
@@ -94,12 +93,6 @@ def test_converted_checkpoint_and_experts_from_elsewhere(plain: Path, tmp_path: 
         weights(target, expert_format="int8")
 
 
-def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    tensors = read_all(source)
-    change(tensors)
-    return write(source, target, tensors, None)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -112,7 +105,7 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], An
     ],
     ids=["lacks an expert", "lacks a router", "left over", "shape", "NaN in an expert", "Inf in a router"],
 )
-def test_bad_checkpoints_are_named(plain: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_bad_checkpoints_are_refused_by_name(plain: Path, tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         loaded(changed(plain, tmp_path / "bad", change), expert_format="bf16")
 
