@@ -26,7 +26,7 @@ from ktft.formats import FORMAT_TRAITS
 from ktft.hosts import PATCHES
 from ktft.native.packed import PACKED_FORMATS, PackedFormat
 from ktft.serve.vllm.families import SERVED
-from ktft.versions import SERVING_VERSIONS, TESTED_VERSIONS
+from ktft.versions import STACKS, TESTED_SERVERS, TESTED_VERSIONS
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- docs/tables\.py (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -106,15 +106,18 @@ def _schemes(scheme: type[Scheme]) -> list[str]:
 def versions() -> str:
     asked = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["requires-python"]
     python = {"python": tuple(re.findall(r"[\d.]+", asked))}
-    training, serving = python | TESTED_VERSIONS, python | SERVING_VERSIONS
-    return table(
-        ("Package", "Training", "Serving, where it differs"),
-        ((key, _span(training.get(key)), _span(serving.get(key), training.get(key))) for key in training | serving),
-    )
+    every, own = python | TESTED_VERSIONS | TESTED_SERVERS, [each.versions | each.optional for each in STACKS]
+    rows = ((name, *(_span(stack.get(name, _shared(name, every, own))) for stack in own)) for name in every)
+    return table(("Package", *(f"*{each.name}*: {each.users}" for each in STACKS)), rows)
 
 
-def _span(tested: tuple[str, ...] | None, other: tuple[str, ...] | None = None) -> str | None:
-    return None if tested is None or tested == other else f"{tested[0]} to below {tested[1]}"
+def _shared(name: str, every: dict[str, tuple[str, ...]], own: list[dict[str, tuple[str, str]]]) -> Any:
+    """The versions of a package that no stack has for itself."""
+    return None if any(name in stack for stack in own) else every[name]
+
+
+def _span(tested: tuple[str, ...] | None) -> str | None:
+    return tested and f"{tested[0]} to below {tested[1]}"
 
 
 def commands() -> str:

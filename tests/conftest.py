@@ -41,9 +41,11 @@ import ktft_autoload
 from ktft import hosts, native
 from ktft.hosts import llamafactory
 from ktft.system import available_memory
+from ktft.versions import version_of
 
 pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
+collect_ignore = [] if version_of("llamafactory") else ["test_factory_options.py", "test_llamafactory.py"]
 MEMORY_PER_WORKER = 3 << 30
 """More than a worker of pytest-xdist and the training process that its test starts ever hold."""
 
@@ -131,6 +133,8 @@ def _runner(execute: Callable[[list[str], dict[str, str]], subprocess.CompletedP
     def run(
         args: list[str], config: dict[str, Any] | None = None, *, check: bool = True, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
+        if args[0] == "llamafactory-cli":
+            pytest.importorskip("llamafactory")
         command = [str(Path(sys.executable).parent / args[0]), *args[1:]]
         if config is not None:
             path = folder / "train.yaml"
@@ -152,17 +156,18 @@ def run_cli(tmp_path: Path) -> RunCli:
     A config mapping is written to a YAML file whose path becomes the last argument. With `check`, a non-zero exit
     fails the test and shows the output.
     """
+    return _runner(_execute, tmp_path)
 
-    def execute(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.run(command, env=environment, **pipes, text=True, timeout=600)
 
-    return _runner(execute, tmp_path)
+def _execute(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, env=environment, **pipes, text=True, timeout=600)
 
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """For `fork_cli`."""
+    pytest.importorskip("llamafactory")
     forks = Forks(tmp_path_factory.mktemp("forks"))
     yield forks
     forks.close()
@@ -171,13 +176,14 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 @pytest.fixture
 def fork_cli(forks: Forks, tmp_path: Path) -> RunCli:
     """`run_cli`, without the seconds that imports take: `forked.py` says what is then not tested."""
-    return _runner(forks.run, tmp_path)
+    # A fork cannot use a GPU that its parent has asked about
+    return _runner(_execute if torch.cuda.is_available() else forks.run, tmp_path)
 
 
 @pytest.fixture
 def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
     """LLaMA-Factory as a library, in this process."""
-    from llamafactory.train.tuner import run_exp
+    run_exp = pytest.importorskip("llamafactory.train.tuner").run_exp
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     verbosity, grad = logging.getLogger("transformers").level, torch.is_grad_enabled()

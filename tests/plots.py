@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-if importlib.util.find_spec("llamafactory"):  # in the environment of serving, no test trains
+if importlib.util.find_spec("matplotlib"):  # in the environment of serving, no test trains
     from ktft.train import run_report_page
 
     _DRAW = run_report_page._svg
@@ -21,7 +21,7 @@ if importlib.util.find_spec("llamafactory"):  # in the environment of serving, n
 def without_plots() -> Iterator[None]:
     """Reports have an empty picture in place of each plot."""
     with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("llamafactory"):
+        if importlib.util.find_spec("matplotlib"):
             patch.setattr(run_report_page, "_svg", lambda figure, salt: "<svg></svg>")
         yield
 

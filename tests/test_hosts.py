@@ -23,8 +23,10 @@ from ktft import hosts, versions
 from ktft.hosts import PATCHES, Patch, llamafactory
 from ktft.hosts.transformers import ROTARY
 
-TRAINING = [patch for patch in PATCHES if patch.package != "vllm"]
-"""Rows of libraries that are installed beside these tests; those of vLLM are tested where it is."""
+TRAINING = [
+    patch for patch in PATCHES if patch.package != "vllm" and versions.version_of(patch.package) and patch.needed
+]
+"""Rows for the libraries that are installed beside these tests; those of vLLM are tested where it is."""
 FOR_PROCESS = [patch for patch in TRAINING if not patch.on_instances and "*" not in patch.owner]
 ROOT = Path(__file__).parents[1]
 
@@ -180,6 +182,7 @@ def test_a_configuration_of_ktft_installs_the_rows_for_models(stock_hosts: None)
 
 
 def test_the_import_hook_waits_for_the_modules_of_the_rows() -> None:
+    pytest.importorskip("llamafactory")
     for module in ktft_autoload.MODULES:
         importlib.import_module(module)
     owners = [f"{patch.owner}." for patch in llamafactory.PATCHES]

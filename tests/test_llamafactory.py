@@ -271,8 +271,8 @@ def test_argument_forms_and_untested_versions(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="training in 2 processes.*CUDA_VISIBLE_DEVICES"):
         get_train_args(given)
-    monkeypatch.setitem(versions.TESTED_VERSIONS, "llamafactory", ("0.9.6", "0.9.7"))
-    with pytest.raises(ValueError, match=r"llamafactory 0\.9\.5 is installed.*pip install 'llamafactory>=0\.9\.6"):
+    monkeypatch.setitem(versions.FACTORY.optional, "llamafactory", ("0.9.6", "0.9.7"))
+    with pytest.raises(ValueError, match=r"llamafactory 0\.9\.5.* has llamafactory 0\.9\.6.*'llamafactory>=0\.9\.6"):
         get_train_args(given)
     monkeypatch.delenv("WORLD_SIZE")
     assert settings_of(get_infer_args(flags[:4])[0]) is None  # without use_kt, any version goes on as it is

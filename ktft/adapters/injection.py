@@ -18,7 +18,6 @@ from ktft.adapters.lora import EXPERT_TENSOR, KtftExpertsLora, check_options
 from ktft.adapters.reach import check_method, reach_of, resolve
 from ktft.adapters.several import check_name
 from ktft.model.experts import KtftExperts, find_experts
-from ktft.versions import require_tested
 
 INSTEAD = {
     "add_adapter": "model = peft.get_peft_model(model, config)",
@@ -42,7 +41,6 @@ def inject_adapter(
     if not find_experts(model):
         return original(tuner, model, adapter_name, *args, **kwargs)
     config = tuner.peft_config[adapter_name]
-    require_tested("peft")
     check_method(config)
     if not isinstance(tuner, LoraModel):
         raise ValueError(f"ktft's experts take adapters from PEFT's LoraModel, not {type(tuner).__name__}")
@@ -88,7 +86,7 @@ def keep_names(
     original: Callable[..., dict[str, Any]], model: nn.Module, peft_config: Any, adapter_state_dict: dict[str, Any],
     *args: Any, **kwargs: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """PEFT's `convert_peft_adapter_state_dict_for_transformers`, which leaves the names of ktft's experts as they are."""
+    """PEFT's `convert_peft_adapter_state_dict_for_transformers`, which leaves names of ktft's experts as they are."""
     if find_experts(model):
         return adapter_state_dict
     return original(model, peft_config, adapter_state_dict, *args, **kwargs)

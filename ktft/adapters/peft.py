@@ -26,7 +26,7 @@ from ktft.adapters.reach import check_method
 from ktft.adapters.several import SeveralAdapters, trainability_kept
 from ktft.adapters.whole_modules import take_precision
 from ktft.model.experts import find_experts
-from ktft.versions import pip_install, require_tested, version_of
+from ktft.versions import pip_install, require_stack, version_of
 
 logger = logging.getLogger("ktft")
 
@@ -193,7 +193,7 @@ def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
 
 
 def _require_experts(model: Any) -> None:
-    require_tested("peft")
+    require_stack()
     if not find_experts(model):
         raise ValueError(
             "the model has no experts held by ktft; load it with from_pretrained(..., quantization_config=KtftConfig())"

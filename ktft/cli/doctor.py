@@ -122,16 +122,22 @@ def packages() -> Iterator[Row]:
     servers = {name: tested for name, tested in versions.TESTED_SERVERS.items() if versions.version_of(name)}
     for name, tested in (versions.TESTED_VERSIONS | servers).items():
         version, cure = versions.version_of(name), versions.pip_install(name)
-        serving = versions.SERVING_VERSIONS.get(name, tested) if servers else tested
         if version is None:
             yield Row(name, "warn" if name in OPTIONAL_PACKAGES else "fail", "not installed", cure)
         elif versions.is_within(version, tested):
             yield Row(name, "ok", version)
-        elif versions.is_within(version, serving):
-            value = f"{version}; serves with {next(iter(servers))}, trains from {tested[0]} to below {tested[1]}"
-            yield Row(name, "ok", value)
         else:
-            yield Row(name, "fail", f"{version}; tested from {serving[0]} to below {serving[1]}", cure)
+            yield Row(name, "fail", f"{version}; tested from {tested[0]} to below {tested[1]}", cure)
+    if found := versions.stack():
+        yield Row("tested together", "ok", f"{found.name}, for {found.users}")
+    else:
+        try:
+            versions.require_stack()
+        except ValueError as error:
+            what, _, cure = str(error).partition("; run: ")
+            yield Row("tested together", "fail", what, cure)
+    for defect in versions.defects():
+        yield Row(f"{defect.package} {versions.version_of(defect.package)}", "warn", defect.what, defect.cure)
 
 
 def hook() -> Iterator[Row]:

@@ -40,6 +40,8 @@ def table(rows: list[PatchRow], styles: dict[str, str]) -> Table:
 def _state(patch: Patch) -> tuple[Status, str]:
     if not any(map(version_of, patch.tested)):
         return "ok", f"{patch.package} is not installed"
+    if not patch.needed:
+        return "ok", f"not needed by {patch.package} {version_of(patch.package)}"
     if "*" in patch.owner:
         return "ok", "in the code of models"
     try:

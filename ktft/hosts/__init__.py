@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ktft.hosts import llamafactory, peft, transformers, vllm
 from ktft.hosts.patch import Patch, install, installed, undo
+from ktft.versions import require_stack
 
 __all__ = ["PATCHES", "Patch", "install", "install_for_models", "installed", "undo"]
 
@@ -22,6 +23,7 @@ def install_for_models() -> None:
     """Install the rows of transformers and peft for the process. Called before a model with ktft's experts is made.
 
     Raises:
-        ValueError: an installed version lacks a name; the message has the cure.
+        ValueError: the installed versions were not tested together, or one lacks a name; the message has the cure.
     """
+    require_stack()
     install((*transformers.PATCHES, *peft.PATCHES))

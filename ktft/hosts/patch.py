@@ -51,7 +51,8 @@ class Patch:
     def tested(self) -> dict[str, tuple[str, str]]:
         """Distribution -> the lowest version that the row was tested with, and the first that is too new."""
         every = TESTED_VERSIONS | TESTED_SERVERS
-        return {name: versions for name, versions in every.items() if name.partition("-")[0] == self.package}
+        mine = {name: tested for name, tested in every.items() if name.partition("-")[0] == self.package}
+        return {name: (self.since or low, high) for name, (low, high) in mine.items()}
 
     @property
     def tested_versions(self) -> str:

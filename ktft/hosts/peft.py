@@ -45,8 +45,8 @@ PATCHES = (
         "peft.tuners.tuners_utils.BaseTuner",
         "_remap_adapter_state_dict_for_load",
         "ktft.adapters.injection:name_adapter",
-        "Per-expert tensors get the name of the adapter that they are loaded as. PEFT names tensors by the model's own, "
-        "which are stacked, and would leave these out.",
+        "Per-expert tensors get the name of the adapter that they are loaded as. PEFT names tensors by the model's "
+        "own, which are stacked, and would leave these out.",
         since="0.21",
     ),
 )

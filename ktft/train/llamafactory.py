@@ -41,7 +41,7 @@ from ktft.train.muon import take_stacked
 from ktft.train.recipe import Recipe, check_names, kt_mapping, recipe_of_arguments, training_reserve
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch
-from ktft.versions import require_tested
+from ktft.versions import FACTORY, require_stack
 
 _SETTINGS = "_ktft_settings"
 _RECIPE = "_ktft_recipe"
@@ -182,8 +182,7 @@ def _truth(use_kt: Any) -> bool:
 
 def _check_environment(module: Any, args: Any) -> None:
     """Refuse what is known before transformers reads the arguments, which may start process groups and DeepSpeed."""
-    for package in ("llamafactory", "transformers", "peft", "accelerate"):
-        require_tested(package)
+    require_stack((FACTORY,))
     if module.is_env_enabled("USE_MCA"):
         raise ValueError("use_kt: true does not work under USE_MCA; unset it")
     given = args if isinstance(args, dict) else {}

@@ -50,7 +50,7 @@ def check_installed(engine: Engine) -> bool:
         ways = {"gpu": "With a GPU", "cpu": "Without"}
         cures = [f"{ways[device]}: {engine.install(device)}" for device in engine.packages]
         raise ValueError(f"{engine.name} is not installed in {sys.prefix}. {'. '.join(cures)}")
-    versions.require_tested(engine.packages[found[0]], versions.TESTED_SERVERS)
+    versions.require_server(engine.packages[found[0]])
     return found[0] == "gpu"
 
 
