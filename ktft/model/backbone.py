@@ -154,6 +154,9 @@ def refuse_not_finite(tensor: Tensor, entry: TensorEntry) -> None:
 class _Dequantize(ConversionOps):
     """The conversion by which transformers calls `Backbone.dequantize`."""
 
+    hf_quantizer = True
+    """By this, later transformers leave the checkpoint's dtype to the operation; they would round scales to BF16."""
+
     def __init__(self, backbone: Backbone, roles: dict[str, str]) -> None:
         self.backbone, self.roles = backbone, roles
 
