@@ -1,9 +1,11 @@
 # ktft from a bare checkout: every target first makes what it needs, once, in .venv; for tests of serving also in
-# .venv-serve, since vLLM on the CPU needs a transformers that LLaMA-Factory refuses.
+# .venv-serve, since vLLM on the CPU needs a transformers that LLaMA-Factory refuses, and for tests of the newest
+# transformers, PEFT and TRL in .venv-newest.
 #   make demo    a small MoE, trained with LoRA through llamafactory-cli
 #   make test    the tests         make lint    style, types, C++ format
 #   make test-all  also tests that install other environments, and the whole matrix of kernels
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
+#   make newest  the environment with the newest transformers, PEFT and TRL
 #   make docs    the pages as a site, in build/site; its tools have an environment of their own, .venv-docs
 #   make sanitize  the kernel tests under AddressSanitizer, UBSan and ThreadSanitizer
 # With a CUDA torch: make STUBS= TORCH='torch==2.13.0 torchvision torchaudio'
@@ -20,6 +22,11 @@ EXTRAS := llamafactory dev
 SERVE_STUBS ?= $(STUBS) ./ci/stubs/torchcodec
 SERVE_VENV ?= .venv-serve
 SERVE_BIN := $(SERVE_VENV)/bin
+NEWEST_VENV ?= .venv-newest
+NEWEST_BIN := $(NEWEST_VENV)/bin
+# What `make test` runs on both stacks. Of the other tests, `make test-all` runs those that can on the newest too.
+NEWEST_TESTS := $(addprefix tests/test_,parity.py families.py adapters.py saved_adapter.py peft_ways.py linear.py \
+  quantizer.py schemes.py resume.py trainer.py trl.py export.py hosts.py)
 DOCS_VENV ?= .venv-docs
 # Tests that run beside each other: `auto` is one for each core, if memory has room (tests/conftest.py).
 WORKERS ?= auto
@@ -29,18 +36,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test test-all lint bench sanitize native serving docs format clean
+.PHONY: demo test test-all lint bench sanitize native serving newest docs format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
 
-# Both halves run, even if one fails, and at once: servers spend much of their start waiting. The second one's output
-# comes last.
+# All parts run, even if one fails, and the servers' beside the others: they spend much of their start waiting. Their
+# output comes last.
 test-all: MARKS := -m ''
-test test-all: native serving
+test-all: NEWEST_TESTS := tests --ignore tests/serve
+test test-all: native serving newest
 	@mkdir -p build; failed=0; set -x; \
 	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve > build/test-serve.log 2>&1 & \
 	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
+	$(NEWEST_BIN)/python -m pytest $(MARKS) -n $(WORKERS) $(NEWEST_TESTS) || failed=1; \
 	wait $$! || failed=1; cat build/test-serve.log; exit $$failed
 
 lint: native
@@ -99,10 +108,19 @@ $(SERVE_VENV)/.environment: $(VENV)/.environment
 	@touch $@
 
 # This installs an editable wheel from the build folder of .venv, so that the core is compiled only once.
-$(SERVE_VENV)/.native: $(SERVE_VENV)/.environment $(VENV)/.native
+$(SERVE_VENV)/.native $(NEWEST_VENV)/.native: %/.native: %/.environment $(VENV)/.native
 	@rm -rf build/editable
 	@$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/editable")' > build/editable.log 2>&1 || { cat build/editable.log; exit 1; }
-	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
+	@$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
+	@touch $@
+
+newest: $(NEWEST_VENV)/.native
+
+$(NEWEST_VENV)/.environment: $(VENV)/.environment
+	@echo "ktft: environment with the newest transformers, PEFT and TRL in $(NEWEST_VENV) (0.4 GB to download the first time) ..."
+	@$(PYTHON) -m venv $(NEWEST_VENV)
+	@$(BIN)/python ci/requirements.py trl dev > $(NEWEST_VENV)/requirements.txt
+	@$(NEWEST_BIN)/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) -r $(NEWEST_VENV)/requirements.txt
 	@touch $@
 
 # Strict: a broken link fails. The variable silences an advertisement.
@@ -118,4 +136,4 @@ $(DOCS_VENV)/.environment: pyproject.toml ci/requirements.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVE_VENV) $(DOCS_VENV) build
+	rm -rf $(VENV) $(SERVE_VENV) $(NEWEST_VENV) $(DOCS_VENV) build

@@ -36,7 +36,8 @@ model = PeftModel.from_pretrained(model, "THIS_DIRECTORY")
 _STACKED = """
 > **On transformers 5, do not load this directory with PEFT.** Its experts are stacked tensors there. PEFT 0.18 finds no
 > module for {tensors:,} of this adapter's tensors and leaves them out, without a message: the model answers as if its
-> experts had not been trained. Make a copy in the layout PEFT has for stacked experts, and load that one:
+> experts had not been trained. Later versions of PEFT convert some adapters and get others wrong. Make a copy in the
+> layout that the installed PEFT has for stacked experts, and load that one:
 > ```
 > ktft export THIS_DIRECTORY --to peft OUT
 > ```

@@ -12,6 +12,9 @@ from torch import nn
 
 from ktft.model.experts import KtftExperts, experts_family
 
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
+"""PEFT's task -> the names that PEFT adds to `modules_to_save` by itself, of which a model has one."""
+
 
 def check_modules_to_save(model: Any, config: Any, modules: Mapping[str, nn.Module], lora: Collection[str]) -> None:
     """Each name in `config.modules_to_save` must match, by PEFT's rule, and match only what can be trained whole.
@@ -30,6 +33,8 @@ def check_modules_to_save(model: Any, config: Any, modules: Mapping[str, nn.Modu
     for target in config.modules_to_save or ():
         said = f"additional_target (modules_to_save) {target!r}"
         matched = [name for name in modules if name.endswith(target)]  # PEFT's rule: any end of the name
+        if not matched and target in _HEADS.get(getattr(config.task_type, "value", config.task_type), ()):
+            continue
         if not matched:
             raise ValueError(f"{said} matches nothing in the model; name modules, such as {family.router} or lm_head")
         for name in matched:

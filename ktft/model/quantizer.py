@@ -120,8 +120,9 @@ def check_flash_attention(asked: str) -> None:
         if isinstance(error, AttributeError) and "'NoneType' object has no attribute 'to'" in str(error):
             raise ValueError(
                 f"{asked} cannot work with transformers {transformers.__version__}: its flash attention fails in every "
-                "layer without attention sinks ('NoneType' object has no attribute 'to'); use torch's attention, in "
-                'LLaMA-Factory flash_attn: sdpa, in from_pretrained attn_implementation="sdpa"'
+                "layer without attention sinks ('NoneType' object has no attribute 'to'); run pip install "
+                "transformers==5.5.4, or use torch's attention, in LLaMA-Factory flash_attn: sdpa, in from_pretrained "
+                'attn_implementation="sdpa"'
             ) from None
 
 
