@@ -12,7 +12,7 @@ from pathlib import Path
 
 TESTED_VERSIONS: dict[str, tuple[str, str]] = {
     "torch": ("2.11", "2.14"),
-    "transformers": ("5.2.0", "5.24"),
+    "transformers": ("5.3.0", "5.24"),
     "peft": ("0.18.1", "0.22"),
     "accelerate": ("1.11.0", "1.16"),
     "safetensors": ("0.5", "0.9"),
@@ -57,7 +57,7 @@ class TestedStack:
 FACTORY = TestedStack(
     "factory",
     "LLaMA-Factory 0.9.5",
-    {"transformers": ("5.2.0", "5.9"), "peft": ("0.18.1", "0.19"), "accelerate": ("1.11.0", "1.12")},
+    {"transformers": ("5.3.0", "5.9"), "peft": ("0.18.1", "0.19"), "accelerate": ("1.11.0", "1.12")},
     {"llamafactory": ("0.9.5", "0.9.6"), "trl": ("0.24.0", "0.25"), "datasets": ("4.0.0", "4.1")},
 )
 NEWEST = TestedStack(

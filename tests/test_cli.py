@@ -122,7 +122,7 @@ HIGHEST = {"transformers": "5.23.0", "peft": "0.21.2", "accelerate": "1.15.0", "
         (HIGHEST, "newest", ""),
         (HIGHEST | {"peft": "0.18.1"}, "", r"transformers 5.23.0, peft 0.18.1.* has peft 0.21.2 to below 0.22; run: "),
         (HIGHEST | {"transformers": "5.24.1"}, "", r"has transformers 5.9.0 to below 5.24; run: pip install 't"),
-        (LOWEST_FACTORY | {"transformers": "5.1.0"}, "", "LLaMA-Factory 0.9.5, has transformers 5.2.0 to below 5.9; "),
+        (LOWEST_FACTORY | {"transformers": "5.1.0"}, "", "LLaMA-Factory 0.9.5, has transformers 5.3.0 to below 5.9; "),
         (HIGHEST | {"accelerate": None}, "", "has accelerate 1.15.0 to below 1.16; run: "),
     ],
 )  # fmt: skip
