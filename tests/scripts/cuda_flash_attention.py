@@ -55,8 +55,6 @@ PADDING = """
 from transformers.modeling_flash_attention_utils import _pad_input as pad_input
 from transformers.modeling_flash_attention_utils import _unpad_input as unpad_input
 """
-    "from transformers.modeling_flash_attention_utils import _pad_input as pad_input, _unpad_input as unpad_input\n"
-)
 
 
 def stand_in(folder: Path) -> None:
