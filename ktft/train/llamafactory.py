@@ -11,6 +11,7 @@ import argparse
 import copy
 import importlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -142,9 +143,11 @@ def _split(args: Any, known: set[str]) -> tuple[bool, Any, dict[str, Any], Any]:
     if not isinstance(args, dict):
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         ours.add_argument("--use_kt", nargs="?", const=True, default=False, type=string_to_bool)
-        ours.add_argument("--kt_config", type=yaml.safe_load)
+        # LLaMA Board prints a mapping as JSON without quotes: bash splits it into words that make up YAML
+        ours.add_argument("--kt_config", nargs="+")
         found, rest = ours.parse_known_args(args)
-        return found.use_kt, found.kt_config, {}, [*rest, "--use_kt", str(found.use_kt)]
+        kt_config = found.kt_config and yaml.safe_load(" ".join(found.kt_config))
+        return found.use_kt, kt_config, {}, [*rest, "--use_kt", str(found.use_kt)]
     ours_too = [key for key in args if key.startswith("kt_") and key not in known and key != "kt_config"]
     others = {key: value for key, value in args.items() if key != "kt_config" and key not in ours_too}
     return _truth(args.get("use_kt")), args.get("kt_config"), {key: args[key] for key in ours_too}, others
@@ -242,6 +245,7 @@ def patch_config(
     settings = settings_of(model_args)
     if settings is None:
         return original(config, tokenizer, model_args, init_kwargs, *args)
+    _show_on_board()
     # LLaMA-Factory would require the packages of the checkpoint's own method, and give that method to the model.
     vars(config).pop("quantization_config", None)
     original(config, tokenizer, model_args, init_kwargs, *args)
@@ -249,6 +253,14 @@ def patch_config(
     if init_kwargs.get("device_map") == "auto":  # inference: it would spread the model over all GPUs
         misc = importlib.import_module("llamafactory.extras.misc")
         init_kwargs["device_map"] = {"": misc.get_current_device()}
+
+
+def _show_on_board() -> None:
+    """Write ktft's lines to the log on LLaMA Board's page, if that started this run."""
+    shown = importlib.import_module("llamafactory.extras.logging").LoggerHandler
+    for handler in logging.getLogger("llamafactory").handlers:
+        if isinstance(handler, shown):
+            logger().addHandler(handler)
 
 
 def apply_liger_kernel(original: Callable[..., None], config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
