@@ -48,7 +48,7 @@ class LateStream:
 
 
 class LateEvent:
-    """Recorded on a late stream, it makes that one work when it is waited for."""
+    """An event that first runs the late stream it was recorded on when something waits for it."""
 
     def __init__(self) -> None:
         self._of: tuple[LateStream, int] | None = None

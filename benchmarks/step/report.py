@@ -79,7 +79,7 @@ def plot(records: Iterable[StepRecord], path: Path) -> None:
 
 
 def _lines(records: Sequence[StepRecord]) -> dict[str, tuple[list[int], list[float], Any]]:
-    """Label -> tokens, milliseconds a layer, style: ktft's models, their floors, the peers."""
+    """Map each label to its tokens, milliseconds a layer and style: ktft's models, their floors and the peers."""
     points: dict[str, dict[int, float]] = {}
     styles: dict[str, str] = {}
     for r in records:

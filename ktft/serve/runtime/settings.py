@@ -85,7 +85,7 @@ class ServeSettings:
 
     @property
     def base_name(self) -> str:
-        """What requests call the base."""
+        """The name by which requests ask for the base model."""
         return self.served_name or Path(self.checkpoint).resolve().name
 
     @property
