@@ -67,13 +67,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--python", default=sys.executable, help="Of the wheel's version. [the one that runs this]")
-    parser.add_argument("--environment", type=Path, help="Folder to make it in, and to keep. [a temporary one]")
+    parser.add_argument("--environment", type=Path, help="New folder for it, which stays. [a temporary one]")
     parser.add_argument("--torch", default="torch==2.13.0", help="What to ask pip for. [%(default)s]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
         environment = (args.environment or scratch / "environment").resolve()
-        subprocess.run([args.python, "-m", "venv", "--clear", str(environment)], check=True)
+        if environment.exists():
+            parser.error(f"{environment} exists: a fresh environment is wanted")
+        subprocess.run([args.python, "-m", "venv", str(environment)], check=True)
         print(json.dumps(check(args.wheel.resolve(), environment, scratch, args.torch), indent=1))
 
 
