@@ -7,6 +7,7 @@
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
 #   make newest  the environment with the newest transformers, PEFT and TRL
 #   make docs    the pages as a site, in build/site; its tools have an environment of their own, .venv-docs
+#   make wheel   wheels and the source distribution, in dist; its tools have .venv-wheel
 #   make sanitize  the kernel tests under AddressSanitizer, UBSan and ThreadSanitizer
 # With a CUDA torch: make STUBS= TORCH='torch==2.13.0 torchvision torchaudio'
 
@@ -28,6 +29,9 @@ NEWEST_BIN := $(NEWEST_VENV)/bin
 NEWEST_TESTS := $(addprefix tests/test_,parity.py families.py adapters.py saved_adapter.py peft_ways.py linear.py \
   quantizer.py schemes.py resume.py trainer.py trl.py export.py hosts.py)
 DOCS_VENV ?= .venv-docs
+WHEEL_VENV ?= .venv-wheel
+# One wheel each, if it is on this machine.
+WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
 # Tests that run beside each other: `auto` is one for each core, if memory has room (tests/conftest.py).
 WORKERS ?= auto
 
@@ -36,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test test-all lint bench sanitize native serving newest docs format clean
+.PHONY: demo test test-all lint bench sanitize native serving newest docs wheel format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
@@ -135,5 +139,29 @@ $(DOCS_VENV)/.environment: pyproject.toml ci/requirements.py
 	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check -qq install -r $(DOCS_VENV)/requirements.txt
 	@touch $@
 
+# Wheels are built from the source distribution, which shows that it builds. A wheel gets the tag of the oldest glibc
+# that has what it uses: for a release this runs in an image with an old one (docs/dev/releasing.md).
+wheel: $(WHEEL_VENV)/.environment
+	@rm -rf build/wheels dist
+	@echo "ktft: source distribution ..."
+	@$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist . > build/sdist.log 2>&1 || { cat build/sdist.log; exit 1; }
+	@for name in $(WHEEL_PYTHONS); do \
+	  python=$$($$name -c 'import sys; print(sys.executable)' 2> /dev/null) || { echo "ktft: $$name is not here: skipped"; continue; }; \
+	  echo "ktft: wheel for $$($$python -V) ..."; \
+	  $(WHEEL_VENV)/bin/python -m pip --python $$python --disable-pip-version-check -qq wheel --no-deps --no-cache-dir \
+	    --wheel-dir build/wheels --config-settings=cmake.define.KTFT_STATIC_RUNTIME=ON dist/ktft-*.tar.gz || exit 1; \
+	done
+	@ls build/wheels/*.whl > /dev/null 2>&1 || { echo "ktft: none of these is here: $(WHEEL_PYTHONS)"; exit 1; }
+	@PATH=$(abspath $(WHEEL_VENV))/bin:$$PATH; \
+	auditwheel repair --wheel-dir dist build/wheels/*.whl && for file in dist/*.whl; do auditwheel show $$file || exit 1; done
+	@ls -l dist
+
+$(WHEEL_VENV)/.environment: pyproject.toml ci/requirements.py
+	@echo "ktft: environment for wheels in $(WHEEL_VENV) (some MB to download the first time) ..."
+	@$(PYTHON) -m venv $(WHEEL_VENV)
+	@$(WHEEL_VENV)/bin/python ci/requirements.py --only wheel > $(WHEEL_VENV)/requirements.txt
+	@$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check -qq install -r $(WHEEL_VENV)/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(SERVE_VENV) $(NEWEST_VENV) $(DOCS_VENV) build
+	rm -rf $(VENV) $(SERVE_VENV) $(NEWEST_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist

@@ -52,7 +52,7 @@ def in_fp32(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactor
 def test_trains_as_on_stock_experts(
     train_yaml: TrainYaml, run_exp: RunExp, in_fp32: Path, tmp_path: Path, stage: str, options: dict[str, Any]
 ) -> None:
-    """With LoRA on attention alone, which stock experts allow too, losses, gradient norms and B after two steps are the same."""
+    """With LoRA on attention alone, losses, gradient norms and B after two steps are those of stock experts."""
     config = train_yaml("qwen3moe", stage, lora_target=ATTENTION, save_strategy="no", **SGD | {"learning_rate": 0.05})
     config["model_name_or_path"] = str(in_fp32)
     config |= options
