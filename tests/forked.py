@@ -69,13 +69,13 @@ class Forks:
 
 def _serve() -> None:
     """Fork for each line of stdin, which is a request, and answer with the exit status. Returns when stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
     for name in MODULES:
         importlib.import_module(name)
     # Asking whether a model takes images imports the configurations of 100 models.
     sys.modules["transformers"].AutoModelForImageTextToText._model_mapping.keys()
     gc.freeze()  # or each child, as it ends, would copy every page of what it shares
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -264,7 +264,7 @@ def test_llamafactory_refuses_before_loading(train_yaml: Callable[..., dict[str,
     from llamafactory.hparams import get_train_args
 
     for options, message in (
-        ({"optim": "adamw_apex_fused"}, "optim is 'adamw_apex_fused'.*set optim: adamw_torch"),
+        ({"optim": "adamw_torch_xla"}, "optim is 'adamw_torch_xla'.*set optim: adamw_torch"),
         ({"optim": "adamw_torch", "use_adam_mini": True}, "use_adam_mini is True"),
     ):
         with pytest.raises(ValueError, match=message):
