@@ -108,7 +108,7 @@ class Backbone:
             re.escape(part.suffix if part.suffix.startswith(".") else ".weight" + part.suffix) + "$": role
             for role, part in scheme.parts.items()
         }
-        return [WeightConverter(list(roles), ".weight", [_Dequantize(self, roles)])]
+        return [WeightConverter(list(roles), ".weight", operations=[_Dequantize(self, roles)])]
 
     def dequantize(self, name: str, tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
         """Decode the weight from its tensors, by role. `finish` reports errors in them."""
