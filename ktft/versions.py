@@ -104,9 +104,7 @@ def version_of(package: str) -> str | None:
 
 def is_within(version: str, tested: tuple[str, str]) -> bool:
     """Whether a version is within the tested range."""
-    from packaging.version import Version
-
-    return Version(tested[0]) <= Version(version.partition("+")[0]) < Version(tested[1])
+    return is_at_least(version, tested[0]) and not is_at_least(version, tested[1])
 
 
 def is_at_least(version: str, lowest: str) -> bool:

@@ -98,7 +98,9 @@ def name_adapter(
 ) -> dict[str, Any]:  # fmt: skip
     """PEFT's `BaseTuner._remap_adapter_state_dict_for_load`, which names the adapter in per-expert tensors too."""
     named = original(cls, model, config, adapter_name, state_dict)
-    return {EXPERT_TENSOR.sub(rf"\1.{adapter_name}\2", key): value for key, value in named.items()}
+    if not find_experts(model):
+        return named
+    return {EXPERT_TENSOR.sub(lambda end: f"{end[1]}.{adapter_name}{end[2]}", key): named[key] for key in named}
 
 
 def refuse_method(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

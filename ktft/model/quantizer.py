@@ -186,7 +186,7 @@ class KtftHfQuantizer(HfQuantizer):
         return config
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
-        """The same for transformers from 5.15 on, whose plans belong to the model."""
+        """The same for later transformers, whose plans belong to the model."""
         for key in [key for key in plan if ".experts" in key]:
             del plan[key]
 

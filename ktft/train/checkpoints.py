@@ -386,4 +386,4 @@ def _restore_losses(trainer: Any) -> None:
         trainer._tr_loss = torch.tensor(losses["since_logged"], device=trainer.args.device)
         trainer._total_loss_scalar = losses["logged"]
         trainer._globalstep_last_logged = losses["last_logged"]
-        trainer._initial_global_step = 0  # from 5.10 on, transformers divides the losses by the steps since this one
+        trainer._initial_global_step = 0  # later transformers divide the losses by the steps since this one
