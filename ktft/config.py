@@ -22,11 +22,6 @@ LANE_BYTES = 3 << 29
 """Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
 
 
-def world_size() -> int:
-    """The number of processes that the launcher (torchrun, accelerate, deepspeed) started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 LAUNCHES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",

@@ -72,11 +72,13 @@ class Device:
         pin_memory: the value of torch's `pin_memory` for host memory that is copied to or from the device.
         runs_triton: whether Triton compiles for the device.
         records_graphs: whether the device supports `record`.
+        collectives: torch.distributed's backend for tensors of the device.
     """
 
     pin_memory = False
     runs_triton = False
     records_graphs = False
+    collectives = "gloo"
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.index = device, device.index
@@ -103,6 +105,10 @@ class Device:
     def name(self) -> str:
         """The name of the device's model, for a person."""
         return "cpu"
+
+    def bus_id(self) -> str | None:
+        """The PCI address of the device, such as `0000:0f:00.0`; None if it has none."""
+        return None
 
     def driver_library(self) -> str | None:
         """The library with the functions of CUDA's driver, for `ktft.native.cuda`. It is None for the CPU, whose memory
@@ -173,6 +179,7 @@ class Cuda(Device):
     pin_memory = True
     runs_triton = True
     records_graphs = True
+    collectives = "nccl"
 
     @staticmethod
     def is_available() -> bool:
@@ -191,6 +198,12 @@ class Cuda(Device):
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.index)
+
+    def bus_id(self) -> str | None:
+        found: Any = torch.cuda.get_device_properties(self.index)
+        if not hasattr(found, "pci_bus_id"):  # an older torch
+            return None
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
     def driver_library(self) -> str | None:
         return config.cuda_library()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 ELSEWHERE = -1
 """This value in a layer's `top_k_index` means that the expert is computed elsewhere and adds nothing here."""
@@ -15,45 +17,62 @@ _WRONG = -2  # It is neither an expert's number nor `ELSEWHERE`, so the layer re
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """`count` consecutive experts, from number `first` on, of a layer that has `num_experts`.
+    """The experts with these `numbers`, in ascending order, of a layer that has `num_experts`.
 
     Checkpoints, adapters and routers number experts as the model does. A layer, its LoRA tensors and its lanes hold
     only these experts and number them from 0.
 
     Raises:
-        ValueError: the layer does not have these experts.
+        ValueError: the layer does not have these experts, or there is none.
     """
 
-    first: int
-    count: int
+    numbers: tuple[int, ...]
     num_experts: int
 
     def __post_init__(self) -> None:
-        if self.first < 0 or self.count < 1 or self.first + self.count > self.num_experts:
+        known = range(self.num_experts)
+        if not self.numbers or self.numbers != tuple(sorted({*self.numbers} & {*known})):
             raise ValueError(
-                f"a process cannot hold experts {self.first} to {self.first + self.count - 1} of a layer that has "
-                f"{self.num_experts}; give a range within 0 to {self.num_experts - 1}"
+                f"a process cannot hold experts {_listed(self.numbers) or '(none)'} of a layer that has "
+                f"{self.num_experts}; give numbers within 0 to {self.num_experts - 1}, in ascending order"
             )
 
     @classmethod
     def of(cls, num_experts: int, part: tuple[int, int] | None = None) -> HeldExperts:
         """Experts `part[0]` to `part[1] - 1` of a layer that has `num_experts`; all of them if `part` is None."""
-        first, end = part or (0, num_experts)
-        return cls(first, end - first, num_experts)
+        return cls(tuple(range(*(part or (0, num_experts)))), num_experts)
+
+    @classmethod
+    def share_of(cls, num_experts: int, rank: int, ranks: int) -> HeldExperts:
+        """Every `ranks`-th expert, from number `rank` on, so that neighbours, which are often hot together, part.
+
+        Raises:
+            ValueError: there are more ranks than experts.
+        """
+        if ranks > num_experts:
+            raise ValueError(
+                f"{ranks} processes cannot share the {num_experts} experts of a layer: each must hold one at least; "
+                f"start at most {num_experts}"
+            )
+        return cls(tuple(range(rank, num_experts, ranks)), num_experts)
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
 
     @property
     def whole(self) -> bool:
         return self.count == self.num_experts
 
     @property
-    def numbers(self) -> range:
-        """The experts' numbers in the model."""
-        return range(self.first, self.first + self.count)
-
-    @property
     def share(self) -> float:
         """The share of the layer's experts, at most 1."""
         return self.count / self.num_experts
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Number of an expert in the model -> its number here."""
+        return _places(self)
 
     def local(self, top_k_index: Tensor) -> Tensor:
         """The routes with the layer's own numbers of experts, and `ELSEWHERE` where another process has the expert.
@@ -62,7 +81,32 @@ class HeldExperts:
         """
         if self.whole:
             return top_k_index
-        index = top_k_index.long()
-        here = (index >= self.first) & (index < self.first + self.count)
-        known = (index >= 0) & (index < self.num_experts)
-        return (index - self.first).where(here, known.long() * (ELSEWHERE - _WRONG) + _WRONG)
+        return _table(self, top_k_index.device)[(top_k_index.long() + 1).clamp(0, self.num_experts + 1)]
+
+    def __str__(self) -> str:
+        """The numbers in few words."""
+        first, last, step = self.numbers[0], self.numbers[-1], (self.numbers[1:] or self.numbers)[0] - self.numbers[0]
+        if self.numbers == tuple(range(first, last + 1)):
+            return f"{first} to {last}"
+        if step > 0 and self.numbers == tuple(range(first, last + 1, step)):
+            return f"{first}, {first + step} to {last} by {step}"
+        return _listed(self.numbers)
+
+
+def _listed(numbers: Iterable[int], most: int = 6) -> str:
+    shown = [str(number) for number in numbers]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(held: HeldExperts) -> dict[int, int]:
+    return {number: place for place, number in enumerate(held.numbers)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(held: HeldExperts, on: device) -> Tensor:
+    """`[num_experts + 2]` int64: place of each number from -1 to `num_experts`."""
+    import torch  # not at the top, because plans need no torch
+
+    places = [held.places.get(number, ELSEWHERE) for number in range(held.num_experts)]
+    return torch.tensor([_WRONG, *places, _WRONG], device=on)

@@ -32,6 +32,12 @@ def read(path: Path) -> str | None:
         return None
 
 
+def read_list(path: Path) -> set[int]:
+    """The numbers in a file such as `0-3,8`, the kernel's form for CPUs; empty if it cannot be read."""
+    ranges = (part.partition("-") for part in (read(path) or "").split(",") if part)
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
+
+
 def memory(root: Path = ROOT) -> dict[str, int]:
     """The rows of /proc/meminfo in bytes, by its own names (`MemTotal`, `MemAvailable`, ...)."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo") or "", re.MULTILINE)

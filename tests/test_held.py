@@ -80,7 +80,7 @@ def test_stacked_tensors_and_biases(tiny_checkpoint: Checkpoint, family: str) ->
     whole = first(load(tiny_checkpoint(family), expert_format="int8"))
     count = whole.num_experts
     held = first(load(tiny_checkpoint(family), (1, count - 1), expert_format="int8"))
-    assert held.held == HeldExperts(1, count - 2, count)
+    assert held.held == HeldExperts(tuple(range(1, count - 1)), count)
     if whole.layer.biases:
         assert torch.equal(held.layer.bias(0, "down_proj"), whole.layer.bias(1, "down_proj"))
     assert_same_bytes(whole, held)
@@ -172,7 +172,7 @@ def test_plan_of_a_part(tiny_checkpoint: Checkpoint) -> None:
 
 
 def test_refusals(tiny_checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match="experts 6 to 8 of a layer that has 8"):
+    with pytest.raises(ValueError, match="experts 6, 7, 8 of a layer that has 8"):
         load(tiny_checkpoint("qwen3moe"), (6, 9))
     experts = first(load(tiny_checkpoint("qwen3moe"), PARTS[0]))
     hidden, index, weights = batch(experts)

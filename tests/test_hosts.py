@@ -179,7 +179,7 @@ def test_a_models_own_code(stock_hosts: None, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_configuration_of_ktft_installs_the_rows_for_models(stock_hosts: None) -> None:
     ktft.KtftConfig(threads=1)
-    assert {patch.package for patch in hosts.installed()} == {"transformers", "peft"}
+    assert {patch.package for patch in hosts.installed()} == {"transformers", "peft", "accelerate"}
 
 
 def test_the_import_hook_waits_for_the_modules_of_the_rows() -> None:

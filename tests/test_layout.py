@@ -38,6 +38,7 @@ PYTHON_RANKS = {
     "hosts": 1,
     "system": 1,
     "native": 2,
+    "ranks": 2,
     "reference": 2,
     "spans": 2,
     "checkpoint": 3,

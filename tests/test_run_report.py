@@ -230,7 +230,7 @@ def test_passes_without_gradients_are_not_counted(base: Path, tmp_path: Path) ->
     model = trainer(base, tmp_path).model.train()
     modules = find_experts(model).values()
     for module in modules:
-        module.record = Record(module.num_experts)
+        module.record = Record(module.held)
     batch = {name: rows[None] for name, rows in runs.DATA[0].items()}
     with torch.no_grad():
         model(**batch)

@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -157,8 +157,11 @@ def adapter_tensors(
     for name, layer in layers.items():
         if adapter_name in layer.lora_A:
             for kind, projection, _ in layer.tensors(adapter_name):
-                stacked = state_dict[f"{name}.{kind}.{adapter_name}.{projection}"]
-                for expert, tensor in zip(layer.experts.held.numbers, stacked, strict=True):
+                stacked, held = state_dict[f"{name}.{kind}.{adapter_name}.{projection}"], layer.experts.held
+                numbers: Sequence[int] = held.numbers
+                if layer.whole:  # of all ranks
+                    stacked, numbers = layer.whole[kind, adapter_name, projection], range(held.num_experts)
+                for expert, tensor in zip(numbers, stacked, strict=True):
                     tensors[f"{name}.{expert}.{projection}.{kind}.weight"] = tensor
     return tensors
 

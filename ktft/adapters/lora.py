@@ -95,6 +95,9 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     On disk each expert has its standard name, `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
 
     `ranks` are the first adapter's, by projection; `kwargs` are PEFT's LoRA options, which `check_options` may refuse.
+
+    Attributes:
+        whole: (`lora_A` or `lora_B`, adapter, projection) -> the stack of all experts, while `gathered` has it.
     """
 
     def __init__(self, base_layer: KtftExperts, adapter_name: str, ranks: dict[str, Rank], **kwargs: Any) -> None:
@@ -103,6 +106,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
             warnings.simplefilter("ignore", UserWarning)
             LoraLayer.__init__(self, base_layer)
         self.ranks = {adapter_name: ranks}
+        self.whole: dict[tuple[str, str, str], Tensor] = {}
         self._active_adapter = [adapter_name]
         self.update_layer(adapter_name, **kwargs)
         self.register_load_state_dict_pre_hook(_stack_experts)
@@ -141,7 +145,11 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
         a = nn.Parameter(torch.empty(base.num_experts, r, fan_in, dtype=torch.float32, device="cpu"))
         b = nn.Parameter(torch.zeros(base.num_experts, fan_out, r, dtype=torch.float32, device="cpu"))
-        for expert_a, expert_b in zip(a.data, b.data, strict=True):
+        # Values are drawn for experts elsewhere too, so that those here do not depend on who holds the others
+        spare_a, spare_b = torch.empty(r, fan_in, device="cpu"), torch.empty(fan_out, r, device="cpu")
+        for number in range(base.held.num_experts):
+            place = base.held.places.get(number)
+            expert_a, expert_b = (spare_a, spare_b) if place is None else (a.data[place], b.data[place])
             if init == "gaussian":
                 nn.init.normal_(expert_a, std=1 / r)
             else:

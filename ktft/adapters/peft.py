@@ -20,6 +20,7 @@ from ktft import hosts
 from ktft.adapters import files
 from ktft.adapters.below import BELOW, holds, stands_on
 from ktft.adapters.card import NEW_CARD, update_card
+from ktft.adapters.gathered import gathered
 from ktft.adapters.injection import as_saved
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora
 from ktft.adapters.reach import check_method
@@ -140,6 +141,8 @@ class KtftPeftMixin(SeveralAdapters):
     ) -> None:
         """Save adapters under standard per-expert names: into a scratch folder, read back, then moved into place.
 
+        If ranks share the experts, all of them must call it, and rank 0 writes the whole adapter.
+
         Raises:
             ValueError: a tensor holds NaN or Inf or differs when read back, or ktft does not support an option.
             OSError: the disk is full, for example. An earlier adapter in the directory is untouched in either case.
@@ -148,8 +151,18 @@ class KtftPeftMixin(SeveralAdapters):
             raise ValueError("ktft saves adapters as safetensors only; leave safe_serialization on")
         if path_initial_model_for_weight_conversion is not None:
             raise ValueError("ktft's adapters need no weight conversion; leave it out")
-        if not is_main_process:
-            return
+        with gathered(self) as writes:
+            if is_main_process and writes:
+                self._save(save_directory, selected_adapters, save_embedding_layers, state_dict, **kwargs)
+
+    def _save(
+        self,
+        save_directory: str | os.PathLike[str],
+        selected_adapters: list[str] | None,
+        save_embedding_layers: str | bool,
+        state_dict: dict[str, Any] | None,
+        **kwargs: Any,
+    ) -> None:
         selected = selected_adapters or [name for name in self.peft_config if name not in self.base_adapters]
         below = list(self.base_adapters.values())
         state, layers = self.state_dict() if state_dict is None else state_dict, expert_layers(self)

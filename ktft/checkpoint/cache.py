@@ -334,7 +334,7 @@ def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[
     if odd := sorted(entries.keys() ^ expected.keys()):
         raise ValueError(f"{path} {'lacks' if odd[0] in expected else 'holds an unknown'} tensor {odd[0]}; {_REDO}")
     recorded = checksums(path) if verify else {}
-    needed = [entry for entry in entries.values() if expected[entry.name][1][0] in layer.held.numbers]
+    needed = [entry for entry in entries.values() if expected[entry.name][1][0] in layer.held.places]
     for entry, data, crc in _read_all(needed, verify):
         if verify and crc != recorded.get(entry.name):
             raise ValueError(
@@ -342,7 +342,7 @@ def load_layer(path: Path, layer: ExpertLayer, verify: bool = True) -> Iterator[
                 f"{recorded.get(entry.name, 0):08x}; {_REDO}"
             )
         tensor, (expert, projection) = expected[entry.name]
-        place = expert - layer.held.first, projection
+        place = layer.held.places[expert], projection
         try:
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(f"it is {entry.dtype} {entry.shape}, expected {tensor.dtype} {tensor.shape}")

@@ -23,7 +23,7 @@ from ktft.checkpoint.families import ExpertSource, Family
 from ktft.checkpoint.reader import CheckpointReader, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
 from ktft.config import PROJECTIONS
-from ktft.held import HeldExperts
+from ktft.held import ELSEWHERE, HeldExperts
 from ktft.native import ExpertLayer
 
 logger = logging.getLogger(__name__)
@@ -228,8 +228,8 @@ class ExpertPlan:
                     f"{entry.file}: {name} has shape {entry.shape}, the model's config needs {(*stack, rows)}"
                 )
             self.tensor_names.add(name)
-            if expert in held.numbers:
-                target = LoadTarget(number, expert - held.first, projection, source.rows)
+            if expert in held.places:
+                target = LoadTarget(number, held.places[expert], projection, source.rows)
                 self.biases.setdefault(name, Bias(entry)).targets.append((target, source))
         return list(dict.fromkeys(lacking))
 
@@ -259,12 +259,13 @@ class ExpertPlan:
                 if key not in found:
                     found[key], missing = self._matrix(source)
                     lacking += missing
-                found[key].targets.append(LoadTarget(number, expert - held.first, projection, source.rows))
+                place = held.places.get(expert, ELSEWHERE)
+                found[key].targets.append(LoadTarget(number, place, projection, source.rows))
         if not lacking:
             for matrix in found.values():
                 _check_matrix(matrix, shape)
                 self.tensor_names.update(entry.name for entry in matrix.parts.values())
-                matrix.targets = [target for target in matrix.targets if 0 <= target.expert < held.count]
+                matrix.targets = [target for target in matrix.targets if target.expert != ELSEWHERE]
             self.matrices += [matrix for matrix in found.values() if matrix.targets]
         return lacking
 

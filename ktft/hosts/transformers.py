@@ -12,6 +12,13 @@ _of_trainer = partial(Patch, "transformers.trainer.Trainer")
 
 PATCHES = (
     Patch(
+        "accelerate.accelerator.Accelerator",
+        "prepare_model",
+        "ktft.train.parallel:prepare_model",
+        "DDP leaves out the LoRA of experts that ranks share. It takes names to ignore from the model that is wrapped, "
+        "and adapters may be added until then.",
+    ),
+    Patch(
         "transformers.quantizers.auto.AutoHfQuantizer",
         "merge_quantization_configs",
         "ktft.model.quantizer:prefer_ktft",
@@ -145,5 +152,12 @@ ON_SAVE = Patch(
     "It skips one event, which callbacks got while the checkpoint was in its staging folder, before it was sealed.",
     on_instances=True,
 )
-OTHERS = (ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE)
+STATE_DICT = Patch(
+    "torch.optim.Optimizer",
+    "state_dict",
+    "ktft.train.checkpoints:save_checkpoint",
+    "While a checkpoint is written, rank 0 leaves out the state of experts, of which every rank writes its own.",
+    on_instances=True,
+)
+OTHERS = (STATE_DICT, ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE)
 """Put on the code of a model, or on single objects."""

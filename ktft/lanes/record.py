@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ktft.held import HeldExperts
+
 _NEGLIGIBLE = 1e-25  # a gradient times a routing weight below this may vanish in bf16 kernels
 _COUNTING = threading.Lock()  # one for all records, because a record with a lock could not be copied with its model
 # A fork waits for the lock, so that no child finds it held by a thread which the child does not have
@@ -21,25 +23,25 @@ class Record:
     A micro-batch counts once, in its backward, however often checkpointing computes its forward. Passes without
     gradients, such as those of DPO's reference, are not counted.
 
-    `num_experts` are those that the process holds, `first` is the first one's number in the model, `layer` the layer's.
+    `held` are the experts that the process holds, `layer` is the layer's number.
 
     Attributes:
-        tokens: `[num_experts]` int64, (token, expert) pairs by expert.
+        tokens: `[held.count]` int64, (token, expert) pairs by expert.
         rows: number of tokens, padding included.
         watching: also count the pairs that the loss depends on, at the cost of one pass over the output's gradient.
     """
 
-    def __init__(self, num_experts: int, layer: int | None = None, first: int = 0) -> None:
-        self.layer, self.first = layer, first
-        self.tokens = torch.zeros(num_experts, dtype=torch.int64)
-        self._reached = torch.zeros(num_experts, dtype=torch.int64)
+    def __init__(self, held: HeldExperts, layer: int | None = None) -> None:
+        self.held, self.layer = held, layer
+        self.tokens = torch.zeros(held.count, dtype=torch.int64)
+        self._reached = torch.zeros(held.count, dtype=torch.int64)
         self._elsewhere: list[Tensor] = []  # counts still to be added; the device may not have computed them yet
         self.rows = 0
         self.watching = False
 
     @property
     def reached(self) -> Tensor:
-        """`[num_experts]` int64: pairs whose token had a nonzero gradient while `watching`. Waits for the GPU."""
+        """`[held.count]` int64: pairs whose token had a nonzero gradient while `watching`. Waits for the GPU."""
         while self._elsewhere:
             self._reached += self._elsewhere.pop().cpu()
         return self._reached

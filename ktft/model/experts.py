@@ -18,6 +18,7 @@ from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
 from ktft.model.shared import Ahead
 from ktft.native import ExpertLayer
+from ktft.ranks.exchange import Exchange
 
 
 class KtftExperts(nn.Module):
@@ -36,7 +37,9 @@ class KtftExperts(nn.Module):
         shared: the block's shared experts; None if it has none.
         record: receives counts in training mode; None, the initial value, counts nothing.
         num_experts: the number of experts that this process holds; `held` says which of the model's experts they are.
-            If it holds only a part, the output is the sum over that part only.
+        number: the layer's, if the processes that train together hold the experts that this one lacks. Then tokens
+            travel, and the output is the sum over all experts. It is None otherwise: if the process holds only a part,
+            the output is the sum over that part only.
     """
 
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
@@ -49,6 +52,7 @@ class KtftExperts(nn.Module):
         self.record: Record | None = None
         self.held = layer.held
         self.num_experts = layer.held.count
+        self.number: int | None = None
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
         self.weight: Tensor
@@ -62,10 +66,20 @@ class KtftExperts(nn.Module):
 
         See `routed_experts` for their dtypes.
         """
+        if self.number is None:
+            return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora)
+        exchange = Exchange(self.number, hidden_states)
+        hidden, index, weights = exchange.gather(hidden_states, top_k_index, top_k_weights)
+        return exchange.scatter(self._held_experts(hidden_states, hidden, index, weights, lora))
+
+    def _held_experts(
+        self, own: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
+    ) -> Tensor:
+        """The sum over the held experts. `own` are the hidden states that the model gave to this process."""
         record = self.record if self.training else None
         top_k_index = self.held.local(top_k_index)
         if self.laned is not None and (lanes := self.laned.lanes.on(hidden_states.device)) is not None:
-            ahead = self.shared.compute if self.shared is not None else None
+            ahead = None if (shared := self.shared) is None else lambda _: shared.compute(own)
             return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
@@ -82,7 +96,7 @@ class KtftExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """The text that a printout of the model shows for this module."""
-        part = "" if self.held.whole else f" ({self.held.first} to {self.held.numbers[-1]} of {self.held.num_experts})"
+        part = "" if self.held.whole else f" ({self.held} of {self.held.num_experts})"
         return (
             f"num_experts={self.num_experts}{part}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, format={self.layer.format}"

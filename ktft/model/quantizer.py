@@ -28,8 +28,8 @@ from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import IGNORED
-from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key, world_size
-from ktft.device import accelerator
+from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key
+from ktft.device import accelerator, accelerators
 from ktft.held import HeldExperts
 from ktft.lanes.decide.placer import usable_placement
 from ktft.lanes.lanes import Lanes
@@ -41,6 +41,8 @@ from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
 from ktft.model.shared import shared_ahead
 from ktft.model.shortage import PACKED, WEIGHTS, require_memory
+from ktft.ranks.cores import keep_to_own_cores
+from ktft.ranks.launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ class KtftConfig(QuantizationConfigMixin):
         reserve_bytes: memory that must be left once the model is loaded, for example for training, in all or by
             purpose; a model that leaves less is refused.
         part: a range (first, end), for example (32, 64): the process reads, packs, computes, trains and saves only
-            these experts of every layer, without `end`; a layer's output is then their part of the sum.
+            these experts of every layer, without `end`; a layer's output is then their part of the sum. By default
+            processes that torchrun started share the experts, each a part of every layer's, and all get whole sums.
 
     Raises:
         ValueError: an argument is unknown (the message names the nearest valid one), or its value is not accepted.
@@ -164,11 +167,6 @@ class KtftHfQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse settings that this release does not support, before anything is loaded."""
-        if world_size() > 1:
-            raise ValueError(
-                f"ktft trains in one process in this release, but WORLD_SIZE is {world_size()}; start one process, "
-                "with CUDA_VISIBLE_DEVICES naming one GPU"
-            )
         if is_deepspeed_zero3_enabled() or is_fsdp_enabled():
             method = "DeepSpeed ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP"
             raise ValueError(f"ktft does not run under {method} in this release; remove it from the configuration")
@@ -228,7 +226,10 @@ def check_memory(
     if all(str(place) == "cpu" for place in places):
         causes[WEIGHTS] = sum(tensor.nbytes for tensor in model.state_dict().values())
     what = f"the model in expert_format {plan.expert_format}"
-    require_memory(f"{what} and training" if reserve_bytes else what, causes)
+    what = f"{what} and training" if reserve_bytes else what
+    if (processes := Launch.of_environment().local_ranks) > 1:  # they load at the same time
+        what, causes = f"{what}, in {processes} processes,", {name: size * processes for name, size in causes.items()}
+    require_memory(what, causes)
 
 
 class LoadPlan:
@@ -286,13 +287,15 @@ def swap_experts(
     Args:
         model: on the meta device.
         part: the range (first, end) of the experts of each layer that this process holds, without `end`; by default
-            all of them.
+            all of them, or this rank's share if processes train together.
 
     Raises:
         ValueError: the model has no such module, or the kernels do not support its activation or dimensions.
     """
     config: Any = model.config
     swiglu = family.activation(config.get_text_config())
+    launch = Launch.of_environment() if part is None else Launch()
+    keep_to_own_cores(launch, [gpu.bus_id() for gpu in accelerators()][: launch.local_ranks])
     lanes = Lanes(settings, on_cpu=emulate_gpu()) if _has_gpu() else None
     threads = settings.threads
     if threads is None and lanes is not None:
@@ -311,9 +314,12 @@ def swap_experts(
             name=name,
             swiglu=swiglu,
             biases=family.biases,
-            held=HeldExperts.of(num_experts, part),
+            held=HeldExperts.share_of(num_experts, launch.rank, launch.ranks)
+            if launch.ranks > 1
+            else HeldExperts.of(num_experts, part),
         )
         experts[number] = KtftExperts(layer, family, settings.activation)
+        experts[number].number = number if launch.ranks > 1 else None
         if lanes is not None:
             block = model.get_submodule(name.rpartition(".")[0])
             experts[number].run_in(lanes, number, shared_ahead(block, family.shared_experts))

@@ -12,7 +12,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 
 from ktft.adapters.files import SCRATCH
+from ktft.adapters.gathered import gathered
 from ktft.adapters.peft import KtftPeftMixin
 from ktft.adapters.several import check_resumed
 from ktft.checkpoint.files import TEMPORARY, exchange, sync_directory
 from ktft.checkpoint.lock import locked
-from ktft.hosts.transformers import ON_SAVE, OUTPUT_DIR, PUSH
+from ktft.hosts.transformers import ON_SAVE, OUTPUT_DIR, PUSH, STATE_DICT
 from ktft.model.experts import find_experts
+from ktft.ranks.launch import Launch
 from ktft.system import readable
 from ktft.train import manifest
+from ktft.train.parallel import agreed, checked_once, ranks_of
 from ktft.train.report import logger
 from ktft.train.run import note_saved
+from ktft.train.shards import has_shards, held_rows, load_divided, names_of, save_shard, without_experts
 
 STAGING = f"_checkpoints{TEMPORARY}"
 """The folder in `output_dir` where a checkpoint is written. Hosts neither list it as a checkpoint nor upload it."""
@@ -85,7 +89,7 @@ def save_model(
 ) -> None:
     """`Trainer.save_model`, with the folder locked until the report there records what was written."""
     place = Path(output_dir or trainer.args.output_dir)
-    with locked(place, "saving a model") if trainer.args.should_save else nullcontext():
+    with locked(place, "saving a model") if trainer.args.should_save else nullcontext(), gathered(trainer.model):
         original(output_dir, _internal_call)
         if not _internal_call:
             note_saved(trainer, place)
@@ -138,21 +142,44 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, tria
     """`Trainer._save_checkpoint`, made atomic: the checkpoint is either complete or absent."""
     run_dir = Path(trainer._get_output_dir(trial))
     place = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    together = ranks_of(trainer.model)
+    first = together is None or together.first
     try:
-        with _staging(run_dir) as staging:
-            _write(original, trainer, model, trial, staging, place)
-            nbytes = manifest.seal(staging / place.name, _facts(trainer))
-            _publish(staging / place.name, place)
-            _rotate(run_dir, staging, trainer.args.save_total_limit, place, trainer.state.best_model_checkpoint)
+        with ExitStack() as stack, gathered(trainer.model):
+            staging = agreed(together, lambda: stack.enter_context(_staging(run_dir)) if first else run_dir / STAGING)
+            agreed(together, lambda: _write(original, trainer, model, trial, staging, place))
+            facts = _facts(trainer)
+            nbytes = agreed(together, lambda: _complete(trainer, staging, place, facts) if first else 0)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise OSError(_not_written(trainer, place, error)) from error
-    logger().info("%s is whole, %s", place, readable(nbytes))
+    if first:
+        logger().info("%s is whole, %s", place, readable(nbytes))
     if trainer.args.push_to_hub:
         trainer._push_from_checkpoint(str(place))
 
 
+def _complete(trainer: Any, staging: Path, place: Path, facts: dict[str, Any]) -> int:
+    """Seal what all ranks wrote into `staging`, and make it a checkpoint. Returns its bytes."""
+    nbytes = manifest.seal(staging / place.name, facts)
+    _publish(staging / place.name, place)
+    _rotate(place.parent, staging, trainer.args.save_total_limit, place, trainer.state.best_model_checkpoint)
+    return nbytes
+
+
 def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path) -> None:
     """Let the Trainer and its callbacks write the checkpoint into `staging`; its final path will be `place`."""
+    if not staging.is_dir():
+        raise OSError(
+            f"{Launch.of_environment().name} does not see {staging}, which rank 0 made: give an output_dir that is the "
+            "same folder on all machines"
+        )
+    together, optimizer = ranks_of(trainer.model), trainer.optimizer
+    if together is not None:
+        whole, names = optimizer.state_dict, names_of(trainer.model, optimizer)
+        held = held_rows(trainer.model)
+        (staging / place.name).mkdir(exist_ok=True)
+        save_shard(staging / place.name, trainer.model, optimizer, together)
+        STATE_DICT.put(optimizer, lambda: without_experts(whole(), names, held))
     OUTPUT_DIR.put(trainer, lambda trial: str(staging))
     PUSH.put(trainer, lambda folder: None)
     try:
@@ -160,8 +187,10 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
     finally:
         OUTPUT_DIR.take_off(trainer)
         PUSH.take_off(trainer)
+        if together is not None:
+            STATE_DICT.take_off(optimizer)
     state = trainer.state
-    if _find_best(state, place.parent, place):
+    if _find_best(state, place.parent, place) and trainer.args.should_save:
         state.save_to_json(str(staging / place.name / TRAINER_STATE_NAME))
     args, handler = copy.copy(trainer.args), trainer.callback_handler
     args.output_dir = str(staging)
@@ -193,7 +222,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "settings": manifest.settings_of(trainer),
         "data": manifest.data_facts(trainer),
         "seed": torch.initial_seed(),  # also determines the data order: accelerate's sampler uses it
-        "parameters": manifest.parameter_facts(trainer.model, trainer.optimizer),
+        "parameters": manifest.parameter_facts(trainer.model, trainer.optimizer, ranks_of(trainer.model)),
         # Losses since the last log and before it: transformers does not save them, so it would log other values
         # after resuming.
         "losses": {
@@ -260,7 +289,7 @@ def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint:
     path = Path(checkpoint)
     if path.is_dir():
         logger().info("reading %s against its manifest", path)
-        if problem := manifest.damage(path):
+        if problem := checked_once(ranks_of(trainer.model), lambda: manifest.damage(path)):
             raise ValueError(_refusal(path, problem))
         sealed = manifest.read_manifest(path)
         if sealed is None:
@@ -318,12 +347,16 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
     if checkpoint is None:
         return
     path = Path(checkpoint)
+    together = ranks_of(trainer.model)
     try:
-        original(checkpoint)
+        if together is not None or has_shards(path):
+            load_divided(path, trainer.model, trainer.optimizer, trainer.lr_scheduler)
+        else:
+            original(checkpoint)
     except (RuntimeError, ValueError, KeyError, EOFError) as error:
         raise ValueError(_refusal(path, f"its optimizer's state cannot be loaded: {error}")) from error
     if sealed := manifest.read_manifest(path):
-        now = manifest.parameter_facts(trainer.model, trainer.optimizer)
+        now = manifest.parameter_facts(trainer.model, trainer.optimizer, together)
         if problem := manifest.other_state(sealed["parameters"], now):
             raise ValueError(_refusal(path, problem))
         setattr(trainer, _LOSSES, sealed["losses"])

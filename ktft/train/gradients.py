@@ -6,7 +6,7 @@ ktft's own threads handle gradients in CPU memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ktft.checkpoint.families import GROUPS, group_of
 from ktft.model.experts import experts_family
 from ktft.native import Runtime
 from ktft.native.optim import row_norms, scale, takes
+from ktft.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,35 @@ def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], most: float, runtime: Runtime) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[Tensor],
+    most: float,
+    runtime: Runtime,
+    ranks: Ranks | None = None,
+    split: Collection[int] = (),
+) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` to the norm `most`, which does not write gradients that need no clipping.
 
-    Returns the norm before clipping, on the first gradient's device.
+    Args:
+        ranks: the processes that hold the experts together, all of which must call it; None if this one has them all.
+        split: ids of the parameters of which other ranks have other rows.
+
+    Returns:
+        The norm before clipping, of all ranks' gradients, on the first gradient's device.
     """
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     grads = [grad for _, grad in found]
-    if not grads:
+    if not grads and ranks is None:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.cat(norms(runtime, [grad.reshape(1, -1) for grad in grads])))
+    squares = [norm.double() ** 2 for norm in norms(runtime, [grad.reshape(1, -1) for grad in grads])]
+    here = torch.zeros(2, dtype=torch.float64)  # of parameters that every rank has, and of those split over ranks
+    for (parameter, _), square in zip(found, squares, strict=True):
+        here[int(id(parameter) in split)] += square[0]
+    if ranks is not None:
+        here[1:] = ranks.sum(here[1:].clone())
+    total = here.sum().sqrt().float()
+    if not grads:
+        return total
     factor = float(most / (total + 1e-6))
     if not factor >= 1:  # NaN included
         scale(runtime, [grad for grad in grads if takes(grad)], factor)

@@ -10,6 +10,7 @@ parameters, in the window. The guards keep numbers for each expert and tensor, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -60,6 +61,14 @@ class Step:
     rates: dict[int, float]  # id of a parameter -> its learning rate
     scaled: bool = False  # whether a gradient scaler may skip this step
     loss: float | None = None  # the mean over the step's batches, if it is known
+    groups: dict[str, float] | None = None  # norms by group, over all ranks; None if this process holds all experts
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients."""
+        if self.groups is not None:
+            return math.hypot(*self.groups.values())
+        return float(torch.linalg.vector_norm(torch.cat([torch.zeros(1), *self.norms.values()]).double()))
 
 
 @dataclass
@@ -108,10 +117,9 @@ class Guards:
             return
         if broken is not None:
             self._fail(self._not_finite(step, broken))
-        norm = float(torch.linalg.vector_norm(every.double()))
-        if dead := self.life.look(Look(step.number, step.loss, norm, max(step.rates.values(), default=0.0))):
+        if dead := self.life.look(Look(step.number, step.loss, step.norm, max(step.rates.values(), default=0.0))):
             self._fail(dead)
-        if not every.any():
+        if not step.norm:
             return  # no sample had a label, for instance
         self._check_groups(step)
         self._check_experts(step)
@@ -187,7 +195,8 @@ class Guards:
             self._fail(f"step {number}: parameter {name}{expert} holds NaN or Inf. {self.life.blame()}. {NOT_SAVED}")
 
     def _check_groups(self, step: Step) -> None:
-        for group, norm in group_norms(step.norms, self.parameters).items():
+        groups = step.groups if step.groups is not None else group_norms(step.norms, self.parameters)
+        for group, norm in groups.items():
             proof = self.proofs[group]
             if norm > 0 and proof.gradient_step is None:
                 proof.gradient_step, proof.gradient_norm = step.number, norm
@@ -205,7 +214,7 @@ class Guards:
                 continue
             reached, norm = step.reached[each.layer], step.norms.get(name)
             cut = self._cut(self.proofs[each.group], step)
-            if not reached.any():
+            if not reached.any() and step.groups is None:
                 self._fail(
                     f"step {step.number}: {each.layer}: none of its tokens has a gradient, while other layers' have; "
                     f"{cut}"

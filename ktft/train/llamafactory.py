@@ -32,7 +32,7 @@ from ktft.adapters.peft import expert_layers
 from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
 from ktft.checkpoint.families import FAMILIES
-from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config, world_size
+from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config
 from ktft.device import accelerator
 from ktft.hosts.llamafactory import PATCHES
 from ktft.model.experts import find_experts
@@ -190,7 +190,7 @@ def _check_environment(module: Any, args: Any) -> None:
         raise ValueError("use_kt: true does not work under USE_MCA; unset it")
     given = args if isinstance(args, dict) else {}
     try:
-        check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")), processes=world_size())
+        check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")))
     except ValueError as error:
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it last, not 50 lines further up
             Path(file).write_text(json.dumps({"message": str(error)}))

@@ -17,14 +17,18 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ktft.checkpoint.files import read_json, sync_tree, to_json, write_whole
+from ktft.held import HeldExperts
 from ktft.model.experts import find_experts
+from ktft.ranks.group import Ranks
+from ktft.train.shards import held_rows, names_of
 
 MANIFEST = "ktft_checkpoint.json"
 VERSION = 1
 LOADED = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 """Suffixes of files that a Trainer may load from a checkpoint. Such a file is refused if the manifest lacks it."""
-REQUIRED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-"""Files that a checkpoint must have: without one, a Trainer resumes with some state reset and reports no error."""
+REQUIRED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state*.pth")
+"""Patterns of files that a checkpoint must have. Without one, a Trainer resumes with some state reset and reports no
+error."""
 
 
 def seal(directory: Path, facts: Mapping[str, Any]) -> int:
@@ -86,7 +90,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 def damage(directory: Path) -> str | None:
     """The first fault found in a checkpoint's files; None if there is none. Reads all files."""
-    missing = [name for name in REQUIRED if not (directory / name).is_file()]
+    missing = [pattern.replace("*", "") for pattern in REQUIRED if not any(directory.glob(pattern))]
     if missing:
         return f"it has no {missing[0]}, so that training could not go on exactly"
     try:
@@ -160,7 +164,7 @@ def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
 
 
 _STRENGTH = ("lora_alpha", "alpha_pattern", "use_rslora")
-_SETTINGS = (
+SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("seed", "data_seed", "bf16", "fp16", "label_smoothing_factor", "neftune_noise_alpha"),
@@ -170,7 +174,7 @@ _SETTINGS = (
 
 def settings_of(trainer: Any) -> dict[str, Any]:
     """Settings that may differ in the run that resumes: name -> value."""
-    found = {name: getattr(trainer.args, name, None) for name in _SETTINGS}
+    found = {name: getattr(trainer.args, name, None) for name in SETTINGS}
     found = {name: getattr(value, "value", value) for name, value in found.items()}
     return found | {"lora_dropout": getattr(_lora_config(trainer.model), "lora_dropout", None)}
 
@@ -191,40 +195,66 @@ def data_facts(trainer: Any) -> dict[str, int | None]:
     dataset, args = trainer.train_dataset, trainer.args
     return {
         "examples": len(dataset) if hasattr(dataset, "__len__") else None,
-        "examples a step": args.train_batch_size * args.gradient_accumulation_steps,
+        "examples a step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
     }
 
 
-def parameter_facts(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
+def parameter_facts(model: nn.Module, optimizer: Any, together: Ranks | None = None) -> list[dict[str, Any]]:
     """Name, shape and counts of nonzero values in each state tensor, for each parameter in the optimizer's order.
 
-    The counts do not depend on the number of threads, and take one pass over the state.
+    The counts do not depend on the number of threads, and take one pass over the state. Those of LoRA that ranks share
+    are of all ranks, which must call it.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held, names = held_rows(model), names_of(model, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = optimizer.state_dict()["state"]  # indexed by position in the groups
+    counted = [{key: _count(each) for key, each in sorted(states.get(at, {}).items())} for at in range(len(names))]
+    if together is not None:
+        by_rank = together.gather({at: counted[at] for at, name in enumerate(names) if name in held})
+        for at in by_rank[0]:
+            counted[at] = {key: _sum([rank[at][key] for rank in by_rank]) for key in counted[at]}
     return [
         {
-            "name": names.get(id(parameter), "not in the model"),
-            "shape": list(parameter.shape),
-            "state": {key: _fact(value) for key, value in sorted(states.get(place, {}).items())},
+            "name": name,
+            "shape": _whole_shape(parameter, held.get(name)),
+            "state": {key: _told(value) for key, value in values.items()},
         }
-        for place, parameter in enumerate(parameters)
+        for name, parameter, values in zip(names, parameters, counted, strict=True)
     ]
 
 
-def _fact(value: Any) -> Any:
+def _whole_shape(parameter: torch.Tensor, held: HeldExperts | None) -> list[int]:
+    """The parameter's shape if one process held all experts."""
+    return list(parameter.shape) if held is None else [held.num_experts, *parameter.shape[1:]]
+
+
+_Counts = tuple[str, int, int]
+"""A tensor's dtype, how many of its values are not zero, and how many it has."""
+
+
+def _count(value: Any) -> _Counts | float | str:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return f"{value.dtype}, {int(torch.count_nonzero(value))} of {value.numel()} not zero"
+        return str(value.dtype), int(torch.count_nonzero(value)), value.numel()
     if isinstance(value, torch.Tensor | int | float):
         return float(value)
     return type(value).__name__
 
 
+def _sum(parts: list[Any]) -> Any:
+    if not isinstance(parts[0], tuple):
+        return parts[0]
+    return parts[0][0], sum(part[1] for part in parts), sum(part[2] for part in parts)
+
+
+def _told(value: _Counts | float | str) -> float | str:
+    return f"{value[0]}, {value[1]} of {value[2]} not zero" if isinstance(value, tuple) else value
+
+
 def other_parameters(then: list[dict[str, Any]], model: nn.Module) -> str | None:
     """The first difference between a model's trained parameters and those in `then`; None if there is none."""
     old = {fact["name"]: fact["shape"] for fact in then}
-    new = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    held = held_rows(model)
+    new = {name: _whole_shape(p, held.get(name)) for name, p in model.named_parameters() if p.requires_grad}
     if gone := [name for name in old if name not in new]:
         return f"it trained {len(gone)} parameters that are not trained now, the first is {gone[0]}"
     if added := [name for name in new if name not in old]:

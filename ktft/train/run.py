@@ -20,12 +20,15 @@ from ktft.lanes.lanes import Lanes
 from ktft.lanes.record import Record
 from ktft.model.experts import find_experts, layer_number
 from ktft.native import Runtime
+from ktft.ranks.group import Ranks
+from ktft.ranks.watch import explained
 from ktft.train.attention import AttentionSpans
 from ktft.train.dead import LifeSigns, vocabulary_of
 from ktft.train.facts import Told, facts_of
 from ktft.train.gradients import GradientWatch, clip_grad_norm, group_norms, rates_of, trained_parameters
-from ktft.train.guards import Guards, Step
+from ktft.train.guards import ROUTED, Guards, Step
 from ktft.train.manifest import MANIFEST, checkpoints
+from ktft.train.parallel import over_ranks, ranks_of, split_parameters, summed
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import Since, memory_now, times_of
@@ -54,6 +57,7 @@ class Run:
     trace: Trace | None
     runtime: Runtime
     lanes: Lanes | None = None
+    ranks: Ranks | None = None
     norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
     since: Since = field(default_factory=Since)
@@ -74,7 +78,7 @@ class Run:
         trace = None if (path := trace_file()) is None else Trace(path)
         experts = find_experts(model)
         for name, module in experts.items():
-            module.record = Record(module.num_experts, layer_number(name), module.held.first)
+            module.record = Record(module.held, layer_number(name))
         parameters, runtime = trained_parameters(model), next(iter(experts.values())).layer.runtime
         tokens = torch.zeros(len(experts), report.num_experts, dtype=torch.int64)
         spans.RECORDER.start(trace)
@@ -88,6 +92,7 @@ class Run:
             trace=trace,
             runtime=runtime,
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
+            ranks=ranks_of(model),
         )
 
     def begin_step(self, look: bool) -> None:
@@ -116,7 +121,9 @@ class Run:
             self.norms, self.norms_step = group_norms(norms, self.guards.parameters), number
             reached = {name: record.reached for name, record in self.records.items()}
             loss = None if self.loss is None else float(self.loss)
-            step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None, loss)
+            loss = over_ranks(self.ranks, loss, self.norms, ROUTED)
+            groups = None if self.ranks is None else self.norms
+            step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None, loss, groups)
             self.guards.before_step(step)
         self.optimizer = spans.span("optimizer").begin()
 
@@ -133,7 +140,8 @@ class Run:
         seconds = ended - self.began
         counts = torch.zeros_like(self.report.expert_tokens)
         for row, record in zip(counts, self.records.values(), strict=True):
-            row[record.first : record.first + len(record.tokens)] = record.tokens
+            row[list(record.held.numbers)] = record.tokens
+        counts = summed(self.ranks, counts)
         tokens = max(record.rows for record in self.records.values())
         row = {"step": number, "seconds": seconds, **times_of(seconds, sums), "tokens": tokens, **memory_now()}
         self.report.steps.add({name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()})
@@ -289,7 +297,8 @@ def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
     callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
     callback.told = Told.by(trainer)
     try:
-        return original(trainer, *args, **kwargs)
+        with explained():
+            return original(trainer, *args, **kwargs)
     except BaseException as error:
         callback.failed(trainer.model, trainer.args, trainer.state, error)
         if isinstance(error, KeyboardInterrupt) and callback.run is not None:
@@ -304,7 +313,8 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
         return original(trainer, model)
     run.watch.measure()
     trainer.accelerator.unscale_gradients()
-    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime)
+    split = {id(parameter) for parameter in split_parameters(model).values()}
+    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime, run.ranks, split)
 
 
 def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,12 +21,13 @@ from ktft.train.checkpoints import clear_leftovers
 from ktft.train.gradients import rates_of
 from ktft.train.guards import ROUTED
 from ktft.train.optimizer import check_optimizer, describe, remember_model
+from ktft.train.parallel import check_precision, require_same_run
 from ktft.train.report import Report, examine, format_report, logger
 from ktft.train.run_times import LOGGED
 from ktft.train.trace import require_writable
 
 
-def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int = 1, gpus: int = 1) -> None:
+def check_launch(*, fsdp: bool = False, deepspeed: bool = False, gpus: int = 1) -> None:
     """Raise ValueError if the arguments or the environment ask for what this release does not support."""
     if (launch := config.launched_as()) is not None:
         variable, setting = launch
@@ -34,12 +35,14 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, processes: int 
             f"ktft does not support {config.LAUNCHES[variable]} in this release, which the environment asks for by "
             f"{setting}; unset {variable}, and start the program without accelerate launch"
         )
-    one_gpu = "set CUDA_VISIBLE_DEVICES to one GPU, and start one process"
     unsupported = (
         (fsdp, "FSDP", "remove fsdp from the configuration"),
         (deepspeed, "DeepSpeed (ZeRO-2 and ZeRO-3 included)", "remove deepspeed: the experts are off the GPU already"),
-        (processes > 1, f"training in {processes} processes", one_gpu),
-        (gpus > 1, f"DataParallel over {gpus} GPUs", one_gpu),
+        (
+            gpus > 1,
+            f"DataParallel over {gpus} GPUs",
+            f"start a process for each, torchrun --nproc-per-node {gpus} ..., or set CUDA_VISIBLE_DEVICES to one GPU",
+        ),
     )
     for used, what, cure in unsupported:
         if used:
@@ -56,7 +59,8 @@ def check_arguments(args: TrainingArguments) -> None:
         )
     if (path := config.trace_file()) is not None:
         require_writable(path)
-    check_launch(fsdp=bool(args.fsdp), deepspeed=args.deepspeed is not None, processes=args.world_size, gpus=args.n_gpu)
+    check_launch(fsdp=bool(args.fsdp), deepspeed=args.deepspeed is not None, gpus=args.n_gpu)
+    check_precision(args)
 
 
 class KtftCallback(TrainerCallback):
@@ -76,7 +80,10 @@ class KtftCallback(TrainerCallback):
         if report is None:
             return
         check_trained(model, report, optimizer)
-        clear_leftovers(Path(str(args.output_dir)))
+        dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
+        require_same_run(model, args, len(dataset) if hasattr(dataset, "__len__") else None)
+        if args.should_save:
+            clear_leftovers(Path(str(args.output_dir)))
         left = state.global_step < state.max_steps  # a resumed run may have no step left
         when = f"before step {state.global_step + 1}" if left else f"after step {state.global_step}, the last"
         logger().info("%s\n%s\n%s\n%s", when, format_report(report), describe(optimizer), LOGGED)

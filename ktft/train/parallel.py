@@ -1,0 +1,124 @@
+"""Training in several processes: what DDP must leave alone, what must be equal, and what is summed over all ranks.
+
+Expert LoRA exists once, on the rank that holds the expert. DDP, by which every rank has the same copy of all other
+parameters and the mean of their gradients, must not see it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from ktft.adapters.peft import expert_layers
+from ktft.model.experts import find_experts
+from ktft.ranks.group import Ranks, ranks, same
+from ktft.train.manifest import SETTINGS, run_facts
+from ktft.versions import version_of
+
+Value = TypeVar("Value")
+
+PACKAGES = ("ktft", "torch", "transformers", "peft", "accelerate")
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The processes that hold the model's experts together; None if this one holds them all."""
+    split = any(module.number is not None for module in find_experts(model).values())
+    return ranks() if split else None
+
+
+def split_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> the parameters of which each rank has its own rows: LoRA on experts that ranks share."""
+    own = {
+        id(tensor)
+        for layer in expert_layers(model).values()
+        if layer.experts.number is not None
+        for adapter in layer.lora_A
+        for _, _, tensor in layer.tensors(adapter)
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def prepare_model(
+    original: Callable[..., Any], accelerator: Any, model: Any, device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> Any:  # fmt: skip
+    """accelerate's `prepare_model`, which wraps a model in DDP without the LoRA of experts that ranks share."""
+    if isinstance(model, nn.Module) and ranks_of(model) is not None:
+        split = split_parameters(model)
+        setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), *split])
+        # DDP refuses a model without anything to average
+        others = any(p.requires_grad for name, p in model.named_parameters() if name not in split)
+        evaluation_mode = evaluation_mode or not others
+    return original(accelerator, model, device_placement, evaluation_mode)
+
+
+def check_precision(args: TrainingArguments) -> None:
+    """Refuse fp16 in several processes, where each would scale and skip by its own gradients."""
+    if args.world_size > 1 and args.fp16:
+        raise ValueError(
+            f"fp16 is on in {args.world_size} processes: each would skip steps by the gradients of its own experts; "
+            "set bf16: true in place of fp16"
+        )
+
+
+def require_same_run(model: nn.Module, args: TrainingArguments, examples: int | None) -> None:
+    """Refuse ranks that would train something else than the others. All ranks must call it.
+
+    Raises:
+        ValueError: versions, settings, the seed, the data, the base model or the adapters' shapes or values differ.
+    """
+    if (together := ranks_of(model)) is not None:
+        same(_facts(model, args, examples), together)
+
+
+def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> Iterator[tuple[str, str]]:
+    yield "Python", platform.python_version()
+    yield from ((name, str(version_of(name))) for name in PACKAGES)
+    yield from ((name, str(getattr(args, name, None))) for name in (*SETTINGS, "world_size", "save_strategy"))
+    yield "the number of training examples", str(examples)
+    yield "the seed of torch's generator", str(torch.initial_seed())
+    yield from run_facts(model, str(getattr(args.optim, "value", args.optim))).items()
+    split, values, names = split_parameters(model), hashlib.sha256(), hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            shape = parameter.shape[1:] if name in split else parameter.shape
+            names.update(f"{name} {tuple(shape)} {parameter.dtype}".encode())
+            if name not in split:
+                values.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    yield "trained parameters (SHA-256 of names and shapes)", names.hexdigest()
+    yield "trained parameters outside the experts (SHA-256 of their values)", values.hexdigest()
+
+
+def over_ranks(together: Ranks | None, loss: float | None, norms: dict[str, float], group: str) -> float | None:
+    """The mean loss of all ranks; the norm of `group` in `norms`, of the experts here, becomes that of all experts.
+
+    All ranks must call it.
+    """
+    if together is None:
+        return loss
+    sums = together.sum(torch.tensor([loss or 0.0, norms.get(group, 0.0) ** 2], dtype=torch.float64))
+    if group in norms:
+        norms[group] = float(sums[1].sqrt())
+    return None if loss is None else float(sums[0]) / together.size
+
+
+def summed(together: Ranks | None, counts: Tensor) -> Tensor:
+    """The counts, on the CPU, become their sums over all ranks. All ranks must call it."""
+    return counts if together is None else together.sum(counts)
+
+
+def agreed(together: Ranks | None, act: Callable[[], Value]) -> Value:
+    """What `act` returns. If it fails on one rank, it fails on all. All ranks must call it."""
+    return act() if together is None else together.together(act)
+
+
+def checked_once(together: Ranks | None, check: Callable[[], Value]) -> Value:
+    """What `check` returns on rank 0, which alone runs it. All ranks must call it."""
+    return check() if together is None else together.on_first(check)
