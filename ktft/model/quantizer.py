@@ -43,6 +43,7 @@ from ktft.model.shared import shared_ahead
 from ktft.model.shortage import PACKED, WEIGHTS, require_memory
 from ktft.ranks.cores import keep_to_own_cores
 from ktft.ranks.launch import Launch
+from ktft.ranks.watch import begin
 
 logger = logging.getLogger(__name__)
 
@@ -295,6 +296,7 @@ def swap_experts(
     config: Any = model.config
     swiglu = family.activation(config.get_text_config())
     launch = Launch.of_environment() if part is None else Launch()
+    begin()
     keep_to_own_cores(launch, [gpu.bus_id() for gpu in accelerators()][: launch.local_ranks])
     lanes = Lanes(settings, on_cpu=emulate_gpu()) if _has_gpu() else None
     threads = settings.threads

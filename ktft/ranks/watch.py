@@ -11,6 +11,7 @@ import atexit
 import functools
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -142,10 +143,14 @@ class Watch:
         life, (before, since) = _Life.read(text), self._heard.get(rank, (None, now))
         if life != before:
             self._heard[rank] = life, now
-        elif (life.host, life.space) == (own.host, own.space) and not os.path.exists(f"/proc/{life.process}"):
+            return
+        near = (life.host, life.space) == (own.host, own.space)
+        if near and not os.path.exists(f"/proc/{life.process}"):
             self._gone(rank, f"is gone: its process {life.process} has ended without a word. {_KILLED}")
         elif now - since > SILENT:
             self._gone(rank, f"has been silent for {now - since:.0f} s: it hangs, or its machine is cut off")
+            if near:  # torchrun would wait for it for another half minute
+                os.kill(life.process, signal.SIGKILL)
 
     def _gone(self, rank: int, what: str) -> None:
         if self.found is None:
@@ -169,14 +174,17 @@ class Watch:
 _KILLED = "Its own output may say why; the kernel's log does if it killed the process for lack of memory (dmesg)"
 
 
-@functools.cache
 def begin() -> Watch | None:
-    """Start this process's watch, once; it ends with the process. None if there is nobody to watch, or no store.
+    """This process's watch, which starts once the ranks have found each other and ends with the process; None before.
 
     An exception that ends the process is told to the others.
     """
-    found = store() if started() else None
-    if found is None:
+    return _begin() if started() else None
+
+
+@functools.cache
+def _begin() -> Watch | None:
+    if (found := store()) is None:
         return None
     watch, own, before = Watch(Launch.of_environment(), found), os.getpid(), sys.excepthook
     watch.start()
@@ -198,10 +206,10 @@ def explained() -> Iterator[None]:
     Raises:
         RuntimeError: another rank is gone.
     """
+    watch = begin()
     try:
         yield
     except RuntimeError as error:
-        watch = begin()
         broken = watch is not None and any(sign in str(error) for sign in _BROKEN)
         if not broken or watch is None or (reason := watch.wait_for_reason()) is None:
             raise
