@@ -188,7 +188,8 @@ def optimizer(
 def step(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STEP_SHAPES)}, or E,k,H,I; repeatable.")] = None,
     layers: Annotated[list[int] | None, typer.Option(min=1, help="Layers of the model; repeatable. [2]")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=2, help="Tokens in the batch; repeatable.")] = None,
+    gpus: Annotated[list[int] | None, typer.Option(min=1, help="GPUs that train together; repeatable. [1]")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=2, help="Tokens in a GPU's batch; repeatable.")] = None,
     fmt: Annotated[list[str] | None, typer.Option("--format", help="Expert format; repeatable. [k4, int8]")] = None,
     placement: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(PLACEMENTS)}: where experts run; repeatable. [auto]")
@@ -219,8 +220,8 @@ def step(
     from benchmarks.step.run import Plan, run
 
     names = [each.name for each in PEERS]
-    plan = Plan(shapes, layers or [2], tokens or [512, 4096], routings, formats, placements, memory, rank,
-                checkpointing, runs, threads, _peers(peer, names, names))  # fmt: skip
+    plan = Plan(shapes, layers or [2], sorted(set(gpus or [1])), tokens or [512, 4096], routings, formats, placements,
+                memory, rank, checkpointing, runs, threads, _peers(peer, names, names))  # fmt: skip
     with _refusing(errors=(ValueError, WorkerError)):
         records, failed = _recorded(console, output, partial(run, plan))
     for line in failed:

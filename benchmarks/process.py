@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar, Self
 
 
@@ -28,11 +30,14 @@ class Started:
     Args:
         command: its command line.
         asked: whether its stdin and stdout are pipes to this process; otherwise stdin is empty and stdout is kept too.
+        variables: for its environment, beside this process's own.
     """
 
     LAST_LINES: ClassVar[int] = 8  # that a message shows
 
-    def __init__(self, command: list[str], asked: bool = False) -> None:
+    def __init__(
+        self, command: list[str], asked: bool = False, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._process = subprocess.Popen(
             command,
@@ -40,7 +45,7 @@ class Started:
             stdout=subprocess.PIPE if asked else self._log,
             stderr=self._log,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
         )
 
     def __enter__(self) -> Self:

@@ -36,6 +36,7 @@ class Job:
         routing: `uniform` or `zipf`.
         rank, checkpointing: LoRA's rank, and whether backward recomputes activations.
         format, placement, gpu_expert_memory, threads: ktft's settings, for runners that use them.
+        gpus: how many GPUs train together, a process for each, with batches of their own.
     """
 
     runner: str
@@ -49,11 +50,13 @@ class Job:
     placement: str = ""
     gpu_expert_memory: int | str = 0
     threads: int | None = None
+    gpus: int = 1
 
     @property
     def name(self) -> str:
         """The job's name for a person."""
-        return " ".join(part for part in (self.runner, self.format, self.placement) if part)
+        together = f"on {self.gpus} GPUs" if self.gpus > 1 else ""
+        return " ".join(part for part in (self.runner, self.format, self.placement, together) if part)
 
     def settings(self) -> Settings:
         """ktft's settings. Experts stay on the GPU only if asked for; `resident` keeps all that fit.
@@ -132,6 +135,7 @@ class StepRecord:
     hidden_size: int
     intermediate_size: int
     layers: int
+    gpus: int
     tokens: int
     routing: str
     rank: int

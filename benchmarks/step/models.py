@@ -24,6 +24,7 @@ from ktft.config import PROJECTIONS
 from ktft.model.experts import expert_modules
 from ktft.model.generic import family_of
 from ktft.model.quantizer import swap_experts
+from ktft.ranks.launch import Launch
 
 SCALE = 0.02  # standard deviation of weights
 DISTINCT = 4  # different packed matrices of each projection in a layer; each is copied to several experts' addresses
@@ -182,16 +183,18 @@ def set_checkpointing(model: Any, job: Job, use_reentrant: bool = True) -> None:
         model.enable_input_require_grads()
 
 
-def index_table(job: Job, layer: int, tokens: int) -> Tensor:
-    """The experts of each token in a layer, `[T, k]` int64, the same for all runners of this model."""
+def index_table(job: Job, layer: int, tokens: int, rank: int = 0) -> Tensor:
+    """The experts of each token of a rank in a layer, `[T, k]` int64, the same for all runners of this model."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1000 + layer)
+        torch.manual_seed(1000 + layer + 1000 * rank)
         return make_index(Case(job.shape, tokens, job.routing, job.format, job.rank))
 
 
 def counts(job: Job, layer: int, tokens: int) -> list[int]:
-    """The number of tokens of each expert."""
-    return index_table(job, layer, tokens).flatten().bincount(minlength=job.shape.num_experts).tolist()
+    """The number of tokens, of all ranks, of each expert that rank 0 holds."""
+    every = torch.cat([index_table(job, layer, tokens, rank) for rank in range(job.gpus)])
+    found: list[int] = every.flatten().bincount(minlength=job.shape.num_experts).tolist()
+    return found[:: job.gpus]
 
 
 def fix_routing(model: nn.Module, job: Job, device: torch.device) -> None:
@@ -200,7 +203,8 @@ def fix_routing(model: nn.Module, job: Job, device: torch.device) -> None:
     if len(modules) != job.layers:
         raise RuntimeError(f"{len(modules)} experts modules in {job.layers} layers")
     for layer, module in enumerate(modules):
-        tables = {tokens: index_table(job, layer, tokens).to(device) for tokens in job.tokens}
+        rank = Launch.of_environment().rank
+        tables = {tokens: index_table(job, layer, tokens, rank).to(device) for tokens in job.tokens}
         module.register_forward_pre_hook(_replace_indices(tables))
 
 

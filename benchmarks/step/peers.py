@@ -41,8 +41,9 @@ class Offload(ModelRunner):
 
     def __init__(self, job: Job) -> None:
         # What a launcher would set, for one process on a port that is free
-        launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(launched, MASTER_PORT=str(free_port()))
+        if job.gpus == 1:
+            launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+            os.environ.update(launched, MASTER_PORT=str(free_port()))
         torch.manual_seed(0)
         self.device = device_here()
         self.model = stock_model(job, torch.device("cpu"))
@@ -126,8 +127,9 @@ class Fsdp2Offload(Offload):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         on_gpu = self.device.type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=0, world_size=1)
-        mesh = dist.init_device_mesh(self.device.type, (1,))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=int(os.environ["RANK"]),
+                                world_size=job.gpus)  # fmt: skip
+        mesh = dist.init_device_mesh(self.device.type, (job.gpus,))
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         set_checkpointing(self.model, job, use_reentrant=False)

@@ -15,8 +15,8 @@ from benchmarks.step.cases import StepRecord
 PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "kt", "hf-resident": "hf"}
 FLOOR = ", floor"
 LEGEND = (
-    "L layers, T tokens; lanes: where experts run. margin: ms of one more layer; x floor: forward and backward over "
-    "the least this machine allows. experts': of VRAM, RSS: memory. NAME x: its time over ktft's. "
+    "L layers, T tokens of each GPU; lanes: where experts run. margin: ms of one more layer; x floor: forward and "
+    "backward over the least this machine allows. experts': of VRAM, RSS: memory. NAME x: its time over ktft's. "
     "docs/reference/measuring.md"
 )
 
@@ -26,14 +26,14 @@ def make_table(records: Sequence[StepRecord]) -> Table:
     peers = [name for name in PEER_NAMES if any(name in record.peers for record in records)]
     numbers = ("fwd ms", "bwd", "opt", "ms/layer", "margin", "tok/s", "x floor", "VRAM", "experts'", "RSS")
     headings = [*numbers, *(f"{PEER_NAMES[name]} x" for name in peers)]
-    table = new_table("shape", ("L", "T", "routing", "format", "lanes"), headings)
+    table = new_table("shape", ("L", "GPUs", "T", "routing", "format", "lanes"), headings)
     for r in records:
         marginal = "-" if r.marginal_ms_per_layer is None else short(r.marginal_ms_per_layer)
         times = (short(value) for value in (r.forward_ms, r.backward_ms, r.optimizer_ms, r.ms_per_layer))
         memory = (f"{value / 1e9:.2f}" for value in (r.vram_bytes, r.vram_experts_bytes, r.rss_bytes))
         speed = f"{r.tokens_per_second:.0f}", f"{r.over_floor:.2f}"
         cells = (*times, marginal, *speed, *memory, *ratios(r.peers, peers))
-        table.add_row(r.shape, str(r.layers), str(r.tokens), r.routing, r.format, r.placement, *cells)
+        table.add_row(r.shape, str(r.layers), str(r.gpus), str(r.tokens), r.routing, r.format, r.placement, *cells)
     return table
 
 

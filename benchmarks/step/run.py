@@ -30,6 +30,7 @@ class Plan:
 
     shapes: list[Shape]
     layers: list[int]
+    gpus: list[int]
     tokens: list[int]
     routings: list[str]
     formats: list[str]
@@ -67,9 +68,10 @@ class Group:
             "ktft", shape, layers, tuple(plan.tokens), routing, plan.rank, plan.checkpointing, threads=plan.threads
         )
         self.jobs = [
-            replace(self.base, format=fmt, placement=placement, gpu_expert_memory=plan.gpu_expert_memory)
+            replace(self.base, format=fmt, placement=placement, gpu_expert_memory=plan.gpu_expert_memory, gpus=gpus)
             for fmt in plan.formats
             for placement in plan.placements
+            for gpus in plan.gpus
         ]
         self.failed: dict[str, str] = {}
         self.absent: dict[str, str] = {name: NOT_ASKED for name in (p.name for p in PEERS) if name not in plan.peers}
@@ -135,7 +137,7 @@ class Group:
         if reason := RUNNERS[name].absent():
             self.absent[name] = reason
             return
-        job = replace(self.base, runner=name)
+        job = replace(self.base, runner=name, gpus=max(self.plan.gpus))
         peer = Peer({}, {})
         try:
             with Worker(job) as worker:
@@ -174,9 +176,12 @@ def marginal(group: Group, times: list[Times], smaller: Group | None, fewer: lis
     return 1e3 * (median(times, "step") - median(fewer, "step")) / (group.base.layers - smaller.base.layers)
 
 
-def figures(group: Group, name: str, tokens: int, smaller: Group | None) -> Iterator[tuple[str, PeerFigure]]:
-    """The figures of the peers, compared with one of ktft's models."""
+def figures(group: Group, job: Job, tokens: int, smaller: Group | None) -> Iterator[tuple[str, PeerFigure]]:
+    """The figures of the peers, compared with one of ktft's models on as many GPUs."""
+    name = job.name
     for peer, timed in group.peers.items():
+        if job.gpus != max(group.plan.gpus):
+            continue
         if tokens not in timed.times or (tokens, name) not in timed.around:
             continue
         times, layers = timed.times[tokens], 1 if peer == ONE_LAYER else group.base.layers
@@ -210,6 +215,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
     return StepRecord(
         **job.shape.in_record(),
         layers=job.layers,
+        gpus=job.gpus,
         tokens=tokens,
         routing=job.routing,
         rank=job.rank,
@@ -226,7 +232,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
         spread=(max(each.step for each in times) - min(each.step for each in times)) / step,
         ms_per_layer=1e3 * step / job.layers,
         marginal_ms_per_layer=marginal(group, times, smaller, fewer),
-        tokens_per_second=tokens / step,
+        tokens_per_second=job.gpus * tokens / step,
         without_experts_ms=1e3 * around,
         floor_ms=1e3 * least,
         over_floor=median(times, "passes") / least,
@@ -235,7 +241,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
         read_gbs=rates.read / 1e9,
         registers_tflops=rates.registers / 1e12,
         gpu_tflops=rates.gpu / 1e12,
-        peers=dict(figures(group, job.name, tokens, smaller)),
+        peers=dict(figures(group, job, tokens, smaller)),
         absent_peers=group.absent,
         **parts(times),
     )

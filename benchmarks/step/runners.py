@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import not_installed
 from benchmarks.step.cases import VOCABULARY, Job, Times
@@ -18,15 +20,28 @@ from ktft.config import emulate_gpu
 from ktft.device import accelerator, device_of
 from ktft.lanes.decide.placer import usable_placement
 from ktft.model.experts import find_experts
+from ktft.ranks.launch import Launch
 from ktft.train.optimizer import AdamW
+from ktft.train.parallel import split_parameters
 
 LEARNING_RATE = 1e-4
 
 
 def device_here() -> torch.device:
-    """The GPU if there is one, else the CPU."""
+    """This process's GPU if there is one, else the CPU."""
     gpu = accelerator()
-    return gpu.indexed() if gpu is not None else torch.device("cpu")
+    if gpu is None:
+        return torch.device("cpu")
+    if (launch := Launch.of_environment()).ranks > 1:
+        torch.cuda.set_device(launch.local_rank)
+    return gpu.indexed()
+
+
+def join(device: torch.device) -> None:
+    """Meet the other processes of this job, if there are any."""
+    launch = Launch.of_environment()
+    if launch.ranks > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
 def clock(device: torch.device) -> float:
@@ -103,12 +118,21 @@ class ModelRunner(Runner):
     def __init__(self, job: Job) -> None:
         torch.manual_seed(0)
         self.device = device_here()
+        join(self.device)
         if job.threads:
             torch.set_num_threads(job.threads)
         self.model = self.make(job, self.device)
         set_checkpointing(self.model, job)
         fix_routing(self.model, job, self.device)
         self.optimizer = self.make_optimizer([each for each in self.model.parameters() if each.requires_grad])
+        if job.gpus > 1:
+            self.model = self.together()
+
+    def together(self) -> Any:
+        """The model, whose gradients are averaged over the processes, experts' excepted."""
+        split = split_parameters(self.model)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, list(split))
+        return DistributedDataParallel(self.model, [self.device] if self.device.type == "cuda" else None)
 
     def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
         """The optimizer of the trained parameters."""
