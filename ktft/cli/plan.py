@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ktft.plan.description import CORE_FLOPS, Machine
+from ktft.plan.description import CORE_FLOPS, Machine, Together
 from ktft.system import readable
 
 if TYPE_CHECKING:
+    from ktft.plan.description import Description
     from ktft.plan.plan import Plan
 
 TABLE_WIDTH = 120
@@ -34,6 +36,11 @@ def plan(
     ] = None,
     ram: Annotated[str | None, typer.Option(help="Memory of the machine, as 512G. [this machine]")] = None,
     gpu: Annotated[str | None, typer.Option(help="Memory of its GPU, as 24G, or none.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a machine; a process for each trains.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines like this one that train together.")] = 1,
+    network: Annotated[
+        str | None, typer.Option(help="Bytes a second that a machine receives from others. [12.5G, of 100 Gbit/s]")
+    ] = None,
     gpu_tflops: Annotated[float | None, typer.Option(min=0.1, help="Dense bf16 TFLOPS of the GPU.")] = None,
     pcie: Annotated[
         str | None, typer.Option(help="PCIe generation of the GPU, 3 to 5, or bytes a second, as 25G.")
@@ -57,11 +64,14 @@ def plan(
     from ktft.checkpoint.hub import model_path
     from ktft.plan.description import Description
 
-    description = Description(ram, gpu, gpu_tflops, pcie, cores, sockets, bandwidth, isa, disk_rate)
+    description = Description(ram, gpu, gpu_tflops, pcie, cores, sockets, bandwidth, isa, disk_rate, network)
     machine, rate = description.machine() if description.given else None, description.size("disk_rate", 1000)
     with Console(stderr=True).status("planning ..."):
         path = model_path("MODEL", model)
-        result = _make(path, None if model.exists() else str(model), recipe, machine, rate, routing)
+        together = Together(gpus * nodes, gpus)
+        result = _make(
+            path, None if model.exists() else str(model), recipe, machine, rate, routing, together, description
+        )
     if as_json:
         from ktft.plan.plan import to_json
 
@@ -72,7 +82,14 @@ def plan(
 
 
 def _make(
-    path: Path, name: str | None, recipe_file: Path | None, machine: Machine | None, rate: int | None, routing: str
+    path: Path,
+    name: str | None,
+    recipe_file: Path | None,
+    machine: Machine | None,
+    rate: int | None,
+    routing: str,
+    together: Together,
+    description: Description,
 ) -> Plan:
     """The plan for the model called `name` at `path` on a machine; None for `machine` means this one."""
     from transformers.utils import logging
@@ -84,12 +101,14 @@ def _make(
     from ktft.train.recipe import read_recipe
 
     recipe, notes = read_recipe(recipe_file)
-    source = read_source(path, recipe.settings, name)
+    source = read_source(path, recipe.settings, name, together.ranks)
     if machine is None:
         measured = rate or (disk_rate(source.shard) if source.shard else None)
         settings = recipe.settings
         machine = this_machine(settings.threads, settings.numa_nodes, gpu=not recipe.use_cpu, disk_rate=measured)
-    return Planner(source, machine, recipe, routing).plan(tuple(notes))
+    own = machine.of_rank(together.local_ranks)
+    own = replace(own, network_rate=description.size("network", 1000) or own.network_rate)
+    return Planner(source, own, recipe, routing, together).plan(tuple(notes))
 
 
 def show(plan: Plan, console: Console) -> None:

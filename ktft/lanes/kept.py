@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +43,19 @@ class _Kept:
     state: tuple[object, ...]
     out: Tensor
     version: int  # of out, which the model may change in place
+
+
+@dataclass
+class OwnRows:
+    """This rank's rows of an output of which the lanes compute all ranks' rows. Only they are kept, `[T, H]` too.
+
+    Attributes:
+        found: the rows that were kept, if there are any.
+        keep: keeps the rows; None if nobody will ask for them.
+    """
+
+    found: Tensor | None = None
+    keep: Callable[[Tensor], None] | None = None
 
 
 class KeptOutputs:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from ktft import spans
 from ktft.config import PROJECTIONS
 from ktft.lanes.gpu.crossing import Arriving
-from ktft.lanes.kept import Inputs, KeptOutputs
+from ktft.lanes.kept import Inputs, KeptOutputs, OwnRows
 from ktft.lanes.lanes import DeviceLanes, Lanes
 from ktft.lanes.passes import Pass
 from ktft.lanes.record import Record
@@ -57,6 +58,7 @@ class LanedExperts:
         record: Record | None = None,
         training: bool = False,
         meanwhile: Callable[[Tensor], None] | None = None,
+        own: OwnRows | None = None,
     ) -> Tensor:
         """As `ktft.model.autograd.routed_experts`, which has the arguments that are not listed here.
 
@@ -64,6 +66,8 @@ class LanedExperts:
             lanes: what `self.lanes.on` gives for the device of the hidden states.
             training: keep the output of a forward without gradients, because checkpointing will ask for it again.
             meanwhile: gives the GPU independent work on the hidden states, once the CPU is at work.
+            own: what is kept in place of the output, if ranks share the experts. If it was found, the values of the
+                output mean nothing.
 
         Raises:
             ValueError: as `routed_experts`.
@@ -72,7 +76,7 @@ class LanedExperts:
         inputs = [hidden_states, top_k_weights, *(lora.parameters() if lora is not None else ())]
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         again = training and not gradients and not torch.is_inference_mode_enabled()
-        call = _Call(self, lanes, lora, record, gradients, keep=again)
+        call = _Call(self, lanes, lora, record, gradients, again, own)
         call.begin(hidden_states.detach(), top_k_index, top_k_weights.detach())
         if meanwhile is not None:
             with _settled(call.cpu):
@@ -108,6 +112,7 @@ class _Call:
     record: Record | None
     gradients: bool  # a backward may follow
     keep: bool  # checkpointing will ask for the output again
+    own: OwnRows | None
     inputs: Inputs = field(init=False)
     device_weights: Tensor = field(init=False)  # `[T, k]` fp32
     routes: Routes = field(init=False)
@@ -135,6 +140,8 @@ class _Call:
         kept = owner.kept.pop(self.inputs, self.lora) if may_be_kept else None
         if kept is not None:
             self.kept, self.routes = kept
+            if self.own is not None:
+                self.own.found, self.kept = self.kept, self.kept.new_zeros(1).expand(hidden.shape)
             return
         self.routes = Routes(index, rows_of(owner.layer, self.inputs.top_k_index))
         self.run = self._placed(Work.BOTH if self.gradients and owner.activation == "retain" else Work.FORWARD)
@@ -181,7 +188,11 @@ class _Call:
             self.run = run
         out = total.to(hidden.dtype)
         if self.keep:
-            owner.kept.keep(self.inputs, self.routes, self.lora, out)
+            keep = partial(owner.kept.keep, self.inputs, self.routes, self.lora)
+            if self.own is None:
+                keep(out)
+            else:
+                self.own.keep = keep
         return out
 
     def backward(

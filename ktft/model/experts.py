@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import LayerShape
+from ktft.lanes.kept import OwnRows
 from ktft.lanes.lanes import Lanes
 from ktft.lanes.layer import LanedExperts
 from ktft.lanes.record import Record
@@ -67,20 +68,31 @@ class KtftExperts(nn.Module):
         See `routed_experts` for their dtypes.
         """
         if self.number is None:
-            return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora)
+            return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora, None)
         exchange = Exchange(self.number, hidden_states)
         hidden, index, weights = exchange.gather(hidden_states, top_k_index, top_k_weights)
-        return exchange.scatter(self._held_experts(hidden_states, hidden, index, weights, lora))
+        own = OwnRows()
+        every = self._held_experts(hidden_states, hidden, index, weights, lora, own)
+        out = exchange.scatter(every, own.found)
+        if own.keep is not None:
+            own.keep(out)
+        return out
 
     def _held_experts(
-        self, own: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
+        self,
+        own_states: Tensor,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+        own: OwnRows | None,
     ) -> Tensor:
-        """The sum over the held experts. `own` are the hidden states that the model gave to this process."""
+        """The sum over the held experts. `own_states` are the hidden states that the model gave to this process."""
         record = self.record if self.training else None
         top_k_index = self.held.local(top_k_index)
         if self.laned is not None and (lanes := self.laned.lanes.on(hidden_states.device)) is not None:
-            ahead = None if (shared := self.shared) is None else lambda _: shared.compute(own)
-            return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
+            ahead = None if (shared := self.shared) is None else lambda _: shared.compute(own_states)
+            return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead, own)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
     def run_in(self, lanes: Lanes, number: int, shared: Ahead | None = None) -> None:

@@ -74,11 +74,17 @@ class Workload:
     states: float = ADAM_STATES  # moments per parameter that the optimizer keeps
     weight_bytes: int = BF16  # bytes per weight outside the experts
     mixed: bool = False  # whether autocast to 16 bits is on
+    ranks: int = 1  # processes that share the experts, each with batches of its own
 
     @property
     def tokens(self) -> int:
         """Tokens in one forward pass."""
         return self.batch * self.sequence
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens of all ranks, which every rank's experts see in one forward pass."""
+        return self.tokens * self.ranks
 
     def expert_activation(self, *, gpu: bool) -> str:
         """The activation mode of experts. With a GPU, checkpointing keeps their outputs and recomputes gate and up."""
@@ -215,6 +221,9 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
+_GATHERED = 6  # tensors of all ranks' tokens in one layer
+
+
 def footprint(
     shape: ModelShape, work: Workload | None, expert_format: str, *, threads: int, nodes: int, gpu: bool
 ) -> Footprint:
@@ -233,15 +242,19 @@ def footprint(
     ram["its gradients and moments"] = work.training_bytes(work.on_experts()) - ram["expert LoRA"]
     place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
     on: dict[str, Any] = {"threads": threads, "nodes": nodes, "activation": work.expert_activation(gpu=gpu)}
-    buffers = [expert_buffers(moe, work.tokens, work.on_experts(number), **on) for number, moe in shape.moe.items()]
+    buffers = [
+        expert_buffers(moe, work.expert_tokens, work.on_experts(number), **on) for number, moe in shape.moe.items()
+    ]
     kept = [layer.retained for layer in buffers]
     retained = max(kept) if work.checkpointing else sum(kept)
     largest = max(layer.workspace for layer in buffers)
-    io = 6 * work.tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients in transit
+    io = 6 * work.expert_tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients in transit
     layer_grads = [sum(a.parameters for a in work.on_experts(n)) for n in shape.moe]
     second = work.accumulation > 1  # a further pass's gradients exist beside those they are added to
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
     place["activations"] = torch_activations(shape, work, gpu=gpu)
+    if work.ranks > 1:  # hidden states, outputs and their gradients of all ranks, of one layer
+        place["tokens of other ranks"] = _GATHERED * work.expert_tokens * shape.hidden_size * BF16
     if gpu:
         held = sum(vram.values()) - CUDA_CONTEXT
         vram["fragments"] = int(held * (VRAM_FRAGMENTS - 1)) + work.tokens * shape.vocab_size * FP32

@@ -90,17 +90,20 @@ def top_k_of(config: Any) -> int:
     raise ValueError(f"config.json of {config.model_type} has none of {', '.join(TOP_K_KEYS)}")
 
 
-def empty_experts(model: PreTrainedModel, family: Family, part: tuple[int, int] | None = None) -> dict[int, MoeShape]:
+def empty_experts(
+    model: PreTrainedModel, family: Family, part: tuple[int, int] | None = None, ranks: int = 1
+) -> dict[int, MoeShape]:
     """Replace the routed experts by `KtftExperts` that hold only sizes, so that adapters find their places.
 
     Args:
         model: a model on the meta device; family: its family.
         part: (first, end) of the experts of each layer that the process holds, end excluded; by default all.
+        ranks: if several processes share the experts, the shapes are of the first one's share, the largest.
     """
     top_k = top_k_of(model.config.get_text_config())
     shapes = {}
     for number, name, (experts, hidden_size, intermediate_size) in expert_modules(model, family):
-        held = HeldExperts.of(experts, part)
+        held = HeldExperts.of(experts, part) if ranks == 1 else HeldExperts.share_of(experts, 0, ranks)
         shapes[number] = MoeShape(held.count, top_k, hidden_size, intermediate_size, family.biases, held)
         model.set_submodule(name, KtftExperts(shapes[number], family))
     return shapes
@@ -132,14 +135,16 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
     )
 
 
-def shape_of(config: PreTrainedConfig, part: tuple[int, int] | None = None) -> tuple[ModelShape, PreTrainedModel]:
+def shape_of(
+    config: PreTrainedConfig, part: tuple[int, int] | None = None, ranks: int = 1
+) -> tuple[ModelShape, PreTrainedModel]:
     """The shape of a config's model, and the model on the meta device with empty `KtftExperts`.
 
-    `part` is explained at `empty_experts`.
+    `part` and `ranks` are explained at `empty_experts`.
 
     Raises:
         ValueError: ktft does not support the model.
     """
     model = meta_model(config)
-    moe = empty_experts(model, family_of(model), part)
+    moe = empty_experts(model, family_of(model), part, ranks)
     return read_shape(model, moe), model

@@ -22,10 +22,29 @@ SOCKET_BANDWIDTH = {
 }
 CORES_A_SOCKET = 32
 DISK_RATE = 2e9
+LINK_RATE = 40e9
+"""Bytes a second that a rank gets from others of its machine without NVLink, over PCIe 5; with it, it is ten times as
+much, and nothing of a step either way."""
+NETWORK_RATE = 12.5e9  # 100 Gbit/s
 OPERATING_SYSTEM = 0.02  # of the memory
 # Bytes/s of pinned copies over 16 lanes by PCIe generation: 54 measured of generation 5's 63 GB/s, the same share of
 # the others' published rates.
 PCIE_RATES = {3: 13.5e9, 4: 27e9, 5: 54e9}
+
+
+@dataclass(frozen=True)
+class Together:
+    """Processes that share the experts: how many in all, and how many on each machine, one for each of its GPUs."""
+
+    ranks: int = 1
+    local_ranks: int = 1
+
+    @property
+    def machines(self) -> int:
+        return self.ranks // self.local_ranks
+
+
+ALONE = Together()
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,8 @@ class Machine:
         node_bytes: memory that may be used, a NUMA node; ram_bytes: of all of them, limits included.
         threads: CPU threads of the kernels.
         flops: of products on registers, all threads; bandwidth, disk_rate: bytes/s.
+        local_ranks: how many processes share the machine, if this is what one of them has.
+        network_rate: bytes/s that the whole machine receives from others.
         measured: rates were measured here, and the kernels can be timed.
         assumptions: what was not given; warnings: what this machine lacks.
     """
@@ -78,6 +99,8 @@ class Machine:
     disk_rate: float
     gpu: Gpu | None
     measured: bool
+    local_ranks: int = 1
+    network_rate: float = NETWORK_RATE
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -85,6 +108,18 @@ class Machine:
     def nodes(self) -> int:
         """NUMA nodes."""
         return len(self.node_bytes)
+
+    def of_rank(self, local_ranks: int) -> Machine:
+        """What each of this many processes has of the machine. Each has a GPU of its own."""
+        return replace(
+            self,
+            ram_bytes=self.ram_bytes // local_ranks,
+            node_bytes=tuple(size // local_ranks for size in self.node_bytes),
+            threads=max(self.threads // local_ranks, 1),
+            flops=self.flops / local_ranks,
+            bandwidth=self.bandwidth / local_ranks,
+            local_ranks=local_ranks,
+        )
 
     def with_ram(self, ram_bytes: int) -> Machine:
         """The same machine with `ram_bytes` of memory installed."""
@@ -122,6 +157,7 @@ class Description:
     bandwidth: str | None = None
     isa: str | None = None
     disk_rate: str | None = None
+    network: str | None = None
 
     @property
     def given(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from ktft import native, system
 from ktft.config import memory_limit
-from ktft.device import accelerator, accelerators
+from ktft.device import accelerator
 from ktft.lanes.decide.calibrate import copy_seconds
 from ktft.plan.description import DISK_RATE, Gpu, Machine
 
@@ -101,6 +101,4 @@ def _warnings(available: int) -> list[str]:
     quota = native.topology()["cgroup_cpus"]
     if quota is not None and quota < (os.cpu_count() or 1):
         found.append(f"a cgroup allows {quota:g} of {os.cpu_count()} CPUs")
-    if len(accelerators()) > 1:
-        found.append(f"{len(accelerators())} GPUs are visible, ktft trains on one: set CUDA_VISIBLE_DEVICES")
     return found

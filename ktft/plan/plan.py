@@ -8,7 +8,7 @@ from typing import Any
 from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
 from ktft.lanes.decide.simulate import Simulated
 from ktft.model.memory import FP32, LANE_PARTS, Footprint, Workload
-from ktft.plan.description import Machine
+from ktft.plan.description import ALONE, Machine, Together
 from ktft.plan.source import ModelSource
 from ktft.plan.steptime import StepTime
 from ktft.system import readable
@@ -58,6 +58,7 @@ class Plan:
     formats: tuple[FormatPlan, ...]
     changes: tuple[PlanChange, ...]
     notes: tuple[str, ...]
+    together: Together = ALONE
 
     @property
     def wished(self) -> str:
@@ -117,17 +118,33 @@ LANE_WORDS = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
 def lane_notes(plan: Plan) -> list[str]:
     """Notes on where the best format's experts run, what limits them, and how much GPU memory they take."""
     best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
+    together = _together_notes(plan, best)
     if (lanes := best.lanes) is None:
-        return []
+        return together
     shares: dict[str, str] = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
     busy = ", ".join(f"{LANE_WORDS[lane]} {seconds / lanes.total:.0%}" for lane, seconds in lanes.busy.items())
     vram = best.footprint.vram
     own = ", ".join(f"{part} {readable(vram[part])}" for part in LANE_PARTS if vram.get(part))
     return [
+        *together,
         f"{best.format} experts: of their rows {shares['cpu']} run on the CPU, {shares['stream']} are streamed to the "
         f"GPU, {shares['resident']} meet residents there; {LANE_WORDS[lanes.slowest]} is what most time is waited for "
         f"(busy: {busy})",
         f"of the GPU's memory the experts take: {own or 'nothing'}",
+    ]
+
+
+def _together_notes(plan: Plan, best: FormatPlan) -> list[str]:
+    """What the figures of a plan for several processes count."""
+    together = plan.together
+    if together.ranks == 1:
+        return []
+    memory = readable(together.local_ranks * best.footprint.ram_bytes)
+    return [
+        f"{together.ranks} processes, one for each GPU, on {together.machines} machine"
+        f"{'s' * (together.machines > 1)}: memory and GPU memory are of one process, tokens/s of all. The "
+        f"{together.local_ranks} of a machine take {memory} of its memory with {best.format} experts; each holds "
+        f"1/{together.ranks} of the experts"
     ]
 
 
@@ -174,6 +191,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "adapter_bytes": adapter * FP32,
             "training_checkpoint_bytes": int(adapter * FP32 * (1 + plan.work.states)),
         },
+        "processes": asdict(plan.together),
         "formats": [_format_json(each) for each in plan.formats],
         "fits": plan.fits,
         "verdict": verdict(plan),

@@ -18,7 +18,7 @@ from ktft.model.shape import MoeShape
 from ktft.model.shortage import by_cause, largest_cause, shortage
 from ktft.plan import rates
 from ktft.plan.backbone import Untimed, timed_layers
-from ktft.plan.description import GPUS, Machine, gpu_of_size
+from ktft.plan.description import ALONE, GPUS, Machine, Together, gpu_of_size
 from ktft.plan.plan import FormatPlan, Plan, PlanChange, best_of, cost_of, lane_notes, wished_format
 from ktft.plan.source import ModelSource
 from ktft.plan.steptime import load_seconds, simulated_lanes, step_time
@@ -31,10 +31,23 @@ _LEAST_CUTOFF = 512
 
 
 class Planner:
-    """Plans one model; rates are timed or looked up once, for the recipe it was made with."""
+    """Plans one model; rates are timed or looked up once, for the recipe it was made with.
 
-    def __init__(self, source: ModelSource, machine: Machine, recipe: Recipe, routing: str = "uniform") -> None:
+    Args:
+        machine: what one process has of it.
+        together: how many processes share the experts, and how many of them each machine has.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        machine: Machine,
+        recipe: Recipe,
+        routing: str = "uniform",
+        together: Together = ALONE,
+    ) -> None:
         self.source, self.machine, self.recipe, self.routing = source, machine, recipe, routing
+        self.together = together
         if machine.gpu is None and recipe.settings.needs_gpu:
             cure = "set placement: auto" if machine.measured else "describe one with --gpu, for instance --gpu 24G"
             raise ValueError(f"{recipe.settings.needs_gpu}, but the machine has no GPU; {cure}")
@@ -55,7 +68,8 @@ class Planner:
         key = (recipe.lora_target, recipe.lora_rank)
         if key not in self._adapters:
             self._adapters[key] = recipe.adapters(self.source.shape, self.source.model)
-        return recipe.workload(self._adapters[key], weight_bytes_of(self.source.config))
+        work = recipe.workload(self._adapters[key], weight_bytes_of(self.source.config))
+        return replace(work, ranks=self.together.ranks)
 
     def _other_rates(self) -> rates.OtherRates:
         published = rates.published_torch_rate(self.machine, self.work)
@@ -76,16 +90,18 @@ class Planner:
             return rates.published_expert_rate(self.machine, moe, name, lora)
         settings = self.recipe.settings
         runtime = native.runtime_of(settings)
-        return rates.timed_expert_rate(
-            runtime, self.machine, moe, name, self.work.tokens, lora, self.work.expert_activation(gpu=self._on_gpu)
-        )
+        activation = self.work.expert_activation(gpu=self._on_gpu)
+        timed = rates.timed_expert_rate(runtime, self.machine, moe, name, self.work.expert_tokens, lora, activation)
+        return timed.shared(self.together.local_ranks)
 
     def plan(self, notes: tuple[str, ...] = ()) -> Plan:
         """Every format, and changes if none fits."""
         formats = self._formats(self.machine, self.recipe)
         fits = any(each.fits for each in formats)
         changes = () if fits else tuple(self._changes())
-        told = Plan(self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes))
+        told = Plan(
+            self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes), self.together
+        )
         return replace(told, notes=(*told.notes, *lane_notes(told), *self._faster(told.best())))
 
     def _formats(self, machine: Machine, recipe: Recipe) -> tuple[FormatPlan, ...]:
@@ -125,7 +141,7 @@ class Planner:
             load_seconds=loading,
             step=step,
             lanes=lanes,
-            tokens_per_second=work.accumulation * work.tokens / step.total,
+            tokens_per_second=work.accumulation * work.expert_tokens / step.total,
             lacking=tuple(lacking),
             tight=any(needed > TIGHT * there for needed, there in room),
         )
@@ -213,7 +229,7 @@ class Planner:
 
     def _larger_ram(self, machine: Machine) -> Iterator[tuple[str, Machine]]:
         for size in _RAM_SIZES:
-            larger = machine.with_ram(size)
+            larger = machine.with_ram(size // self.together.local_ranks)
             if larger.ram_bytes > machine.ram_bytes:
                 yield f"{size // GIB} GiB of memory", larger
 

@@ -41,6 +41,10 @@ class ExpertRate:
     backward: float
     pack: float
 
+    def shared(self, processes: int) -> ExpertRate:
+        """The rate of one of several processes that share the cores."""
+        return ExpertRate(self.forward / processes, self.backward / processes, self.pack / processes)
+
 
 @dataclass(frozen=True)
 class TorchRate:

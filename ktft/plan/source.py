@@ -50,13 +50,14 @@ class ModelSource:
     shard: Path | None
 
 
-def read_source(path: Path, settings: Settings, name: str | None = None) -> ModelSource:
+def read_source(path: Path, settings: Settings, name: str | None = None, ranks: int = 1) -> ModelSource:
     """Read a model directory, as released or converted, or a config.json.
 
     Args:
         path: the directory or file, as returned by `ktft.checkpoint.hub.model_path`.
         settings: `expert_checkpoint` names the directory of the experts if they are not in `path`.
         name: the model's name in the report; None takes the name of the directory or file.
+        ranks: how many processes share the experts; the shape is then that of the first one's share.
 
     Raises:
         ValueError: transformers cannot read config.json, ktft does not support the model or its quantization, shards
@@ -68,7 +69,7 @@ def read_source(path: Path, settings: Settings, name: str | None = None) -> Mode
         scheme = scheme_of(json.loads(file.read_bytes()), str(file))
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is no config that transformers can read: {str(error).splitlines()[0]}") from None
-    shape, model = shape_of(config)
+    shape, model = shape_of(config, ranks=ranks)
     reader = _open(path) if path.is_dir() else None
     experts = Path(settings.expert_checkpoint or path)
     packed = PackedCache.find(experts, settings.verify_checksums) if experts.is_dir() else None
@@ -78,7 +79,7 @@ def read_source(path: Path, settings: Settings, name: str | None = None) -> Mode
     if reader is None:
         plain = weight_bytes_of(config)
         other_bytes = shape.other_parameters * (plain if scheme.dense_bytes is None else scheme.dense_bytes)
-        expert_bytes = sum(_expert_bytes(moe, scheme, plain) for moe in shape.moe.values())
+        expert_bytes = sum(int(_expert_bytes(moe, scheme, plain) / moe.held.share) for moe in shape.moe.values())
     else:
         is_expert = experts_family(model).expert_pattern()
         other_bytes = sum(entry.nbytes for entry in reader.tensors.values() if not is_expert.match(entry.name))

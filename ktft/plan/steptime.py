@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ktft import native
 from ktft.lanes.decide.costs import LayerKind
 from ktft.lanes.decide.simulate import Hardware, Simulated, joined, simulate
-from ktft.model.memory import FP32, Workload, active_experts
+from ktft.model.memory import BF16, FP32, Workload, active_experts
 from ktft.model.shape import ModelShape
-from ktft.plan.description import Machine
+from ktft.plan.description import LINK_RATE, Machine
 from ktft.plan.rates import ExpertRate, LayerRate, OtherRates, TorchRate, expert_flops
 from ktft.plan.source import ModelSource
 
@@ -23,6 +23,7 @@ ATTENTION_SHARE = 0.3  # of the linear layers' rate that attention's products re
 # Bytes an optimizer step moves for each fp32 LoRA parameter: gradient norm 4, clipping 8, Adam 28; and backward writes
 # and adds gradients, 8.
 OPTIMIZER_BYTES = 48
+LINK_SECONDS = 0.0003  # a collective call between ranks, whatever its size
 LOAD_MARGIN = 1.15  # over the slower of reading and packing
 
 
@@ -50,10 +51,23 @@ def step_time(
     passes = work.accumulation
     return StepTime(
         experts=passes * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
-        other=passes * _other(shape, work, machine, others) + STEP_SECONDS,
+        other=passes * (_other(shape, work, machine, others) + exchange_seconds(shape, work, machine)) + STEP_SECONDS,
         optimizer=sum(a.parameters for a in work.on_experts()) * OPTIMIZER_BYTES / machine.bandwidth
         + (0 if machine.gpu else sum(a.parameters for a in work.elsewhere()) * OPTIMIZER_BYTES / machine.bandwidth),
     )
+
+
+def exchange_seconds(shape: ModelShape, work: Workload, machine: Machine) -> float:
+    """What ranks send each other in one forward and backward pass: hidden states to the experts, sums back, and their
+    gradients. Checkpointing sends them forward twice. Tokens of other machines cross the network once for all GPUs.
+    """
+    if work.ranks == 1:
+        return 0.0
+    one = work.tokens * shape.hidden_size * BF16
+    near = (machine.local_ranks - 1) * one / LINK_RATE
+    far = (work.ranks - machine.local_ranks) * one / machine.network_rate
+    times = 2 * (2 if work.checkpointing else 1) + 2
+    return len(shape.moe) * times * (near + far + LINK_SECONDS)
 
 
 def simulated_lanes(
@@ -84,7 +98,7 @@ def simulated_lanes(
         simulate(
             kind,
             hardware.rates(kind, retained=retained),
-            work.tokens,
+            work.expert_tokens,
             layers=layers,
             mode=work.placement,
             residents=resident // every,
@@ -99,8 +113,8 @@ def _experts(shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRa
     total = 0.0
     forwards = 2 if work.checkpointing else 1
     for moe in shape.moe.values():
-        flops = expert_flops(moe, work.tokens)
-        used = active_experts(moe, work.tokens) / moe.num_experts
+        flops = expert_flops(moe, work.expert_tokens)
+        used = active_experts(moe, work.expert_tokens) / moe.num_experts
         reading = packed_bytes * moe.parameters / shape.expert_parameters * used / machine.bandwidth
         again = 2 / 3 if work.activation == "recompute" and not machine.measured else 0.0
         total += forwards * max(flops / rate.forward, reading)

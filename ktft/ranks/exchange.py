@@ -44,9 +44,9 @@ class Exchange:
         hidden, weights = _Gather.apply(self._ranks, self.sizes, hidden_states, top_k_weights)
         return hidden, index, weights
 
-    def scatter(self, out: Tensor) -> Tensor:
-        """This rank's tokens of the sum over all ranks of `[all tokens, H]`."""
-        own: Tensor = _Scatter.apply(self._ranks, self.sizes, out)
+    def scatter(self, out: Tensor, known: Tensor | None = None) -> Tensor:
+        """This rank's tokens of the sum over all ranks of `[all tokens, H]`; `known` if all ranks know theirs."""
+        own: Tensor = _Scatter.apply(self._ranks, self.sizes, out, known)
         return own
 
 
@@ -70,10 +70,10 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, sizes: list[int], out: Tensor) -> Tensor:
+    def forward(ctx: Any, ranks: Ranks, sizes: list[int], out: Tensor, known: Tensor | None) -> Tensor:
         ctx.ranks, ctx.sizes = ranks, sizes
-        return ranks.sum_rows(out, sizes)
+        return ranks.sum_rows(out, sizes) if known is None else known
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, ctx.ranks.gather_rows(grads[0] / ctx.ranks.size, ctx.sizes)
+        return None, None, ctx.ranks.gather_rows(grads[0] / ctx.ranks.size, ctx.sizes), None
