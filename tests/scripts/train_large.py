@@ -1,4 +1,6 @@
-r"""Train a model of Qwen3-30B-A3B's shape under a VRAM cap: `python tests/scripts/train_large.py --directory DIR`.
+r"""Train a model of a real size under a VRAM cap: `python tests/scripts/train_large.py --directory DIR`.
+
+The shape is Qwen3-30B-A3B's, or that of `--model`. With `--gpus 2`, a process for each GPU trains.
 
 Writes a converted checkpoint with random weights (a file for each layer, all of the same few experts), a byte-level
 tokenizer and a data set whose rows fill `--cutoff`. Then `llamafactory-cli train` runs with `use_kt` and LoRA on all
@@ -33,6 +35,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 from tiny import factory_settings, tokenizer
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from benchmarks.cases import Shape
 from benchmarks.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
@@ -55,6 +60,16 @@ from llamafactory.cli import main
 main()
 """
 """`llamafactory-cli` with a cap on what torch takes of the GPU's memory."""
+CAPPED_RANK = """
+import os
+if "LOCAL_RANK" in os.environ:
+    import torch
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, float(os.environ["VRAM_CAP"]) / total))
+"""
+"""The same for every process that torchrun starts."""
 TOKENIZER_SIZE = 320
 
 
@@ -65,13 +80,54 @@ def part(name: str) -> Iterator[None]:
     print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
+GLM_AIR: dict[str, Any] = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "use_cache": False,
+}
+"""config.json of zai-org/GLM-4.5-Air."""
+
+
+def glm_air(args: argparse.Namespace) -> Any:
+    """GLM-4.5-Air with `--layers` of its layers, uninitialized."""
+    config = Glm4MoeConfig(**GLM_AIR | {"num_hidden_layers": args.layers})
+    config._attn_implementation = "sdpa"
+    with local_torch_dtype(torch.bfloat16), no_init_weights():
+        return Glm4MoeForCausalLM(config)
+
+
+def qwen(args: argparse.Namespace) -> Any:
+    """A Qwen3-MoE of the sizes that were given, uninitialized."""
+    shape = Shape("large", args.experts, args.top_k, args.hidden_size, args.intermediate_size)
+    return empty_model(shape, args.layers, args.vocabulary)
+
+
+MODELS = {"qwen3-30b-a3b": qwen, "glm-4.5-air": glm_air}
+
+
 def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
     """Write the converted checkpoint."""
-    shape = Shape("large", args.experts, args.top_k, args.hidden_size, args.intermediate_size)
     path.mkdir(parents=True)
     (path / "experts").mkdir()
     with part("weights around the experts"):
-        write_backbone(args, shape, path)
+        numbers, shape = write_backbone(args, path)
     layer = native.ExpertLayer(
         native.runtime(args.threads),
         num_experts=shape.num_experts,
@@ -82,7 +138,7 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
     with part(f"packing {DISTINCT} experts"):
         packed = {place: tensor.numpy().data for place, tensor in pack_some(layer).items()}
     model_type = json.loads((path / "config.json").read_text())["model_type"]
-    shapes = {number: cache.ExpertShape.of(layer) for number in range(args.layers)}
+    shapes = {number: cache.ExpertShape.of(layer) for number in numbers}
     source = identify([path / SHARD])
     manifest = cache.Manifest(args.format, model_type, source, shapes, {}, cache.sha256(path / "config.json"))
     tensors = cache.layer_tensors(layer)
@@ -92,20 +148,22 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
         metadata = cache.layer_metadata(manifest, number, "0" * 64)
         write_safetensors(path / cache.layer_file(number), list(tensors), metadata, content)
 
-    size = args.layers * sum(tensor.nbytes for tensor in tensors)
+    size = len(numbers) * sum(tensor.nbytes for tensor in tensors)
     check_space(path, size)
     with part(f"packed experts, {size / 1e9:.1f} GB"):
         with ThreadPoolExecutor(layer.runtime.threads) as pool:
-            list(pool.map(write, range(args.layers)))
-        files = {name: cache.describe_file(path / name) for name in (SHARD, *map(cache.layer_file, range(args.layers)))}
+            list(pool.map(write, numbers))
+            names = (SHARD, *map(cache.layer_file, numbers))
+            files = dict(zip(names, pool.map(lambda name: cache.describe_file(path / name), names), strict=True))
         write_whole(path / cache.MANIFEST, to_json(replace(manifest, files=files).to_dict()))
 
 
-def write_backbone(args: argparse.Namespace, shape: Shape, path: Path) -> None:
-    """Write the weights other than the experts, and the tokenizer."""
+def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Shape]:
+    """Write the weights other than the experts, and the tokenizer. Returns the layers with experts, and their sizes."""
     torch.manual_seed(0)
-    model = empty_model(shape, args.layers, args.vocabulary)
-    for _, name, _ in expert_modules(model, family_of(model)):
+    model = MODELS[args.model](args)
+    found = expert_modules(model, family_of(model))
+    for _, name, _ in found:
         model.set_submodule(name, SkippedExperts())
     fill(model)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -120,12 +178,15 @@ def write_backbone(args: argparse.Namespace, shape: Shape, path: Path) -> None:
     config.eos_token_id, config.pad_token_id = tokens.eos_token_id, tokens.pad_token_id
     config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     config.save_pretrained(path)
+    return [number for number, *_ in found], Shape(
+        "large", found[0][2][0], config.num_experts_per_tok, *found[0][2][1:]
+    )
 
 
 def write_data(args: argparse.Namespace, path: Path) -> None:
     """Write a data set whose rows are longer than the cutoff."""
     path.mkdir(parents=True, exist_ok=True)
-    rows = args.steps * args.batch
+    rows = args.steps * args.batch * args.gpus
     answers = ["".join(f"{row * step % 9973} " for step in range(args.cutoff)) for row in range(rows)]
     samples = [{"instruction": f"count {row}", "input": "", "output": text} for row, text in enumerate(answers)]
     (path / "sft.json").write_text(json.dumps(samples))
@@ -162,6 +223,13 @@ def train(args: argparse.Namespace, root: Path) -> bool:
     path.write_text(yaml.safe_dump(settings(args, root)))
     command = [sys.executable, "-c", CAPPED, str(args.vram * 1e9), "train", str(path)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(root / "cache")}
+    if args.gpus > 1:  # torchrun starts the processes: each reads this on its start
+        (root / "site").mkdir(exist_ok=True)
+        (root / "site" / "sitecustomize.py").write_text(CAPPED_RANK)
+        command = ["llamafactory-cli", "train", str(path)]
+        paths = [str(root / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(args.gpus), "PYTHONPATH": os.pathsep.join(paths)}
+        environment |= {"VRAM_CAP": str(args.vram * 1e9)}
     with part("llamafactory-cli train, loading and saving included"):
         return subprocess.run(command, env=environment).returncode == 0
 
@@ -180,7 +248,7 @@ def show(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
             share = f", {100 * middle / seconds:.1f}% of the step" if not name.endswith("bytes") else ""
             print(f"  {name}: {middle / 1e9:.2f} GB" if not share else f"  {name}: {middle:.3f} s{share}")
     rss, vram = max(steps["rss_bytes"]), max(value or 0 for value in steps.get("gpu_bytes") or [0])
-    print(f"  peak RSS {rss / 1e9:.1f} GB, peak VRAM {vram / 1e9:.2f} GB of {args.vram:g}")
+    print(f"  peak RSS of rank 0 {rss / 1e9:.1f} GB, peak VRAM {vram / 1e9:.2f} GB of {args.vram:g}")
     print(f"  loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
     problems = [f"{len(losses)} steps logged of {args.steps}"] if len(losses) != args.steps else []
     problems += ["a loss is not finite"] if not all(x is not None and math.isfinite(x) for x in losses) else []
@@ -195,6 +263,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in (("intermediate-size", 768), ("vocabulary", 151936), ("cutoff", 2048), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--threads", type=int)
@@ -222,6 +292,7 @@ def main() -> int:
         print("FAILED: llamafactory-cli")
         return 1
     problems = show(args, json.loads(report.read_text()))
+    subprocess.run(["ktft", "plan", str(root / "model"), str(root / "train.yaml"), f"--gpus={args.gpus}"])
     print(f"FAILED: {'; '.join(problems)}" if problems else "OK")
     return bool(problems)
 
