@@ -1,7 +1,7 @@
 """A training program for `torchrun`, or for one process: runs of transformers' Trainer, one after another.
 
-usage: rank_program.py JOBS.json. Each job is the arguments of `train`. A job's process 0 writes its losses to
-`OUTPUT/losses.json`.
+usage: rank_program.py JOBS.json. Each job is the arguments of `train`, or of `experts` if it has `tokens`. Process 0
+writes a job's losses to `OUTPUT/losses.json`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 import transformers
 from runs import DATA, adapted, arguments, losses
 from transformers import TrainerCallback
 
-import ktft
+from ktft.adapters.peft import expert_layers
 
 
 class Stop(TrainerCallback):
@@ -53,7 +54,7 @@ def train(
     model = adapted(Path(base), getattr(torch, dtype), {"threads": 1} | (settings or {}), **({"r": 2} | (lora or {})))
     callbacks: list[Any] = [Stop(*stop)] if stop else []
     data = (DATA * (examples // len(DATA) + 1))[:examples]
-    run = transformers.Trainer(model, args, train_dataset=data, eval_dataset=DATA[:3], callbacks=callbacks)
+    run = transformers.Trainer(model, args, train_dataset=data, eval_dataset=DATA[:4], callbacks=callbacks)
     run.train(resume_from_checkpoint=resume)
     run.save_model()
     evaluated = run.evaluate()["eval_loss"]
@@ -62,8 +63,35 @@ def train(
         Path(output, "losses.json").write_text(json.dumps(found | {"eval": evaluated}))
 
 
+def experts(base: str, output: str, tokens: list[int]) -> None:
+    """One layer's experts, forward and backward, of `tokens` tokens by rank; each rank writes its tensors.
+
+    One process has the tokens of all ranks, in their order.
+    """
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    model = adapted(Path(base), settings={"expert_format": "bf16", "threads": 1}, r=2, init_lora_weights=False)
+    layer = next(iter(expert_layers(model).values()))
+    torch.manual_seed(3)
+    every, count = sum(tokens), layer.experts.held.num_experts
+    hidden, weights, grad = torch.randn(every, 64), torch.rand(every, 2), torch.randn(every, 64)
+    index = torch.stack([torch.randperm(count)[:2] for _ in range(every)])
+    begin = sum(tokens[:rank]) if ranks > 1 else 0
+    own = slice(begin, begin + tokens[rank]) if ranks > 1 else slice(0, every)
+    hidden, weights = hidden[own].requires_grad_(), weights[own].requires_grad_()
+    out = layer(hidden, index[own], weights)
+    out.backward(grad[own])
+    found = {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad}
+    for kind, projection, tensor in layer.tensors("default"):
+        assert tensor.grad is not None
+        for number, row in zip(layer.experts.held.numbers, tensor.grad, strict=True):
+            found[f"{kind}.{projection}.{number}"] = row * ranks  # the mean over the ranks, as DDP has it
+    Path(output).mkdir(exist_ok=True)
+    torch.save(found, Path(output, f"{rank}-of-{ranks}.pt"))
+
+
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        train(**job)
-    _ = ktft
+        (experts if "tokens" in job else train)(**job)
