@@ -110,6 +110,14 @@ class Device:
         """The PCI address of the device, such as `0000:0f:00.0`; None if it has none."""
         return None
 
+    def reaches(self, other: int) -> bool:
+        """Whether the device reads the memory of the one with that index directly."""
+        return True
+
+    def collectives_version(self) -> str | None:
+        """The version of the library of `collectives`; None if torch has none."""
+        return torch.__version__
+
     def driver_library(self) -> str | None:
         """The library with the functions of CUDA's driver, for `ktft.native.cuda`. It is None for the CPU, whose memory
         ktft copies itself.
@@ -204,6 +212,14 @@ class Cuda(Device):
         if not hasattr(found, "pci_bus_id"):  # an older torch
             return None
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+    def reaches(self, other: int) -> bool:
+        return bool(torch.cuda.can_device_access_peer(self.index or 0, other))
+
+    def collectives_version(self) -> str | None:
+        if not torch.distributed.is_nccl_available():
+            return None
+        return ".".join(map(str, torch.cuda.nccl.version()))
 
     def driver_library(self) -> str | None:
         return config.cuda_library()

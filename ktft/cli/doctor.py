@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ktft import system, versions
+
+if TYPE_CHECKING:
+    from ktft.device import Device
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -103,10 +106,7 @@ def gpu() -> Iterator[Row]:
     if names:
         yield Row("gpu", "ok", f"{', '.join(names)}, CUDA {torch.version.cuda}")
         if len(names) > 1:
-            cure = (
-                "CUDA_VISIBLE_DEVICES=0: LLaMA-Factory starts one rank per visible GPU, and ktft runs one rank so far"
-            )
-            yield Row("visible gpus", "warn", str(len(names)), cure)
+            yield from _links(accelerators())
     elif driver is None:
         yield Row("gpu", "ok", "none: CPU training works")
     elif torch.version.cuda is None:
@@ -115,6 +115,27 @@ def gpu() -> Iterator[Row]:
     else:
         cure = "nvidia-smi must list the GPU, with a driver new enough for torch's CUDA; check CUDA_VISIBLE_DEVICES"
         yield Row("gpu", "warn", f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees none; {driver}", cure)
+
+
+def _links(gpus: list[Device]) -> Iterator[Row]:
+    """What processes that train together on these GPUs will have."""
+    from ktft.ranks.cores import node_of
+
+    count = len(gpus)
+    yield Row("several gpus", "ok", f"llamafactory-cli train starts {count} processes, which share the experts")
+    near = [node_of(each.bus_id()) for each in gpus]
+    told = ", ".join(f"GPU {at} {'unknown' if node is None else node}" for at, node in enumerate(near))
+    yield Row("gpus' numa nodes", "ok", told)
+    apart = [(one, other) for one in range(count) for other in range(one + 1, count) if not gpus[one].reaches(other)]
+    cure = "nothing must change; tokens go through host memory, which takes longer. nvidia-smi topo -m shows the links"
+    if apart:
+        pairs = ", ".join(f"{one} and {other}" for one, other in apart)
+        yield Row("gpu links", "warn", f"no direct access between GPUs {pairs}", cure)
+    else:
+        yield Row("gpu links", "ok", "every GPU reaches every other directly")
+    library = gpus[0].collectives_version()
+    yield Row("collectives", "ok" if library else "fail", f"{gpus[0].collectives} {library or '(missing)'}",
+              "" if library else "reinstall torch with CUDA: docs/guide/install.md")  # fmt: skip
 
 
 def packages() -> Iterator[Row]:

@@ -50,7 +50,7 @@ def keep_to_own_cores(launch: Launch, bus_ids: Sequence[str | None] = ()) -> set
     if launch.local_ranks < 2 or allowed != os.sched_getaffinity(os.getppid()):
         return None
     cores = sorted({tuple(sorted(_siblings(cpu) & allowed)) for cpu in allowed})
-    near = [_node_of(bus_id) for bus_id in [*bus_ids, *[None] * launch.local_ranks][: launch.local_ranks]]
+    near = [node_of(bus_id) for bus_id in [*bus_ids, *[None] * launch.local_ranks][: launch.local_ranks]]
     own = divide(cores, _nodes(), near, launch.local_rank)
     os.sched_setaffinity(0, own)
     return own
@@ -66,7 +66,8 @@ def _nodes() -> dict[int, int]:
     return {cpu: int(path.name.removeprefix("node")) for path in found for cpu in read_list(path / "cpulist")}
 
 
-def _node_of(bus_id: str | None) -> int | None:
+def node_of(bus_id: str | None) -> int | None:
+    """The NUMA node that a PCI device is near; None if nobody knows."""
     try:
         node = int((_PCI / (bus_id or "") / "numa_node").read_text())
     except (OSError, ValueError):
