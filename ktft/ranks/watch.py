@@ -47,7 +47,7 @@ class _Life:
     """What a rank writes: its machine, its process there, and a count that grows."""
 
     host: str
-    space: str  # process numbers mean the same within one
+    space: str  # its namespaces: process numbers mean the same within one, and a cut network cuts none of it off
     process: int
     count: int
 
@@ -108,7 +108,7 @@ class Watch:
 
     def _talking(self) -> None:
         count, self._reached = 0, time.monotonic()
-        space = os.readlink("/proc/self/ns/pid")
+        space = " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
         while True:
             life, ended = _Life(socket.gethostname(), space, os.getpid(), count), self._stopping.is_set()
             try:
