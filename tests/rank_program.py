@@ -44,6 +44,7 @@ def train(
     lora: dict[str, Any] | None = None,
     resume: bool | str = False,
     examples: int = 8,
+    generate: bool = False,
     stop: tuple[int, str] | None = None,
     of_rank: dict[str, dict[str, Any]] | None = None,
     **overrides: Any,
@@ -58,6 +59,8 @@ def train(
     run.train(resume_from_checkpoint=resume)
     run.save_model()
     evaluated = run.evaluate()["eval_loss"]
+    if generate:  # each rank another number of tokens
+        model.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2 + 3 * args.process_index)
     if args.process_index == 0:
         found = {"losses": losses(run), "norms": [e["grad_norm"] for e in run.state.log_history if "grad_norm" in e]}
         Path(output, "losses.json").write_text(json.dumps(found | {"eval": evaluated}))

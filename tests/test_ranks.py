@@ -64,7 +64,7 @@ def test_two_and_three_processes_train_like_one(tmp_path: Path) -> None:
     def jobs(processes: int, together: int, *runs: tuple[Path, str, dict[str, Any]]) -> list[dict[str, Any]]:
         return [job(base, tmp_path / f"{name}-{processes}", processes, together, **more) for base, name, more in runs]
 
-    three = [(odd, "odd", {"max_steps": 6}), (bases["qwen3moe"], "saved3", saved)]
+    three = [(odd, "odd", {"max_steps": 6, "generate": True}), (bases["qwen3moe"], "saved3", saved)]
     tokens = {"base": str(bases["dsv3"]), "tokens": [5, 0, 3]}
     launched(3, tmp_path, *jobs(3, 3, *three), tokens | {"output": str(tmp_path / "layer")})
     shutil.copytree(tmp_path / "saved3-3" / "checkpoint-2", tmp_path / "from3" / "checkpoint-2")

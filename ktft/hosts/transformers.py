@@ -26,6 +26,13 @@ PATCHES = (
         "a registered one.",
     ),
     Patch(
+        "transformers.generation.utils.GenerationMixin",
+        "generate",
+        "ktft.model.experts:generate_together",
+        "Ranks that share experts call the model until all have finished. A Trainer sets synced_gpus itself, true for "
+        "ZeRO-3 and FSDP alone.",
+    ),
+    Patch(
         "transformers.integrations.peft.PeftAdapterMixin",
         "add_adapter",
         "ktft.adapters.injection:refuse_method",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -177,6 +178,13 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
             "load it with transformers' own code (trust_remote_code: false) and at least one MoE layer"
         )
     return found
+
+
+def generate_together(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate`; ranks that share the experts go on until the last has its answer."""
+    if any(module.number is not None for module in find_experts(model).values()):
+        kwargs["synced_gpus"] = True
+    return original(model, *args, **kwargs)
 
 
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
