@@ -48,6 +48,10 @@ def train(
     **overrides: Any,
 ) -> None:
     """One run; `stop` ends a rank in it, `of_rank` gives ranks other arguments."""
+    if (settings or {}).get("distributed"):
+        import tp_on_cpu  # the older accelerate has nothing to change
+
+        tp_on_cpu.allow()
     own = (of_rank or {}).get(os.environ.get("RANK", "0"), {})
     args = arguments(Path(output), **{"seed": 1, "ddp_find_unused_parameters": False} | overrides | own)
     model = adapted(Path(base), getattr(torch, dtype), {"threads": 1} | (settings or {}), **({"r": 2} | (lora or {})))

@@ -19,6 +19,7 @@ from ktft.model.autograd import routed_experts
 from ktft.model.shared import Ahead
 from ktft.native import ExpertLayer
 from ktft.ranks.exchange import Exchange
+from ktft.ranks.group import Ranks, ranks
 
 
 class KtftExperts(nn.Module):
@@ -40,6 +41,7 @@ class KtftExperts(nn.Module):
         number: the layer's, if the processes that train together hold the experts that this one lacks. Then tokens
             travel, and the output is the sum over all experts. It is None otherwise: if the process holds only a part,
             the output is the sum over that part only.
+        tp_size: how many of these processes, neighbours by number, have the same tokens.
     """
 
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
@@ -53,6 +55,7 @@ class KtftExperts(nn.Module):
         self.held = layer.held
         self.num_experts = layer.held.count
         self.number: int | None = None
+        self.tp_size = 1
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
         self.weight: Tensor
@@ -68,7 +71,7 @@ class KtftExperts(nn.Module):
         """
         if self.number is None:
             return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora)
-        exchange = Exchange(self.number, hidden_states)
+        exchange = Exchange(self.number, hidden_states, self.tp_size)
         hidden, index, weights = exchange.gather(hidden_states, top_k_index, top_k_weights)
         return exchange.scatter(self._held_experts(hidden_states, hidden, index, weights, lora))
 
@@ -170,6 +173,12 @@ def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tup
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
     """All of a model's routed experts by module name, including those inside adapter layers."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExperts)}
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The processes that hold the model's experts together; None if this one holds them all."""
+    sizes = {module.tp_size for module in find_experts(model).values() if module.number is not None}
+    return ranks(*sizes) if sizes else None
 
 
 def experts_family(model: nn.Module) -> Family:
