@@ -1,7 +1,7 @@
 """A training program for `torchrun`, or for one process: runs of transformers' Trainer, one after another.
 
-usage: rank_program.py JOBS.json. Each job is the arguments of `train`. A job's process 0 writes its losses to
-`OUTPUT/losses.json`.
+usage: rank_program.py JOBS.json. Each job is the arguments of `train`, or of `gradients` if it names an adapter. A
+run's process 0 writes its losses to `OUTPUT/losses.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from runs import DATA, adapted, arguments, losses
+from tp_gradients import gradients
 from transformers import TrainerCallback
 
 import ktft
@@ -69,5 +70,5 @@ def train(
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        train(**job)
+        gradients(**job) if "adapter" in job else train(**job)
     _ = ktft
