@@ -37,17 +37,20 @@ Checkpoint = Callable[[str], Path]
 def folder(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process trains, then two resume from its checkpoint and train the same, then one resumes from theirs."""
     out = tmp_path_factory.mktemp("tp")
+    more = {"olmoe": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}}
     for family in FAMILIES:
-        train(str(tiny_checkpoint(family)), str(out / f"one-{family}"), **RUN)
+        train(str(tiny_checkpoint(family)), str(out / f"one-{family}"), **RUN, **more.get(family, {}))
     base, jobs = str(tiny_checkpoint("qwen3moe")), []
-    jobs += [{"base": str(tiny_checkpoint(f)), "output": str(out / f"two-{f}"), **RUN, **TP} for f in FAMILIES]
+    for family in FAMILIES:
+        own = {"base": str(tiny_checkpoint(family)), "output": str(out / f"two-{family}")}
+        jobs.append({**own, **RUN, **TP, **more.get(family, {})})
     for name in ("one", "two"):
         point = str(out / f"{name}-qwen3moe/checkpoint-10")
         jobs.append({"base": base, "output": str(out / f"two-from-{name}"), "resume": point, **RUN, **TP})
     for family in ("qwen3moe", "dsv2"):
         start = tiny_checkpoint(family)
         randomize(adapted(start, r=2)).save_pretrained(out / f"adapter-{family}")  # type: ignore[operator]
-        own: dict[str, Any] = {"base": str(start), "adapter": str(out / f"adapter-{family}")}
+        own = {"base": str(start), "adapter": str(out / f"adapter-{family}")}
         gradients(**own, output=str(out / f"gradients-one-{family}.pt"))
         jobs.append({**own, "output": str(out / f"gradients-two-{family}.pt"), **TP["settings"]})
     status, said = run_jobs(2, out, *jobs)

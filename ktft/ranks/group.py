@@ -53,7 +53,7 @@ class Ranks:
         self.data_parallel = range(self.tp_rank, self.size, tp_size)
         self._all = self._groups([range(self.size)])
         self._data = self._tensor = self._all
-        if tp_size > 1:
+        if min(tp_size, self.dp_size) > 1:  # otherwise one kind of group has all ranks, and the other only this one
             self._data = self._groups([range(first, self.size, tp_size) for first in range(tp_size)])
             self._tensor = self._groups([range(first, first + tp_size) for first in range(0, self.size, tp_size)])
         self._cpu = self._all[0]

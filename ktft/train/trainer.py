@@ -31,9 +31,15 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, gpus: int = 1) 
     """Raise ValueError if the arguments or the environment ask for what this release does not support."""
     if (launch := config.launched_as()) is not None:
         variable, setting = launch
+        how = "start the program without accelerate launch"
+        if variable == config.LAUNCHED_LAYOUT:
+            how = (
+                "start it by torchrun; for tensor parallelism load the model with from_pretrained(..., "
+                "distributed_config=DistributedConfig(tp_size=...))"
+            )
         raise ValueError(
             f"ktft does not support {config.LAUNCHES[variable]} in this release, which the environment asks for by "
-            f"{setting}; unset {variable}, and start the program without accelerate launch"
+            f"{setting}; unset {variable}, and {how}"
         )
     unsupported = (
         (fsdp, "FSDP", "remove fsdp from the configuration"),
