@@ -27,7 +27,7 @@ LAUNCHES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    LAUNCHED_LAYOUT: "tensor, context or data parallelism of accelerate launch",
+    LAUNCHED_LAYOUT: "tensor, context or data parallelism of accelerate",
 }
 """Environment variables that make accelerate divide a model over processes -> what each one asks for."""
 

@@ -83,6 +83,8 @@ class KtftExperts(nn.Module):
         top_k_index = self.held.local(top_k_index)
         if self.laned is not None and (lanes := self.laned.lanes.on(hidden_states.device)) is not None:
             ahead = None if (shared := self.shared) is None else lambda _: shared.compute(own)
+            if self.tp_size > 1:  # shared experts wait for other ranks, so their place must not depend on timings
+                ahead = None
             return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
