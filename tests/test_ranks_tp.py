@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 from adapted import randomize, tensors_of
 from rank_program import train
-from ranks import results, run_jobs
+from ranks import TESTS, results, run_jobs, torchrun
 from runs import adapted
 from tiny import make_config
 from tp_gradients import gradients
 
+from ktft.model.experts import find_experts
 from ktft.model.meta import meta_model
 from ktft.model.tensor_parallel import NEEDS, asked_tp_size, check_versions
 from ktft.train.parallel import check_layout
@@ -173,3 +175,19 @@ def test_another_layout_in_the_arguments_is_refused(base: Path) -> None:
         asked_of = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1} | sizes)
         with pytest.raises(ValueError, match=message):
             check_layout(SimpleNamespace(parallelism_config=asked_of), model)  # type: ignore[arg-type]
+    for module in find_experts(model).values():
+        module.tp_size = 2
+    check_layout(SimpleNamespace(optim="adamw_torch"), model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="adafactor.*set optim: adamw_torch"):
+        check_layout(SimpleNamespace(optim="adafactor"), model)  # type: ignore[arg-type]
+
+
+@pytest.mark.full
+def test_the_example(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    records = [{"instruction": "Add.", "input": f"{n} + {n}", "output": f"The sum is {2 * n}."} for n in range(16)]
+    (tmp_path / "functions.json").write_text(json.dumps(records))
+    script = [TESTS / "tp_on_cpu.py", TESTS.parent / "examples/tensor_parallel.py", "--steps", "2"]
+    script += ["--model", tiny_checkpoint("qwen3moe"), "--data", tmp_path, "--out", tmp_path / "out"]
+    status, said = torchrun(2, *script, ACCELERATE_USE_CPU="true")
+    assert status == 0, said[-4000:]
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()

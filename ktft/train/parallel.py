@@ -21,6 +21,7 @@ from ktft.model.experts import ranks_of
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks, same
 from ktft.train.manifest import SETTINGS, run_facts
+from ktft.train.optimizer import NATIVE
 from ktft.versions import version_of
 
 Value = TypeVar("Value")
@@ -82,7 +83,8 @@ def check_layout(args: TrainingArguments, model: nn.Module) -> None:
     """Refuse arguments that ask accelerate for another tensor parallel layout than the model was loaded with.
 
     Raises:
-        ValueError: the layouts differ, context or sequence parallelism is asked for, or a divided weight would train.
+        ValueError: the layouts differ, context or sequence parallelism is asked for, the optimizer does not treat each
+            element alone, or a divided weight would train.
     """
     tp_size, asked = tp_size_of(model), getattr(args, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
@@ -92,6 +94,12 @@ def check_layout(args: TrainingArguments, model: nn.Module) -> None:
         raise ValueError(
             f"parallelism_config has tp_size={asked.tp_size}, and the model was loaded for {tp_size}; load it with "
             f"from_pretrained(..., distributed_config=DistributedConfig(tp_size={asked.tp_size}))"
+        )
+    optim = str(getattr(getattr(args, "optim", None), "value", getattr(args, "optim", None)))
+    if tp_size > 1 and optim not in NATIVE:
+        raise ValueError(
+            f"optim is {optim!r}, which may treat a piece of a matrix otherwise than the whole, and tensor parallelism "
+            "leaves each rank a piece; set optim: adamw_torch"
         )
     if whole := [name for name, p in model.named_parameters() if p.requires_grad and is_divided(p)]:
         raise ValueError(
