@@ -22,11 +22,12 @@ LANE_BYTES = 3 << 29
 """Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
 
 
+LAUNCHED_LAYOUT = "ACCELERATE_USE_PARALLELISM_CONFIG"
 LAUNCHES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or data parallelism of accelerate",
+    LAUNCHED_LAYOUT: "tensor, context or data parallelism of accelerate",
 }
 """Environment variables that make accelerate divide a model over processes -> what each one asks for."""
 

@@ -16,10 +16,20 @@ from transformers import AutoModelForCausalLM
 import ktft
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> torch.nn.Module:
-    """Load a model with ktft's experts, in bf16 unless the settings name another format."""
+def load(
+    path: Path, dtype: torch.dtype = torch.float32, distributed: dict[str, Any] | None = None, **settings: Any
+) -> torch.nn.Module:
+    """Load a model with ktft's experts, in bf16 unless the settings name another format.
+
+    `distributed` are the arguments of transformers' DistributedConfig.
+    """
     config = ktft.KtftConfig(**{"expert_format": "bf16", "threads": 1} | settings)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
+    options: dict[str, Any] = {}
+    if distributed:
+        from transformers.distributed import DistributedConfig  # not in the older stack
+
+        options["distributed_config"] = DistributedConfig(**distributed)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype, **options)
 
 
 def load_as_stored(path: Path, **options: Any) -> torch.nn.Module:

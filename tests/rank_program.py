@@ -1,7 +1,7 @@
 """A training program for `torchrun`, or for one process: runs of transformers' Trainer, one after another.
 
-usage: rank_program.py JOBS.json. Each job is the arguments of `train`, or of `experts` if it has `tokens`. Process 0
-writes a job's losses to `OUTPUT/losses.json`.
+usage: rank_program.py JOBS.json. Each job is the arguments of `train`, of `experts` if it has `tokens`, or of
+`gradients` if it names an adapter. Process 0 writes a run's losses to `OUTPUT/losses.json`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 import transformers
 from runs import DATA, adapted, arguments, losses
+from tp_gradients import gradients
 from transformers import TrainerCallback
 
 from ktft.adapters.peft import expert_layers
@@ -50,6 +51,10 @@ def train(
     **overrides: Any,
 ) -> None:
     """One run; `stop` ends a rank in it, `of_rank` gives ranks other arguments."""
+    if (settings or {}).get("distributed"):
+        import tp_on_cpu  # the older accelerate has nothing to change
+
+        tp_on_cpu.allow()
     own = (of_rank or {}).get(os.environ.get("RANK", "0"), {})
     args = arguments(Path(output), **{"seed": 1, "ddp_find_unused_parameters": False} | overrides | own)
     model = adapted(Path(base), getattr(torch, dtype), {"threads": 1} | (settings or {}), **({"r": 2} | (lora or {})))
@@ -97,4 +102,5 @@ def experts(base: str, output: str, tokens: list[int]) -> None:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        (experts if "tokens" in job else train)(**job)
+        work = experts if "tokens" in job else gradients if "adapter" in job else train
+        work(**job)

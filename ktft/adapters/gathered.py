@@ -1,4 +1,4 @@
-"""One adapter from the experts of all ranks: rank 0 gets the LoRA that the others hold, and writes it as one file."""
+"""One adapter from all ranks: rank 0 gets what the others hold, LoRA of experts or in pieces, and writes one file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ktft.adapters.lora import KtftExpertsLora
+from ktft.adapters.tensor_parallel import divided_layers
 from ktft.held import HeldExperts
-from ktft.ranks.group import Ranks, ranks
+from ktft.model.experts import ranks_of
+from ktft.ranks.group import Ranks
 
 
 def split_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
@@ -21,22 +23,27 @@ def split_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[bool]:
-    """A block in which rank 0 has the LoRA of all experts. All ranks must enter it. Yields whether this rank writes.
+    """A block in which rank 0 has the whole adapter. All ranks must enter it. Yields whether this rank writes.
 
     It takes memory for one more copy of the adapter on rank 0. Blocks may be nested; only the first gathers.
     """
+    together = ranks_of(model)
     layers = [layer for layer in split_layers(model).values() if not layer.whole]
-    if not layers:
-        yield not split_layers(model) or ranks().first
+    pieces = [(linear, own) for linear, own in divided_layers(model).values() if not own.whole]
+    if together is None:
+        yield True
         return
-    together = ranks()
     for layer in layers:
         _gather(layer, together)
+    for linear, own in pieces:
+        own.whole |= {name: shard.gather(linear.get_parameter(name)) for name, shard in own.shards.items()}
     try:
         yield together.first
     finally:
         for layer in layers:
             layer.whole.clear()
+        for _, own in pieces:
+            own.whole.clear()
 
 
 def _gather(layer: KtftExpertsLora, together: Ranks) -> None:

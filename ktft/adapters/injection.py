@@ -17,6 +17,7 @@ from torch import nn
 from ktft.adapters.lora import EXPERT_TENSOR, KtftExpertsLora, check_options
 from ktft.adapters.reach import check_method, reach_of, resolve
 from ktft.adapters.several import check_name
+from ktft.adapters.tensor_parallel import check_request, dividing
 from ktft.model.experts import KtftExperts, find_experts
 
 INSTEAD = {
@@ -48,7 +49,8 @@ def inject_adapter(
         raise ValueError("ktft's experts take no LoRA from a state_dict's names; give target_modules")
     if not vars(config).pop(_AS_SAVED, False):
         resolve(model, config)
-    with _reaching_experts(model, config, adapter_name):
+    check_request(model, config)
+    with _reaching_experts(model, config, adapter_name), dividing(model, adapter_name):
         return original(tuner, model, adapter_name, *args, **kwargs)
 
 

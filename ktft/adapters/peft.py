@@ -25,6 +25,7 @@ from ktft.adapters.injection import as_saved
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora
 from ktft.adapters.reach import check_method
 from ktft.adapters.several import SeveralAdapters, trainability_kept
+from ktft.adapters.tensor_parallel import with_whole_shapes
 from ktft.adapters.whole_modules import take_precision
 from ktft.model.experts import find_experts
 from ktft.versions import pip_install, require_stack, version_of
@@ -105,7 +106,7 @@ class KtftPeftMixin(SeveralAdapters):
             self.add_adapter(adapter_name, as_saved(config))
         try:
             layers = expert_layers(self)
-            expected = files.adapter_tensors(self, layers, adapter_name, self.state_dict())
+            expected = files.adapter_tensors(self, layers, adapter_name, with_whole_shapes(self, self.state_dict()))
             elsewhere = files.names_elsewhere(layers, adapter_name)
             files.check_loadable(directory, expected, self.config.model_type, elsewhere)
             below = files.read_own_metadata(directory).get(files.RECORD, {}).get(BELOW)

@@ -49,6 +49,14 @@ PATCHES = (
         "own, which are stacked, and would leave these out.",
         since="0.21",
     ),
+    Patch(
+        "peft.tuners.lora.layer.LoraLayer",
+        "_get_in_out_features",
+        "ktft.adapters.tensor_parallel:whole_features",
+        "LoRA on a projection that tensor parallelism divides is made whole, then divided. PEFT would give every rank "
+        "the same values, and LoRA of the wrong size to projections whose outputs are gathered.",
+        since="0.21.2",
+    ),
 )
 """Installed for the whole process, just before the first model with ktft's experts is made."""
 

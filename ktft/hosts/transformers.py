@@ -33,6 +33,13 @@ PATCHES = (
         "ZeRO-3 and FSDP alone.",
     ),
     Patch(
+        "transformers.distributed.mixin",
+        "apply_fully_sharded_data_parallelism",
+        "ktft.model.tensor_parallel:keep_replicas",
+        "Replicas beside tensor parallel attention stay whole. transformers knows them only as a part of FSDP.",
+        since="5.23",
+    ),
+    Patch(
         "transformers.integrations.peft.PeftAdapterMixin",
         "add_adapter",
         "ktft.adapters.injection:refuse_method",

@@ -21,6 +21,7 @@ from ktft.model.autograd import routed_experts
 from ktft.model.shared import Ahead
 from ktft.native import ExpertLayer
 from ktft.ranks.exchange import Exchange
+from ktft.ranks.group import Ranks, ranks
 
 
 class KtftExperts(nn.Module):
@@ -42,6 +43,7 @@ class KtftExperts(nn.Module):
         number: the layer's, if the processes that train together hold the experts that this one lacks. Then tokens
             travel, and the output is the sum over all experts. It is None otherwise: if the process holds only a part,
             the output is the sum over that part only.
+        tp_size: how many of these processes, neighbours by number, have the same tokens.
     """
 
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
@@ -55,6 +57,7 @@ class KtftExperts(nn.Module):
         self.held = layer.held
         self.num_experts = layer.held.count
         self.number: int | None = None
+        self.tp_size = 1
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
         self.weight: Tensor
@@ -70,7 +73,7 @@ class KtftExperts(nn.Module):
         """
         if self.number is None:
             return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora, None)
-        exchange = Exchange(self.number, hidden_states)
+        exchange = Exchange(self.number, hidden_states, self.tp_size)
         hidden, index, weights = exchange.gather(hidden_states, top_k_index, top_k_weights)
         own = OwnRows()
         every = self._held_experts(hidden_states, hidden, index, weights, lora, own)
@@ -93,6 +96,8 @@ class KtftExperts(nn.Module):
         top_k_index = self.held.local(top_k_index)
         if self.laned is not None and (lanes := self.laned.lanes.on(hidden_states.device)) is not None:
             ahead = None if (shared := self.shared) is None else lambda _: shared.compute(own_states)
+            if self.tp_size > 1:  # shared experts wait for other ranks, so their place must not depend on timings
+                ahead = None
             return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead, own)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
@@ -190,6 +195,12 @@ def generate_together(original: Callable[..., Any], model: nn.Module, *args: Any
 def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
     """All of a model's routed experts by module name, including those inside adapter layers."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExperts)}
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The processes that hold the model's experts together; None if this one holds them all."""
+    sizes = {module.tp_size for module in find_experts(model).values() if module.number is not None}
+    return ranks(*sizes) if sizes else None
 
 
 def experts_family(model: nn.Module) -> Family:

@@ -34,13 +34,14 @@ from ktft.held import HeldExperts
 from ktft.lanes.decide.placer import usable_placement
 from ktft.lanes.lanes import Lanes
 from ktft.model.backbone import Backbone
-from ktft.model.experts import KtftExperts, expert_modules
+from ktft.model.experts import KtftExperts, expert_modules, find_experts
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
 from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
 from ktft.model.shared import shared_ahead
 from ktft.model.shortage import PACKED, WEIGHTS, require_memory
+from ktft.model.tensor_parallel import asked_tp_size, check_versions, take_over
 from ktft.ranks.cores import keep_to_own_cores
 from ktft.ranks.launch import Launch
 from ktft.ranks.watch import begin
@@ -196,9 +197,17 @@ class KtftHfQuantizer(HfQuantizer):
         if implementation.startswith("flash_attention") and not any("sinks" in n for n, _ in model.named_parameters()):
             check_flash_attention(f"attn_implementation {implementation!r}")
         given = self.quantization_config
+        tp_size = asked_tp_size(model, given.part)
         self._plan = LoadPlan(model, checkpoint_files or [], given.settings, given.part)
+        for module in find_experts(model).values():
+            module.tp_size = tp_size
         check_memory(model, self._plan, given.reserve_bytes, kwargs.get("device_map"))
         if self._plan.backbone.conversions():
+            if tp_size > 1:
+                raise ValueError(
+                    "the checkpoint's attention is quantized, and tensor parallelism would divide its weights apart "
+                    "from their scales; give a checkpoint in bf16, or leave distributed_config out"
+                )
             self.pre_quantized = True  # otherwise transformers casts integers and scales to the model's dtype
 
     def get_weight_conversions(self) -> list[WeightConverter]:
@@ -207,6 +216,8 @@ class KtftHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         assert self._plan is not None
+        check_versions(getattr(model, "_tp_size", None) or 1)  # earlier versions tell it no sooner
+        take_over(model)
         self._plan.backbone.finish(model)
         self._plan.load_experts()
         self._plan = None

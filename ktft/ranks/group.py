@@ -30,23 +30,48 @@ that do not live long before.
 class Ranks:
     """All processes of a run. Making one is a call that all ranks must make.
 
+    With tensor parallel attention, each `tp_size` neighbours have the same tokens. Ranks that have the same place
+    among their neighbours are data parallel: each of them has other tokens.
+
+    Args:
+        tp_size: the size of a tensor parallel group.
+
     Attributes:
         rank, size: the number of this process, from 0, and the number of processes.
+        tp_size, tp_rank: the number of processes with this one's tokens, and its place among them.
+        dp_size: the number of processes with different tokens.
+        data_parallel: the numbers of these processes, of which this one is one.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._cpu = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
-        gpu = accelerator()
-        self._gpu = self._cpu if gpu is None else dist.new_group(backend=gpu.collectives, timeout=LONGEST_WAIT)
+    def __init__(self, tp_size: int = 1) -> None:
+        self.rank, self.size, self.tp_size = dist.get_rank(), dist.get_world_size(), tp_size
+        if self.size % tp_size:
+            raise ValueError(
+                f"{self.size} processes cannot form tensor parallel groups of {tp_size}; start a multiple of {tp_size}"
+            )
+        self.tp_rank, self.dp_size = self.rank % tp_size, self.size // tp_size
+        self.data_parallel = range(self.tp_rank, self.size, tp_size)
+        self._all = self._groups([range(self.size)])
+        self._data = self._tensor = self._all
+        if min(tp_size, self.dp_size) > 1:  # otherwise one kind of group has all ranks, and the other only this one
+            self._data = self._groups([range(first, self.size, tp_size) for first in range(tp_size)])
+            self._tensor = self._groups([range(first, first + tp_size) for first in range(0, self.size, tp_size)])
+        self._cpu = self._all[0]
+
+    def _groups(self, divided: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+        """The group of this rank, for tensors on the CPU and for others, of groups that divide all ranks."""
+        gpu, own = accelerator(), None
+        for members in divided:  # every rank must make every group
+            cpu = dist.new_group(list(members), backend="gloo", timeout=LONGEST_WAIT)
+            other = cpu if gpu is None else dist.new_group(list(members), backend=gpu.collectives, timeout=LONGEST_WAIT)
+            own = (cpu, other) if self.rank in members else own
+        assert own is not None
+        return own
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which writes what exists once."""
         return self.rank == 0
-
-    def _group(self, tensor: Tensor) -> Any:
-        return self._cpu if tensor.device.type == "cpu" else self._gpu
 
     # --- rows of tokens -----------------------------------------------------------------------------------------------
 
@@ -58,30 +83,51 @@ class Ranks:
         return found.view(self.size, len(own)).tolist()
 
     def gather_rows(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The rows `[T, ...]` of all ranks in their order, `[sum(sizes), ...]`. All ranks must call it.
+        """The rows `[T, ...]` of the data parallel ranks, `[sum(sizes), ...]`. All ranks must call it.
 
         Args:
-            sizes: the T of each rank.
+            sizes: the T of each data parallel rank.
         """
-        most = max(sizes)
-        if most == 0:
-            return rows
-        found = rows.new_empty(self.size * most, *rows.shape[1:])
-        _all_gather(found, _padded(rows, most), group=self._group(rows))
-        if min(sizes) == most:
-            return found
-        return torch.cat([part[:size] for part, size in zip(found.split(most), sizes, strict=True)])
+        return rows if self.dp_size == 1 else _gathered(rows, sizes, self._data)
 
     def sum_rows(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's rows `[T, ...]` of the sum over all ranks of `[sum(sizes), ...]`. All ranks must call it."""
         most = max(sizes)
         if most == 0:
             return rows
-        if min(sizes) < most:
-            rows = torch.cat([_padded(part, most) for part in rows.split(list(sizes))])
-        own = rows.new_empty(most, *rows.shape[1:])
-        _reduce_scatter(own, rows.contiguous(), group=self._group(rows))
-        return own[: sizes[self.rank]]
+        own = rows
+        if self.dp_size > 1:
+            if min(sizes) < most:
+                rows = torch.cat([_padded(part, most) for part in rows.split(list(sizes))])
+            own = rows.new_empty(most, *rows.shape[1:])
+            _reduce_scatter(own, rows.contiguous(), group=_of(self._data, rows))
+            own = own[: sizes[self.rank // self.tp_size]]
+        return self.sum_tensor_parallel(own) if self.tp_size > 1 else own
+
+    # --- tensor parallel groups ---------------------------------------------------------------------------------------
+
+    def sum_tensor_parallel(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks with the same tokens; the tensor itself is unchanged. All of them must call it."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=_of(self._tensor, total))
+        return total
+
+    def gather_tensor_parallel(self, part: Tensor, sizes: Sequence[int], dim: int = 0) -> Tensor:
+        """The parts of the ranks with the same tokens, of these sizes along `dim`. All of them must call it."""
+        return _gathered(part.transpose(0, dim).contiguous(), sizes, self._tensor).transpose(0, dim).contiguous()
+
+    def average(self, tensors: Sequence[Tensor], data_parallel: bool) -> None:
+        """The tensors become their means over all ranks, or over the data parallel ranks. All ranks must call it."""
+        groups, count = (self._data, self.dp_size) if data_parallel else (self._all, self.size)
+        if count == 1:
+            return
+        for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
+            same = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            dist.all_reduce(flat, group=_of(groups, flat))
+            flat /= count
+            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     # --- numbers and objects ------------------------------------------------------------------------------------------
 
@@ -133,6 +179,23 @@ class Ranks:
         return self.gather(value)[0]  # type: ignore[return-value]  # rank 0 ran it
 
 
+def _of(groups: tuple[Any, Any], tensor: Tensor) -> Any:
+    """The group that this tensor travels by."""
+    return groups[tensor.device.type != "cpu"]
+
+
+def _gathered(rows: Tensor, sizes: Sequence[int], groups: tuple[Any, Any]) -> Tensor:
+    """The rows `[T, ...]` of a group's ranks in their order, `[sum(sizes), ...]`."""
+    most = max(sizes)
+    if most == 0:
+        return rows
+    found = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+    _all_gather(found, _padded(rows, most), group=_of(groups, rows))
+    if min(sizes) == most:
+        return found
+    return torch.cat([part[:size] for part, size in zip(found.split(most), sizes, strict=True)])
+
+
 def _padded(rows: Tensor, most: int) -> Tensor:
     if len(rows) == most:
         return rows.contiguous()
@@ -149,8 +212,8 @@ def started() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def ranks() -> Ranks:
-    """The processes that train together. Its first call must be made by all ranks.
+def ranks(tp_size: int = 1) -> Ranks:
+    """The processes that train together. Its first call with a `tp_size` must be made by all ranks; see `Ranks`.
 
     Raises:
         RuntimeError: they have not found each other yet.
@@ -161,12 +224,12 @@ def ranks() -> Ranks:
             f"{launch.name} holds a part of the experts, but has not joined the other {launch.ranks - 1} processes; "
             "make transformers' TrainingArguments, or call torch.distributed.init_process_group, before the model runs"
         )
-    return _ranks()
+    return _ranks(tp_size)
 
 
 @functools.cache
-def _ranks() -> Ranks:
-    return Ranks()
+def _ranks(tp_size: int) -> Ranks:
+    return Ranks(tp_size)
 
 
 def same(facts: Iterable[tuple[str, str]], of: Ranks) -> None:

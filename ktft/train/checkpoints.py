@@ -40,7 +40,15 @@ from ktft.train import manifest
 from ktft.train.parallel import agreed, checked_once, ranks_of
 from ktft.train.report import logger
 from ktft.train.run import note_saved
-from ktft.train.shards import has_shards, held_rows, load_divided, names_of, save_shard, without_experts
+from ktft.train.shards import (
+    has_shards,
+    held_rows,
+    load_divided,
+    names_of,
+    save_shard,
+    with_whole_states,
+    without_experts,
+)
 
 STAGING = f"_checkpoints{TEMPORARY}"
 """The folder in `output_dir` where a checkpoint is written. Hosts neither list it as a checkpoint nor upload it."""
@@ -175,11 +183,11 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
         )
     together, optimizer = ranks_of(trainer.model), trainer.optimizer
     if together is not None:
-        whole, names = optimizer.state_dict, names_of(trainer.model, optimizer)
-        held = held_rows(trainer.model)
+        names, held = names_of(trainer.model, optimizer), held_rows(trainer.model)
+        whole = with_whole_states(optimizer.state_dict(), trainer.model, names)
         (staging / place.name).mkdir(exist_ok=True)
         save_shard(staging / place.name, trainer.model, optimizer, together)
-        STATE_DICT.put(optimizer, lambda: without_experts(whole(), names, held))
+        STATE_DICT.put(optimizer, lambda: without_experts(whole, names, held))
     OUTPUT_DIR.put(trainer, lambda trial: str(staging))
     PUSH.put(trainer, lambda folder: None)
     try:

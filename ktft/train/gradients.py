@@ -138,12 +138,14 @@ def clip_grad_norm(
     runtime: Runtime,
     ranks: Ranks | None = None,
     split: Collection[int] = (),
+    pieces: Collection[int] = (),
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` to the norm `most`, which does not write gradients that need no clipping.
 
     Args:
         ranks: the processes that hold the experts together, all of which must call it; None if this one has them all.
         split: ids of the parameters of which other ranks have other rows.
+        pieces: ids of the parameters of which other ranks of the tensor parallel group have other pieces.
 
     Returns:
         The norm before clipping, of all ranks' gradients, on the first gradient's device.
@@ -153,11 +155,13 @@ def clip_grad_norm(
     if not grads and ranks is None:
         return torch.tensor(0.0)
     squares = [norm.double() ** 2 for norm in norms(runtime, [grad.reshape(1, -1) for grad in grads])]
-    here = torch.zeros(2, dtype=torch.float64)  # of parameters that every rank has, and of those split over ranks
+    # Of parameters that every rank has, of those split over all ranks, and of those in pieces that replicas have too
+    here = torch.zeros(3, dtype=torch.float64)
     for (parameter, _), square in zip(found, squares, strict=True):
-        here[int(id(parameter) in split)] += square[0]
+        here[1 if id(parameter) in split else 2 if id(parameter) in pieces else 0] += square[0]
     if ranks is not None:
         here[1:] = ranks.sum(here[1:].clone())
+        here[2] /= ranks.dp_size
     total = here.sum().sqrt().float()
     if not grads:
         return total

@@ -16,10 +16,13 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ktft.adapters.tensor_parallel import shards_of, whole_vector
 from ktft.checkpoint.files import read_json, sync_tree, to_json, write_whole
 from ktft.held import HeldExperts
 from ktft.model.experts import find_experts
+from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks
+from ktft.ranks.tensor_parallel import Shard
 from ktft.train.shards import held_rows, names_of
 
 MANIFEST = "ktft_checkpoint.json"
@@ -153,7 +156,7 @@ def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
     config, vectors = _lora_config(model), hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not parameter.requires_grad:
-            vectors.update(name.encode() + parameter.detach().float().cpu().numpy().tobytes())
+            vectors.update(name.encode() + whole_vector(parameter.detach()).float().cpu().numpy().tobytes())
     return {
         "expert_format": next(iter(find_experts(model).values())).layer.format,
         "optim": optim.removesuffix("_fused"),
@@ -193,9 +196,10 @@ def _lora_config(model: nn.Module) -> Any:
 def data_facts(trainer: Any) -> dict[str, int | None]:
     """Facts that the order of the data depends on: description -> value."""
     dataset, args = trainer.train_dataset, trainer.args
+    different = args.world_size // tp_size_of(trainer.model)  # ranks of a tensor parallel group have the same examples
     return {
         "examples": len(dataset) if hasattr(dataset, "__len__") else None,
-        "examples a step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "examples a step": args.train_batch_size * args.gradient_accumulation_steps * different,
     }
 
 
@@ -205,26 +209,29 @@ def parameter_facts(model: nn.Module, optimizer: Any, together: Ranks | None = N
     The counts do not depend on the number of threads, and take one pass over the state. Those of LoRA that ranks share
     are of all ranks, which must call it.
     """
-    held, names = held_rows(model), names_of(model, optimizer)
+    held, shards, names = held_rows(model), shards_of(model), names_of(model, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = optimizer.state_dict()["state"]  # indexed by position in the groups
     counted = [{key: _count(each) for key, each in sorted(states.get(at, {}).items())} for at in range(len(names))]
     if together is not None:
-        by_rank = together.gather({at: counted[at] for at, name in enumerate(names) if name in held})
+        by_rank = together.gather({at: counted[at] for at, name in enumerate(names) if name in held or name in shards})
         for at in by_rank[0]:
-            counted[at] = {key: _sum([rank[at][key] for rank in by_rank]) for key in counted[at]}
+            parts = by_rank if names[at] in held else by_rank[: together.tp_size]
+            counted[at] = {key: _sum([rank[at][key] for rank in parts]) for key in counted[at]}
     return [
         {
             "name": name,
-            "shape": _whole_shape(parameter, held.get(name)),
+            "shape": _whole_shape(parameter, held.get(name), shards.get(name)),
             "state": {key: _told(value) for key, value in values.items()},
         }
         for name, parameter, values in zip(names, parameters, counted, strict=True)
     ]
 
 
-def _whole_shape(parameter: torch.Tensor, held: HeldExperts | None) -> list[int]:
-    """The parameter's shape if one process held all experts."""
+def _whole_shape(parameter: torch.Tensor, held: HeldExperts | None, shard: Shard | None) -> list[int]:
+    """The parameter's shape if one process held all of it."""
+    if shard is not None:
+        return shard.shape(parameter)
     return list(parameter.shape) if held is None else [held.num_experts, *parameter.shape[1:]]
 
 
@@ -253,8 +260,9 @@ def _told(value: _Counts | float | str) -> float | str:
 def other_parameters(then: list[dict[str, Any]], model: nn.Module) -> str | None:
     """The first difference between a model's trained parameters and those in `then`; None if there is none."""
     old = {fact["name"]: fact["shape"] for fact in then}
-    held = held_rows(model)
-    new = {name: _whole_shape(p, held.get(name)) for name, p in model.named_parameters() if p.requires_grad}
+    held, shards = held_rows(model), shards_of(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    new = {name: _whole_shape(p, held.get(name), shards.get(name)) for name, p in trained.items()}
     if gone := [name for name in old if name not in new]:
         return f"it trained {len(gone)} parameters that are not trained now, the first is {gone[0]}"
     if added := [name for name in new if name not in old]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -16,21 +16,18 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from ktft.adapters.peft import expert_layers
-from ktft.model.experts import find_experts
-from ktft.ranks.group import Ranks, ranks, same
+from ktft.adapters.tensor_parallel import is_divided, shards_of
+from ktft.model.experts import ranks_of
+from ktft.model.tensor_parallel import tp_size_of
+from ktft.ranks.group import Ranks, same
 from ktft.train.manifest import SETTINGS, run_facts
+from ktft.train.optimizer import NATIVE
 from ktft.versions import version_of
 
 Value = TypeVar("Value")
 
 PACKAGES = ("ktft", "torch", "transformers", "peft", "accelerate")
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-
-
-def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes that hold the model's experts together; None if this one holds them all."""
-    split = any(module.number is not None for module in find_experts(model).values())
-    return ranks() if split else None
 
 
 def split_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -59,6 +56,58 @@ def prepare_model(
     return original(accelerator, model, device_placement, evaluation_mode)
 
 
+def average_gradients(model: nn.Module) -> None:
+    """Average a step's gradients beside the experts over all ranks, if the attention is tensor parallel.
+
+    accelerate puts no DDP around such a model. Pieces of LoRA are averaged over the ranks that have the same piece,
+    all else over all ranks: those of a tensor parallel group have equal gradients, which so can never drift apart. All
+    ranks must call it.
+    """
+    together = ranks_of(model)
+    if together is None or together.tp_size == 1:
+        return
+    split, shards = split_parameters(model), shards_of(model)
+    others = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in split}
+    for in_pieces in (False, True):
+        own = [p for name, p in others.items() if (name in shards) == in_pieces]
+        if not own:
+            continue
+        has = torch.tensor([float(p.grad is not None) for p in own])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+        together.average([has, *grads], data_parallel=in_pieces)
+        for parameter, grad, found in zip(own, grads, has.tolist(), strict=True):
+            parameter.grad = grad if found else None
+
+
+def check_layout(args: TrainingArguments, model: nn.Module) -> None:
+    """Refuse arguments that ask accelerate for another tensor parallel layout than the model was loaded with.
+
+    Raises:
+        ValueError: the layouts differ, context or sequence parallelism is asked for, the optimizer does not treat each
+            element alone, or a divided weight would train.
+    """
+    tp_size, asked = tp_size_of(model), getattr(args, "parallelism_config", None)
+    for name in ("cp_size", "sp_size"):
+        if (getattr(asked, name, None) or 1) > 1:
+            raise ValueError(f"parallelism_config has {name}={getattr(asked, name)}, which ktft does not support")
+    if asked is not None and (asked.tp_size or 1) not in (1, tp_size):
+        raise ValueError(
+            f"parallelism_config has tp_size={asked.tp_size}, and the model was loaded for {tp_size}; load it with "
+            f"from_pretrained(..., distributed_config=DistributedConfig(tp_size={asked.tp_size}))"
+        )
+    optim = str(getattr(getattr(args, "optim", None), "value", getattr(args, "optim", None)))
+    if tp_size > 1 and optim not in NATIVE:
+        raise ValueError(
+            f"optim is {optim!r}, which may treat a piece of a matrix otherwise than the whole, and tensor parallelism "
+            "leaves each rank a piece; set optim: adamw_torch"
+        )
+    if whole := [name for name, p in model.named_parameters() if p.requires_grad and is_divided(p)]:
+        raise ValueError(
+            f"{whole[0]} would be trained, which tensor parallelism divides; train LoRA only, without "
+            "distributed_config anything"
+        )
+
+
 def check_precision(args: TrainingArguments) -> None:
     """Refuse fp16 in several processes, where each would scale and skip by its own gradients."""
     if args.world_size > 1 and args.fp16:
@@ -70,6 +119,8 @@ def check_precision(args: TrainingArguments) -> None:
 
 def require_same_run(model: nn.Module, args: TrainingArguments, examples: int | None) -> None:
     """Refuse ranks that would train something else than the others. All ranks must call it.
+
+    Pieces of LoRA that tensor parallel ranks hold are compared as wholes.
 
     Raises:
         ValueError: versions, settings, the seed, the data, the base model or the adapters' shapes or values differ.
@@ -85,13 +136,16 @@ def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> I
     yield "the number of training examples", str(examples)
     yield "the seed of torch's generator", str(torch.initial_seed())
     yield from run_facts(model, str(getattr(args.optim, "value", args.optim))).items()
+    yield "the size of tensor parallel groups", str(tp_size_of(model))
     split, values, names = split_parameters(model), hashlib.sha256(), hashlib.sha256()
+    shards = shards_of(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            shape = parameter.shape[1:] if name in split else parameter.shape
+            whole = shards[name].gather(parameter) if name in shards else parameter.detach()
+            shape = whole.shape[1:] if name in split else whole.shape
             names.update(f"{name} {tuple(shape)} {parameter.dtype}".encode())
             if name not in split:
-                values.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+                values.update(whole.float().cpu().contiguous().numpy().tobytes())
     yield "trained parameters (SHA-256 of names and shapes)", names.hexdigest()
     yield "trained parameters outside the experts (SHA-256 of their values)", values.hexdigest()
 
@@ -107,6 +161,16 @@ def over_ranks(together: Ranks | None, loss: float | None, norms: dict[str, floa
     if group in norms:
         norms[group] = float(sums[1].sqrt())
     return None if loss is None else float(sums[0]) / together.size
+
+
+def with_shards(together: Ranks | None, norms: dict[str, Tensor], shards: Collection[str]) -> dict[str, Tensor]:
+    """Norms by parameter, with those of whole parameters for the ones held in pieces. All ranks must call it."""
+    if together is None or not shards:
+        return norms
+    zero = torch.zeros(1)
+    squares = torch.stack([norms.get(name, zero).double().square().sum() for name in shards])
+    whole = (together.sum(squares) / together.dp_size).sqrt().float()
+    return norms | {name: norm.view(1) for name, norm in zip(shards, whole, strict=True) if name in norms}
 
 
 def summed(together: Ranks | None, counts: Tensor) -> Tensor:

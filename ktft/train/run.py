@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from ktft import spans
 from ktft.adapters.linear import restore, shorten
+from ktft.adapters.tensor_parallel import shards_of
 from ktft.config import trace_file
 from ktft.lanes.lanes import Lanes
 from ktft.lanes.record import Record
@@ -28,7 +29,7 @@ from ktft.train.facts import Told, facts_of
 from ktft.train.gradients import GradientWatch, clip_grad_norm, group_norms, rates_of, trained_parameters
 from ktft.train.guards import ROUTED, Guards, Step
 from ktft.train.manifest import MANIFEST, checkpoints
-from ktft.train.parallel import over_ranks, ranks_of, split_parameters, summed
+from ktft.train.parallel import average_gradients, over_ranks, ranks_of, split_parameters, summed, with_shards
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import Since, memory_now, times_of
@@ -58,6 +59,7 @@ class Run:
     runtime: Runtime
     lanes: Lanes | None = None
     ranks: Ranks | None = None
+    shards: tuple[str, ...] = ()  # the trained parameters of which tensor parallel ranks hold pieces
     norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
     since: Since = field(default_factory=Since)
@@ -93,6 +95,7 @@ class Run:
             runtime=runtime,
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
             ranks=ranks_of(model),
+            shards=tuple(name for name in shards_of(model) if name in parameters),
         )
 
     def begin_step(self, look: bool) -> None:
@@ -118,7 +121,8 @@ class Run:
             scaler = getattr(optimizer, "scaler", None)
             scale = float(scaler.get_scale()) if scaler is not None else 1.0
             norms = {name: norm / scale for name, norm in self.watch.take().items()}
-            self.norms, self.norms_step = group_norms(norms, self.guards.parameters), number
+            whole = with_shards(self.ranks, norms, self.shards)
+            self.norms, self.norms_step = group_norms(whole, self.guards.parameters), number
             reached = {name: record.reached for name, record in self.records.items()}
             loss = None if self.loss is None else float(self.loss)
             loss = over_ranks(self.ranks, loss, self.norms, ROUTED)
@@ -314,12 +318,15 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
     run.watch.measure()
     trainer.accelerator.unscale_gradients()
     split = {id(parameter) for parameter in split_parameters(model).values()}
-    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime, run.ranks, split)
+    pieces = {id(each.parameter) for name, each in run.guards.parameters.items() if name in run.shards}
+    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime, run.ranks, split, pieces)
 
 
 def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A Trainer's `training_step`; its loss is recorded."""
+    """A Trainer's `training_step`; its loss is recorded. Under tensor parallelism complete gradients are averaged."""
     loss = original(trainer, *args, **kwargs)
+    if trainer.accelerator.sync_gradients:
+        average_gradients(trainer.model)
     if (run := _callback(trainer).run) is not None:
         run.add_loss(loss)
     return loss

@@ -3,12 +3,14 @@
 Beside `optimizer.pt`, which rank 0 writes for all else, a checkpoint then has one file by rank. Tensors in it stack a
 rank's experts along their first dimension; numbers tell which ones. A rank that resumes takes the rows of the experts
 that it holds now, wherever they are: in these files, or in the `optimizer.pt` of a run in one process.
+
+LoRA that tensor parallel ranks hold in pieces is whole in `optimizer.pt`, and each rank takes its piece from there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ktft.adapters.peft import expert_layers
+from ktft.adapters.tensor_parallel import shards_of
 from ktft.held import HeldExperts
 from ktft.ranks.group import Ranks
+from ktft.ranks.tensor_parallel import Shard
 
 State = dict[str, Any]
 """Name of a value of an optimizer's state -> the value, for one parameter."""
@@ -56,6 +60,43 @@ def without_experts(state_dict: Mapping[str, Any], names: list[str], experts: Ma
     return {**state_dict, "state": kept}
 
 
+def with_whole_states(state_dict: Mapping[str, Any], model: nn.Module, names: list[str]) -> dict[str, Any]:
+    """An optimizer's state dict with whole tensors where tensor parallel ranks hold pieces. All ranks must call it."""
+    return {**state_dict, "state": _changed(state_dict["state"], model, names, lambda shard, own: shard.gather(own))}
+
+
+def _with_own_pieces(state_dict: Mapping[str, Any], model: nn.Module, names: list[str]) -> dict[str, Any]:
+    """The state dict of one process with only this rank's pieces of what tensor parallel ranks divide."""
+    own = _changed(state_dict["state"], model, names, lambda shard, whole: shard.of_this_rank(whole).clone())
+    return {**state_dict, "state": own}
+
+
+def _changed(
+    states: Mapping[int, State], model: nn.Module, names: list[str], change: Callable[[Shard, Tensor], Tensor]
+) -> dict[int, State]:
+    """States by position, changed where a parameter is held in pieces and the state has a value for each element.
+
+    Raises:
+        ValueError: a tensor of the state has another shape than the parameter.
+    """
+    shards, changed = shards_of(model), dict(states)
+    shapes = {name: (list(p.shape), shards[name].shape(p)) for name, p in model.named_parameters() if name in shards}
+    for at, name in enumerate(names):
+        if name not in shards or at not in changed:
+            continue
+        changed[at] = dict(changed[at])
+        for key, value in changed[at].items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if list(value.shape) not in shapes[name]:
+                raise ValueError(
+                    f"the optimizer's {key} of {name} has no value for each element, so that tensor parallel ranks "
+                    "cannot hold pieces of it; set optim: adamw_torch"
+                )
+            changed[at][key] = change(shards[name], value)
+    return changed
+
+
 def save_shard(folder: Path, model: nn.Module, optimizer: Any, together: Ranks) -> None:
     """Write this rank's file."""
     held, names = held_rows(model), names_of(model, optimizer)
@@ -90,7 +131,8 @@ def load_divided(path: Path, model: nn.Module, optimizer: Any, scheduler: Any) -
         ValueError: a file is missing, an expert's state is in none, or the optimizer's state cannot be divided.
     """
     state = torch.load(path / OPTIMIZER_NAME, map_location="cpu", mmap=True, weights_only=True)
-    optimizer.load_state_dict(_with_experts(path, state, model, optimizer))
+    state = _with_experts(path, state, model, optimizer)
+    optimizer.load_state_dict(_with_own_pieces(state, model, names_of(model, optimizer)))
     scheduler.load_state_dict(torch.load(path / SCHEDULER_NAME, map_location="cpu", weights_only=True))
 
 

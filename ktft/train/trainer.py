@@ -21,7 +21,7 @@ from ktft.train.checkpoints import clear_leftovers
 from ktft.train.gradients import rates_of
 from ktft.train.guards import ROUTED
 from ktft.train.optimizer import check_optimizer, describe, remember_model
-from ktft.train.parallel import check_precision, require_same_run
+from ktft.train.parallel import check_layout, check_precision, require_same_run
 from ktft.train.report import Report, examine, format_report, logger
 from ktft.train.run_times import LOGGED
 from ktft.train.trace import require_writable
@@ -31,9 +31,15 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, gpus: int = 1) 
     """Raise ValueError if the arguments or the environment ask for what this release does not support."""
     if (launch := config.launched_as()) is not None:
         variable, setting = launch
+        how = "start the program without accelerate launch"
+        if variable == config.LAUNCHED_LAYOUT:
+            how = (
+                "start it by torchrun; for tensor parallelism load the model with from_pretrained(..., "
+                "distributed_config=DistributedConfig(tp_size=...))"
+            )
         raise ValueError(
             f"ktft does not support {config.LAUNCHES[variable]} in this release, which the environment asks for by "
-            f"{setting}; unset {variable}, and start the program without accelerate launch"
+            f"{setting}; unset {variable}, and {how}"
         )
     unsupported = (
         (fsdp, "FSDP", "remove fsdp from the configuration"),
@@ -49,8 +55,13 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, gpus: int = 1) 
             raise ValueError(f"ktft does not support {what} in this release; {cure}")
 
 
-def check_arguments(args: TrainingArguments) -> None:
-    """Check the optimizer, `KTFT_TRACE` and, by `check_launch`, the launch of transformers, accelerate and torchrun."""
+def check_arguments(args: TrainingArguments, model: nn.Module | None = None) -> None:
+    """Check the optimizer, `KTFT_TRACE` and, by `check_launch`, the launch of transformers, accelerate and torchrun.
+
+    With a model, also that it was loaded for the processes that the arguments ask for.
+    """
+    if model is not None:
+        check_layout(args, model)
     check_optimizer(args)
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
         raise ValueError(
@@ -70,7 +81,7 @@ class KtftCallback(TrainerCallback):
         """Check what can be known before training starts."""
         model = kwargs.get("model")
         if model is not None and find_experts(model):
-            check_arguments(args)
+            check_arguments(args, model)
             remember_model(args, model)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -151,7 +162,7 @@ class Trainer(transformers.Trainer):
                 "from_pretrained(..., quantization_config=ktft.KtftConfig())"
             )
         if args is not None:
-            check_arguments(args)
+            check_arguments(args, model)
         super().__init__(model, args, **kwargs)
 
 
