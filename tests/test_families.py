@@ -11,7 +11,7 @@ import pytest
 import torch
 from contract import relative
 from given import Checkpoint, Train, TrainYaml
-from quantize import read_all, separate, write
+from quantize import quantize, read_all, separate, write
 from runs import arguments
 from safetensors.torch import load_file
 from stock import IDS, adapt, load, matrices, same_choices, text_loss
@@ -28,13 +28,16 @@ from transformers import (
     PreTrainedConfig,
     SolarOpenConfig,
     Trainer,
+    modeling_utils,
 )
+from transformers.core_model_loading import WeightRenaming
 
 import ktft
 from ktft.checkpoint.families import FAMILIES as ROWS
 from ktft.checkpoint.families import ROWS as TABLE
 from ktft.checkpoint.families import STACKED, Layout, group_of
 from ktft.config import PROJECTIONS
+from ktft.model import backbone
 from ktft.model.experts import experts_family, find_experts
 from ktft.model.generic import family_of
 
@@ -119,6 +122,23 @@ def test_other_layouts_of_the_same_weights(tiny_checkpoint: Checkpoint, tmp_path
         for name, module in find_experts(load(other)).items():
             for projection, weight in zip(PROJECTIONS, expected[name], strict=True):
                 assert torch.equal(module.layer.dequantize(7, projection), weight)
+
+
+@pytest.mark.parametrize("scheme", ["plain", "fp8"])
+def test_renamings_meant_for_another_model_are_undone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """transformers 5.4 and 5.5 have one for the text model of Qwen3.5 on the whole model."""
+    path = base if scheme == "plain" else quantize(base, tmp_path, scheme)[0]
+    expected = load(path)
+    original = backbone.get_model_conversion_mapping
+
+    def with_another(*args: Any, **kwargs: Any) -> list[Any]:
+        return [WeightRenaming("^model.layers.", "layers_of_another."), *original(*args, **kwargs)]
+
+    for module in (backbone, modeling_utils):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", with_another)
+    assert_same_logits(expected, load(path), limit=0)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

@@ -54,6 +54,18 @@ def test_ktft_trainer_trains_int8_with_gradient_checkpointing(base: Path, tmp_pa
     assert sum(losses(trainer)[-4:]) < 0.9 * sum(losses(trainer)[:4])
 
 
+def test_accumulated_gradients_are_divided_once(base: Path, tmp_path: Path) -> None:
+    """Whether accelerate is told the number of batches in a step, as by transformers before 5.5.4, or not."""
+    norms = []
+    for told in (1, 2):
+        options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+        run = transformers.Trainer(adapted(base), arguments(tmp_path, **UNSAVED | options), train_dataset=DATA)
+        run.accelerator.gradient_accumulation_steps = told
+        run.train()
+        norms.append(run.state.log_history[0]["grad_norm"])
+    assert norms[0] == norms[1] > 0
+
+
 def test_report_counts_what_trains(tiny_checkpoint: Checkpoint) -> None:
     model = adapted(tiny_checkpoint("dsv3"))
     report = examine(model)

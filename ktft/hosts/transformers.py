@@ -78,7 +78,8 @@ PATCHES = (
     _of_trainer(
         "training_step",
         "ktft.train.run:training_step",
-        "The guards need the loss of each step. Callbacks get the mean of the steps since the last log.",
+        "The guards need the loss of each step. Callbacks get the mean of the steps since the last log. With "
+        "transformers before 5.5.4, gradients accumulated over several batches would be divided by their number twice.",
     ),
     _of_trainer(
         "_clip_grad_norm",

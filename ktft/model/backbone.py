@@ -47,9 +47,16 @@ class Backbone:
         required = {name for name in expected.keys() - tied if name.startswith(backbone) or name in heads}
         self._dtypes = {name: tensor.dtype for name, tensor in expected.items()}
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        others = (name for name in checkpoint.tensors if not is_expert.match(name))
         # The keys are names in the model, because transformers renames some tensors
-        self._tensors = {rename_source_key(name, renamings, [])[0]: checkpoint.tensors[name] for name in others}
+        self._tensors: dict[str, TensorEntry] = {}
+        self._misnamed: dict[str, str] = {}  # what transformers would rename a tensor to -> its name, which is right
+        for name in (name for name in checkpoint.tensors if not is_expert.match(name)):
+            renamed, _ = rename_source_key(name, renamings, [])
+            # transformers 5.4 and 5.5 apply renamings for a text model within one with images to the latter too
+            weight, renamed_weight = (_weight_of(checkpoint.scheme, each) for each in (name, renamed))
+            if weight in expected and renamed_weight not in expected:
+                self._misnamed[renamed] = name
+            self._tensors[self._misnamed.get(renamed, renamed)] = checkpoint.tensors[name]
         self._sources: dict[str, tuple[Scheme, dict[str, TensorEntry]]] = {}
         lacking: list[str] = []
         for name in sorted(required):
@@ -99,16 +106,14 @@ class Backbone:
                 with naming(codes):
                     yield f"{scheme.stem_of(codes.name)}.weight", scheme.decode(tensors).dequantize().to(dtype)
 
-    def conversions(self) -> list[WeightConverter]:
-        """The converters by which transformers turns the scheme's tensors into weights; empty for plain weights."""
+    def conversions(self) -> list[WeightConverter | WeightRenaming]:
+        """What makes transformers turn the scheme's tensors into weights; empty for plain weights."""
         scheme = self.checkpoint.scheme
         if all(scheme is PLAIN_SCHEME for scheme, _ in self._sources.values()):
             return []
-        roles = {
-            re.escape(part.suffix if part.suffix.startswith(".") else ".weight" + part.suffix) + "$": role
-            for role, part in scheme.parts.items()
-        }
-        return [WeightConverter(list(roles), ".weight", operations=[_Dequantize(self, roles)])]
+        roles = {re.escape(part.tensor_name("", stacked=False)) + "$": role for role, part in scheme.parts.items()}
+        names = [_NamesBack(self._misnamed)] if self._misnamed else []
+        return [*names, WeightConverter(list(roles), ".weight", operations=[_Dequantize(self, roles)])]
 
     def dequantize(self, name: str, tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
         """Decode the weight from its tensors, by role. `finish` reports errors in them."""
@@ -149,6 +154,27 @@ def refuse_not_finite(tensor: Tensor, entry: TensorEntry) -> None:
         return
     if not all(math.isfinite(bound) for bound in tensor.aminmax()):  # NaN makes both bounds NaN
         raise ValueError(f"{entry.file}: {entry.name} holds NaN or Inf; download the file again")
+
+
+def _weight_of(scheme: Scheme, name: str) -> str:
+    """The name of the weight that a tensor of the scheme belongs to; the name itself for a bias or a buffer."""
+    endings = [part.tensor_name("", stacked=False) for part in scheme.parts.values()]
+    return next((name.removesuffix(end) + ".weight" for end in endings if name.endswith(end)), name)
+
+
+class _NamesBack(WeightRenaming):
+    """Gives tensors their names back after transformers renamed them to what the model does not have.
+
+    transformers does so itself for a tensor whose own name is in the model, which a quantized weight's is not: its
+    scales would be left out, and its codes would be taken for the weight.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__(*next(iter(names.items())))  # patterns, of which `rename_source_key` makes no use
+        self.names = names
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return self.names.get(source_key, source_key), None
 
 
 class _Dequantize(ConversionOps):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.integrations.moe import _default_apply_gate
 
 from ktft.checkpoint.families import FAMILIES, STACKED, Family, Layout
@@ -23,6 +23,10 @@ kimi_k2.register()
 
 CALL = ("hidden_states", "top_k_index", "top_k_weights")
 """The arguments of routed experts in transformers 5."""
+MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+"""The operations by which transformers stacks experts that a checkpoint holds one by one."""
+ALIGNMENT = "Force16BytesAlignment"
+"""One more of them in transformers 5.3, which changes no value."""
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -106,14 +110,16 @@ def _layout(model: PreTrainedModel, name: str) -> Layout:
         for kind, stem in stems.items():
             if not isinstance(conversion, WeightConverter) or not stem.endswith(conversion.target_patterns[0]):
                 continue
-            merges = [type(operation) for operation in conversion.operations]
-            if merges not in ([MergeModulelist], [MergeModulelist, Concatenate]):
+            operations = [type(operation).__name__ for operation in conversion.operations]
+            if [each for each in operations if each != ALIGNMENT] not in MERGES:
                 raise ValueError(
                     f"the experts of model_type {model.config.model_type!r} are converted on loading by "
-                    f"{', '.join(merge.__name__ for merge in merges)}; add a row with their layout to ktft's families"
+                    f"{', '.join(operations)}; add a row with their layout to ktft's families"
                 )
             start = stem.removesuffix(conversion.target_patterns[0])
-            found[kind] = [start + source.removesuffix(".weight") for source in conversion._original_source_patterns]
+            # transformers 5.3 and 5.4 keep the patterns of a conversion as they were given
+            sources = getattr(conversion, "_original_source_patterns", conversion.source_patterns)
+            found[kind] = [start + source.removesuffix(".weight") for source in sources]
     layer = f".{layer_number(name)}."
     if not found:
         return Layout(f"{name.replace(layer, '.{layer}.', 1)}.{{projection}}", names=STACKED.names)

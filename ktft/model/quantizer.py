@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.fsdp import is_fsdp_enabled
@@ -210,7 +210,7 @@ class KtftHfQuantizer(HfQuantizer):
                 )
             self.pre_quantized = True  # otherwise transformers casts integers and scales to the model's dtype
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
+    def get_weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """The conversions that dequantize the weights around the experts."""
         return [] if self._plan is None else self._plan.backbone.conversions()
 

@@ -324,11 +324,15 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
 
 def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """A Trainer's `training_step`; its loss is recorded. Under tensor parallelism complete gradients are averaged."""
+    if (run := _callback(trainer).run) is None:
+        return original(trainer, *args, **kwargs)
+    # The loss is divided by the step's number of batches or tokens; accelerate would divide it once more, since
+    # transformers before 5.5.4 also gives it the number of batches
+    trainer.accelerator.gradient_accumulation_steps = 1
     loss = original(trainer, *args, **kwargs)
     if trainer.accelerator.sync_gradients:
         average_gradients(trainer.model)
-    if (run := _callback(trainer).run) is not None:
-        run.add_loss(loss)
+    run.add_loss(loss)
     return loss
 
 
