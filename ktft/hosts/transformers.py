@@ -19,6 +19,25 @@ PATCHES = (
         "and adapters may be added until then.",
     ),
     Patch(
+        "accelerate.accelerator",
+        "fsdp2_prepare_model",
+        "ktft.train.fsdp:prepare",
+        "FSDP2 leaves out the LoRA of experts and keeps each parameter's precision. accelerate casts frozen weights or "
+        "adapters, and leaves FSDP out on CPUs; its ignored_modules would move what they name to the GPU.",
+    ),
+    _of_trainer(
+        "create_accelerator_and_postprocess",
+        "ktft.train.fsdp:create_accelerator",
+        "Under FSDP2 the Trainer saves and loads as it does without: transformers writes the parts of what is divided, "
+        "which PEFT cannot load. There is no event before the model is placed.",
+    ),
+    _of_trainer(
+        "_move_model_to_device",
+        "ktft.train.fsdp:keep_place",
+        "A model stays in CPU memory until FSDP2 divides it. place_model_on_device is an argument of the program that "
+        "makes the Trainer.",
+    ),
+    Patch(
         "transformers.quantizers.auto.AutoHfQuantizer",
         "merge_quantization_configs",
         "ktft.model.quantizer:prefer_ktft",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +18,14 @@ from transformers import TrainingArguments
 from ktft.adapters.peft import expert_layers
 from ktft.model.experts import find_experts
 from ktft.ranks.group import Ranks, ranks, same
+from ktft.ranks.sharded import is_divided
 from ktft.train.manifest import SETTINGS, run_facts
 from ktft.versions import version_of
 
 Value = TypeVar("Value")
 
 PACKAGES = ("ktft", "torch", "transformers", "peft", "accelerate")
+VALUES = "trained parameters outside the experts (SHA-256 of their values)"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -51,6 +53,8 @@ def prepare_model(
 ) -> Any:  # fmt: skip
     """accelerate's `prepare_model`, which wraps a model in DDP without the LoRA of experts that ranks share."""
     if isinstance(model, nn.Module) and ranks_of(model) is not None:
+        if accelerator.is_fsdp2 and evaluation_mode and not is_divided(model):
+            device_placement = True  # accelerate expects FSDP to do it, which divides what is trained only
         split = split_parameters(model)
         setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), *split])
         # DDP refuses a model without anything to average
@@ -85,27 +89,39 @@ def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> I
     yield "the number of training examples", str(examples)
     yield "the seed of torch's generator", str(torch.initial_seed())
     yield from run_facts(model, str(getattr(args.optim, "value", args.optim))).items()
-    split, values, names = split_parameters(model), hashlib.sha256(), hashlib.sha256()
+    split, names = split_parameters(model), hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             shape = parameter.shape[1:] if name in split else parameter.shape
             names.update(f"{name} {tuple(shape)} {parameter.dtype}".encode())
-            if name not in split:
-                values.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
     yield "trained parameters (SHA-256 of names and shapes)", names.hexdigest()
-    yield "trained parameters outside the experts (SHA-256 of their values)", values.hexdigest()
+    if not is_divided(model):  # else they were compared before
+        yield VALUES, values_of(model)
 
 
-def over_ranks(together: Ranks | None, loss: float | None, norms: dict[str, float], group: str) -> float | None:
-    """The mean loss of all ranks; the norm of `group` in `norms`, of the experts here, becomes that of all experts.
+def values_of(model: nn.Module) -> str:
+    """A hash of the trained parameters that each rank has whole."""
+    split, values = split_parameters(model), hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in split:
+            values.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return values.hexdigest()
+
+
+def over_ranks(
+    together: Ranks | None, loss: float | None, norms: dict[str, float], groups: Collection[str]
+) -> float | None:
+    """The mean loss of all ranks; norms of these groups, of what is here of them, become those of the whole groups.
 
     All ranks must call it.
     """
     if together is None:
         return loss
-    sums = together.sum(torch.tensor([loss or 0.0, norms.get(group, 0.0) ** 2], dtype=torch.float64))
-    if group in norms:
-        norms[group] = float(sums[1].sqrt())
+    squares = [norms.get(group, 0.0) ** 2 for group in groups]
+    sums = together.sum(torch.tensor([loss or 0.0, *squares], dtype=torch.float64))
+    for group, square in zip(groups, sums[1:], strict=True):
+        if group in norms:
+            norms[group] = float(square.sqrt())
     return None if loss is None else float(sums[0]) / together.size
 
 

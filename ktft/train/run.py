@@ -21,6 +21,7 @@ from ktft.lanes.record import Record
 from ktft.model.experts import find_experts, layer_number
 from ktft.native import Runtime
 from ktft.ranks.group import Ranks
+from ktft.ranks.sharded import divide_again, is_divided
 from ktft.ranks.watch import explained
 from ktft.train.attention import AttentionSpans
 from ktft.train.dead import LifeSigns, vocabulary_of
@@ -58,6 +59,7 @@ class Run:
     runtime: Runtime
     lanes: Lanes | None = None
     ranks: Ranks | None = None
+    shared: tuple[str, ...] = (ROUTED,)  # groups of which each rank has a part
     norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
     since: Since = field(default_factory=Since)
@@ -93,6 +95,7 @@ class Run:
             runtime=runtime,
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
             ranks=ranks_of(model),
+            shared=tuple({each.group for each in parameters.values()}) if is_divided(model) else (ROUTED,),
         )
 
     def begin_step(self, look: bool) -> None:
@@ -121,7 +124,7 @@ class Run:
             self.norms, self.norms_step = group_norms(norms, self.guards.parameters), number
             reached = {name: record.reached for name, record in self.records.items()}
             loss = None if self.loss is None else float(self.loss)
-            loss = over_ranks(self.ranks, loss, self.norms, ROUTED)
+            loss = over_ranks(self.ranks, loss, self.norms, self.shared)
             groups = None if self.ranks is None else self.norms
             step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None, loss, groups)
             self.guards.before_step(step)
@@ -186,6 +189,7 @@ class RunCallback(TrainerCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Record the metrics in the report, also when they are measured after training has ended."""
+        divide_again(kwargs["model"])
         if self.run is not None:
             self.run.report.evaluate(state.global_step, kwargs.get("metrics") or {})
             self.run.mark = time.perf_counter()

@@ -18,6 +18,7 @@ from ktft.adapters.reach import reach_of
 from ktft.model.experts import find_experts
 from ktft.train import run
 from ktft.train.checkpoints import clear_leftovers
+from ktft.train.fsdp import check_divided
 from ktft.train.gradients import rates_of
 from ktft.train.guards import ROUTED
 from ktft.train.optimizer import check_optimizer, describe, remember_model
@@ -27,8 +28,14 @@ from ktft.train.run_times import LOGGED
 from ktft.train.trace import require_writable
 
 
-def check_launch(*, fsdp: bool = False, deepspeed: bool = False, gpus: int = 1) -> None:
-    """Raise ValueError if the arguments or the environment ask for what this release does not support."""
+def check_launch(*, fsdp: int | None = None, deepspeed: bool = False, gpus: int = 1) -> None:
+    """Raise ValueError if the arguments or the environment ask for what this release does not support.
+
+    Args:
+        fsdp: the version that the arguments ask for.
+    """
+    if fsdp == 1 or config.fsdp_version() == 1:
+        raise ValueError(config.FSDP_CURE)
     if (launch := config.launched_as()) is not None:
         variable, setting = launch
         raise ValueError(
@@ -36,7 +43,6 @@ def check_launch(*, fsdp: bool = False, deepspeed: bool = False, gpus: int = 1) 
             f"{setting}; unset {variable}, and start the program without accelerate launch"
         )
     unsupported = (
-        (fsdp, "FSDP", "remove fsdp from the configuration"),
         (deepspeed, "DeepSpeed (ZeRO-2 and ZeRO-3 included)", "remove deepspeed: the experts are off the GPU already"),
         (
             gpus > 1,
@@ -59,7 +65,7 @@ def check_arguments(args: TrainingArguments) -> None:
         )
     if (path := config.trace_file()) is not None:
         require_writable(path)
-    check_launch(fsdp=bool(args.fsdp), deepspeed=args.deepspeed is not None, gpus=args.n_gpu)
+    check_launch(fsdp=(args.fsdp_plugin_args or {}).get("fsdp_version"), deepspeed=args.deepspeed is not None, gpus=args.n_gpu)
     check_precision(args)
 
 
@@ -80,6 +86,7 @@ class KtftCallback(TrainerCallback):
         if report is None:
             return
         check_trained(model, report, optimizer)
+        check_divided(model, optimizer)
         dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
         require_same_run(model, args, len(dataset) if hasattr(dataset, "__len__") else None)
         if args.should_save:
