@@ -5,6 +5,7 @@ Ranks have different experts, and with FSDP2 different rows of all other paramet
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -90,6 +91,9 @@ def made_whole(model: nn.Module, first_only: bool = False) -> Iterator[Ranks | N
         if id(parameter) not in made:
             made[id(parameter)] = _ordinary(parameter, together, first_only)
         module._parameters[name] = made[id(parameter)]
+    hooks = {module: module._load_state_dict_post_hooks for module, _, _ in places}
+    for module in hooks:  # FSDP2's, which look for parts
+        module._load_state_dict_post_hooks = OrderedDict()
     try:
         yield together
         if not first_only:
@@ -99,6 +103,8 @@ def made_whole(model: nn.Module, first_only: bool = False) -> Iterator[Ranks | N
     finally:
         for module, name, parameter in places:
             module._parameters[name] = parameter
+        for module, held in hooks.items():
+            module._load_state_dict_post_hooks = held
 
 
 def _divided(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
