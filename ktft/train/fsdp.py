@@ -86,13 +86,14 @@ def prepare(original: Callable[..., Any], accelerator: Any, model: nn.Module) ->
     same([(VALUES, values_of(model))], together)
     _checkpoint_without_reentry(model)
     units, ignored = _units(model, plugin.transformer_cls_names_to_wrap), _on_cpu(model)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters()) - sum(each.nbytes for each in ignored)
-    logger().info(
-        "FSDP2 divides %s of parameters among %d processes, in %d units; LoRA on experts is not among them",
-        readable(nbytes),
-        together.size,
-        len(units) + 1,
-    )
+    if together.first:
+        nbytes = sum(each.nbytes for each in model.parameters()) - sum(each.nbytes for each in ignored)
+        logger().info(
+            "FSDP2 divides %s of parameters among %d processes, in %d units; LoRA on experts is not among them",
+            readable(nbytes),
+            together.size,
+            len(units) + 1,
+        )
     shard(
         model,
         units,
