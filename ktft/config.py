@@ -43,8 +43,8 @@ def launched_as() -> tuple[str, str] | None:
 
 _FSDP = "ACCELERATE_USE_FSDP"
 FSDP_CURE = (
-    "ktft supports FSDP2 and not FSDP1: set version: 2 in fsdp_config, or fsdp_version: 2 in accelerate's configuration "
-    "(FSDP_VERSION=2)"
+    "ktft supports FSDP2, and not FSDP1: set version: 2 in fsdp_config, or fsdp_version: 2 in accelerate's "
+    "configuration (FSDP_VERSION=2)"
 )
 
 

@@ -131,4 +131,3 @@ def _ordinary(parameter: nn.Parameter, together: Ranks, first_only: bool) -> nn.
     found = whole(parameter, together)
     found = found.new_empty(0, device="cpu") if first_only and not together.first else found.to("cpu", copy=True)
     return nn.Parameter(found, parameter.requires_grad)
-

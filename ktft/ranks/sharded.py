@@ -1,6 +1,6 @@
-"""Parameters of which every rank holds a part: FSDP2's, sharded by rows. With `group`, all that names torch.distributed.
+"""Parameters of which every rank holds a part: FSDP2's, sharded by rows.
 
-A sharded parameter tells the shape of the whole; its `local` tensor has this rank's rows. Rows are divided as
+This file and `group` are all that names torch.distributed. A sharded parameter tells the shape of the whole; its `local` tensor has this rank's rows. Rows are divided as
 `torch.chunk` does, so that the last ranks may have fewer, or none.
 """
 
@@ -64,7 +64,7 @@ def _rows(count: int, ranks: int) -> list[tuple[int, int]]:
 def shard(
     model: nn.Module,
     units: Iterable[nn.Module],
-    ignored: Collection[nn.Parameter],
+    ignored: Collection[Tensor],
     device: str,
     together: Ranks,
     *,
@@ -96,9 +96,8 @@ def shard(
             fsdp.fully_shard(module, **options)
             if device == "cpu":  # gloo has no mean
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    for name in ("generate",):
-        if hasattr(model, name):
-            fsdp.register_fsdp_forward_method(model, name)
+    if hasattr(model, "generate"):
+        fsdp.register_fsdp_forward_method(model, "generate")
 
 
 def divide_again(model: nn.Module) -> None:

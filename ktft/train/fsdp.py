@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import nn
+from torch import Tensor, nn
 
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.config import FSDP_CURE, fsdp_version
@@ -116,7 +116,9 @@ def _units(model: nn.Module, named: list[str] | None) -> list[nn.Module]:
     classes = set(named or getattr(inner, "_no_split_modules", None) or ())
     layers = {name.rpartition(".layers.")[0] + f".layers.{layer_of(name)}" for name in find_experts(model)}
     units = [
-        module for name, module in model.named_modules() if type(module).__name__ in classes or (not named and name in layers)
+        module
+        for name, module in model.named_modules()
+        if type(module).__name__ in classes or (not named and name in layers)
     ]
     embedding, head = (getattr(inner, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output"))
     shared = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
@@ -125,7 +127,7 @@ def _units(model: nn.Module, named: list[str] | None) -> list[nn.Module]:
     return units
 
 
-def _on_cpu(model: nn.Module) -> list[nn.Parameter]:
+def _on_cpu(model: nn.Module) -> list[Tensor]:
     """All LoRA on routed experts, of adapters beneath the trained one too."""
     layers = (module for module in model.modules() if isinstance(module, KtftExpertsLora))
     return [tensor for layer in layers for name in layer.lora_A for *_, tensor in layer.tensors(name)]

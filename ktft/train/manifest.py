@@ -213,8 +213,9 @@ def parameter_facts(model: nn.Module, optimizer: Any, together: Ranks | None = N
     states = optimizer.state_dict()["state"]  # indexed by position in the groups
     counted = [{key: _count(each) for key, each in sorted(states.get(at, {}).items())} for at in range(len(names))]
     if together is not None:
-        by_rank = together.gather({at: counted[at] for at, name in enumerate(names) if name in held or is_sharded(parameters[at])})
-        for at in by_rank[0]:
+        shared = [at for at, name in enumerate(names) if name in held or is_sharded(parameters[at])]
+        by_rank = together.gather({at: counted[at] for at in shared})
+        for at in shared:
             counted[at] = {key: _sum([rank[at][key] for rank in by_rank]) for key in counted[at]}
     return [
         {
@@ -238,7 +239,9 @@ _Counts = tuple[str, int, int]
 def _count(value: Any) -> _Counts | float | str:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return str(value.dtype), int(torch.count_nonzero(local(value))), local(value).numel()
-    if isinstance(value, torch.Tensor | int | float):
+    if isinstance(value, torch.Tensor):
+        return float(local(value).sum())  # of a sharded one rank 0 has the value, whose count `_sum` takes
+    if isinstance(value, int | float):
         return float(value)
     return type(value).__name__
 

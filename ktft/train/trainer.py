@@ -65,7 +65,9 @@ def check_arguments(args: TrainingArguments) -> None:
         )
     if (path := config.trace_file()) is not None:
         require_writable(path)
-    check_launch(fsdp=(args.fsdp_plugin_args or {}).get("fsdp_version"), deepspeed=args.deepspeed is not None, gpus=args.n_gpu)
+    check_launch(
+        fsdp=(args.fsdp_plugin_args or {}).get("fsdp_version"), deepspeed=args.deepspeed is not None, gpus=args.n_gpu
+    )
     check_precision(args)
 
 
