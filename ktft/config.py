@@ -22,44 +22,6 @@ LANE_BYTES = 3 << 29
 """Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
 
 
-LAUNCHES = {
-    "ACCELERATE_USE_FSDP": "FSDP1",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or data parallelism of accelerate",
-}
-"""Environment variables that make accelerate divide a model over processes -> what each one asks for, which ktft
-does not support."""
-
-
-def launched_as() -> tuple[str, str] | None:
-    """The first variable of `LAUNCHES` that is on in this process, and its `NAME=value`; None if all are off.
-
-    FSDP2, which has the same variable as FSDP1, is none of them.
-    """
-    on = (name for name in LAUNCHES if _is_on(name) and not (name == _FSDP and fsdp_version() == 2))
-    return next(((name, f"{name}={os.environ[name]}") for name in on), None)
-
-
-_FSDP = "ACCELERATE_USE_FSDP"
-FSDP_CURE = (
-    "ktft supports FSDP2, and not FSDP1: set version: 2 in fsdp_config, or fsdp_version: 2 in accelerate's "
-    "configuration (FSDP_VERSION=2)"
-)
-
-
-def fsdp_version() -> int | None:
-    """The version of FSDP that the environment asks accelerate for; None if it asks for none."""
-    if not _is_on(_FSDP):
-        return None
-    text = os.environ.get("FSDP_VERSION", "1")
-    return int(text) if text.isdigit() else 1
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() not in ("", "0", "n", "no", "f", "false", "off")
-
-
 def cuda_library() -> str:
     """The name by which the dynamic linker finds CUDA's driver library; `KTFT_LIBCUDA` names another library."""
     return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"

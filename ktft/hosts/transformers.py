@@ -175,8 +175,9 @@ STATE_DICT = Patch(
     "torch.optim.Optimizer",
     "state_dict",
     "ktft.train.checkpoints:save_checkpoint",
-    "While a checkpoint is written, rank 0 leaves out the state of experts, of which every rank writes its own.",
+    "While a checkpoint is written, rank 0 has what FSDP2 divides whole, and leaves out the state of experts, of which "
+    "every rank writes its own.",
     on_instances=True,
 )
-OTHERS = (STATE_DICT, ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE)
+OTHERS = (ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE, STATE_DICT)
 """Put on the code of a model, or on single objects."""

@@ -1,7 +1,7 @@
 """Parameters of which every rank holds a part: FSDP2's, sharded by rows.
 
-This file and `group` are all that names torch.distributed. A sharded parameter tells the shape of the whole; its `local` tensor has this rank's rows. Rows are divided as
-`torch.chunk` does, so that the last ranks may have fewer, or none.
+Only this file and `group` name torch.distributed. A sharded parameter tells the shape of the whole; its `local` tensor
+has this rank's rows. Rows are divided as `torch.chunk` does, so that the last ranks may have fewer, or none.
 """
 
 from __future__ import annotations

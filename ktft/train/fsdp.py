@@ -16,9 +16,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
 from ktft.adapters.lora import KtftExpertsLora
-from ktft.config import FSDP_CURE, fsdp_version
 from ktft.model.experts import find_experts, layer_of
 from ktft.ranks.group import ranks, same
+from ktft.ranks.launch import FSDP_CURE, fsdp_version
 from ktft.ranks.sharded import is_divided, shard
 from ktft.system import readable
 from ktft.train.optimizer import AdamW

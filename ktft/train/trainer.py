@@ -16,6 +16,7 @@ from ktft import config
 from ktft.adapters.elsewhere import said_before_training
 from ktft.adapters.reach import reach_of
 from ktft.model.experts import find_experts
+from ktft.ranks import launch
 from ktft.train import run
 from ktft.train.checkpoints import clear_leftovers
 from ktft.train.fsdp import check_divided
@@ -34,12 +35,12 @@ def check_launch(*, fsdp: int | None = None, deepspeed: bool = False, gpus: int 
     Args:
         fsdp: the version that the arguments ask for.
     """
-    if fsdp == 1 or config.fsdp_version() == 1:
-        raise ValueError(config.FSDP_CURE)
-    if (launch := config.launched_as()) is not None:
-        variable, setting = launch
+    if fsdp == 1 or launch.fsdp_version() == 1:
+        raise ValueError(launch.FSDP_CURE)
+    if (asked := launch.launched_as()) is not None:
+        variable, setting = asked
         raise ValueError(
-            f"ktft does not support {config.LAUNCHES[variable]} in this release, which the environment asks for by "
+            f"ktft does not support {launch.LAUNCHES[variable]} in this release, which the environment asks for by "
             f"{setting}; unset {variable}, and start the program without accelerate launch"
         )
     unsupported = (
