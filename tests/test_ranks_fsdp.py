@@ -28,17 +28,23 @@ def near(one: list[float], two: list[float]) -> bool:
     return one == pytest.approx(two, rel=5e-3)
 
 
-def same_files(one: Path, two: Path) -> None:
-    """Adapter and optimizer state have equal tensors of equal names."""
+def distance(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Relative. AdamW makes much of the last bits of gradients near zero."""
+    return float((one - two).norm() / two.norm().clamp(min=1e-12))
+
+
+def same_files(one: Path, two: Path, within: float) -> None:
+    """Adapter and optimizer state have tensors of equal names and almost equal values."""
     a, b = (load_file(each / "adapter_model.safetensors") for each in (one, two))
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6, msg=name)
+        assert distance(a[name], b[name]) < within, name
     states = [torch.load(each / "checkpoint-8" / "optimizer.pt")["state"] for each in (one, two)]
     assert states[0].keys() == states[1].keys()
     for at, state in states[0].items():
         for key, value in state.items():
-            torch.testing.assert_close(value, states[1][at][key], rtol=1e-3, atol=1e-7)
+            assert value.shape == states[1][at][key].shape
+            assert distance(value, states[1][at][key]) < within, (at, key)
 
 
 def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
@@ -53,16 +59,20 @@ def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
     ddp, fsdp = job("ddp"), job("fsdp", **FSDP)
     again = job("again", resume=str(tmp_path / "fsdp/checkpoint-4"), **FSDP)
     mixed = job("mixed", resume=str(tmp_path / "ddp/checkpoint-4"), **FSDP)
-    status, said = run_jobs(2, tmp_path, ddp, fsdp, again, mixed)
+    ended = job("ended", resume=str(tmp_path / "ddp/checkpoint-8"), **FSDP)  # what DDP wrote is saved again
+    status, said = run_jobs(2, tmp_path, ddp, fsdp, again, mixed, ended)
     assert status == 0, said
-    assert said.count("FSDP2 divides") == 3, "one line of rank 0 for each run"
+    assert said.count("FSDP2 divides") == 4, "one line of rank 0 for each run"
     found = {name: results(tmp_path / name) for name in ("ddp", "fsdp", "again", "mixed")}
     for key in ("losses", "norms"):
         assert near(found["fsdp"][key], found["ddp"][key])
         assert found["again"][key] == found["fsdp"][key]
         assert near(found["mixed"][key], found["ddp"][key])
     assert found["fsdp"]["eval"] == pytest.approx(found["ddp"]["eval"], rel=5e-3)
-    same_files(tmp_path / "fsdp", tmp_path / "ddp")
+    same_files(tmp_path / "fsdp", tmp_path / "ddp", within=0.02)
+    same_files(tmp_path / "again", tmp_path / "fsdp", within=1e-12)
+    for name, tensor in load_file(tmp_path / "ended" / "adapter_model.safetensors").items():
+        assert torch.equal(tensor, load_file(tmp_path / "ddp/checkpoint-8/adapter_model.safetensors")[name])
 
 
 def test_three_processes_of_which_some_have_no_rows(base: Path, tmp_path: Path) -> None:

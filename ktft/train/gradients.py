@@ -120,9 +120,8 @@ def norms(runtime: Runtime, rows: Sequence[Tensor]) -> list[Tensor]:
     native = [takes(each) for each in rows]
     by_kernel = iter(row_norms(runtime, [each for each, own in zip(rows, native, strict=True) if own]))
     others = [each for each, own in zip(rows, native, strict=True) if not own]
-    others = [
-        each if each.numel() else each.new_zeros(len(each), 1) for each in others
-    ]  # FSDP2 may leave a rank no row
+    # FSDP2 may leave a rank no row
+    others = [each if each.numel() else each.new_zeros(len(each), 1) for each in others]
     flat = [each[0] for each in others if len(each) == 1]
     of_flat = iter(torch._foreach_norm(flat, dtype=torch.float32) if flat else ())
     by_torch = [
