@@ -22,23 +22,6 @@ LANE_BYTES = 3 << 29
 """Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
 
 
-LAUNCHED_LAYOUT = "ACCELERATE_USE_PARALLELISM_CONFIG"
-LAUNCHES = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    LAUNCHED_LAYOUT: "tensor, context or data parallelism of accelerate",
-}
-"""Environment variables that make accelerate divide a model over processes -> what each one asks for."""
-
-
-def launched_as() -> tuple[str, str] | None:
-    """The first variable of `LAUNCHES` that is on in this process, and its `NAME=value`; None if all are off."""
-    off = ("", "0", "n", "no", "f", "false", "off")
-    on = (name for name in LAUNCHES if os.environ.get(name, "").lower() not in off)
-    return next(((name, f"{name}={os.environ[name]}") for name in on), None)
-
-
 def cuda_library() -> str:
     """The name by which the dynamic linker finds CUDA's driver library; `KTFT_LIBCUDA` names another library."""
     return os.environ.get("KTFT_LIBCUDA") or "libcuda.so.1"

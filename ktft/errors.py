@@ -8,6 +8,7 @@ traceback.
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from dataclasses import dataclass
@@ -89,7 +90,9 @@ def install() -> None:
             previous(kind, error, trace)
             return
         sys.stdout.flush()
-        print(f"error: {told}\n(KTFT_TRACEBACK=1 shows where it was raised.)", file=sys.stderr, flush=True)
+        # In a process of torchrun torch collects what is printed here, and loses it when the process exits below
+        place = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+        print(f"error: {told}\n(KTFT_TRACEBACK=1 shows where it was raised.)", file=place, flush=True)
         raise SystemExit(exit_code(told))  # Python then runs its exit handlers and ends with this code
 
     hook.of_ktft = True  # type: ignore[attr-defined]

@@ -22,6 +22,8 @@ from transformers import TrainerCallback
 
 from ktft.adapters.peft import expert_layers
 
+FSDP_ASKED = os.environ.get("ACCELERATE_USE_FSDP")
+
 
 class Stop(TrainerCallback):
     """Ends one rank in the middle of a run: by a signal, or by an exception."""
@@ -55,6 +57,8 @@ def train(
         import tp_on_cpu  # the older accelerate has nothing to change
 
         tp_on_cpu.allow()
+    if FSDP_ASKED is None:  # accelerate leaves it on after a job with FSDP
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
     own = (of_rank or {}).get(os.environ.get("RANK", "0"), {})
     args = arguments(Path(output), **{"seed": 1, "ddp_find_unused_parameters": False} | overrides | own)
     model = adapted(Path(base), getattr(torch, dtype), {"threads": 1} | (settings or {}), **({"r": 2} | (lora or {})))

@@ -139,7 +139,6 @@ def test_asft_trains_with_a_reference_model(
 
 
 LAUNCHERS = {
-    "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism of accelerate",

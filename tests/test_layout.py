@@ -88,6 +88,7 @@ CPP_RANKS = {
 GATEWAYS = {
     "ktft._C": {"ktft/native/extension.py"},
     "llamafactory": {"ktft/train/llamafactory.py"},
+    "torch.distributed": {"ktft/ranks/group.py", "ktft/ranks/sharded.py"},
     "vllm": {name_of(path) for path in (PACKAGE / "serve/vllm").rglob("*.py")},
 }
 # The files that may name torch.cuda, or have "cuda" as a whole string, as a device's type is. Others ask ktft.device.

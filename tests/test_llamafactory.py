@@ -242,7 +242,7 @@ def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict
         ({"infer_backend": "vllm"}, "infer_backend is .*ktft serve MODEL --adapter"),
         ({"quantization_bit": 4}, "quantization_bit is 4"),
         ({"train_from_scratch": True}, "train_from_scratch is True"),
-        ({"fsdp": "full_shard"}, "ktft does not support FSDP"),
+        ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "ktft supports FSDP2, and not FSDP1: set version: 2"),
         ({"deepspeed": "z3.json"}, "ktft does not support DeepSpeed"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

@@ -66,14 +66,14 @@ def with_whole_shapes(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dic
     return found
 
 
-def is_divided(tensor: Tensor) -> bool:
+def is_in_pieces(tensor: Tensor) -> bool:
     """Whether a tensor is transformers' own piece of a frozen weight, a DTensor."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole_vector(tensor: Tensor) -> Tensor:
-    """A frozen tensor as a whole. All ranks must call it if it `is_divided`."""
-    return tensor.full_tensor() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
+    """A frozen tensor as a whole. All ranks must call it if it `is_in_pieces`."""
+    return tensor.full_tensor() if is_in_pieces(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def check_request(model: nn.Module, config: Any) -> None:
@@ -134,7 +134,7 @@ def _divide(linear: nn.Module, tp_size: int) -> None:
     """Make a layer that PEFT divided hold its piece as a plain parameter."""
     shards = {}
     for name, parameter in list(linear.named_parameters(recurse=False)):
-        if is_divided(parameter):
+        if is_in_pieces(parameter):
             placement: Any = parameter.placements[0]  # type: ignore[attr-defined]
             own = parameter.to_local().detach().clone()  # type: ignore[attr-defined]
             shards[name] = Shard(placement.dim % own.dim(), parameter.shape[placement.dim], tp_size)

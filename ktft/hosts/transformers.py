@@ -19,6 +19,25 @@ PATCHES = (
         "and adapters may be added until then.",
     ),
     Patch(
+        "accelerate.accelerator",
+        "fsdp2_prepare_model",
+        "ktft.train.fsdp:prepare",
+        "FSDP2 leaves out the LoRA of experts and keeps each parameter's precision. accelerate casts frozen weights or "
+        "adapters, and leaves FSDP out on CPUs; its ignored_modules would move what they name to the GPU.",
+    ),
+    _of_trainer(
+        "create_accelerator_and_postprocess",
+        "ktft.train.fsdp:create_accelerator",
+        "Under FSDP2 the Trainer saves and loads as it does without: transformers writes the parts of what is divided, "
+        "which PEFT cannot load. There is no event before the model is placed.",
+    ),
+    _of_trainer(
+        "_move_model_to_device",
+        "ktft.train.fsdp:keep_place",
+        "A model stays in CPU memory until FSDP2 divides it. place_model_on_device is an argument of the program that "
+        "makes the Trainer.",
+    ),
+    Patch(
         "transformers.quantizers.auto.AutoHfQuantizer",
         "merge_quantization_configs",
         "ktft.model.quantizer:prefer_ktft",
@@ -171,8 +190,9 @@ STATE_DICT = Patch(
     "torch.optim.Optimizer",
     "state_dict",
     "ktft.train.checkpoints:save_checkpoint",
-    "While a checkpoint is written, rank 0 leaves out the state of experts, of which every rank writes its own.",
+    "While a checkpoint is written, rank 0 has what FSDP2 divides whole, and leaves out the state of experts, of which "
+    "every rank writes its own.",
     on_instances=True,
 )
-OTHERS = (STATE_DICT, ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE)
+OTHERS = (ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE, STATE_DICT)
 """Put on the code of a model, or on single objects."""

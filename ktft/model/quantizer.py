@@ -169,9 +169,13 @@ class KtftHfQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse settings that this release does not support, before anything is loaded."""
-        if is_deepspeed_zero3_enabled() or is_fsdp_enabled():
-            method = "DeepSpeed ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP"
-            raise ValueError(f"ktft does not run under {method} in this release; remove it from the configuration")
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "ktft does not run under DeepSpeed ZeRO-3 in this release; remove it from the configuration"
+            )
+        if is_fsdp_enabled():  # then rank 0 alone would load, and the others would get what FSDP1 sends them
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+            logger.info("every process loads the weights around its experts: cpu_ram_efficient_loading is off")
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map puts modules on disk, which ktft cannot do; give a device_map without 'disk'")
         usable_placement(self.quantization_config.settings, cuda=_has_gpu())

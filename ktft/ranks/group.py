@@ -1,4 +1,6 @@
-"""The processes that train one model together, and what they send each other. The only file with torch.distributed.
+"""The processes that train one model together, and what they send each other.
+
+Only this file and `sharded` name torch.distributed.
 
 Tensors on a GPU travel by NCCL, everything else by gloo over CPU memory. Every function that says so must be called by
 all ranks, in the same order.

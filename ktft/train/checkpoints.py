@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 
 from ktft.adapters.files import SCRATCH
-from ktft.adapters.gathered import gathered
+from ktft.adapters.gathered import gathered, made_whole
 from ktft.adapters.peft import KtftPeftMixin
 from ktft.adapters.several import check_resumed
 from ktft.checkpoint.files import TEMPORARY, exchange, sync_directory
@@ -35,20 +35,13 @@ from ktft.checkpoint.lock import locked
 from ktft.hosts.transformers import ON_SAVE, OUTPUT_DIR, PUSH, STATE_DICT
 from ktft.model.experts import find_experts
 from ktft.ranks.launch import Launch
+from ktft.ranks.sharded import divide_again
 from ktft.system import readable
 from ktft.train import manifest
 from ktft.train.parallel import agreed, checked_once, ranks_of
 from ktft.train.report import logger
 from ktft.train.run import note_saved
-from ktft.train.shards import (
-    has_shards,
-    held_rows,
-    load_divided,
-    names_of,
-    save_shard,
-    with_whole_states,
-    without_experts,
-)
+from ktft.train.shards import has_shards, load_divided, save_shard, whole_state
 
 STAGING = f"_checkpoints{TEMPORARY}"
 """The folder in `output_dir` where a checkpoint is written. Hosts neither list it as a checkpoint nor upload it."""
@@ -152,11 +145,13 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, model: Any, tria
     place = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     together = ranks_of(trainer.model)
     first = together is None or together.first
+    divide_again(trainer.model)
+    facts = _facts(trainer)
+    state = None if together is None else whole_state(trainer.model, trainer.optimizer, together)
     try:
         with ExitStack() as stack, gathered(trainer.model):
             staging = agreed(together, lambda: stack.enter_context(_staging(run_dir)) if first else run_dir / STAGING)
-            agreed(together, lambda: _write(original, trainer, model, trial, staging, place))
-            facts = _facts(trainer)
+            agreed(together, lambda: _write(original, trainer, model, trial, staging, place, state))
             nbytes = agreed(together, lambda: _complete(trainer, staging, place, facts) if first else 0)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise OSError(_not_written(trainer, place, error)) from error
@@ -174,8 +169,13 @@ def _complete(trainer: Any, staging: Path, place: Path, facts: dict[str, Any]) -
     return nbytes
 
 
-def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path) -> None:
-    """Let the Trainer and its callbacks write the checkpoint into `staging`; its final path will be `place`."""
+def _write(
+    original: Callable[..., Any], trainer: Any, model: Any, trial: Any, staging: Path, place: Path, whole: Any
+) -> None:
+    """Let the Trainer and its callbacks write the checkpoint into `staging`; its final path will be `place`.
+
+    `whole` is the optimizer's state dict, if the one that rank 0 has lacks what other ranks hold.
+    """
     if not staging.is_dir():
         raise OSError(
             f"{Launch.of_environment().name} does not see {staging}, which rank 0 made: give an output_dir that is the "
@@ -183,11 +183,9 @@ def _write(original: Callable[..., Any], trainer: Any, model: Any, trial: Any, s
         )
     together, optimizer = ranks_of(trainer.model), trainer.optimizer
     if together is not None:
-        names, held = names_of(trainer.model, optimizer), held_rows(trainer.model)
-        whole = with_whole_states(optimizer.state_dict(), trainer.model, names)
         (staging / place.name).mkdir(exist_ok=True)
         save_shard(staging / place.name, trainer.model, optimizer, together)
-        STATE_DICT.put(optimizer, lambda: without_experts(whole, names, held))
+        STATE_DICT.put(optimizer, lambda: whole)
     OUTPUT_DIR.put(trainer, lambda trial: str(staging))
     PUSH.put(trainer, lambda folder: None)
     try:
@@ -308,10 +306,11 @@ def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint:
             _require_same_run(path, sealed, trainer)
             torch.manual_seed(sealed["seed"])  # before the sampler is made; generator states are restored later
     try:
-        if isinstance(trainer.model, PreTrainedModel | PeftModel) or (path / SAFE_WEIGHTS_NAME).is_file():
-            original(checkpoint, model)
-        else:
-            _load_around_adapter(path, trainer.model)
+        with made_whole(trainer.model):
+            if isinstance(trainer.model, PreTrainedModel | PeftModel) or (path / SAFE_WEIGHTS_NAME).is_file():
+                original(checkpoint, model)
+            else:
+                _load_around_adapter(path, trainer.model)
     except (ValueError, SafetensorError) as error:
         raise ValueError(_refusal(path, str(error))) from error
 
@@ -418,7 +417,8 @@ def finalize_training(original: Callable[..., Any], trainer: Any, trial: Any, *a
     """`Trainer._finalize_training`, which loads the best checkpoint from its current path."""
     _restore_losses(trainer)
     _find_best(trainer.state, Path(trainer._get_output_dir(trial)))  # loaded by `original`, which keeps only it
-    return original(trial, *args, **kwargs)
+    with made_whole(trainer.model) if trainer.args.load_best_model_at_end else nullcontext():
+        return original(trial, *args, **kwargs)
 
 
 def _restore_losses(trainer: Any) -> None:

@@ -20,6 +20,7 @@ from ktft.model.experts import experts_family
 from ktft.native import Runtime
 from ktft.native.optim import row_norms, scale, takes
 from ktft.ranks.group import Ranks
+from ktft.ranks.sharded import is_sharded, local
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,17 @@ class Trained:
     layer: str | None  # the name of the routed experts that it stacks along its first dimension, if it does
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its gradient, as `[experts, elements]`, with one row if the parameter is not stacked."""
-        return tensor.detach().flatten(1) if self.layer is not None else tensor.detach().reshape(1, -1)
+        """The tensor, or its gradient, as `[experts, elements]`, with one row if the parameter is not stacked.
+
+        Of a parameter that ranks share by rows, it is this rank's part, which may be empty.
+        """
+        own = local(tensor).detach()
+        return own.flatten(1) if self.layer is not None else own.reshape(1, -1)
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank has a part of the parameter."""
+        return local(self.parameter).numel() > 0
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Trained]:
@@ -110,6 +120,8 @@ def norms(runtime: Runtime, rows: Sequence[Tensor]) -> list[Tensor]:
     native = [takes(each) for each in rows]
     by_kernel = iter(row_norms(runtime, [each for each, own in zip(rows, native, strict=True) if own]))
     others = [each for each, own in zip(rows, native, strict=True) if not own]
+    # FSDP2 may leave a rank no row
+    others = [each if each.numel() else each.new_zeros(len(each), 1) for each in others]
     flat = [each[0] for each in others if len(each) == 1]
     of_flat = iter(torch._foreach_norm(flat, dtype=torch.float32) if flat else ())
     by_torch = [
@@ -144,21 +156,22 @@ def clip_grad_norm(
 
     Args:
         ranks: the processes that hold the experts together, all of which must call it; None if this one has them all.
-        split: ids of the parameters of which other ranks have other rows.
+        split: ids of the parameters of which other ranks have other rows, beside those sharded by FSDP2.
         pieces: ids of the parameters of which other ranks of the tensor parallel group have other pieces.
 
     Returns:
         The norm before clipping, of all ranks' gradients, on the first gradient's device.
     """
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    grads = [grad for _, grad in found]
+    grads = [local(grad) for _, grad in found]
     if not grads and ranks is None:
         return torch.tensor(0.0)
     squares = [norm.double() ** 2 for norm in norms(runtime, [grad.reshape(1, -1) for grad in grads])]
     # Of parameters that every rank has, of those split over all ranks, and of those in pieces that replicas have too
     here = torch.zeros(3, dtype=torch.float64)
     for (parameter, _), square in zip(found, squares, strict=True):
-        here[1 if id(parameter) in split else 2 if id(parameter) in pieces else 0] += square[0]
+        divided = id(parameter) in split or is_sharded(parameter)
+        here[1 if divided else 2 if id(parameter) in pieces else 0] += square[0]
     if ranks is not None:
         here[1:] = ranks.sum(here[1:].clone())
         here[2] /= ranks.dp_size
@@ -168,6 +181,6 @@ def clip_grad_norm(
     factor = float(most / (total + 1e-6))
     if not factor >= 1:  # NaN included
         scale(runtime, [grad for grad in grads if takes(grad)], factor)
-        others = [parameter for parameter, grad in found if not takes(grad)]
-        torch.nn.utils.clip_grads_with_norm_(others, most, total)
+        if others := [grad for grad in grads if not takes(grad)]:
+            torch._foreach_mul_(others, factor)
     return total.to(grads[0].device)

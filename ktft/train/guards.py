@@ -166,7 +166,7 @@ class Guards:
                     f"{group}: no gradient in {self.steps} steps, the first parameter is {members[0].name}; {_CUT}"
                 )
             for late, seen in ((False, proof.update_step), (True, proof.late_update_step)):
-                own = [each for each in members if each.late == late]
+                own = [each for each in members if each.late == late and each.here]
                 if own and seen is None:
                     self._not_updated(group, own)
         self._bits.clear()

@@ -130,6 +130,8 @@ def parse_args(
     setattr(model_args, _SETTINGS, settings)
     setattr(model_args, _RECIPE, recipe_of_arguments(parsed, settings))
     training = next((each for each in parsed if isinstance(each, TrainingArguments)), None)
+    if training is not None and training.fsdp_plugin_args is not None:
+        model_args.use_reentrant_gc = False  # LLaMA-Factory does so if accelerate's launcher asks for FSDP2
     if training is not None and training.do_train:  # before LLaMA-Factory looks for checkpoints to resume from
         _RUNNING.enter_context(hold(training))
     # From here on LLaMA-Factory sees a quantized model with LoRA. Its own use_kt would require KTransformers' packages
@@ -190,7 +192,7 @@ def _check_environment(module: Any, args: Any) -> None:
         raise ValueError("use_kt: true does not work under USE_MCA; unset it")
     given = args if isinstance(args, dict) else {}
     try:
-        check_launch(fsdp=bool(given.get("fsdp")), deepspeed=bool(given.get("deepspeed")))
+        check_launch(deepspeed=bool(given.get("deepspeed")))
     except ValueError as error:
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it last, not 50 lines further up
             Path(file).write_text(json.dumps({"message": str(error)}))

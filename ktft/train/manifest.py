@@ -21,7 +21,8 @@ from ktft.checkpoint.files import read_json, sync_tree, to_json, write_whole
 from ktft.held import HeldExperts
 from ktft.model.experts import find_experts
 from ktft.model.tensor_parallel import tp_size_of
-from ktft.ranks.group import Ranks
+from ktft.ranks.group import Ranks, ranks
+from ktft.ranks.sharded import is_sharded, local, whole
 from ktft.ranks.tensor_parallel import Shard
 from ktft.train.shards import held_rows, names_of
 
@@ -151,12 +152,14 @@ def _describe_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, 
 def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
     """Facts that must be the same in the run that resumes: description -> value.
 
-    A hash of the frozen vectors (norms, biases) tells base models of one architecture apart, in any precision.
+    A hash of the frozen vectors (norms, biases) tells base models of one architecture apart, in any precision. All
+    ranks must call it if FSDP2 divides the model.
     """
     config, vectors = _lora_config(model), hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not parameter.requires_grad:
-            vectors.update(name.encode() + whole_vector(parameter.detach()).float().cpu().numpy().tobytes())
+            value = whole(parameter, ranks()) if is_sharded(parameter) else whole_vector(parameter.detach())
+            vectors.update(name.encode() + value.detach().float().cpu().numpy().tobytes())
     return {
         "expert_format": next(iter(find_experts(model).values())).layer.format,
         "optim": optim.removesuffix("_fused"),
@@ -206,17 +209,19 @@ def data_facts(trainer: Any) -> dict[str, int | None]:
 def parameter_facts(model: nn.Module, optimizer: Any, together: Ranks | None = None) -> list[dict[str, Any]]:
     """Name, shape and counts of nonzero values in each state tensor, for each parameter in the optimizer's order.
 
-    The counts do not depend on the number of threads, and take one pass over the state. Those of LoRA that ranks share
-    are of all ranks, which must call it.
+    The counts do not depend on the number of threads, and take one pass over the state. Those of parameters that ranks
+    share are of all ranks, which must call it.
     """
     held, shards, names = held_rows(model), shards_of(model), names_of(model, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = optimizer.state_dict()["state"]  # indexed by position in the groups
     counted = [{key: _count(each) for key, each in sorted(states.get(at, {}).items())} for at in range(len(names))]
     if together is not None:
-        by_rank = together.gather({at: counted[at] for at, name in enumerate(names) if name in held or name in shards})
-        for at in by_rank[0]:
-            parts = by_rank if names[at] in held else by_rank[: together.tp_size]
+        divided = {at for at, name in enumerate(names) if name in held or is_sharded(parameters[at])}
+        pieces = {at for at, name in enumerate(names) if name in shards}
+        by_rank = together.gather({at: counted[at] for at in divided | pieces})
+        for at in divided | pieces:
+            parts = by_rank if at in divided else by_rank[: together.tp_size]
             counted[at] = {key: _sum([rank[at][key] for rank in parts]) for key in counted[at]}
     return [
         {
@@ -241,8 +246,10 @@ _Counts = tuple[str, int, int]
 
 def _count(value: Any) -> _Counts | float | str:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return str(value.dtype), int(torch.count_nonzero(value)), value.numel()
-    if isinstance(value, torch.Tensor | int | float):
+        return str(value.dtype), int(torch.count_nonzero(local(value))), local(value).numel()
+    if isinstance(value, torch.Tensor):
+        return float(local(value).sum())  # of a sharded one rank 0 has the value, whose count `_sum` takes
+    if isinstance(value, int | float):
         return float(value)
     return type(value).__name__
 

@@ -17,6 +17,7 @@ from ktft import native
 from ktft.lanes.gpu.lane import adapters_at_rest
 from ktft.model.experts import find_experts
 from ktft.native.optim import adamw, takes
+from ktft.ranks.sharded import local
 from ktft.versions import version_of
 
 _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -70,8 +71,8 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step_on_cpu(group, [p for p in group["params"] if takes(p)])
-            self._step_in_torch(group, [p for p in group["params"] if not takes(p)])
+            self._step_on_cpu(group, [p for p in group["params"] if takes(local(p))])
+            self._step_in_torch(group, [p for p in group["params"] if not takes(local(p))])
         return loss
 
     def _step_on_cpu(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -100,10 +101,13 @@ class AdamW(torch.optim.AdamW):
         adam(*lists, **given)
 
     def _with_state(self, group: dict[str, Any], params: list[Tensor]) -> Any:
-        """The arguments of torch's `adam`: parameters with a gradient, their state, and whether any is complex."""
+        """The arguments of torch's `adam`: parameters with a gradient, their state, and whether any is complex.
+
+        Of what FSDP2 divides they are this rank's parts: torch's fast paths do not take the whole.
+        """
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group({**group, "params": params}, *lists)
-        return *lists, has_complex
+        return *([local(tensor) for tensor in each] for each in lists), has_complex
 
 
 def _refuse_flags(group: dict[str, Any]) -> None:
@@ -189,7 +193,7 @@ def describe(optimizer: Any) -> str:
     counts: Counter[str] = Counter()
     for group in optimizer.param_groups:
         for p in group["params"]:
-            kernel = isinstance(optimizer, AdamW) and takes(p)
+            kernel = isinstance(optimizer, AdamW) and takes(local(p))
             counts[f"on {p.device} by ktft's kernel" if kernel else f"on {p.device}"] += p.numel()
     where = ", ".join(f"{count:,} {place}" for place, count in counts.items())
     return f"optimizer: {type(optimizer).__module__}.{type(optimizer).__qualname__}, parameters: {where}"

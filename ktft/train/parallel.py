@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from ktft.adapters.peft import expert_layers
-from ktft.adapters.tensor_parallel import is_divided, shards_of
+from ktft.adapters.tensor_parallel import shards_of
 from ktft.model.experts import ranks_of
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks, same
+from ktft.ranks.sharded import is_divided
 from ktft.train.manifest import SETTINGS, run_facts
 from ktft.train.optimizer import NATIVE
 from ktft.versions import version_of
@@ -27,6 +28,7 @@ from ktft.versions import version_of
 Value = TypeVar("Value")
 
 PACKAGES = ("ktft", "torch", "transformers", "peft", "accelerate")
+VALUES = "trained parameters outside the experts (SHA-256 of their values)"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -48,6 +50,8 @@ def prepare_model(
 ) -> Any:  # fmt: skip
     """accelerate's `prepare_model`, which wraps a model in DDP without the LoRA of experts that ranks share."""
     if isinstance(model, nn.Module) and ranks_of(model) is not None:
+        if accelerator.is_fsdp2 and evaluation_mode and not is_divided(model):
+            device_placement = True  # accelerate expects FSDP to do it, which divides what is trained only
         split = split_parameters(model)
         setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), *split])
         # DDP refuses a model without anything to average
@@ -101,7 +105,7 @@ def check_layout(args: TrainingArguments, model: nn.Module) -> None:
             f"optim is {optim!r}, which may treat a piece of a matrix otherwise than the whole, and tensor parallelism "
             "leaves each rank a piece; set optim: adamw_torch"
         )
-    if whole := [name for name, p in model.named_parameters() if p.requires_grad and is_divided(p)]:
+    if whole := [name for name, p in model.named_parameters() if p.requires_grad and is_in_pieces(p)]:
         raise ValueError(
             f"{whole[0]} would be trained, which tensor parallelism divides; train LoRA only, without "
             "distributed_config anything"
@@ -137,29 +141,40 @@ def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> I
     yield "the seed of torch's generator", str(torch.initial_seed())
     yield from run_facts(model, str(getattr(args.optim, "value", args.optim))).items()
     yield "the size of tensor parallel groups", str(tp_size_of(model))
-    split, values, names = split_parameters(model), hashlib.sha256(), hashlib.sha256()
-    shards = shards_of(model)
+    split, names, shards = split_parameters(model), hashlib.sha256(), shards_of(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             whole = shards[name].gather(parameter) if name in shards else parameter.detach()
             shape = whole.shape[1:] if name in split else whole.shape
             names.update(f"{name} {tuple(shape)} {parameter.dtype}".encode())
-            if name not in split:
-                values.update(whole.float().cpu().contiguous().numpy().tobytes())
     yield "trained parameters (SHA-256 of names and shapes)", names.hexdigest()
-    yield "trained parameters outside the experts (SHA-256 of their values)", values.hexdigest()
+    if not is_divided(model):  # else they were compared before
+        yield VALUES, values_of(model)
 
 
-def over_ranks(together: Ranks | None, loss: float | None, norms: dict[str, float], group: str) -> float | None:
-    """The mean loss of all ranks; the norm of `group` in `norms`, of the experts here, becomes that of all experts.
+def values_of(model: nn.Module) -> str:
+    """A hash of the trained parameters that each rank has whole."""
+    split, values = split_parameters(model), hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in split:
+            values.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return values.hexdigest()
+
+
+def over_ranks(
+    together: Ranks | None, loss: float | None, norms: dict[str, float], groups: Collection[str]
+) -> float | None:
+    """The mean loss of all ranks; norms of these groups, of what is here of them, become those of the whole groups.
 
     All ranks must call it.
     """
     if together is None:
         return loss
-    sums = together.sum(torch.tensor([loss or 0.0, norms.get(group, 0.0) ** 2], dtype=torch.float64))
-    if group in norms:
-        norms[group] = float(sums[1].sqrt())
+    squares = [norms.get(group, 0.0) ** 2 for group in groups]
+    sums = together.sum(torch.tensor([loss or 0.0, *squares], dtype=torch.float64))
+    for group, square in zip(groups, sums[1:], strict=True):
+        if group in norms:
+            norms[group] = float(square.sqrt())
     return None if loss is None else float(sums[0]) / together.size
 
 

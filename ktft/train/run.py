@@ -22,6 +22,7 @@ from ktft.lanes.record import Record
 from ktft.model.experts import find_experts, layer_number
 from ktft.native import Runtime
 from ktft.ranks.group import Ranks
+from ktft.ranks.sharded import divide_again, is_divided
 from ktft.ranks.watch import explained
 from ktft.train.attention import AttentionSpans
 from ktft.train.dead import LifeSigns, vocabulary_of
@@ -59,6 +60,7 @@ class Run:
     runtime: Runtime
     lanes: Lanes | None = None
     ranks: Ranks | None = None
+    shared: tuple[str, ...] = (ROUTED,)  # groups of which each rank has a part
     shards: tuple[str, ...] = ()  # the trained parameters of which tensor parallel ranks hold pieces
     norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
@@ -95,6 +97,7 @@ class Run:
             runtime=runtime,
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
             ranks=ranks_of(model),
+            shared=tuple({each.group for each in parameters.values()}) if is_divided(model) else (ROUTED,),
             shards=tuple(name for name in shards_of(model) if name in parameters),
         )
 
@@ -125,7 +128,7 @@ class Run:
             self.norms, self.norms_step = group_norms(whole, self.guards.parameters), number
             reached = {name: record.reached for name, record in self.records.items()}
             loss = None if self.loss is None else float(self.loss)
-            loss = over_ranks(self.ranks, loss, self.norms, ROUTED)
+            loss = over_ranks(self.ranks, loss, self.norms, self.shared)
             groups = None if self.ranks is None else self.norms
             step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None, loss, groups)
             self.guards.before_step(step)
@@ -190,6 +193,7 @@ class RunCallback(TrainerCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Record the metrics in the report, also when they are measured after training has ended."""
+        divide_again(kwargs["model"])
         if self.run is not None:
             self.run.report.evaluate(state.global_step, kwargs.get("metrics") or {})
             self.run.mark = time.perf_counter()

@@ -22,7 +22,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ktft.adapters.peft import expert_layers
 from ktft.adapters.tensor_parallel import shards_of
 from ktft.held import HeldExperts
-from ktft.ranks.group import Ranks
+from ktft.ranks.group import Ranks, ranks
+from ktft.ranks.sharded import is_sharded, shard_like, whole
 from ktft.ranks.tensor_parallel import Shard
 
 State = dict[str, Any]
@@ -97,6 +98,25 @@ def _changed(
     return changed
 
 
+def whole_state(model: nn.Module, optimizer: Any, together: Ranks) -> dict[str, Any]:
+    """An optimizer's state dict, which rank 0 writes: without experts, of which every rank saves its own.
+
+    What FSDP2 divides is whole on rank 0, in CPU memory. All ranks must call it.
+    """
+    experts = held_rows(model)
+    names = names_of(model, optimizer)
+    found = without_experts(with_whole_states(optimizer.state_dict(), model, names), names, experts)
+    state = {at: {key: _undivided(each, together) for key, each in own.items()} for at, own in found["state"].items()}
+    return {**found, "state": state}
+
+
+def _undivided(value: Any, together: Ranks) -> Any:
+    if not is_sharded(value):
+        return value
+    found = whole(value, together)
+    return found.cpu() if together.first else None
+
+
 def save_shard(folder: Path, model: nn.Module, optimizer: Any, together: Ranks) -> None:
     """Write this rank's file."""
     held, names = held_rows(model), names_of(model, optimizer)
@@ -130,10 +150,23 @@ def load_divided(path: Path, model: nn.Module, optimizer: Any, scheduler: Any) -
     Raises:
         ValueError: a file is missing, an expert's state is in none, or the optimizer's state cannot be divided.
     """
-    state = torch.load(path / OPTIMIZER_NAME, map_location="cpu", mmap=True, weights_only=True)
-    state = _with_experts(path, state, model, optimizer)
-    optimizer.load_state_dict(_with_own_pieces(state, model, names_of(model, optimizer)))
+    found = torch.load(path / OPTIMIZER_NAME, map_location="cpu", mmap=True, weights_only=True)
+    found = _with_experts(path, found, model, optimizer)
+    found = _with_own_pieces(found, model, names_of(model, optimizer))
+    optimizer.load_state_dict({**found, "state": _divided(found["state"], optimizer)})
     scheduler.load_state_dict(torch.load(path / SCHEDULER_NAME, map_location="cpu", weights_only=True))
+
+
+def _divided(state: dict[int, State], optimizer: Any) -> dict[int, State]:
+    """The state, divided as FSDP2 divides the parameters that it belongs to."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {at: {key: _like(each, parameters[at]) for key, each in own.items()} for at, own in state.items()}
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    if isinstance(value, Tensor) and is_sharded(parameter) and value.shape == parameter.shape:
+        return shard_like(value, parameter, ranks())
+    return value
 
 
 def _with_experts(path: Path, state_dict: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from ktft import config
 from ktft.adapters.elsewhere import said_before_training
 from ktft.adapters.reach import reach_of
 from ktft.model.experts import find_experts
+from ktft.ranks import launch
 from ktft.train import run
 from ktft.train.checkpoints import clear_leftovers
+from ktft.train.fsdp import check_divided
 from ktft.train.gradients import rates_of
 from ktft.train.guards import ROUTED
 from ktft.train.optimizer import check_optimizer, describe, remember_model
@@ -27,22 +29,27 @@ from ktft.train.run_times import LOGGED
 from ktft.train.trace import require_writable
 
 
-def check_launch(*, fsdp: bool = False, deepspeed: bool = False, gpus: int = 1) -> None:
-    """Raise ValueError if the arguments or the environment ask for what this release does not support."""
-    if (launch := config.launched_as()) is not None:
-        variable, setting = launch
+def check_launch(*, fsdp: int | None = None, deepspeed: bool = False, gpus: int = 1) -> None:
+    """Raise ValueError if the arguments or the environment ask for what this release does not support.
+
+    Args:
+        fsdp: the version that the arguments ask for.
+    """
+    if fsdp == 1 or launch.fsdp_version() == 1:
+        raise ValueError(launch.FSDP_CURE)
+    if (asked := launch.launched_as()) is not None:
+        variable, setting = asked
         how = "start the program without accelerate launch"
-        if variable == config.LAUNCHED_LAYOUT:
+        if variable == launch.LAUNCHED_LAYOUT:
             how = (
                 "start it by torchrun; for tensor parallelism load the model with from_pretrained(..., "
                 "distributed_config=DistributedConfig(tp_size=...))"
             )
         raise ValueError(
-            f"ktft does not support {config.LAUNCHES[variable]} in this release, which the environment asks for by "
+            f"ktft does not support {launch.LAUNCHES[variable]} in this release, which the environment asks for by "
             f"{setting}; unset {variable}, and {how}"
         )
     unsupported = (
-        (fsdp, "FSDP", "remove fsdp from the configuration"),
         (deepspeed, "DeepSpeed (ZeRO-2 and ZeRO-3 included)", "remove deepspeed: the experts are off the GPU already"),
         (
             gpus > 1,
@@ -70,7 +77,9 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None = None) -> 
         )
     if (path := config.trace_file()) is not None:
         require_writable(path)
-    check_launch(fsdp=bool(args.fsdp), deepspeed=args.deepspeed is not None, gpus=args.n_gpu)
+    check_launch(
+        fsdp=(args.fsdp_plugin_args or {}).get("fsdp_version"), deepspeed=args.deepspeed is not None, gpus=args.n_gpu
+    )
     check_precision(args)
 
 
@@ -91,6 +100,7 @@ class KtftCallback(TrainerCallback):
         if report is None:
             return
         check_trained(model, report, optimizer)
+        check_divided(model, optimizer)
         dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
         require_same_run(model, args, len(dataset) if hasattr(dataset, "__len__") else None)
         if args.should_save:

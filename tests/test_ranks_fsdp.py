@@ -1,0 +1,116 @@
+"""FSDP2 beside experts that ranks share, on CPUs and gloo: what DDP computes and writes, with divided parameters."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ranks import results, run_jobs, torchrun
+from runs import logged
+from safetensors.torch import load_file
+from tiny import write_data
+
+from ktft.ranks import launch
+from ktft.train.trainer import check_launch
+
+ROOT = Path(__file__).resolve().parents[1]
+YAML = ROOT / "examples" / "yaml" / "qwen3_moe_fsdp2.yaml"
+FSDP: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+WHOLE = {"target_modules": ["embed_tokens", "q_proj", "gate_proj"], "modules_to_save": ["lm_head"]}
+
+
+def near(one: list[float], two: list[float]) -> bool:
+    return one == pytest.approx(two, rel=5e-3)
+
+
+def distance(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Relative. AdamW makes much of the last bits of gradients near zero."""
+    return float((one - two).norm() / two.norm().clamp(min=1e-12))
+
+
+def same_files(one: Path, two: Path, within: float) -> None:
+    """Adapter and optimizer state have tensors of equal names and almost equal values."""
+    a, b = (load_file(each / "adapter_model.safetensors") for each in (one, two))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert distance(a[name], b[name]) < within, name
+    states = [torch.load(each / "checkpoint-8" / "optimizer.pt")["state"] for each in (one, two)]
+    assert states[0].keys() == states[1].keys()
+    for at, state in states[0].items():
+        for key, value in state.items():
+            assert value.shape == states[1][at][key].shape
+            assert distance(value, states[1][at][key]) < within, (at, key)
+
+
+def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
+    """Also through a mixed checkpoint: DDP's goes on under FSDP2. Gradient checkpointing is asked for as reentrant."""
+
+    def job(name: str, **more: Any) -> dict[str, Any]:
+        eight = {"max_steps": 8, "save_steps": 4, "gradient_accumulation_steps": 2}
+        reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+        best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True}
+        return {"base": str(base), "output": str(tmp_path / name), "lora": WHOLE} | eight | reentrant | best | more
+
+    ddp, fsdp = job("ddp"), job("fsdp", **FSDP)
+    again = job("again", resume=str(tmp_path / "fsdp/checkpoint-4"), **FSDP)
+    mixed = job("mixed", resume=str(tmp_path / "ddp/checkpoint-4"), **FSDP)
+    ended = job("ended", resume=str(tmp_path / "ddp/checkpoint-8"), **FSDP)  # what DDP wrote is saved again
+    status, said = run_jobs(2, tmp_path, ddp, fsdp, again, mixed, ended)
+    assert status == 0, said
+    assert said.count("FSDP2 divides") == 4, "one line of rank 0 for each run"
+    found = {name: results(tmp_path / name) for name in ("ddp", "fsdp", "again", "mixed")}
+    for key in ("losses", "norms"):
+        assert near(found["fsdp"][key], found["ddp"][key])
+        assert found["again"][key] == found["fsdp"][key]
+        assert near(found["mixed"][key], found["ddp"][key])
+    assert found["fsdp"]["eval"] == pytest.approx(found["ddp"]["eval"], rel=5e-3)
+    same_files(tmp_path / "fsdp", tmp_path / "ddp", within=0.02)
+    same_files(tmp_path / "again", tmp_path / "fsdp", within=1e-12)
+    for name, tensor in load_file(tmp_path / "ended" / "adapter_model.safetensors").items():
+        assert torch.equal(tensor, load_file(tmp_path / "ddp/checkpoint-8/adapter_model.safetensors")[name])
+
+
+def test_three_processes_of_which_some_have_no_rows(base: Path, tmp_path: Path) -> None:
+    """LoRA of rank 2 has two rows. The precision is mixed, and the arguments come from accelerate's environment."""
+    job = {"base": str(base), "max_steps": 4, "dtype": "bfloat16", "bf16": True, "examples": 12}
+    status, said = run_jobs(3, tmp_path, {**job, "output": str(tmp_path / "ddp")})
+    assert status == 0, said
+    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    status, said = run_jobs(3, tmp_path, {**job, "output": str(tmp_path / "fsdp")}, **asked)
+    assert status == 0 and "FSDP2 divides" in said, said
+    ddp, fsdp = results(tmp_path / "ddp"), results(tmp_path / "fsdp")
+    assert near(fsdp["losses"], ddp["losses"]) and near(fsdp["norms"], ddp["norms"])
+
+
+def test_through_llamafactory(base: Path, tmp_path: Path) -> None:
+    """The example, on a small model."""
+    pytest.importorskip("llamafactory")
+    tiny = {"model_name_or_path": str(base), "dataset_dir": str(write_data(tmp_path / "data")), "dataset": "sft"}
+    few = {"template": "default", "cutoff_len": 64, "max_steps": 3, "logging_steps": 1, "save_steps": 3}
+    settings = yaml.safe_load(YAML.read_text()) | tiny | few | {"output_dir": str(tmp_path / "out"), "use_cpu": True}
+    settings["kt_config"]["threads"] = 1
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    cli = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
+    status, said = torchrun(1, "-m", "llamafactory.cli", "train", file, **cli)
+    assert status == 0 and "FSDP2 divides" in said, said
+    assert len(logged(tmp_path / "out")) == 3
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
+    assert any(".experts.7.gate_proj.lora_A" in name for name in names), "experts of the second process"
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="version: 2"):
+        check_launch(fsdp=1)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP_VERSION=2"):
+        check_launch()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_launch(fsdp=2)
+    assert launch.fsdp_version() == 2
