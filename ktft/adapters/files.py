@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ktft.adapters.below import BELOW, Below
 from ktft.adapters.lora import KtftExpertsLora
-from ktft.adapters.tensor_parallel import is_divided
+from ktft.adapters.tensor_parallel import is_in_pieces
 from ktft.checkpoint.cache import read_metadata
 from ktft.checkpoint.files import CRC32, NewTensor, sync_directory, write_safetensors
 from ktft.checkpoint.hub import FAILURES, local_path, not_fetched
@@ -171,7 +171,9 @@ def without_experts(state_dict: Mapping[str, Tensor], layers: Iterable[str]) -> 
     """A state dict without the stacked LoRA of these layers, and without frozen weights that are divided over ranks."""
     prefixes = tuple(f"{name}.lora_" for name in layers)
     return {
-        name: tensor for name, tensor in state_dict.items() if not name.startswith(prefixes) and not is_divided(tensor)
+        name: tensor
+        for name, tensor in state_dict.items()
+        if not name.startswith(prefixes) and not is_in_pieces(tensor)
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from ktft.adapters.peft import expert_layers
-from ktft.adapters.tensor_parallel import shards_of
+from ktft.adapters.tensor_parallel import is_in_pieces, shards_of
 from ktft.model.experts import ranks_of
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks, same
