@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -199,6 +200,26 @@ def test_a_model_is_as_it_was_after_a_refused_adapter(tiny_checkpoint: Checkpoin
         ktft.load_adapter(base, tmp_path / "cut")
     assert [name for name, _ in base.named_modules()] == names
     ktft.load_adapter(base, saved)
+
+
+def test_tensors_that_peft_leaves_out_are_named(
+    model: torch.nn.Module, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = peft.PeftModel.load_adapter
+
+    def leave_out(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        result.unexpected_keys.extend(["of_another.lora_A.weight", "of_another.lora_B.weight"])
+        return result
+
+    monkeypatch.setattr(peft.PeftModel, "load_adapter", leave_out)
+    with pytest.raises(ValueError) as error:
+        model.load_adapter(saved, "another")
+    said = str(error.value)
+    assert f"left out 2 tensors of {saved}, the first is of_another.lora_A.weight. " in said
+    assert "report this with the output of ktft doctor --json" in said and "pip install" not in said
+    assert f"ktft merge BASE {saved} OUT writes to OUT" in said
+    assert list(model.peft_config) == ["default"]
 
 
 def test_an_adapter_of_another_model(

@@ -26,7 +26,7 @@ from ktft.adapters.reach import check_method
 from ktft.adapters.several import SeveralAdapters, trainability_kept
 from ktft.adapters.whole_modules import take_precision
 from ktft.model.experts import find_experts
-from ktft.versions import pip_install, require_stack, version_of
+from ktft.versions import require_stack, version_of
 
 logger = logging.getLogger("ktft")
 
@@ -115,10 +115,7 @@ class KtftPeftMixin(SeveralAdapters):
             kwargs["torch_device"] = "cpu"  # expert LoRA stays there, and may not fit a GPU
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
             if result.unexpected_keys:
-                left = f"{result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} more"
-                raise ValueError(
-                    f"peft {version_of('peft')} did not load {left} of {directory}; run: {pip_install('peft')}"
-                )
+                raise ValueError(_left_out(directory, result.unexpected_keys))
             if args[:1] == (True,) or kwargs.get("is_trainable"):  # else training would go on from rounded values
                 take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
             return result
@@ -200,6 +197,16 @@ def _require_experts(model: Any) -> None:
         )
     _require_no_adapters(model)
     hosts.install_for_models()  # KtftConfig has not done it for a model that from_pretrained did not make
+
+
+def _left_out(directory: Path, names: list[str]) -> str:
+    """The message about tensors that a tested PEFT leaves out of a file with all that the model expects."""
+    return (
+        f"peft {version_of('peft')} left out {len(names)} tensors of {directory}, the first is {names[0]}. The file "
+        "has what the model needs, and ktft was tested with this peft, so that neither must be made or installed anew; "
+        "please report this with the output of ktft doctor --json. Meanwhile train or serve what "
+        f"ktft merge BASE {directory} OUT writes to OUT: it reads the file without peft"
+    )
 
 
 def _require_no_adapters(model: nn.Module) -> None:
