@@ -33,46 +33,52 @@ def distance(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).norm() / two.norm().clamp(min=1e-12))
 
 
-def same_files(one: Path, two: Path, within: float) -> None:
-    """Adapter and optimizer state have tensors of equal names and almost equal values."""
+def same_adapters(one: Path, two: Path, within: float) -> None:
+    """As a whole: after some steps last bits may send a token to another expert, which one expert's LoRA shows."""
     a, b = (load_file(each / "adapter_model.safetensors") for each in (one, two))
+    assert a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
+    assert distance(*(torch.cat([each[name].flatten() for name in sorted(a)]) for each in (a, b))) <= within
+
+
+def same_moments(one: Path, two: Path, within: float) -> None:
+    """Those in `optimizer.pt`, of all but the experts."""
+    a, b = (torch.load(each / "optimizer.pt")["state"] for each in (one, two))
     assert a.keys() == b.keys()
-    for name in a:
-        assert distance(a[name], b[name]) < within, name
-    states = [torch.load(each / "checkpoint-8" / "optimizer.pt")["state"] for each in (one, two)]
-    assert states[0].keys() == states[1].keys()
-    for at, state in states[0].items():
+    for at, state in a.items():
         for key, value in state.items():
-            assert value.shape == states[1][at][key].shape
-            assert distance(value, states[1][at][key]) < within, (at, key)
+            assert value.shape == b[at][key].shape
+            assert distance(value, b[at][key]) <= within, (at, key)
 
 
 def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
     """Also through a mixed checkpoint: DDP's goes on under FSDP2. Gradient checkpointing is asked for as reentrant."""
 
     def job(name: str, **more: Any) -> dict[str, Any]:
-        eight = {"max_steps": 8, "save_steps": 4, "gradient_accumulation_steps": 2}
+        eight = {"max_steps": 8, "save_steps": 1, "gradient_accumulation_steps": 2}
         reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-        best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True}
+        best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
         return {"base": str(base), "output": str(tmp_path / name), "lora": WHOLE} | eight | reentrant | best | more
 
-    ddp, fsdp = job("ddp"), job("fsdp", **FSDP)
     again = job("again", resume=str(tmp_path / "fsdp/checkpoint-4"), **FSDP)
     mixed = job("mixed", resume=str(tmp_path / "ddp/checkpoint-4"), **FSDP)
     ended = job("ended", resume=str(tmp_path / "ddp/checkpoint-8"), **FSDP)  # what DDP wrote is saved again
-    status, said = run_jobs(2, tmp_path, ddp, fsdp, again, mixed, ended)
+    status, said = run_jobs(2, tmp_path, job("ddp"), job("fsdp", **FSDP), again, mixed, ended)
     assert status == 0, said
     assert said.count("FSDP2 divides") == 4, "one line of rank 0 for each run"
     found = {name: results(tmp_path / name) for name in ("ddp", "fsdp", "again", "mixed")}
+    for name in ("fsdp", "mixed"):
+        assert near(found[name]["losses"], found["ddp"]["losses"])
+        assert found[name]["norms"] == pytest.approx(found["ddp"]["norms"], rel=0.03)  # last bits grow in eight steps
+    assert found["fsdp"]["norms"][0] == pytest.approx(found["ddp"]["norms"][0], rel=1e-6)
     for key in ("losses", "norms"):
-        assert near(found["fsdp"][key], found["ddp"][key])
         assert found["again"][key] == found["fsdp"][key]
-        assert near(found["mixed"][key], found["ddp"][key])
     assert found["fsdp"]["eval"] == pytest.approx(found["ddp"]["eval"], rel=5e-3)
-    same_files(tmp_path / "fsdp", tmp_path / "ddp", within=0.02)
-    same_files(tmp_path / "again", tmp_path / "fsdp", within=1e-12)
-    for name, tensor in load_file(tmp_path / "ended" / "adapter_model.safetensors").items():
-        assert torch.equal(tensor, load_file(tmp_path / "ddp/checkpoint-8/adapter_model.safetensors")[name])
+    fsdp, ddp = tmp_path / "fsdp", tmp_path / "ddp"
+    same_moments(fsdp / "checkpoint-1", ddp / "checkpoint-1", within=1e-5)
+    same_adapters(fsdp, ddp, within=0.02)
+    same_moments(tmp_path / "again/checkpoint-8", fsdp / "checkpoint-8", within=0)
+    same_adapters(tmp_path / "again", fsdp, within=0)
+    same_adapters(tmp_path / "ended", ddp / "checkpoint-8", within=0)
 
 
 def test_three_processes_of_which_some_have_no_rows(base: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_several_gpus_are_refused(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("launch", "message"),
-    [({"deepspeed": True}, "DeepSpeed"), ({"processes": 2}, "2 processes")],
+    [({"deepspeed": True}, "DeepSpeed"), ({"gpus": 2}, "DataParallel over 2 GPUs")],
 )
 def test_unsupported_launches(launch: dict[str, Any], message: str) -> None:
     check_launch()
