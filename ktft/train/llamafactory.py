@@ -37,6 +37,7 @@ from ktft.device import accelerator
 from ktft.hosts.llamafactory import PATCHES
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import check_flash_attention, configure
+from ktft.ranks.launch import Launch
 from ktft.train.checkpoints import hold
 from ktft.train.muon import take_stacked
 from ktft.train.recipe import Recipe, check_names, kt_mapping, recipe_of_arguments, training_reserve
@@ -212,6 +213,11 @@ def _check_values(arguments: Any) -> None:
         refused = hasattr(arguments, refusal.argument) and refusal.refused(value)
         if refused and not (refusal.beside and getattr(arguments, refusal.beside, None)):
             raise ValueError(f"{refusal.argument} is {value!r}, which use_kt: true does not support; {refusal.cure}")
+    if getattr(arguments, "stage", None) == "rm" and (launch := Launch.of_environment()).ranks > 1:
+        raise ValueError(
+            f"stage is 'rm' in {launch.ranks} processes: LLaMA-Factory writes the value head from one process alone, "
+            "which does not have the experts of the others; set CUDA_VISIBLE_DEVICES to one GPU"
+        )
     if getattr(arguments, "flash_attn", None) == "fa2":
         check_flash_attention("flash_attn: fa2")
     if isinstance(arguments, TrainingArguments):
