@@ -142,7 +142,7 @@ def test_worker_answers_every_request() -> None:
 
 def test_worker_that_dies() -> None:
     with Worker(job()) as worker:
-        worker._process.kill()
+        worker._processes[0]._process.kill()
         with pytest.raises(WorkerError, match="ktft int8 auto: its process ended with -9"):
             worker.make()
 

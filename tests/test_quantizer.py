@@ -226,9 +226,11 @@ def test_bad_settings(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         KtftConfig(expert_format="fp4")
     with pytest.raises(ValueError, match="device_map puts modules on disk"):
         load(base, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="one process in this release, but WORLD_SIZE is 2"):
-        load(base)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does, but nobody joins
+    with pytest.raises(
+        RuntimeError, match="rank 0 on .* has not joined the other 1 processes; make .*TrainingArguments"
+    ):
+        load(base)(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 
 def test_base_weights_are_not_saved(base: Path, tmp_path: Path, caplog: Any) -> None:

@@ -14,7 +14,6 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from ktft.adapters.files import without_experts
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.adapters.tensor_parallel import divided_layers
 from ktft.held import HeldExperts
@@ -129,7 +128,9 @@ def _divided(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 def _chosen(adapted: PeftModel) -> Iterator[Tensor]:
     """What PEFT saves of a model, embeddings of a resized vocabulary among it."""
-    state = without_experts(adapted.state_dict(keep_vars=True), split_layers(adapted))
+    experts = tuple(f"{name}.lora_" for name in split_layers(adapted))
+    every = adapted.state_dict(keep_vars=True)
+    state = {name: tensor for name, tensor in every.items() if not name.startswith(experts)}
     for name in adapted.peft_config:
         yield from get_peft_model_state_dict(adapted, state_dict=state, adapter_name=name).values()
 
