@@ -227,9 +227,7 @@ def test_bad_settings(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(ValueError, match="device_map puts modules on disk"):
         load(base, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does, but nobody joins
-    with pytest.raises(
-        RuntimeError, match="rank 0 on .* has not joined the other 1 processes; make .*TrainingArguments"
-    ):
+    with pytest.raises(RuntimeError, match="has not joined the other 1 processes; make .*TrainingArguments"):
         load(base)(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 
