@@ -311,8 +311,9 @@ def swap_experts(
     config: Any = model.config
     swiglu = family.activation(config.get_text_config())
     launch = Launch.of_environment() if part is None else Launch()
-    begin()
-    keep_to_own_cores(launch, [gpu.bus_id() for gpu in accelerators()][: launch.local_ranks])
+    if launch.ranks > 1:
+        begin()
+        keep_to_own_cores(launch, [gpu.bus_id() for gpu in accelerators()])
     lanes = Lanes(settings, on_cpu=emulate_gpu()) if _has_gpu() else None
     threads = settings.threads
     if threads is None and lanes is not None:

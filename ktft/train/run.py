@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Run:
     ranks: Ranks | None = None
     shared: tuple[str, ...] = (ROUTED,)  # groups of which each rank has a part
     shards: tuple[str, ...] = ()  # the trained parameters of which tensor parallel ranks hold pieces
+    split: frozenset[int] = frozenset()  # ids of the parameters of which each rank has its own rows
     norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
     since: Since = field(default_factory=Since)
@@ -99,6 +101,7 @@ class Run:
             ranks=ranks_of(model),
             shared=tuple({each.group for each in parameters.values()}) if is_divided(model) else (ROUTED,),
             shards=tuple(name for name in shards_of(model) if name in parameters),
+            split=frozenset(map(id, split_parameters(model).values())),
         )
 
     def begin_step(self, look: bool) -> None:
@@ -305,7 +308,7 @@ def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
     callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
     callback.told = Told.by(trainer)
     try:
-        with explained():
+        with explained() if ranks_of(trainer.model) is not None else nullcontext():
             return original(trainer, *args, **kwargs)
     except BaseException as error:
         callback.failed(trainer.model, trainer.args, trainer.state, error)
@@ -321,9 +324,8 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
         return original(trainer, model)
     run.watch.measure()
     trainer.accelerator.unscale_gradients()
-    split = {id(parameter) for parameter in split_parameters(model).values()}
     pieces = {id(each.parameter) for name, each in run.guards.parameters.items() if name in run.shards}
-    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime, run.ranks, split, pieces)
+    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime, run.ranks, run.split, pieces)
 
 
 def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -334,7 +336,7 @@ def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwar
     # transformers before 5.5.4 also gives it the number of batches
     trainer.accelerator.gradient_accumulation_steps = 1
     loss = original(trainer, *args, **kwargs)
-    if trainer.accelerator.sync_gradients:
+    if run.ranks is not None and trainer.accelerator.sync_gradients:
         average_gradients(trainer.model)
     run.add_loss(loss)
     return loss
