@@ -22,6 +22,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from ktft.model.tensor_parallel import tp_size_of
+from ktft.ranks.sharded import is_sharded
 from ktft.ranks.tensor_parallel import Shard, summed, with_summed_gradient
 
 _DIVIDED = "_ktft_divided"
@@ -68,7 +69,7 @@ def with_whole_shapes(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dic
 
 def is_in_pieces(tensor: Tensor) -> bool:
     """Whether a tensor is transformers' own piece of a frozen weight, a DTensor."""
-    return hasattr(tensor, "full_tensor")
+    return hasattr(tensor, "full_tensor") and not is_sharded(tensor)
 
 
 def whole_vector(tensor: Tensor) -> Tensor:

@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from ktft.ranks.group import Ranks
 
+_MESH = ("fsdp",)
+"""The name of the dimension over which rows are shared: tensor parallelism has DTensors too, over others."""
+
 
 def is_sharded(tensor: Any) -> bool:
     """Whether ranks share the rows of a tensor."""
-    return isinstance(tensor, DTensor)
+    return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == _MESH
 
 
 def is_divided(model: nn.Module) -> bool:
@@ -29,12 +32,12 @@ def is_divided(model: nn.Module) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor, by reference and outside of autograd; another tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) and is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor, together: Ranks) -> Tensor:
     """All rows of a sharded tensor, on its device. All ranks must call it."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor
     own = local(tensor).detach()
     return together.gather_rows(own, [stop - start for start, stop in _rows(len(tensor), together.size)])
@@ -85,7 +88,7 @@ def shard(
         offload: FSDP2's policy for keeping the parts in CPU memory.
     """
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device, (together.size,)),
+        "mesh": init_device_mesh(device, (together.size,), mesh_dim_names=_MESH),
         "ignored_params": set(ignored),
         "reshard_after_forward": reshard,
     }
