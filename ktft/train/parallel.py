@@ -144,8 +144,8 @@ def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> I
     split, names, shards = split_parameters(model), hashlib.sha256(), shards_of(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            whole = shards[name].gather(parameter) if name in shards else parameter.detach()
-            shape = whole.shape[1:] if name in split else whole.shape
+            whole = shards[name].shape(parameter) if name in shards else parameter.shape
+            shape = whole[1:] if name in split else whole
             names.update(f"{name} {tuple(shape)} {parameter.dtype}".encode())
     yield "trained parameters (SHA-256 of names and shapes)", names.hexdigest()
     if not is_divided(model):  # else they were compared before
@@ -153,11 +153,12 @@ def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> I
 
 
 def values_of(model: nn.Module) -> str:
-    """A hash of the trained parameters that each rank has whole."""
-    split, values = split_parameters(model), hashlib.sha256()
+    """A hash of the trained parameters outside the experts, of pieces as wholes. All ranks must call it."""
+    split, shards, values = split_parameters(model), shards_of(model), hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in split:
-            values.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+            whole = shards[name].gather(parameter) if name in shards else parameter.detach()
+            values.update(whole.float().cpu().contiguous().numpy().tobytes())
     return values.hexdigest()
 
 
