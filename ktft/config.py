@@ -119,6 +119,9 @@ class Settings:
             `auto` is `cpu`.
         gpu_expert_memory: bytes of GPU memory for experts that stay there, also given as `8G`; `auto` takes what
             training leaves.
+        micro_batches_together: how many of the micro-batches of an optimizer step go through each layer together, so
+            that an expert is needed once for all of them; `auto` takes as many as memory allows. With 1 each goes
+            through the whole model before the next.
 
     Raises:
         ValueError: a value is not accepted, or two values contradict each other.
@@ -133,6 +136,7 @@ class Settings:
     isa: str | None = None
     placement: str = "auto"
     gpu_expert_memory: int | str = 0
+    micro_batches_together: int | str = "auto"
 
     @property
     def needs_gpu(self) -> str:
@@ -231,6 +235,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "verify_checksums": _check_verify_checksums,
     "placement": _one_of("placement", PLACEMENTS),
     "gpu_expert_memory": _check_gpu_expert_memory,
+    "micro_batches_together": lambda value: value if value == "auto" else _count("micro_batches_together")(value),
 }
 
 

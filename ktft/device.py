@@ -180,6 +180,16 @@ class Device:
         """The most bytes that tensors took at once so far, and the bytes that torch could still take then."""
         return 0, 0
 
+    def make_current(self) -> None:
+        """Make it the calling thread's current device."""
+
+    def random_state(self) -> Tensor:
+        """The state of torch's generator for the device."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
 
 class Cuda(Device):
     """A GPU through torch.cuda."""
@@ -271,6 +281,15 @@ class Cuda(Device):
     def peak_bytes(self) -> tuple[int, int]:
         peak, (free, limit) = torch.cuda.max_memory_allocated(self.index), self._free_and_limit()
         return peak, max(min(free + self.memory_reserved(), limit) - peak, 0)
+
+    def make_current(self) -> None:
+        torch.cuda.set_device(self.indexed())
+
+    def random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.indexed())
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.indexed())
 
     def _free_and_limit(self) -> tuple[int, int]:
         """Bytes that the driver has left, and bytes that torch may hold in all.

@@ -26,6 +26,16 @@ PATCHES = (
         "Every tensor of a saved adapter must be there and fit. PEFT ignores what is left over and only warns of what "
         "is missing.",
     ),
+    *(
+        Patch(
+            "peft.tuners.tuners_utils.BaseTuner",
+            name,
+            "ktft.model.lockstep:after_all",
+            "A micro-batch changes which adapters are in force, for DPO's reference, once all that go with it have "
+            "come so far. PEFT tells nobody.",
+        )
+        for name in ("enable_adapter_layers", "disable_adapter_layers", "set_adapter")
+    ),
     Patch(
         "peft.utils.transformers_weight_conversion",
         "convert_peft_config_for_transformers",

@@ -94,6 +94,18 @@ PATCHES = (
         "ktft.train.run:train_loop",
         "The report needs the checkpoint that is resumed and the exception that ends a run. Callbacks get neither.",
     ),
+    Patch(
+        "transformers.modeling_layers.GradientCheckpointingLayer",
+        "__call__",
+        "ktft.model.layer_order:call_layer",
+        "Several micro-batches go through a decoder layer together, with autograd's graph cut at the layer. Hooks of a "
+        "module cannot keep transformers from checkpointing it.",
+    ),
+    _of_trainer(
+        "get_batch_samples",
+        "ktft.train.run:batch_samples",
+        "It is known which micro-batches one optimizer step has. Callbacks get none of them.",
+    ),
     _of_trainer(
         "training_step",
         "ktft.train.run:training_step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from ktft.lanes.lanes import Lanes
 from ktft.lanes.layer import LanedExperts
 from ktft.lanes.record import Record
 from ktft.lora import ExpertLora
+from ktft.model import lockstep
 from ktft.model.autograd import routed_experts
 from ktft.model.shared import Ahead
 from ktft.native import ExpertLayer
@@ -44,6 +45,7 @@ class KtftExperts(nn.Module):
             travel, and the output is the sum over all experts. It is None otherwise: if the process holds only a part,
             the output is the sum over that part only.
         tp_size: how many of these processes, neighbours by number, have the same tokens.
+        together: the setting `micro_batches_together`.
     """
 
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
@@ -58,6 +60,7 @@ class KtftExperts(nn.Module):
         self.num_experts = layer.held.count
         self.number: int | None = None
         self.tp_size = 1
+        self.together: int | str = "auto"
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
         self.weight: Tensor
@@ -69,14 +72,37 @@ class KtftExperts(nn.Module):
     ) -> Tensor:
         """Map hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`.
 
-        See `routed_experts` for their dtypes.
+        See `routed_experts` for their dtypes. Micro-batches in lockstep are computed together, with the LoRA of the
+        first: they differ by the seed of dropout only.
         """
+        if (member := lockstep.current()) is not None:
+            given = hidden_states, top_k_index, top_k_weights, lora
+            return cast(Tensor, member.meet((id(self), lora is None), given, self._together))
+        return self._all_experts(hidden_states, top_k_index, top_k_weights, lora, self.shared)
+
+    def _together(self, values: list[tuple[Tensor, Tensor, Tensor, ExpertLora | None]]) -> Sequence[Tensor]:
+        """The outputs of several micro-batches."""
+        hidden, index, weights, loras = zip(*values, strict=True)
+        if len(values) == 1:
+            return [self._all_experts(hidden[0], index[0], weights[0], loras[0], None)]
+        out = self._all_experts(torch.cat(hidden), torch.cat(index), torch.cat(weights), loras[0], None)
+        return cast(tuple[Tensor, ...], _Parts.apply(out, [len(each) for each in hidden]))
+
+    def _all_experts(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+        shared: Ahead | None,
+    ) -> Tensor:
+        """The sum over all experts, those of other ranks included. `shared` are computed meanwhile."""
         if self.number is None:
-            return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora, None)
+            return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora, None, shared)
         exchange = Exchange(self.number, hidden_states, self.tp_size)
         hidden, index, weights = exchange.gather(hidden_states, top_k_index, top_k_weights)
         own = OwnRows()
-        every = self._held_experts(hidden_states, hidden, index, weights, lora, own)
+        every = self._held_experts(hidden_states, hidden, index, weights, lora, own, shared)
         out = exchange.scatter(every, own.found)
         if own.keep is not None:
             own.keep(out)
@@ -90,12 +116,13 @@ class KtftExperts(nn.Module):
         top_k_weights: Tensor,
         lora: ExpertLora | None,
         own: OwnRows | None,
+        shared: Ahead | None,
     ) -> Tensor:
         """The sum over the held experts. `own_states` are the hidden states that the model gave to this process."""
         record = self.record if self.training else None
         top_k_index = self.held.local(top_k_index)
         if self.laned is not None and (lanes := self.laned.lanes.on(hidden_states.device)) is not None:
-            ahead = None if (shared := self.shared) is None else lambda _: shared.compute(own_states)
+            ahead = None if shared is None else lambda _: shared.compute(own_states)
             if self.tp_size > 1:  # shared experts wait for other ranks, so their place must not depend on timings
                 ahead = None
             return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead, own)
@@ -128,6 +155,18 @@ class KtftExperts(nn.Module):
         return clone
 
 
+class _Parts(torch.autograd.Function):
+    """Splits `[T, H]` into tensors of so many rows, which a model may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return tuple(part.clone() for part in whole.split(sizes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(grads), None
+
+
 def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Refuse LoRA tensors, which arrive here if no adapter layer wraps the experts; torch would drop them silently."""
     lora = [key for key in state_dict if key.startswith(prefix) and ".lora_" in key]
@@ -136,6 +175,12 @@ def _refuse_lora(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
             f"the adapter holds LoRA for routed experts ({lora[0]} and {len(lora) - 1} more), which peft alone cannot "
             "put on ktft's experts; load it with ktft.load_adapter(model, path)"
         )
+
+
+def decoder_lists(model: nn.Module) -> list[str]:
+    """The names of the lists of layers that have routed experts in one of them."""
+    found = (re.match(r"(.*?\blayers)\.\d+\.", name) for name in find_experts(model))
+    return list(dict.fromkeys(match[1] for match in found if match is not None))
 
 
 def layer_of(name: str) -> int | None:

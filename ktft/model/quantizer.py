@@ -77,6 +77,7 @@ class KtftConfig(QuantizationConfigMixin):
         isa: str | None = Settings.isa,
         placement: str = Settings.placement,
         gpu_expert_memory: int | str = Settings.gpu_expert_memory,
+        micro_batches_together: int | str = Settings.micro_batches_together,
         reserve_bytes: int | Mapping[str, int] = 0,
         part: Sequence[int] | None = None,
         quant_method: str = "ktft",
@@ -94,6 +95,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.isa = isa
         self.placement = placement
         self.gpu_expert_memory = gpu_expert_memory
+        self.micro_batches_together = micro_batches_together
         self.reserve_bytes = reserve_bytes
         self.part = None if part is None else (int(part[0]), int(part[1]))
         _ = self.settings  # checks the values
@@ -338,6 +340,7 @@ def swap_experts(
         )
         experts[number] = KtftExperts(layer, family, settings.activation)
         experts[number].number = number if launch.ranks > 1 else None
+        experts[number].together = settings.micro_batches_together
         if lanes is not None:
             block = model.get_submodule(name.rpartition(".")[0])
             experts[number].run_in(lanes, number, shared_ahead(block, family.shared_experts))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ktft import spans
 from ktft.device import device_of
-from ktft.model.experts import experts_family, find_experts
+from ktft.model.experts import decoder_lists, experts_family
 
 
 def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
@@ -18,12 +18,10 @@ def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
 
     A module is a decoder layer if its list of modules contains a layer with experts.
     """
-    found = (re.match(r"(.*?\blayers\.)\d+\.", name) for name in find_experts(model))
-    lists = {re.escape(match[1]) for match in found if match is not None}
-    if not lists:
+    if not (lists := decoder_lists(model)):
         return []
     names = "|".join(experts_family(model).attention)
-    pattern = re.compile(rf"(?:{'|'.join(lists)})(\d+)\.(?:{names})")
+    pattern = re.compile(rf"(?:{'|'.join(map(re.escape, lists))})\.(\d+)\.(?:{names})")
     matches = ((pattern.fullmatch(name), module) for name, module in model.named_modules())
     return [(int(match[1]), module) for match, module in matches if match is not None]
 

@@ -61,14 +61,15 @@ def prepare_model(
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average a step's gradients beside the experts over all ranks, if the attention is tensor parallel.
+    """Average a step's gradients beside the experts over all ranks, where DDP does not.
 
-    accelerate puts no DDP around such a model. Pieces of LoRA are averaged over the ranks that have the same piece,
+    accelerate puts no DDP around a model whose attention is tensor parallel, and DDP sees no gradients of micro-batches
+    that go through the layers together. Pieces of LoRA are averaged over the ranks that have the same piece,
     all else over all ranks: those of a tensor parallel group have equal gradients, which so can never drift apart. All
     ranks must call it.
     """
     together = ranks_of(model)
-    if together is None or together.tp_size == 1:
+    if together is None:
         return
     split, shards = split_parameters(model), shards_of(model)
     others = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in split}

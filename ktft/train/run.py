@@ -35,6 +35,7 @@ from ktft.train.parallel import average_gradients, over_ranks, ranks_of, split_p
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import Since, memory_now, times_of
+from ktft.train.step_order import StepOrder
 from ktft.train.trace import Trace
 
 FINISHED = "finished"
@@ -71,6 +72,7 @@ class Run:
     mark: float = field(default_factory=time.perf_counter)
     began: float = 0.0
     optimizer: spans.Span | None = None
+    order: StepOrder | None = None
 
     @classmethod
     def of(
@@ -182,6 +184,7 @@ class RunCallback(TrainerCallback):
     def __init__(self) -> None:
         self.run: Run | None = None  # the current one, or the last one
         self.resume_from: str | None = None
+        self.tokens_together: int | None = None  # of the run that is resumed
         self.told = Told()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -328,15 +331,27 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
     return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime, run.ranks, run.split, pieces)
 
 
-def training_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A Trainer's `training_step`; its loss is recorded. Under tensor parallelism complete gradients are averaged."""
+def batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A Trainer's `get_batch_samples`: the micro-batches of an optimizer step, and their number of items."""
+    found = original(trainer, *args, **kwargs)
+    if (run := _callback(trainer).run) is not None:
+        run.order = run.order or StepOrder.of(trainer, run.ranks, _callback(trainer).tokens_together)
+        run.order.begin(found[0])
+    return found
+
+
+def training_step(
+    original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A Trainer's `training_step`; its loss is recorded. Gradients that DDP has not averaged are averaged."""
     if (run := _callback(trainer).run) is None:
-        return original(trainer, *args, **kwargs)
+        return original(trainer, model, inputs, *args, **kwargs)
     # The loss is divided by the step's number of batches or tokens; accelerate would divide it once more, since
     # transformers before 5.5.4 also gives it the number of batches
     trainer.accelerator.gradient_accumulation_steps = 1
-    loss = original(trainer, *args, **kwargs)
-    if run.ranks is not None and trainer.accelerator.sync_gradients:
+    order = run.order or StepOrder(None)
+    loss = order.run(trainer, inputs, lambda batch: original(trainer, model, batch, *args, **kwargs))
+    if run.ranks is not None and trainer.accelerator.sync_gradients and (run.ranks.tp_size > 1 or order.shared):
         average_gradients(trainer.model)
     run.add_loss(loss)
     return loss

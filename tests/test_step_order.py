@@ -1,0 +1,109 @@
+"""The order in which all micro-batches of a step go through a layer together, against the usual order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from adapted import distance, randomize
+from given import Checkpoint
+from tiny import FAMILIES, MORE_FAMILIES
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ktft.model.experts import find_experts
+
+STEP = 4
+"""Micro-batches in a step."""
+
+
+def count_passes(model: nn.Module) -> dict[str, int]:
+    """How often a layer of routed experts runs forward and backward on the CPU, from now on."""
+    layer = next(iter(find_experts(model).values())).layer
+    counted = {"forward": 0, "backward": 0}
+
+    def counting(name: str) -> Any:
+        original = getattr(layer, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in counted:
+        setattr(layer, name, counting(name))
+    return counted
+
+
+def one_step(
+    path: Path, out: Path, together: int | str, **settings: Any
+) -> tuple[dict[str, Tensor], float, dict[str, int]]:
+    """Gradients and loss of a step of micro-batches of different lengths, and how often a layer's experts ran."""
+    lora = {"lora_dropout": settings.pop("lora_dropout", 0.0)}
+    model = randomize(runs.adapted(path, settings={"micro_batches_together": together}, **lora), std=0.05)
+    counted, grads = count_passes(model), {}
+    torch.manual_seed(1)
+    rows = [torch.randint(3, 100, (length,)).tolist() for length in (9, 17, 13, 5)]
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+
+    class Keeping(Trainer):
+        def _clip_grad_norm(self, model: nn.Module) -> Any:
+            grads.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            return super()._clip_grad_norm(model)
+
+    own = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": STEP, "save_strategy": "no"}
+    trainer = Keeping(model, runs.arguments(out, **own | settings), train_dataset=data)
+    trainer.train()
+    return grads, runs.losses(trainer)[0], counted
+
+
+def assert_same(usual: dict[str, Tensor], together: dict[str, Tensor], most: float) -> None:
+    """`most` is the largest difference, relative to the norm of the gradient."""
+    assert usual.keys() == together.keys()
+    differences = {name: distance(together[name], grad) for name, grad in usual.items() if grad.any()}
+    assert max(differences.values()) < most, max(differences, key=lambda name: differences[name])
+
+
+# Half of them by default: what checkpointing changes does not depend on the family
+ALTERNATING = [
+    pytest.param(family, on, marks=pytest.mark.full if (at + on) % 2 else ())
+    for at, family in enumerate(sorted({*FAMILIES, *MORE_FAMILIES} - {"qwen3vl"}))
+    for on in (False, True)
+]
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), ALTERNATING)
+def test_same_gradients(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str, checkpointing: bool) -> None:
+    path, settings = tiny_checkpoint(family), {"gradient_checkpointing": checkpointing}
+    usual, loss, _ = one_step(path, tmp_path / "usual", 1, **settings)
+    together, same, counted = one_step(path, tmp_path / "together", "auto", **settings)
+    assert same == pytest.approx(loss, rel=1e-5)
+    # Models with images are in bf16, which rounds the sum of a tensor's gradients in the order in which they come
+    assert_same(usual, together, 0.05 if family == "qwen3_5" else 1e-4)
+    assert counted == {"forward": 1 + checkpointing, "backward": 1}
+
+
+def test_dropout_is_the_same_when_a_layer_is_run_again(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Without checkpointing nothing is run again, so equal gradients prove that every mask was drawn again."""
+    path = tiny_checkpoint("dsv3")
+    once, loss, _ = one_step(path, tmp_path / "once", "auto", gradient_checkpointing=False, lora_dropout=0.3)
+    again, same, _ = one_step(path, tmp_path / "again", "auto", gradient_checkpointing=True, lora_dropout=0.3)
+    none, other, _ = one_step(path, tmp_path / "none", "auto", gradient_checkpointing=True)
+    assert same == loss != other
+    assert_same(once, again, 1e-5)
+    assert distance(once[max(once)], none[max(once)]) > 0.01
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_groups_of_a_step(tiny_checkpoint: Checkpoint, tmp_path: Path, together: int) -> None:
+    path = tiny_checkpoint("qwen3moe")
+    usual, loss, alone = one_step(path, tmp_path / "usual", 1)
+    grads, same, counted = one_step(path, tmp_path / "together", together)
+    assert same == pytest.approx(loss, rel=1e-5)
+    assert_same(usual, grads, 1e-4)
+    assert alone == {"forward": STEP, "backward": STEP}
+    assert counted == {"forward": 2, "backward": 2}
