@@ -83,7 +83,7 @@ def test_same_gradients(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str
     together, same, counted = one_step(path, tmp_path / "together", "auto", **settings)
     assert same == pytest.approx(loss, rel=1e-5)
     # Models with images are in bf16, which rounds the sum of a tensor's gradients in the order in which they come
-    assert_same(usual, together, 0.05 if family == "qwen3_5" else 1e-4)
+    assert_same(usual, together, 0.05 if family == "qwen3_5" else 1e-3)
     assert counted == {"forward": 1 + checkpointing, "backward": 1}
 
 

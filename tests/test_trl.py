@@ -41,8 +41,8 @@ WAYS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 """Trainer, its configuration, a small data set and PEFT's task."""
 
 
-def base(path: Path, task: str) -> Any:
-    options: dict[str, Any] = {"quantization_config": ktft.KtftConfig(expert_format="bf16", threads=1)}
+def base(path: Path, task: str, **settings: Any) -> Any:
+    options: dict[str, Any] = {"quantization_config": ktft.KtftConfig(expert_format="bf16", threads=1, **settings)}
     options |= {"dtype": torch.float32, "pad_token_id": 0}
     if task == "SEQ_CLS":
         torch.manual_seed(1)  # the new head
@@ -50,14 +50,17 @@ def base(path: Path, task: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
 
 
-def trainer(way: str, path: Path, output: Path, **overrides: Any) -> Any:
+def trainer(
+    way: str, path: Path, output: Path, micro_batches: int = 1, together: Any = "auto", **overrides: Any
+) -> Any:
     cls, config, data, task = WAYS[way]
     settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "save_total_limit": 2}
     options = {"report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": way == "sft"}
     args = config(str(output), per_device_train_batch_size=2, max_length=32, disable_tqdm=True, **settings, **options)
+    options["gradient_accumulation_steps"] = micro_batches
     torch.manual_seed(0)
     return cls(
-        model=base(path, task), args=args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(),
+        model=base(path, task, micro_batches_together=together), args=args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(),
         peft_config=lora_config(task_type=task, **overrides),
     )  # fmt: skip
 
@@ -82,6 +85,20 @@ def test_it_trains_saves_loads_and_resumes(way: str, tiny_checkpoint: Checkpoint
     ids = torch.arange(3, 19).reshape(1, 16)
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, whole.model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_micro_batches_together_train_like_one_after_the_other(
+    way: str, tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path, ends = tiny_checkpoint("qwen3moe"), []
+    for together in (1, "auto"):
+        run = trainer(way, path, tmp_path / str(together), 3, together)
+        run.train()
+        ends.append((losses(run), load_file(tmp_path / str(together) / "checkpoint-4" / "adapter_model.safetensors")))
+    (alone, adapter), (same, other) = ends
+    assert same == pytest.approx(alone, rel=1e-3)
+    assert all(torch.allclose(other[name], adapter[name], rtol=0.02, atol=2e-3) for name in adapter)
 
 
 def test_dora_on_attention_and_a_head_that_is_trained_whole(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
