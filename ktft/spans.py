@@ -169,7 +169,7 @@ class _HostSpan(Span):
         seconds = ended - self.began
         if stack:
             stack[-1].inside += seconds
-        in_line = self.thread == self.recorder.thread or torch._C._current_graph_task_id() >= 0
+        in_line = self.thread in self.recorder.threads or torch._C._current_graph_task_id() >= 0
         waited = seconds - self.inside if in_line else 0.0
         self.recorder.put((self.name, self.layer, self.began, ended, waited, self.bytes, self.flops, self.done))
         if self.profiled is not None:
@@ -223,13 +223,13 @@ class Recorder:
 
     Attributes:
         on: whether spans are recorded. `start` leaves it off; it is on only within training's steps.
-        thread: the training thread.
+        threads: the training thread, and those that it waits for while they work in its place.
         stacks: the open host spans of each thread.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
         self.on = False
-        self.thread = threading.get_ident()
+        self.threads = {threading.get_ident()}
         self.stacks: dict[int, list[_HostSpan]] = {}
         self._listener: Callable[[Interval], None] | None = None
         self._new_event = event or _event
@@ -300,13 +300,17 @@ class Recorder:
 
     def start(self, listener: Callable[[Interval], None] | None = None) -> None:
         """Begin a run in this thread, with nothing recorded. The listener gets every span when it is added up."""
-        self.on, self._listener, self.thread = False, listener, threading.get_ident()
+        self.on, self._listener, self.threads = False, listener, {threading.get_ident()}
         for left in (self._done, self._pending, self._sums, self.stacks):
             left.clear()
         self._anchor = None
         gpu = accelerator()
         if gpu is not None and gpu.is_initialized():
             self._take_anchor()
+
+    def stand_in(self) -> None:
+        """The calling thread works in place of the training thread, which waits for it."""
+        self.threads.add(threading.get_ident())
 
     def take(self) -> Sums:
         """The sums since the previous call, at a step's end. Unfinished device spans count in the next call."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ktft.model.experts import find_experts
+from ktft.train.step_order import StepOrder
 
 STEP = 4
 """Micro-batches in a step."""
@@ -107,3 +111,65 @@ def test_groups_of_a_step(tiny_checkpoint: Checkpoint, tmp_path: Path, together:
     assert_same(usual, grads, 1e-4)
     assert alone == {"forward": STEP, "backward": STEP}
     assert counted == {"forward": 2, "backward": 2}
+
+
+def test_a_resumed_run_keeps_its_groups(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much memory is free: sums in another order would have other last bits."""
+    path = tiny_checkpoint("qwen3moe")
+
+    def run(out: Path, room: int, resume: Path | None = None, **settings: Any) -> tuple[Trainer, dict[str, int]]:
+        monkeypatch.setattr(StepOrder, "_room", lambda *_: room)
+        found = runs.trainer(path, out, gradient_accumulation_steps=4, lr_scheduler_type="constant", **settings)
+        counted = count_passes(found.model)
+        found.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return found, counted
+
+    whole, counted = run(tmp_path / "whole", 40)
+    assert counted["backward"] == 7 * 2  # 4 micro-batches of 16 tokens in each step
+    run(tmp_path / "stopped", 40, max_steps=3)
+    resumed, counted = run(tmp_path / "stopped", 1000, tmp_path / "stopped" / "checkpoint-3")
+    assert counted["backward"] == 4 * 2
+    runs.require_same_end(resumed, whole)
+
+
+def test_a_run_goes_the_usual_way_where_it_must_and_says_why(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Trainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return super()._prepare_inputs(inputs)
+
+    run = runs.trainer(tiny_checkpoint("qwen3moe"), tmp_path, cls=Own, max_steps=1)
+    counted = count_passes(run.model)
+    run.train()
+    assert counted == {"forward": 2, "backward": 2}
+    assert "goes through the model by itself: Own prepares its inputs by code of its own" in caplog.text
+
+
+def test_a_failure_ends_all_micro_batches(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The error is that of the micro-batch; no thread of the others stays behind."""
+
+    class Failing(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(model, inputs, *args, **kwargs)
+            if bool((inputs["input_ids"] == 40).any()):
+                raise ArithmeticError("a loss that cannot be")
+            return found
+
+    run = runs.trainer(tiny_checkpoint("qwen3moe"), tmp_path, cls=Failing, gradient_accumulation_steps=4)
+    with pytest.raises(ArithmeticError, match="a loss that cannot be"):
+        run.train()
+    assert not any(thread.name.startswith("ktft-lockstep") and is_busy(thread) for thread in threading.enumerate())
+    assert json.loads((tmp_path / "ktft_report.json").read_text())["ended"].startswith("ArithmeticError")
+
+
+def is_busy(thread: threading.Thread) -> bool:
+    """Whether a thread of a pool is in a function that the pool was given."""
+    frame = sys._current_frames()[thread.ident or 0]
+    while frame is not None:
+        if "ktft" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

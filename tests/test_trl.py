@@ -60,8 +60,8 @@ def trainer(
     options["gradient_accumulation_steps"] = micro_batches
     torch.manual_seed(0)
     return cls(
-        model=base(path, task, micro_batches_together=together), args=args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(),
-        peft_config=lora_config(task_type=task, **overrides),
+        model=base(path, task, micro_batches_together=together), args=args, train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer(), peft_config=lora_config(task_type=task, **overrides),
     )  # fmt: skip
 
 

@@ -76,13 +76,13 @@ class KtftExperts(nn.Module):
         first: they differ by the seed of dropout only.
         """
         if (member := lockstep.current()) is not None:
-            given = hidden_states, top_k_index, top_k_weights, lora
-            return cast(Tensor, member.meet((id(self), lora is None), given, self._together))
+            given = hidden_states, top_k_weights
+            return member.meet_cut((id(self), lora is None), given, (top_k_index, lora), self._together)
         return self._all_experts(hidden_states, top_k_index, top_k_weights, lora, self.shared)
 
     def _together(self, values: list[tuple[Tensor, Tensor, Tensor, ExpertLora | None]]) -> Sequence[Tensor]:
         """The outputs of several micro-batches."""
-        hidden, index, weights, loras = zip(*values, strict=True)
+        hidden, weights, index, loras = zip(*values, strict=True)
         if len(values) == 1:
             return [self._all_experts(hidden[0], index[0], weights[0], loras[0], None)]
         out = self._all_experts(torch.cat(hidden), torch.cat(index), torch.cat(weights), loras[0], None)

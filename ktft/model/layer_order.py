@@ -4,7 +4,9 @@ The usual order takes a micro-batch through the whole model, forward and backwar
 through a layer before the next layer. Each runs the stock code with its own tokens, in lockstep: it waits where it
 calls the routed experts, and these run once, on the tokens of all. The graph of autograd is cut at each decoder layer.
 So the loss of each micro-batch is computed and goes backward by itself, down to the last layer's output; then the
-layers go backward, last first, each for all micro-batches at once. A layer that is checkpointed is run again then.
+layers go backward, last first. A layer that is checkpointed is run again then. Within a layer, each micro-batch goes
+backward to the experts, these go backward once for all, and each micro-batch goes on to the layer's input: only one at
+a time needs memory for gradients of attention.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
 from ktft.model.experts import KtftExperts, decoder_lists
-from ktft.model.lockstep import Lockstep, RandomState, current
+from ktft.model.lockstep import Cut, Lockstep, RandomState, current
 
 Result = TypeVar("Result")
 
@@ -114,6 +116,7 @@ class _Call:
     spec: Any
     results: list[Tensor] = field(default_factory=list)
     made: list[Tensor] | None = None
+    cuts: list[Cut] = field(default_factory=list)  # its experts
     random: RandomState = ()
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)  # how much the model had collected before
@@ -128,6 +131,7 @@ class _Call:
         again = bool(getattr(self.layer, "gradient_checkpointing", False)) and self.layer.training
         member = current()
         assert member is not None
+        member.cuts = None if again else self.cuts
         if again:
             self.random, self.contexts = member.random_state(), list(_autocast(self.given))
         lists = _collector.get() or {}
@@ -153,6 +157,9 @@ class _Call:
 
     def again(self) -> None:
         """Run the layer again, with gradients."""
+        member = current()
+        assert member is not None
+        member.cuts = self.cuts
         lists: dict[str, list[Any]] = {key: [None] * mark for key, mark in self.marks.items()}
         token = _collector.set(lists)
         try:
@@ -170,10 +177,19 @@ class _Call:
         return nn.Module.__call__(self.layer, *args, **kwargs)
 
     def ends(self) -> list[tuple[Tensor, Tensor]]:
-        """The outputs that gradients have come to, and these."""
+        """The outputs that gradients have come to, and these; then the inputs of the experts that they have come to."""
         assert self.made is not None
         pairs = zip(self.made, self.results, strict=True)
-        return [(made, leaf.grad) for made, leaf in pairs if leaf.grad is not None and made.requires_grad]
+        outputs = [(made, leaf.grad) for made, leaf in pairs if leaf.grad is not None and made.requires_grad]
+        return outputs + [end for cut in self.cuts for end in cut.reached()]
+
+    def to_experts(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        """Go backward to one of the experts. Returns their output and its gradient, if they get one."""
+        if number >= len(self.cuts) or not (ends := self.ends()):
+            return []
+        cut, (tensors, grads) = self.cuts[number], zip(*ends, strict=True)
+        (grad,) = torch.autograd.grad(tensors, [cut.given], grads, retain_graph=True, allow_unused=True)
+        return [] if grad is None else [(cut.out, grad)]
 
 
 class LayerOrder:
@@ -214,8 +230,12 @@ class LayerOrder:
         calls = [call for call in calls if call.reached]
         again = [call for call in calls if call.made is None]
         self._lockstep.run([call.again for call in again], [call.random for call in again])
-        if ends := [end for call in calls for end in call.ends()]:
-            _backward(ends)
+        for number in reversed(range(max((len(call.cuts) for call in calls), default=0))):
+            if ends := [end for call in calls for end in call.to_experts(number)]:
+                _backward(ends)
+        for call in calls:
+            if ends := call.ends():
+                _backward(ends)
 
 
 def _in(batch: _MicroBatch, work: Callable[[], Result]) -> Result:

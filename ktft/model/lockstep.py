@@ -13,11 +13,12 @@ import contextvars
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from ktft import spans
 from ktft.device import device_of
 
 Result = TypeVar("Result")
@@ -45,6 +46,24 @@ class _Asked(NamedTuple):
     act: Callable[[list[Any]], Sequence[Any]]
 
 
+class Cut(NamedTuple):
+    """A piece that is cut out of a member's graph.
+
+    Attributes:
+        inputs: each tensor before the piece, and the leaf that the piece got in its place.
+        out: what the piece made of them.
+        given: the leaf that the member got in its place.
+    """
+
+    inputs: list[tuple[Tensor, Tensor]]
+    out: Tensor
+    given: Tensor
+
+    def reached(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors before the piece that it has sent gradients to, and these."""
+        return [(before, leaf.grad) for before, leaf in self.inputs if leaf.grad is not None]
+
+
 class _Abandoned(BaseException):
     """Ends a callable because another one has failed."""
 
@@ -55,12 +74,14 @@ class Member:
     Attributes:
         random: the state of its random numbers, while it waits.
         data: what its callable keeps here.
+        cuts: takes what is cut out of autograd's graph where members meet; None if nothing is to be cut.
         met: how often it has met others.
     """
 
     def __init__(self, lockstep: Lockstep, random: RandomState) -> None:
         self.random, self.met, self.over, self.abandoned = random, 0, False, False
         self.data: Any = None
+        self.cuts: list[Cut] | None = None
         self.asked: _Asked | None = None
         self.answer: Any = None
         self._lockstep = lockstep
@@ -81,6 +102,26 @@ class Member:
             raise _Abandoned
         answer, self.answer = self.answer, None
         return answer
+
+    def meet_cut(
+        self,
+        key: Hashable,
+        inputs: tuple[Tensor, ...],
+        others: tuple[Any, ...],
+        act: Callable[[list[Any]], Sequence[Tensor]],
+    ) -> Tensor:
+        """As `meet`, with the value `(*inputs, *others)`. If `cuts` takes it, the answer is cut out of the graph.
+
+        So each member's own graph can go backward by itself, before and after what they have in common.
+        """
+        if self.cuts is None or not torch.is_grad_enabled():
+            return cast(Tensor, self.meet(key, (*inputs, *others), act))
+        inner = tuple(each.detach().requires_grad_(each.requires_grad) for each in inputs)
+        out: Tensor = self.meet(key, (*inner, *others), act)
+        if not out.requires_grad:
+            return out
+        self.cuts.append(Cut(list(zip(inputs, inner, strict=True)), out, out.detach().requires_grad_()))
+        return self.cuts[-1].given
 
     def random_state(self) -> RandomState:
         """The state of the random numbers now."""
@@ -130,7 +171,8 @@ class Lockstep:
             device.set_random_state(own)
 
     def enter_thread(self) -> None:
-        """Make the device the current one of a new thread, as torch keeps that by thread too."""
+        """Make the device the current one of a new thread, as torch keeps that by thread too. Count its spans."""
+        spans.RECORDER.stand_in()
         self._devices[-1].make_current()
 
     def seeded(self, count: int) -> list[RandomState]:

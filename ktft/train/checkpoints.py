@@ -42,6 +42,7 @@ from ktft.train.parallel import agreed, checked_once, ranks_of
 from ktft.train.report import logger
 from ktft.train.run import note_saved
 from ktft.train.shards import has_shards, load_divided, save_shard, whole_state
+from ktft.train.step_order import TOKENS
 
 STAGING = f"_checkpoints{TEMPORARY}"
 """The folder in `output_dir` where a checkpoint is written. Hosts neither list it as a checkpoint nor upload it."""
@@ -227,6 +228,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "run": manifest.run_facts(trainer.model, trainer.args.optim),
         "settings": manifest.settings_of(trainer),
         "data": manifest.data_facts(trainer),
+        "tokens_together": getattr(trainer, TOKENS, None),
         "seed": torch.initial_seed(),  # also determines the data order: accelerate's sampler uses it
         "parameters": manifest.parameter_facts(trainer.model, trainer.optimizer, ranks_of(trainer.model)),
         # Losses since the last log and before it: transformers does not save them, so it would log other values
@@ -304,6 +306,7 @@ def load_from_checkpoint(original: Callable[..., Any], trainer: Any, checkpoint:
             )
         else:
             _require_same_run(path, sealed, trainer)
+            setattr(trainer, TOKENS, sealed.get("tokens_together"))
             torch.manual_seed(sealed["seed"])  # before the sampler is made; generator states are restored later
     try:
         with made_whole(trainer.model):

@@ -85,6 +85,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "run": _is_map(lambda value: isinstance(value, str)),
     "data": _is_map(lambda value: value is None or type(value) is int),
     "seed": lambda found: type(found) is int,
+    "tokens_together": lambda found: found is None or type(found) is int,
     "parameters": lambda found: isinstance(found, list) and all(map(_is_parameter, found)),
     "losses": lambda found: _is_losses(found) and found.keys() >= {"since_logged", "logged", "last_logged"},
     "files": _is_map(_is_file),

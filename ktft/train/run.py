@@ -35,7 +35,7 @@ from ktft.train.parallel import average_gradients, over_ranks, ranks_of, split_p
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import Since, memory_now, times_of
-from ktft.train.step_order import StepOrder
+from ktft.train.step_order import TOKENS, StepOrder
 from ktft.train.trace import Trace
 
 FINISHED = "finished"
@@ -184,7 +184,6 @@ class RunCallback(TrainerCallback):
     def __init__(self) -> None:
         self.run: Run | None = None  # the current one, or the last one
         self.resume_from: str | None = None
-        self.tokens_together: int | None = None  # of the run that is resumed
         self.told = Told()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -310,6 +309,8 @@ def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
     callback = _callback(trainer)
     callback.run, callback.resume_from = None, kwargs.get("resume_from_checkpoint")
     callback.told = Told.by(trainer)
+    if callback.resume_from is None:
+        vars(trainer).pop(TOKENS, None)
     try:
         with explained() if ranks_of(trainer.model) is not None else nullcontext():
             return original(trainer, *args, **kwargs)
@@ -335,7 +336,7 @@ def batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwar
     """A Trainer's `get_batch_samples`: the micro-batches of an optimizer step, and their number of items."""
     found = original(trainer, *args, **kwargs)
     if (run := _callback(trainer).run) is not None:
-        run.order = run.order or StepOrder.of(trainer, run.ranks, _callback(trainer).tokens_together)
+        run.order = run.order or StepOrder.of(trainer, run.ranks)
         run.order.begin(found[0])
     return found
 

@@ -26,6 +26,9 @@ from ktft.ranks.sharded import is_divided
 from ktft.system import available_memory
 
 _logger = logging.getLogger("ktft")
+TOKENS = "_ktft_tokens_together"
+"""The attribute of a Trainer that has `StepOrder.tokens`. Checkpoints keep it, so that a run which is resumed makes the
+same sums in the same order, however much memory is free then."""
 _LAYER_TENSORS, _LOGIT_BYTES = 40, 16
 """What a token takes: tensors of hidden_size values in one decoder layer with gradients, and bytes for each logit."""
 
@@ -49,12 +52,13 @@ class StepOrder:
     groups: list[list[Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, trainer: Any, together: Ranks | None, tokens: int | None) -> StepOrder:
-        """The order that a Trainer's settings and model allow. `tokens` is that of the run that is resumed."""
+    def of(cls, trainer: Any, together: Ranks | None) -> StepOrder:
+        """The order that a Trainer's settings and model allow."""
         asked = next(iter(find_experts(trainer.model).values())).together
         why = "" if trainer.args.gradient_accumulation_steps == 1 else _why_not(trainer, asked)
         if why is None:
-            return cls(LayerOrder(trainer.model), None if asked == "auto" else int(asked), tokens, together)
+            count = None if asked == "auto" else int(asked)
+            return cls(LayerOrder(trainer.model), count, getattr(trainer, TOKENS, None), together)
         if why:
             _logger.info("each micro-batch of a step goes through the model by itself: %s", why)
         return cls(None)
@@ -68,7 +72,7 @@ class StepOrder:
         if self.layers is None or len(self.step) == 1 or not any(each is batch for each in self.step):
             return train(batch)
         if not self.groups:
-            self.groups = list(self._grouped(trainer.model))
+            self.groups = list(self._grouped(trainer))
         group = next(group for group in self.groups if any(each is batch for each in group))
         if group[-1] is not batch:
             return torch.zeros((), device=trainer.args.device)
@@ -83,18 +87,19 @@ class StepOrder:
         """Whether micro-batches of the present step went together, so that DDP has not seen their gradients."""
         return any(len(group) > 1 for group in self.groups)
 
-    def _grouped(self, model: nn.Module) -> Iterator[list[Any]]:
+    def _grouped(self, trainer: Any) -> Iterator[list[Any]]:
         """Neighbours that fit together."""
         sizes = [_tokens_of(batch) for batch in self.step]
         if self.ranks is not None:
             sizes = [max(each) for each in zip(*self.ranks.numbers(*sizes), strict=True)]
         if self.count is None and self.tokens is None:
-            self.tokens = self._room(model, max(sizes))
+            self.tokens = self._room(trainer.model, max(sizes))
+            setattr(trainer, TOKENS, self.tokens)
             _tell(self.tokens, sizes)
         group: list[Any] = []
         taken = 0
         for batch, size in zip(self.step, sizes, strict=True):
-            full = len(group) == self.count if self.tokens is None else taken + size > self.tokens
+            full = len(group) == self.count if self.count is not None else taken + size > (self.tokens or 0)
             if group and full:
                 yield group
                 group, taken = [], 0
