@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.cases import ROUTINGS, SHAPES, parse_shape
+from benchmarks.step.cases import ORDERS, parse_step_shape
 from benchmarks.step.cases import SHAPES as STEP_SHAPES
-from benchmarks.step.cases import parse_step_shape
 from ktft.config import EXPERT_FORMATS, PLACEMENTS, Settings
 from ktft.sizes import parse_count
 
@@ -190,6 +190,10 @@ def step(
     layers: Annotated[list[int] | None, typer.Option(min=1, help="Layers of the model; repeatable. [2]")] = None,
     gpus: Annotated[list[int] | None, typer.Option(min=1, help="GPUs that train together; repeatable. [1]")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=2, help="Tokens in a GPU's batch; repeatable.")] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Batches in an optimizer step.")] = 1,
+    order: Annotated[
+        list[str] | None, typer.Option(help=f"Of several: {', '.join(ORDERS)}; repeatable. [{ORDERS[0]}]")
+    ] = None,
     fmt: Annotated[list[str] | None, typer.Option("--format", help="Expert format; repeatable. [k4, int8]")] = None,
     placement: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(PLACEMENTS)}: where experts run; repeatable. [auto]")
@@ -210,6 +214,7 @@ def step(
     formats = _chosen("--format", fmt, EXPERT_FORMATS, ("k4", "int8"))
     placements = _chosen("--placement", placement, PLACEMENTS, ("auto",))
     routings = _chosen("--routing", routing, ROUTINGS, ROUTINGS[:1])
+    orders = _chosen("--order", order, ORDERS, ORDERS[:1]) if micro_batches > 1 else [""]
     with _refusing():
         shapes = [parse_step_shape(text) for text in shape or STEP_SHAPES[:1]]
         memory = Settings(gpu_expert_memory=gpu_expert_memory).gpu_expert_memory
@@ -220,8 +225,9 @@ def step(
     from benchmarks.step.run import Plan, run
 
     names = [each.name for each in PEERS]
-    plan = Plan(shapes, layers or [2], sorted(set(gpus or [1])), tokens or [512, 4096], routings, formats, placements,
-                memory, rank, checkpointing, runs, threads, _peers(peer, names, names))  # fmt: skip
+    plan = Plan(shapes, layers or [2], sorted(set(gpus or [1])), tokens or [512, 4096], micro_batches, orders, routings,
+                formats, placements, memory, rank, checkpointing, runs, threads,
+                _peers(peer, names, names))  # fmt: skip
     with _refusing(errors=(ValueError, WorkerError)):
         records, failed = _recorded(console, output, partial(run, plan))
     for line in failed:

@@ -18,6 +18,10 @@ LORA_ATTENTION = {
 """model_type -> names of attention's projections."""
 
 
+ORDERS = ("together", "alone")
+"""Whether all micro-batches go through a layer together, or each through the whole model before the next."""
+
+
 def parse_step_shape(text: str) -> Shape:
     """Parse one of `SHAPES`, or `E,k,H,I`, which uses Qwen3-MoE's layers. Raises ValueError."""
     if text not in SHAPES and "," not in text:
@@ -37,6 +41,8 @@ class Job:
         rank, checkpointing: LoRA's rank, and whether backward recomputes activations.
         format, placement, gpu_expert_memory, threads: ktft's settings, for runners that use them.
         gpus: how many GPUs train together, a process for each, with batches of their own.
+        micro_batches: of each step, with `tokens` each.
+        order: of ktft's step if there are several, one of `ORDERS`.
     """
 
     runner: str
@@ -51,12 +57,14 @@ class Job:
     gpu_expert_memory: int | str = 0
     threads: int | None = None
     gpus: int = 1
+    micro_batches: int = 1
+    order: str = ""
 
     @property
     def name(self) -> str:
         """The job's name for a person."""
         together = f"on {self.gpus} GPUs" if self.gpus > 1 else ""
-        return " ".join(part for part in (self.runner, self.format, self.placement, together) if part)
+        return " ".join(part for part in (self.runner, self.format, self.placement, self.order, together) if part)
 
     def settings(self) -> Settings:
         """ktft's settings. Experts stay on the GPU only if asked for; `resident` keeps all that fit.
@@ -79,7 +87,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Times:
-    """One step: seconds of its parts, and memory of the process at its end (`vram`: the most during the step)."""
+    """One step: seconds of its parts, and memory of the process at its end (`vram`: the most during the step).
+
+    With several micro-batches, which go forward and backward in turns, `forward` has the seconds of both.
+    """
 
     forward: float
     backward: float
@@ -137,6 +148,8 @@ class StepRecord:
     layers: int
     gpus: int
     tokens: int
+    micro_batches: int
+    order: str
     routing: str
     rank: int
     checkpointing: bool

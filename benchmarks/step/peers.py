@@ -45,7 +45,7 @@ class Offload(ModelRunner):
             launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update(launched, MASTER_PORT=str(free_port()))
         torch.manual_seed(0)
-        self.device = device_here()
+        self.job, self.device = job, device_here()
         self.model = stock_model(job, torch.device("cpu"))
         self.wrap(job)
 
@@ -90,7 +90,7 @@ class Zero3Offload(Offload):
         offload = {"device": "cpu", "pin_memory": True}
         return {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
+            "gradient_accumulation_steps": job.micro_batches,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
             "zero_optimization": {
@@ -105,6 +105,16 @@ class Zero3Offload(Offload):
                 "stage3_param_persistence_threshold": 100_000,
             },
         }
+
+    def accumulate(self, batches: list[Tensor]) -> Tensor:
+        """As the base class. DeepSpeed divides the losses itself, and counts micro-batches by calls of `step`."""
+        losses = []
+        for number, ids in enumerate(batches, 1):
+            losses.append(self.forward(ids))
+            self.backward(losses[-1])
+            if number < len(batches):
+                self.model.step()
+        return torch.stack(losses).mean()
 
     def backward(self, loss: Tensor) -> None:
         self.model.backward(loss)
@@ -161,6 +171,8 @@ class KtKernelLayer(Runner):
     def __init__(self, job: Job) -> None:
         if reason := KT_KERNEL.absent():
             raise ValueError(reason)
+        if job.micro_batches > 1:
+            raise ValueError("it is timed with one micro-batch a step")
         torch.manual_seed(0)
         runtime = native.runtime(job.threads)
         torch.set_num_threads(runtime.threads)

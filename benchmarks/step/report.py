@@ -15,9 +15,9 @@ from benchmarks.step.cases import StepRecord
 PEER_NAMES = {"zero3-offload": "zero3", "fsdp2-offload": "fsdp2", "kt-kernel": "kt", "hf-resident": "hf"}
 FLOOR = ", floor"
 LEGEND = (
-    "L layers, T tokens of each GPU; lanes: where experts run. margin: ms of one more layer; x floor: forward and "
-    "backward over the least this machine allows. experts': of VRAM, RSS: memory. NAME x: its time over ktft's. "
-    "docs/reference/measuring.md"
+    "L layers, T tokens of each GPU; lanes: where experts run, and the order of micro-batches. margin: ms of one more "
+    "layer; x floor: forward and backward over the least this machine allows. experts': of VRAM, RSS: memory. NAME x: "
+    "its time over ktft's. docs/reference/measuring.md"
 )
 
 
@@ -33,7 +33,9 @@ def make_table(records: Sequence[StepRecord]) -> Table:
         memory = (f"{value / 1e9:.2f}" for value in (r.vram_bytes, r.vram_experts_bytes, r.rss_bytes))
         speed = f"{r.tokens_per_second:.0f}", f"{r.over_floor:.2f}"
         cells = (*times, marginal, *speed, *memory, *ratios(r.peers, peers))
-        table.add_row(r.shape, str(r.layers), str(r.gpus), str(r.tokens), r.routing, r.format, r.placement, *cells)
+        tokens = str(r.tokens) if r.micro_batches == 1 else f"{r.micro_batches} x {r.tokens}"
+        lanes = f"{r.placement} {r.order}".rstrip()
+        table.add_row(r.shape, str(r.layers), str(r.gpus), tokens, r.routing, r.format, lanes, *cells)
     return table
 
 
@@ -83,7 +85,7 @@ def _lines(records: Sequence[StepRecord]) -> dict[str, tuple[list[int], list[flo
     points: dict[str, dict[int, float]] = {}
     styles: dict[str, str] = {}
     for r in records:
-        name = f"{r.format} {r.placement}"
+        name = f"{r.format} {r.placement} {r.order}".rstrip()
         points.setdefault(name, {})[r.tokens] = r.ms_per_layer
         styles[name] = "-o"
         points.setdefault(name + FLOOR, {})[r.tokens] = r.floor_ms / r.layers

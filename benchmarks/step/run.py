@@ -32,6 +32,8 @@ class Plan:
     layers: list[int]
     gpus: list[int]
     tokens: list[int]
+    micro_batches: int
+    orders: list[str]
     routings: list[str]
     formats: list[str]
     placements: list[str]
@@ -65,12 +67,21 @@ class Group:
     def __init__(self, plan: Plan, shape: Shape, layers: int, routing: str, say: Callable[[str], None]) -> None:
         self.plan, self.say = plan, say
         self.base = Job(
-            "ktft", shape, layers, tuple(plan.tokens), routing, plan.rank, plan.checkpointing, threads=plan.threads
-        )
+            "ktft", shape, layers, tuple(plan.tokens), routing, plan.rank, plan.checkpointing, threads=plan.threads,
+            micro_batches=plan.micro_batches,
+        )  # fmt: skip
         self.jobs = [
-            replace(self.base, format=fmt, placement=placement, gpu_expert_memory=plan.gpu_expert_memory, gpus=gpus)
+            replace(
+                self.base,
+                format=fmt,
+                placement=placement,
+                order=order,
+                gpu_expert_memory=plan.gpu_expert_memory,
+                gpus=gpus,
+            )
             for fmt in plan.formats
             for placement in plan.placements
+            for order in plan.orders
             for gpus in plan.gpus
         ]
         self.failed: dict[str, str] = {}
@@ -209,7 +220,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
     rates = Rates(
         *(statistics.median(getattr(each, name) for each in group.rates[tokens]) for name in Rates.__annotations__)
     )
-    counts = [models.counts(job, layer, tokens) for layer in range(job.layers)]
+    counts = [[count * job.micro_batches for count in models.counts(job, layer, tokens)] for layer in range(job.layers)]
     least = around + floor.experts_floor(replace(job, placement=facts["lanes"]), counts, rates)
     fewer = smaller.times.get((tokens, job.name)) if smaller is not None else None
     return StepRecord(
@@ -217,6 +228,8 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
         layers=job.layers,
         gpus=job.gpus,
         tokens=tokens,
+        micro_batches=job.micro_batches,
+        order=job.order,
         routing=job.routing,
         rank=job.rank,
         checkpointing=job.checkpointing,
@@ -232,7 +245,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
         spread=(max(each.step for each in times) - min(each.step for each in times)) / step,
         ms_per_layer=1e3 * step / job.layers,
         marginal_ms_per_layer=marginal(group, times, smaller, fewer),
-        tokens_per_second=job.gpus * tokens / step,
+        tokens_per_second=job.gpus * job.micro_batches * tokens / step,
         without_experts_ms=1e3 * around,
         floor_ms=1e3 * least,
         over_floor=median(times, "passes") / least,

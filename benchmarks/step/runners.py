@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,16 +15,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import not_installed
-from benchmarks.step.cases import VOCABULARY, Job, Times
+from benchmarks.step.cases import ORDERS, VOCABULARY, Job, Times
 from benchmarks.step.models import fix_routing, ktft_model, set_checkpointing, skipped_model, stock_model
 from ktft import system
 from ktft.config import emulate_gpu
 from ktft.device import accelerator, device_of
 from ktft.lanes.decide.placer import usable_placement
 from ktft.model.experts import find_experts
+from ktft.model.layer_order import LayerOrder
 from ktft.ranks.launch import Launch
 from ktft.train.optimizer import AdamW
-from ktft.train.parallel import split_parameters
+from ktft.train.parallel import average_gradients, split_parameters
 
 LEARNING_RATE = 1e-4
 
@@ -117,7 +120,7 @@ class ModelRunner(Runner):
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(0)
-        self.device = device_here()
+        self.job, self.device = job, device_here()
         join(self.device)
         if job.threads:
             torch.set_num_threads(job.threads)
@@ -148,14 +151,26 @@ class ModelRunner(Runner):
         self.optimizer.zero_grad()
 
     def step(self, tokens: int) -> Times:
-        ids = token_ids(tokens, self.device)
+        batches = [token_ids(tokens, self.device) for _ in range(self.job.micro_batches)]
+        if len(batches) == 1:
+            return timed(self.device, lambda: self.forward(batches[0]), self.backward, self.update)
+        return timed(self.device, lambda: self.accumulate(batches), lambda _: None, self.update)
 
-        def forward() -> Tensor:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-                loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-            return loss
+    def forward(self, ids: Tensor) -> Tensor:
+        """A micro-batch's loss."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
 
-        return timed(self.device, forward, self.backward, self.update)
+    def train(self, ids: Tensor) -> Tensor:
+        """A micro-batch's part of the loss, after its forward and backward."""
+        loss = self.forward(ids) / self.job.micro_batches
+        self.backward(loss)
+        return loss.detach()
+
+    def accumulate(self, batches: list[Tensor]) -> Tensor:
+        """The loss of a step's micro-batches, after their forward and backward, one by one."""
+        return torch.stack([self.train(ids) for ids in batches]).sum()
 
     def facts(self) -> dict[str, Any]:
         return {"device": device_of(self.device).name()}
@@ -170,6 +185,7 @@ class Ktft(ModelRunner):
     def __init__(self, job: Job) -> None:
         self.placement = usable_placement(job.settings(), cuda=torch.cuda.is_available() or emulate_gpu())
         super().__init__(job)
+        self.order = LayerOrder(self.model)
 
     def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
         """The optimizer as ktft's Trainer makes it."""
@@ -177,6 +193,15 @@ class Ktft(ModelRunner):
         self.runtime = experts[0].layer.runtime
         self.lanes = next((module.laned.lanes for module in experts if module.laned is not None), None)
         return AdamW(trained, lr=LEARNING_RATE, runtime=self.runtime)
+
+    def accumulate(self, batches: list[Tensor]) -> Tensor:
+        """The loss of a step's micro-batches, after their forward and backward, in the job's order."""
+        if self.job.order != ORDERS[0]:
+            return super().accumulate(batches)
+        with self.model.no_sync() if self.job.gpus > 1 else nullcontext():
+            losses = self.order.run([partial(self.train, ids) for ids in batches])
+        average_gradients(self.model)
+        return torch.stack(losses).sum()
 
     def update(self) -> None:
         """The optimizer's step, and what ktft does between steps."""
