@@ -119,6 +119,8 @@ class Settings:
             `auto` is `cpu`.
         gpu_expert_memory: bytes of GPU memory for experts that stay there, also given as `8G`; `auto` takes what
             training leaves.
+        expert_routing: a file with the tokens that each expert got in an earlier run, by which several processes share
+            the experts so that each gets about as many; None leaves neighbours to different processes.
 
     Raises:
         ValueError: a value is not accepted, or two values contradict each other.
@@ -133,6 +135,7 @@ class Settings:
     isa: str | None = None
     placement: str = "auto"
     gpu_expert_memory: int | str = 0
+    expert_routing: str | None = None
 
     @property
     def needs_gpu(self) -> str:
@@ -205,6 +208,15 @@ def _check_expert_checkpoint(value: Any) -> Any:
     return value
 
 
+def _check_expert_routing(value: Any) -> Any:
+    if value is not None and not Path(value).is_file():
+        raise ValueError(
+            f"expert_routing is {str(value)!r}, which is not a file; give the expert_routing.json that a training "
+            "wrote into its output_dir"
+        )
+    return value
+
+
 def _check_gpu_expert_memory(value: Any) -> int | str:
     """A text is a size as a person writes it; a whole number is a number of bytes."""
     if value == "auto":
@@ -231,6 +243,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "verify_checksums": _check_verify_checksums,
     "placement": _one_of("placement", PLACEMENTS),
     "gpu_expert_memory": _check_gpu_expert_memory,
+    "expert_routing": _check_expert_routing,
 }
 
 
