@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ from ktft.ranks.cores import divide
 from ktft.ranks.launch import Launch
 from ktft.ranks.watch import Watch
 from ktft.train import parallel, shards
+from ktft.train.run_report_page import page_of
+from ktft.train.run_times import TIMES
 
 FAMILIES = {"qwen3moe": "int8", "dsv3": "bf16", "gpt_oss": "int8"}
 STEPS = 20
@@ -96,6 +99,7 @@ def test_two_and_three_processes_train_like_one(tmp_path: Path) -> None:
         assert worst(tmp_path / f"{name}-1", tmp_path / f"{name}-{processes}") < 0.005, name
     assert adapter(tmp_path / "again-2") == adapter(tmp_path / "saved-2")  # resumed in as many processes: exactly
     assert adapter(tmp_path / "end3-1") == adapter(tmp_path / "saved3-3")  # no step was left: the same file
+    check_report(tmp_path / "saved-2")
     check_shares(tmp_path / "routed-2" / "checkpoint-4", routed["settings"]["expert_routing"])
     assert worst(tmp_path / "again-2", tmp_path / "routed-2") < 0.005  # the same experts, elsewhere
     assert len(results(tmp_path / "from3")["losses"]) == len(results(tmp_path / "from2-1")["losses"]) == 4
@@ -115,6 +119,18 @@ def check_shares(checkpoint: Path, routing: str) -> None:
         for name, own in saved.items():
             assert own["numbers"] == list(HeldExperts.balanced(counts[layer_number(name)], rank, 2).numbers)
         assert any(own["numbers"] != list(range(rank, 8, 2)) for own in saved.values())
+
+
+def check_report(output: Path) -> None:
+    """The report has a row for each process, and the page shows it."""
+    report = json.loads((output / "ktft_report.json").read_text())
+    assert [rank["steps"] for rank in report["ranks"]] == [4, 4]
+    every = sum(map(sum, report["expert_tokens"]["tokens"]))
+    assert sum(rank["expert_tokens"] for rank in report["ranks"]) == every
+    for rank in report["ranks"]:
+        assert sum(rank[name] for name in TIMES) == pytest.approx(rank["seconds"], abs=1e-4)
+        assert rank["rss_bytes"] > 0 and rank["gpu_bytes"] is None and rank["device"] == "CPU"
+    assert page_of(report).count(f"<td>{report['ranks'][0]['machine']}</td>") == 2
 
 
 def check_layer(folder: Path) -> None:
