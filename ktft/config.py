@@ -122,6 +122,8 @@ class Settings:
         micro_batches_together: how many of the micro-batches of an optimizer step go through each layer together, so
             that an expert is needed once for all of them; `auto` takes as many as memory allows. With 1 each goes
             through the whole model before the next.
+        expert_routing: a file with the tokens that each expert got in an earlier run, by which several processes share
+            the experts so that each gets about as many; None leaves neighbours to different processes.
 
     Raises:
         ValueError: a value is not accepted, or two values contradict each other.
@@ -137,6 +139,7 @@ class Settings:
     placement: str = "auto"
     gpu_expert_memory: int | str = 0
     micro_batches_together: int | str = "auto"
+    expert_routing: str | None = None
 
     @property
     def needs_gpu(self) -> str:
@@ -209,6 +212,15 @@ def _check_expert_checkpoint(value: Any) -> Any:
     return value
 
 
+def _check_expert_routing(value: Any) -> Any:
+    if value is not None and not Path(value).is_file():
+        raise ValueError(
+            f"expert_routing is {str(value)!r}, which is not a file; give the expert_routing.json that a training "
+            "wrote into its output_dir"
+        )
+    return value
+
+
 def _check_gpu_expert_memory(value: Any) -> int | str:
     """A text is a size as a person writes it; a whole number is a number of bytes."""
     if value == "auto":
@@ -236,6 +248,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "placement": _one_of("placement", PLACEMENTS),
     "gpu_expert_memory": _check_gpu_expert_memory,
     "micro_batches_together": lambda value: value if value == "auto" else _count("micro_batches_together")(value),
+    "expert_routing": _check_expert_routing,
 }
 
 

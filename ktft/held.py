@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,12 +49,33 @@ class HeldExperts:
         Raises:
             ValueError: there are more ranks than experts.
         """
+        return cls.balanced([0] * num_experts, rank, ranks)
+
+    @classmethod
+    def balanced(cls, tokens: Sequence[int], rank: int, ranks: int) -> HeldExperts:
+        """A rank's share if these are the tokens that each expert got: as many experts as `share_of` gives, so chosen
+        that all ranks have about as many tokens.
+
+        The experts with the most tokens choose first, each the rank with the fewest so far. All ranks compute the same,
+        and experts with equal counts are shared like those without.
+
+        Raises:
+            ValueError: there are more ranks than experts.
+        """
+        num_experts = len(tokens)
         if ranks > num_experts:
             raise ValueError(
                 f"{ranks} processes cannot share the {num_experts} experts of a layer: each must hold one at least; "
                 f"start at most {num_experts}"
             )
-        return cls(tuple(range(rank, num_experts, ranks)), num_experts)
+        shares: list[list[int]] = [[] for _ in range(ranks)]
+        got = [0] * ranks
+        for expert in sorted(range(num_experts), key=lambda number: -tokens[number]):
+            free = (each for each in range(ranks) if len(shares[each]) < len(range(each, num_experts, ranks)))
+            to = min(free, key=lambda each: (got[each], len(shares[each])))
+            shares[to].append(expert)
+            got[to] += tokens[expert]
+        return cls(tuple(sorted(shares[rank])), num_experts)
 
     @property
     def count(self) -> int:

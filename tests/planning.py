@@ -1,4 +1,4 @@
-"""`ktft plan` in the test's own process, for DeepSeek-V3 from its configuration alone or for a checkpoint."""
+"""`ktft plan` in the test's own process, for models from their configuration alone or for a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import invoke
 
-DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
+DEEPSEEK, GLM_AIR = (Path(__file__).parent / "data" / name for name in ("deepseek-v3", "glm-4.5-air"))
 
 
 def plan(*args: object, code: int = 0) -> dict[str, Any]:

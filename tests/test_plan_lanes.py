@@ -47,11 +47,11 @@ def test_lanes_of_a_described_machine(lanes_of: Callable[..., dict[str, Any]]) -
         assert sum(lanes["row_shares"].values()) == pytest.approx(1)
         assert each["step"]["experts"] == pytest.approx(lanes["forward_seconds"] + lanes["backward_seconds"])
         assert lanes["limited_by"] in ("cpu", "copy", "gpu")
-        assert each["vram"]["expert lanes"] == config.LANE_BYTES
+        assert 0.95 * config.LANE_BYTES < each["vram"]["expert lanes"] <= config.LANE_BYTES
         assert each["vram"]["resident experts"] == 0
         assert each["vram"]["expert outputs"] == 58 * 2048 * 7168 * 2
     assert any("k4 experts: of their rows" in note and "PCIe" in note for note in by_pcie[0]["notes"])
-    assert any("expert lanes 1.5 GiB, expert outputs 1.6 GiB" in note for note in by_pcie[0]["notes"])
+    assert any("expert lanes 1.4 GiB, expert outputs 1.6 GiB" in note for note in by_pcie[0]["notes"])
     assert any("--pcie 54G, pinned, of 80 GiB" in line for line in lanes_of()["assumptions"])
 
 
@@ -76,7 +76,8 @@ def test_forced_lanes_and_residents(lanes_of: Callable[..., dict[str, Any]]) -> 
     some = lanes_of("--routing", "zipf", gpu_expert_memory="24G")
     without = lanes_of("--routing", "zipf")
     assert some["vram"]["resident experts"] == 24 * GIB
-    assert some["vram_bytes"] == without["vram_bytes"] + 24 * GIB
+    of_all_else = (each["vram_bytes"] - each["vram"]["expert lanes"] for each in (without, some))
+    assert next(of_all_else) + 24 * GIB == next(of_all_else)
     assert some["step_seconds"] < without["step_seconds"]
     assert some["lanes"]["row_shares"]["resident"] > 24 * GIB / sum(some["packed_bytes"])
     every = lanes_of(gpu_expert_memory="auto", placement="resident")
@@ -99,7 +100,7 @@ def test_checkpointing_beside_a_gpu_keeps_outputs_and_not_activations(recipe: Re
     assert kept["vram"]["expert outputs"] == 58 * 512 * 7168 * 2 and not retained["vram"]["expert outputs"]
     assert kept["ram"]["expert activations"] < retained["ram"]["expert activations"]
     # two forwards would take more than gate and up computed again in backward
-    assert kept["lanes"]["forward_seconds"] == pytest.approx(retained["lanes"]["forward_seconds"])
+    assert kept["lanes"]["forward_seconds"] == pytest.approx(retained["lanes"]["forward_seconds"], rel=0.02)
     assert kept["lanes"]["backward_seconds"] < 2 * retained["lanes"]["backward_seconds"]
 
 

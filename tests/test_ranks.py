@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,16 @@ from ranks import ENVIRONMENT, results, run_jobs
 from tiny import factory_settings, write_checkpoint
 
 import ktft
+from ktft.checkpoint.routing_profile import Routing
 from ktft.held import HeldExperts
+from ktft.model.experts import layer_number
 from ktft.ranks import watch
 from ktft.ranks.cores import divide
 from ktft.ranks.launch import Launch
 from ktft.ranks.watch import Watch
-from ktft.train import shards
+from ktft.train import parallel, shards
+from ktft.train.run_report_page import page_of
+from ktft.train.run_times import TIMES
 
 FAMILIES = {"qwen3moe": "int8", "dsv3": "bf16", "gpt_oss": "int8"}
 STEPS = 20
@@ -74,6 +80,8 @@ def test_two_and_three_processes_train_like_one(tmp_path: Path) -> None:
     again = str(tmp_path / "saved-2" / "checkpoint-2")
     two.append(job(bases["qwen3moe"], tmp_path / "again-2", 2, 2, **saved | {"resume": again}))
     two.append(job(bases["qwen3moe"], tmp_path / "from3", 2, 2, **saved | {"resume": True}))
+    routed = {"settings": {"expert_routing": str(tmp_path / "saved-2" / "expert_routing.json")}}
+    two.append(job(bases["qwen3moe"], tmp_path / "routed-2", 2, 2, **saved | routed | {"resume": again}))
     refused = job(bases["qwen3moe"], tmp_path / "refused", 2, 2, of_rank={"1": {"learning_rate": 0.1}})
     status, said = run_jobs(2, tmp_path, *two, refused)
     assert status == 1 and "has learning_rate 0.1, rank 0 on" in said and "has 0.001; start all" in said, said[-3000:]
@@ -91,6 +99,9 @@ def test_two_and_three_processes_train_like_one(tmp_path: Path) -> None:
         assert worst(tmp_path / f"{name}-1", tmp_path / f"{name}-{processes}") < 0.005, name
     assert adapter(tmp_path / "again-2") == adapter(tmp_path / "saved-2")  # resumed in as many processes: exactly
     assert adapter(tmp_path / "end3-1") == adapter(tmp_path / "saved3-3")  # no step was left: the same file
+    check_report(tmp_path / "saved-2")
+    check_shares(tmp_path / "routed-2" / "checkpoint-4", routed["settings"]["expert_routing"])
+    assert worst(tmp_path / "again-2", tmp_path / "routed-2") < 0.005  # the same experts, elsewhere
     assert len(results(tmp_path / "from3")["losses"]) == len(results(tmp_path / "from2-1")["losses"]) == 4
     files = sorted(path.name for path in (tmp_path / "saved-2" / "checkpoint-4").iterdir())
     assert [name for name in files if name.startswith("optimizer")] == [
@@ -98,6 +109,28 @@ def test_two_and_three_processes_train_like_one(tmp_path: Path) -> None:
         "optimizer.pt",
     ]
     check_layer(tmp_path / "layer")
+
+
+def check_shares(checkpoint: Path, routing: str) -> None:
+    """Two ranks saved the experts that the counts give them."""
+    counts = Routing.load(Path(routing)).tokens
+    for rank in range(2):
+        saved = torch.load(checkpoint / shards.shard_name(rank, 2), weights_only=True)
+        for name, own in saved.items():
+            assert own["numbers"] == list(HeldExperts.balanced(counts[layer_number(name)], rank, 2).numbers)
+        assert any(own["numbers"] != list(range(rank, 8, 2)) for own in saved.values())
+
+
+def check_report(output: Path) -> None:
+    """The report has a row for each process, and the page shows it."""
+    report = json.loads((output / "ktft_report.json").read_text())
+    assert [rank["steps"] for rank in report["ranks"]] == [4, 4]
+    every = sum(map(sum, report["expert_tokens"]["tokens"]))
+    assert sum(rank["expert_tokens"] for rank in report["ranks"]) == every
+    for rank in report["ranks"]:
+        assert sum(rank[name] for name in TIMES) == pytest.approx(rank["seconds"], abs=1e-4)
+        assert rank["rss_bytes"] > 0 and rank["gpu_bytes"] is None and rank["device"] == "CPU"
+    assert page_of(report).count(f"<td>{report['ranks'][0]['machine']}</td>") == 2
 
 
 def check_layer(folder: Path) -> None:
@@ -172,6 +205,27 @@ def test_experts_are_shared_without_rest() -> None:
     assert held[0].local(index).tolist() == [[0, -1], [16, -1]] and held[1].local(index).tolist() == [[-1, 0], [-1, 15]]
     with pytest.raises(ValueError, match=r"9 processes cannot share the 8 experts.*at most 8"):
         HeldExperts.share_of(8, 0, 9)
+
+
+def test_hot_experts_part() -> None:
+    tokens = [900, 0, 800, 5, 700, 5, 600, 5, 0]
+    shares = [HeldExperts.balanced(tokens, rank, 2) for rank in range(2)]
+    assert [each.count for each in shares] == [5, 4]  # as many as without counts
+    assert sorted(number for each in shares for number in each.numbers) == list(range(9))
+    got = [sum(tokens[number] for number in each.numbers) for each in shares]
+    assert max(got) - min(got) <= 10, "900 + 600 and 800 + 700"
+    for rank in range(3):
+        assert HeldExperts.balanced([7] * 16, rank, 3) == HeldExperts.share_of(16, rank, 3)
+        assert HeldExperts.share_of(16, rank, 3).numbers == tuple(range(rank, 16, 3))
+
+
+def test_shares_that_do_not_add_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the processes were given different counts."""
+    layer = SimpleNamespace(held=HeldExperts.share_of(8, 0, 2))
+    monkeypatch.setattr(parallel, "find_experts", lambda model: {"layers.0": layer})
+    alike: Any = SimpleNamespace(gather=lambda value: [value, value])
+    with pytest.raises(ValueError, match=r"layers.0 once: rank 0 has 0, 2 to 6 by 2; rank 1 has 0.*same"):
+        parallel._check_shares(torch.nn.Module(), alike)
 
 
 class Board(dict[str, str]):

@@ -15,6 +15,7 @@ import torch
 
 from ktft import config, native
 from ktft.config import PROJECTIONS
+from ktft.lanes.gpu.lane import CHUNK_BYTES
 from ktft.model.shape import ModelShape, MoeShape
 
 FP32, BF16 = 4, 2
@@ -23,14 +24,16 @@ BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory 
 CUDA_LIBRARIES = 220 << 20  # added to BASELINE by a CUDA build of torch, whether or not a GPU is used
 CUDA_CONTEXT = 600 << 20  # VRAM of the driver, kernels and cuBLAS
 CUDA_HOST = 1200 << 20  # RAM of the driver and pinned buffers
-VRAM_FRAGMENTS = 1.06  # VRAM that torch's caching allocator reserves per byte in use, without one block of fp32 logits
+VRAM_FRAGMENTS = 0.06  # VRAM that torch's caching allocator reserves beside each byte of activations
+COLLECTIVES = 700 << 20  # RAM of NCCL and gloo in each of several processes that have a GPU
 
 # VRAM that `gpu_expert_memory: auto` leaves free: the minimum in bytes, and the share of the VRAM in use.
 SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25
 
 # Bytes per logit while the loss is computed and differentiated: the bf16 or fp32 logits that the model returns, their
-# fp32 copy, log-softmax, its gradient, and the gradient in the logits' dtype.
-_LOGIT_BYTES = {BF16: 14, FP32: 16}
+# fp32 copy, log-softmax, its gradient, and the gradient in the logits' dtype. On a GPU three fp32 blocks are alive at
+# once, and the others are freed before backward; the allocator keeps the block of the model's own dtype, and one more.
+_LOGIT_BYTES, _GPU_LOGIT_BYTES = {BF16: 14, FP32: 16}, 12
 # Bytes per attention score while one layer runs without fused attention, which torch lacks on the CPU when values are
 # not as wide as keys (DeepSeek's attention): scores, mask, softmax and their gradients, all fp32. Backward keeps the
 # probabilities, and fp32 copies of queries, keys and values.
@@ -162,17 +165,21 @@ def expert_buffers(
     )
 
 
-def _largest_layer(shape: ModelShape, work: Workload, output: float, lora_output: float, lora_input: float) -> float:
+def _largest_layer(
+    shape: ModelShape, work: Workload, output: float, lora_output: float, lora_input: float, without: int | None = None
+) -> float:
     """Bytes per token of the linear layers of the decoder layer where they are most: `output` for each output feature,
-    and of layers with LoRA `lora_output` and `lora_input` for each output and input feature.
+    and of layers with LoRA `lora_output` and `lora_input` for each output and input feature. Inputs and outputs of
+    `without` features do not count.
     """
     adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
     layers: dict[int, float] = {}
     for linear in shape.linears:
         if linear.layer is not None:
-            size = linear.out_features * output
+            into, out = (0 if each == without else each for each in (linear.in_features, linear.out_features))
+            size = out * output
             if (linear.layer, linear.in_features, linear.out_features) in adapted:
-                size = linear.out_features * lora_output + linear.in_features * lora_input
+                size = out * lora_output + into * lora_input
             layers[linear.layer] = layers.get(linear.layer, 0.0) + size
     return max(layers.values(), default=0.0)
 
@@ -192,20 +199,21 @@ def _layer_activations(shape: ModelShape, work: Workload) -> float:
 def _layer_kept(shape: ModelShape, work: Workload) -> float:
     """Bytes per token kept for backward by the largest decoder layer on a GPU, where LoRA on a linear layer is one
     autograd node and norms are fused: inputs and outputs of linear layers, rotated queries and keys, both residuals
-    and both norms.
+    and both norms. What has the hidden size is one of these four: a norm that several layers read, or a sum.
     """
-    linears = _largest_layer(shape, work, BF16, BF16, BF16)
+    linears = _largest_layer(shape, work, BF16, BF16, BF16, without=shape.hidden_size)
     return linears + BF16 * (2 * shape.heads * shape.qk_dim + 4 * shape.hidden_size)
 
 
 def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     """Peak bytes that torch holds in one forward and backward pass, on the device of the model's other weights."""
-    stream = work.tokens * shape.hidden_size * (FP32 if work.mixed else work.weight_bytes)
+    stream = work.tokens * shape.hidden_size * work.weight_bytes
     layer = work.tokens * _layer_activations(shape, work)
     fused = gpu or shape.qk_dim == shape.v_dim
     every_score = 0 if fused else work.batch * shape.heads * work.sequence**2
     copies = 0 if fused else work.tokens * shape.heads * (2 * shape.qk_dim + shape.v_dim) * FP32
-    logits = work.tokens * shape.vocab_size * (_LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0))
+    each = _LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0)
+    logits = work.tokens * shape.vocab_size * (_GPU_LOGIT_BYTES if gpu else each)
     if work.checkpointing:
         scores = every_score * _SCORE_BYTES
         layer = 2 * layer + copies
@@ -233,7 +241,7 @@ def footprint(
     dense = {"other weights": shape.other_parameters * (work.weight_bytes if work else BF16)}
     vram = {"cuda": CUDA_CONTEXT} if gpu else {}
     if gpu:
-        ram["cuda"] = CUDA_HOST
+        ram["cuda"] = CUDA_HOST + (COLLECTIVES if work and work.ranks > 1 else 0)
     place = vram if gpu else ram
     place |= dense
     if work is None:
@@ -256,8 +264,8 @@ def footprint(
     if work.ranks > 1:  # hidden states, outputs and their gradients of all ranks, of one layer
         place["tokens of other ranks"] = _GATHERED * work.expert_tokens * shape.hidden_size * BF16
     if gpu:
-        held = sum(vram.values()) - CUDA_CONTEXT
-        vram["fragments"] = int(held * (VRAM_FRAGMENTS - 1)) + work.tokens * shape.vocab_size * FP32
+        blocks = work.tokens * shape.vocab_size * (work.weight_bytes + FP32)
+        vram["fragments"] = int(vram["activations"] * VRAM_FRAGMENTS) + blocks
         vram |= lane_bytes(shape, work, sum(packed))
     return Footprint(packed, ram, vram)
 
@@ -278,18 +286,27 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
     return dict(zip(LANE_PARTS, sizes, strict=True))
 
 
-def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
-    """Bytes of the lanes' buffers, by the rule of `ktft.lanes.gpu.buffers`: for half of a layer's experts, two packed
-    copies of `packed` bytes per parameter, a third one if there are residents, two copies of their LoRA, and one
-    decoded copy.
+def lane_chunk(moe: MoeShape, lora: int, packed: float, *, residents: bool) -> tuple[int, int]:
+    """How many experts the GPU lane decodes at once, and the bytes of its buffers for each of them, by the rule of
+    `ktft.lanes.gpu.buffers`: two packed copies of `packed` bytes per parameter, a third one if there are residents, two
+    copies of its share of `lora` parameters, and one decoded copy.
     """
-    times = 3 if work.gpu_expert_memory else 2
+    parameters = moe.parameters / moe.num_experts
+    each = int(parameters * ((3 if residents else 2) * packed + _DECODED) + 2 * lora * FP32 / moe.num_experts)
+    most = min(CHUNK_BYTES // max(int(parameters * packed), 1), config.LANE_BYTES // each, -(-moe.num_experts // 2))
+    chunks = -(-moe.num_experts // max(most, 1))
+    return -(-moe.num_experts // chunks), each
 
-    def half(number: int, moe: MoeShape) -> int:
-        lora = sum(a.parameters for a in work.on_experts(number)) * FP32
-        return int(moe.parameters * (times * packed + _DECODED) + 2 * lora) // 2
 
-    return min(config.LANE_BYTES, max(half(number, moe) for number, moe in shape.moe.items()))
+def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
+    """Bytes of the lanes' buffers, which all layers share; `packed` as in `lane_chunk`."""
+
+    def of_layer(number: int, moe: MoeShape) -> int:
+        lora = sum(a.parameters for a in work.on_experts(number))
+        experts, each = lane_chunk(moe, lora, packed, residents=bool(work.gpu_expert_memory))
+        return experts * each
+
+    return max(of_layer(number, moe) for number, moe in shape.moe.items())
 
 
 def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -> int:

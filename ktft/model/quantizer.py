@@ -27,6 +27,7 @@ from ktft.checkpoint.cache import PackedCache
 from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import CheckpointReader
+from ktft.checkpoint.routing_profile import Routing
 from ktft.checkpoint.schemes import IGNORED
 from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key
 from ktft.device import accelerator, accelerators
@@ -78,6 +79,7 @@ class KtftConfig(QuantizationConfigMixin):
         placement: str = Settings.placement,
         gpu_expert_memory: int | str = Settings.gpu_expert_memory,
         micro_batches_together: int | str = Settings.micro_batches_together,
+        expert_routing: str | None = Settings.expert_routing,
         reserve_bytes: int | Mapping[str, int] = 0,
         part: Sequence[int] | None = None,
         quant_method: str = "ktft",
@@ -96,6 +98,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.placement = placement
         self.gpu_expert_memory = gpu_expert_memory
         self.micro_batches_together = micro_batches_together
+        self.expert_routing = expert_routing
         self.reserve_bytes = reserve_bytes
         self.part = None if part is None else (int(part[0]), int(part[1]))
         _ = self.settings  # checks the values
@@ -324,7 +327,9 @@ def swap_experts(
     native.check_machine(settings.threads, settings.numa_nodes)
     runtime = native.runtime(threads, settings.numa_nodes, settings.isa)
     experts: dict[int, KtftExperts] = {}
-    for number, name, (num_experts, hidden_size, intermediate_size) in expert_modules(model, family):
+    found = expert_modules(model, family)
+    held = _shares({number: sizes[0] for number, _, sizes in found}, settings, launch, part)
+    for number, name, (num_experts, hidden_size, intermediate_size) in found:
         layer = native.ExpertLayer(
             runtime,
             num_experts=num_experts,
@@ -334,9 +339,7 @@ def swap_experts(
             name=name,
             swiglu=swiglu,
             biases=family.biases,
-            held=HeldExperts.share_of(num_experts, launch.rank, launch.ranks)
-            if launch.ranks > 1
-            else HeldExperts.of(num_experts, part),
+            held=held[number],
         )
         experts[number] = KtftExperts(layer, family, settings.activation)
         experts[number].number = number if launch.ranks > 1 else None
@@ -349,6 +352,20 @@ def swap_experts(
         fuse_norms(model)
         fuse_rotary(model)
     return experts
+
+
+def _shares(
+    num_experts: Mapping[int, int], settings: Settings, launch: Launch, part: tuple[int, int] | None
+) -> dict[int, HeldExperts]:
+    """The experts of each layer that this process holds."""
+    if launch.ranks == 1:
+        return {number: HeldExperts.of(count, part) for number, count in num_experts.items()}
+    tokens: Mapping[int, Sequence[int]] = {number: [0] * count for number, count in num_experts.items()}
+    if settings.expert_routing is not None:
+        routing = Routing.load(Path(settings.expert_routing))
+        routing.check(num_experts, settings.expert_routing)
+        tokens = routing.tokens
+    return {number: HeldExperts.balanced(tokens[number], launch.rank, launch.ranks) for number in num_experts}
 
 
 def _has_gpu() -> bool:

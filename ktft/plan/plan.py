@@ -20,7 +20,7 @@ class FormatPlan:
     """The plan for one expert format on one machine.
 
     Attributes:
-        lanes: the simulated experts of one pass; None without a GPU.
+        lanes: what experts add to one pass, simulated; None without a GPU.
         lacking: a message for each shortage of memory; empty if the format fits.
     """
 
@@ -122,14 +122,14 @@ def lane_notes(plan: Plan) -> list[str]:
     if (lanes := best.lanes) is None:
         return together
     shares: dict[str, str] = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
-    busy = ", ".join(f"{LANE_WORDS[lane]} {seconds / lanes.total:.0%}" for lane, seconds in lanes.busy.items())
+    busy = ", ".join(f"{LANE_WORDS[lane]} {seconds / lanes.passes:.0%}" for lane, seconds in lanes.busy.items())
     vram = best.footprint.vram
     own = ", ".join(f"{part} {readable(vram[part])}" for part in LANE_PARTS if vram.get(part))
     return [
         *together,
         f"{best.format} experts: of their rows {shares['cpu']} run on the CPU, {shares['stream']} are streamed to the "
-        f"GPU, {shares['resident']} meet residents there; {LANE_WORDS[lanes.slowest]} is what most time is waited for "
-        f"(busy: {busy})",
+        f"GPU, {shares['resident']} meet residents there; {LANE_WORDS[lanes.slowest]} is what they wait for most "
+        f"(busy: {busy}); {lanes.between / lanes.passes:.0%} of a pass lies between one layer's experts and the next's",
         f"of the GPU's memory the experts take: {own or 'nothing'}",
     ]
 

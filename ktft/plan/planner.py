@@ -112,6 +112,9 @@ class Planner:
 
     def _format(self, name: str, machine: Machine, work: Workload) -> FormatPlan:
         shape, rate, lanes = self.source.shape, self._experts[name], None
+        alike = replace(work, checkpointing=self.work.checkpointing) == self.work
+        as_timed = machine.gpu == self.machine.gpu and alike
+        others = self._others if as_timed else replace(self._others, layers=None)
         need = footprint(shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None)
         room = [(need.ram_bytes, machine.ram_bytes)]
         if machine.gpu is not None:
@@ -119,10 +122,7 @@ class Planner:
             free = machine.gpu.memory_bytes - need.vram_bytes
             resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free, need.vram_bytes)
             need = replace(need, vram=need.vram | {"resident experts": resident})
-            lanes = simulated_lanes(shape, work, machine, rate, name, resident, self.routing)
-        alike = replace(work, checkpointing=self.work.checkpointing) == self.work
-        as_timed = machine.gpu == self.machine.gpu and alike
-        others = self._others if as_timed else replace(self._others, layers=None)
+            lanes = simulated_lanes(shape, work, machine, rate, others, name, resident, self.routing)
         step = step_time(shape, work, machine, rate, others, sum(need.packed), lanes)
         loading = load_seconds(self.source, machine, rate)
         lacking = []

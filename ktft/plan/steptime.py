@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from ktft import native
 from ktft.lanes.decide.costs import LayerKind
-from ktft.lanes.decide.simulate import Hardware, Simulated, joined, simulate
-from ktft.model.memory import BF16, FP32, Workload, active_experts
+from ktft.lanes.decide.simulate import Around, Hardware, Simulated, joined, simulate
+from ktft.lanes.terms import PASSES, Work
+from ktft.model.memory import BF16, FP32, Workload, active_experts, lane_chunk
 from ktft.model.shape import ModelShape
 from ktft.plan.description import LINK_RATE, Machine
 from ktft.plan.rates import ExpertRate, LayerRate, OtherRates, TorchRate, expert_flops
@@ -16,13 +17,14 @@ from ktft.plan.source import ModelSource
 
 # Of the GPU's FLOP/s that layers of a transformer reach in practice.
 GPU_SHARE = 0.5
-# Python and kernel launches of one decoder layer: forward, and backward.
-LAYER_SECONDS = (0.0015, 0.0025)
+# Python and kernel launches of one decoder layer without its experts, and of its experts: forward, and backward.
+LAYER_SECONDS = (0.002, 0.0035)
+EXPERTS_SECONDS = (0.003, 0.003)
 STEP_SECONDS = 0.01  # Trainer and data loader
-ATTENTION_SHARE = 0.3  # of the linear layers' rate that attention's products reach
-# Bytes an optimizer step moves for each fp32 LoRA parameter: gradient norm 4, clipping 8, Adam 28; and backward writes
-# and adds gradients, 8.
-OPTIMIZER_BYTES = 48
+ATTENTION_SHARES = {"cpu": 0.3, "gpu": 0.7}  # of the linear layers' rate that attention's products reach
+# An optimizer step moves 40 bytes for each fp32 LoRA parameter: gradient norm 4, clipping 8, Adam 28. It takes as long
+# as reading this many, because the memory reads and writes at once.
+OPTIMIZER_BYTES = 36
 LINK_SECONDS = 0.0003  # a collective call between ranks, whatever its size
 LOAD_MARGIN = 1.15  # over the slower of reading and packing
 
@@ -45,44 +47,57 @@ def step_time(
     shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, others: OtherRates, packed_bytes: int,
     lanes: Simulated | None,
 ) -> StepTime:  # fmt: skip
-    """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer. `lanes`: the experts of
-    one pass beside a GPU.
+    """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer. `lanes`: what the experts
+    add to one pass beside a GPU.
     """
-    passes = work.accumulation
+    passes, between = work.accumulation, sum(_between(shape, work, machine, others).values())
+    trained = work.on_experts() if machine.gpu else work.adapters
     return StepTime(
         experts=passes * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
-        other=passes * (_other(shape, work, machine, others) + exchange_seconds(shape, work, machine)) + STEP_SECONDS,
-        optimizer=sum(a.parameters for a in work.on_experts()) * OPTIMIZER_BYTES / machine.bandwidth
-        + (0 if machine.gpu else sum(a.parameters for a in work.elsewhere()) * OPTIMIZER_BYTES / machine.bandwidth),
+        other=passes * (between + _around(shape, work, machine, others.torch)) + STEP_SECONDS,
+        optimizer=sum(a.parameters for a in trained) * OPTIMIZER_BYTES / machine.bandwidth,
     )
 
 
+def _between(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRates) -> dict[Work, float]:
+    """Seconds of each pass through all decoder layers without their routed experts; checkpointing's second forward is
+    backward's.
+    """
+    layers = rates.layers or _layers(shape, work, machine, rates.torch)
+    sent, again = 2 * exchange_seconds(shape, work, machine), 1 if work.checkpointing else 0
+    return {
+        Work.FORWARD: layers.forward + sent,
+        Work.BACKWARD: layers.backward + sent + again * (layers.forward + sent),
+    }
+
+
 def exchange_seconds(shape: ModelShape, work: Workload, machine: Machine) -> float:
-    """What ranks send each other in one forward and backward pass: hidden states to the experts, sums back, and their
-    gradients. Checkpointing sends them forward twice. Tokens of other machines cross the network once for all GPUs.
+    """What ranks send each other once in every layer: hidden states to the experts, their sums back, or gradients of
+    either. Tokens of other machines cross the network once for all GPUs.
     """
     if work.ranks == 1:
         return 0.0
     one = work.tokens * shape.hidden_size * BF16
     near = (machine.local_ranks - 1) * one / LINK_RATE
     far = (work.ranks - machine.local_ranks) * one / machine.network_rate
-    times = 2 * (2 if work.checkpointing else 1) + 2
-    return len(shape.moe) * times * (near + far + LINK_SECONDS)
+    return len(shape.moe) * (near + far + LINK_SECONDS)
 
 
 def simulated_lanes(
-    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, expert_format: str, resident: int,
-    routing: str,
+    shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, others: OtherRates, expert_format: str,
+    resident: int, routing: str,
 ) -> Simulated:  # fmt: skip
-    """The experts of one pass of a batch, on a machine whose GPU holds `resident` bytes of them."""
-    gpu, kinds = machine.gpu, Counter[LayerKind]()
+    """What the experts add to one pass of a batch, on a machine whose GPU holds `resident` bytes of them."""
+    gpu, kinds = machine.gpu, Counter[tuple[LayerKind, int]]()
     assert gpu is not None
     for number, moe in shape.moe.items():
         dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
-        expert_bytes = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases)) // moe.num_experts
-        lora = sum(a.parameters for a in work.on_experts(number)) // moe.num_experts
+        packed = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases))
+        lora = sum(a.parameters for a in work.on_experts(number))
         top_k = max(round(moe.top_k * moe.held.share), 1)  # routes of a token that end here
-        kinds[LayerKind(moe.num_experts, top_k, *dims[1:], expert_bytes, lora)] += 1
+        each = packed // moe.num_experts, lora // moe.num_experts
+        experts, _ = lane_chunk(moe, lora, packed / moe.parameters, residents=resident > 0)
+        kinds[LayerKind(moe.num_experts, top_k, *dims[1:], *each), 2 * experts] += 1
     retained = work.expert_activation(gpu=True) == "retain"
     again = 0.0 if retained or machine.measured else 2 / 3
     hardware = Hardware(
@@ -93,7 +108,9 @@ def simulated_lanes(
         gpu_flops=gpu.flops,
         gpu_bandwidth=gpu.bandwidth,
     )
-    every = sum(kind.expert_bytes * layers for kind, layers in kinds.items())  # of one expert a layer
+    every = sum(kind.expert_bytes * layers for (kind, _), layers in kinds.items())  # of one expert a layer
+    between = {each: seconds / shape.layers for each, seconds in _between(shape, work, machine, others).items()}
+    launches = dict(zip(PASSES, EXPERTS_SECONDS, strict=True))
     return joined(
         simulate(
             kind,
@@ -104,8 +121,9 @@ def simulated_lanes(
             residents=resident // every,
             routing=routing,
             retained=retained,
+            around=Around(between, launches, ahead),
         )
-        for kind, layers in kinds.items()
+        for (kind, ahead), layers in kinds.items()
     )
 
 
@@ -122,24 +140,19 @@ def _experts(shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRa
     return total
 
 
-def _other(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRates) -> float:
-    """Decoder layers without their routed experts, and what is around them."""
-    forwards = 2 if work.checkpointing else 1
-    layers = rates.layers or _layers(shape, work, machine, rates.torch)
-    return forwards * layers.forward + layers.backward + _around(shape, work, machine, rates.torch)
-
-
 def _layers(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate) -> LayerRate:
     """Attention, shared experts, dense layers, and LoRA on them."""
     tokens, gpu = work.tokens, machine.gpu
     inside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is not None)
-    attention = shape.layers * work.sequence * shape.heads * (shape.qk_dim + shape.v_dim) / 2 / ATTENTION_SHARE
+    share = ATTENTION_SHARES["gpu" if gpu else "cpu"]
+    attention = shape.layers * work.sequence * shape.heads * (shape.qk_dim + shape.v_dim) / 2 / share
     flops = gpu.flops * GPU_SHARE if gpu else rate.forward, gpu.flops * GPU_SHARE if gpu else rate.backward
-    forward = shape.layers * LAYER_SECONDS[0] + 2.0 * tokens * (inside + attention) / flops[0]
-    backward = shape.layers * LAYER_SECONDS[1] + 2.0 * tokens * (inside + 2 * attention) / flops[1]
-    if gpu:
+    forward, backward = (2.0 * tokens * (inside + each * attention) / flops[each - 1] for each in (1, 2))
+    launches = [shape.layers * each for each in LAYER_SECONDS]
+    if gpu:  # the host starts work that the GPU does later
         adapters = sum(a.in_features * a.out_features for a in work.elsewhere()) * 2 / gpu.bandwidth
-        return LayerRate(forward + adapters, backward + adapters)
+        return LayerRate(max(launches[0], forward + adapters), max(launches[1], backward + adapters))
+    forward, backward = forward + launches[0], backward + launches[1]
     features = sum(a.in_features + a.out_features for a in work.elsewhere())
     elementwise = shape.layers * shape.hidden_size * 20 * FP32 / machine.bandwidth  # norms, residuals, activations
     extra = tokens * (features * rate.lora / 2 + elementwise)

@@ -228,7 +228,7 @@ def copy_arguments(original: Callable[..., Any], cls: type, source: Any, **kwarg
     """Copy the arguments for DPO's reference model, together with ktft's settings."""
     made, settings = original(cls, source, **kwargs), settings_of(source)
     if settings is not None and "model_name_or_path" in kwargs:
-        settings = replace(settings, expert_checkpoint=None)  # it belongs to the source's model
+        settings = replace(settings, expert_checkpoint=None, expert_routing=None)  # of the source's model
     setattr(made, _SETTINGS, settings)
     return made
 

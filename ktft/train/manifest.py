@@ -183,6 +183,7 @@ def settings_of(trainer: Any) -> dict[str, Any]:
     """Settings that may differ in the run that resumes: name -> value."""
     found = {name: getattr(trainer.args, name, None) for name in SETTINGS}
     found = {name: getattr(value, "value", value) for name, value in found.items()}
+    found["rank 0's experts of the first layer"] = str(next(iter(find_experts(trainer.model).values())).held)
     return found | {"lora_dropout": getattr(_lora_config(trainer.model), "lora_dropout", None)}
 
 

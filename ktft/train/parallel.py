@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from ktft.adapters.peft import expert_layers
 from ktft.adapters.tensor_parallel import is_in_pieces, shards_of
-from ktft.model.experts import ranks_of
+from ktft.model.experts import find_experts, ranks_of
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks, same
 from ktft.ranks.sharded import is_divided
@@ -128,10 +128,25 @@ def require_same_run(model: nn.Module, args: TrainingArguments, examples: int | 
     Pieces of LoRA that tensor parallel ranks hold are compared as wholes.
 
     Raises:
-        ValueError: versions, settings, the seed, the data, the base model or the adapters' shapes or values differ.
+        ValueError: versions, settings, the seed, the data, the base model or the adapters' shapes or values differ; or
+            an expert is on several ranks, or on none.
     """
     if (together := ranks_of(model)) is not None:
         same(_facts(model, args, examples), together)
+        _check_shares(model, together)
+
+
+def _check_shares(model: nn.Module, together: Ranks) -> None:
+    """Refuse ranks whose shares do not add up. All ranks must call it."""
+    by_rank = together.gather({name: module.held for name, module in find_experts(model).items()})
+    for name, held in by_rank[0].items():
+        numbers = sorted(number for rank in by_rank for number in rank[name].numbers)
+        if numbers != list(range(held.num_experts)):
+            shares = "; ".join(f"rank {rank} has {each[name]}" for rank, each in enumerate(by_rank))
+            raise ValueError(
+                f"the processes do not have each expert of {name} once: {shares}. Give all of them the same "
+                "expert_routing file"
+            )
 
 
 def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> Iterator[tuple[str, str]]:

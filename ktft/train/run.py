@@ -34,7 +34,7 @@ from ktft.train.manifest import MANIFEST, checkpoints
 from ktft.train.parallel import average_gradients, over_ranks, ranks_of, split_parameters, summed, with_shards
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
-from ktft.train.run_times import Since, memory_now, times_of
+from ktft.train.run_times import OwnTimes, Since, memory_now, times_of
 from ktft.train.step_order import TOKENS, StepOrder
 from ktft.train.trace import Trace
 
@@ -68,6 +68,7 @@ class Run:
     norms: dict[str, float] = field(default_factory=dict)  # of gradients by group, at step `norms_step`
     norms_step: int = 0
     since: Since = field(default_factory=Since)
+    own: OwnTimes = field(default_factory=OwnTimes)
     loss: Tensor | None = None
     mark: float = field(default_factory=time.perf_counter)
     began: float = 0.0
@@ -153,16 +154,23 @@ class Run:
         counts = torch.zeros_like(self.report.expert_tokens)
         for row, record in zip(counts, self.records.values(), strict=True):
             row[list(record.held.numbers)] = record.tokens
+        own_tokens = int(counts.sum())
         counts = summed(self.ranks, counts)
         tokens = max(record.rows for record in self.records.values())
         row = {"step": number, "seconds": seconds, **times_of(seconds, sums), "tokens": tokens, **memory_now()}
         self.report.steps.add({name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()})
         self.report.spans.add(sums)
         self.since.add(row)
+        self.own.add(row, own_tokens)
         self.report.expert_tokens += counts
         for record in self.records.values():
             record.tokens.zero_()
             record.rows = 0
+
+    def note_ranks(self) -> None:
+        """Record what each rank did, for the report. All ranks must call it."""
+        if self.ranks is not None:
+            self.report.ranks = self.ranks.gather(self.own.content())
 
     def end(self, model: nn.Module, how: str) -> None:
         """Stop counting and checking; `how` is the reason, for the report."""
@@ -260,6 +268,7 @@ class RunCallback(TrainerCallback):
         if self.run is None:
             return
         checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self.run.note_ranks()
         if state.is_world_process_zero and checkpoint.is_dir():
             self.run.report.note_guards(self.run.guards)
             self.run.report.write(checkpoint, page=False)
@@ -271,6 +280,7 @@ class RunCallback(TrainerCallback):
         """Check all parameters a last time and write the report."""
         if self.run is not None:
             self.run.guards.end(state.global_step)
+            self.run.note_ranks()
             self._finish(kwargs["model"], args, state, FINISHED)
 
     def failed(self, model: nn.Module, args: TrainingArguments, state: TrainerState, error: BaseException) -> None:

@@ -102,6 +102,7 @@ class RunReport:
         logged: one row each time the Trainer logs: loss, learning rate, and gradient norm in all and by group.
         evaluated: one row per evaluation of the Trainer: its measures without those of speed.
         resumed: the checkpoints from which this run resumed, and the source of the values of earlier steps.
+        ranks: what each of several processes did, by rank, as of the last save or the end; empty for one process.
     """
 
     facts: dict[str, Any]  # see `ktft.train.facts`
@@ -112,6 +113,7 @@ class RunReport:
     logged: Series = field(default_factory=Series)
     evaluated: Series = field(default_factory=Series)
     resumed: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
     guards: dict[str, Any] = field(default_factory=dict)
     ended: str = "running"
 
@@ -124,6 +126,7 @@ class RunReport:
             **self.facts,
             "guards": self.guards,
             "resumed": self.resumed,
+            "ranks": self.ranks,
             "steps": steps,
             "spans": spans,
             "rates": lane_rates(spans, sum(value or 0.0 for value in steps.get("seconds", []))),

@@ -9,7 +9,7 @@ import html
 import io
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -86,7 +86,8 @@ def page_of(content: Mapping[str, Any]) -> str:
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>{title}</title><style>{_CSS}</style><h1>{title}</h1>{failure}"
-        f"{_summary(content)}<h2>What trained</h2>{_groups(content)}{_rates(content['rates'])}"
+        f"{_summary(content)}<h2>What trained</h2>{_groups(content)}"
+        f"{_rates(content['rates'])}{_ranks(content['ranks'])}"
         f"<div class=plots>{cards}</div><div class=wide>{wide}</div>{_footer(content)}</html>\n"
     )
 
@@ -365,6 +366,23 @@ def _rates(rates: Mapping[str, Mapping[str, float | None]]) -> str:
         rows.append([f"<th>{_TIME_STYLES[name][0]}</th>", *(f"<td>{cell}</td>" for cell in cells)])
     note = "Lanes run at once, so that shares may add up to more than all. Rates are of the time that a lane was busy."
     return f"<h2>Lanes</h2>{_table(rows, 'groups')}<p class=note>{note}</p>"
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The table with a row for each of several processes; empty if there was one."""
+    if not ranks:
+        return ""
+    spent = [name for name in _TIME_STYLES if any(rank.get(name) for rank in ranks)]
+    names = ["Rank", "Machine", "Device", "Tokens of its experts", "A step"]
+    names += [*(_TIME_STYLES[name][0] for name in spent), "Peak of RAM", "Of GPU memory"]
+    rows = [[f"<th>{name}</th>" for name in names]]
+    for number, rank in enumerate(ranks):
+        cells = [html.escape(rank["machine"]), html.escape(rank["device"]), f"{rank['expert_tokens']:,}"]
+        cells += [_duration(rank[name]) for name in ("seconds", *spent)]
+        cells += [readable(rank[key]) if rank[key] else _MISSING for key in ("rss_bytes", "gpu_bytes")]
+        rows.append([f"<th>{number}</th>", *(f"<td>{cell}</td>" for cell in cells)])
+    note = "Means of a step since the processes began; the rest of this page has rank 0's times and memory."
+    return f"<h2>Processes</h2>{_table(rows, 'groups')}<p class=note>{note}</p>"
 
 
 def _rate(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,33 @@ class Since:
             if name in totals:
                 logs[key] = totals[name] / system.GIB
         return {key: float(f"{value:.4g}") for key, value in logs.items()}
+
+
+@dataclass
+class OwnTimes:
+    """What one rank did since its process began: sums over its steps, and the (token, expert) pairs of its experts."""
+
+    steps: int = 0
+    expert_tokens: int = 0
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("seconds", *TIMES), 0.0))
+
+    def add(self, row: Row, expert_tokens: int) -> None:
+        self.steps += 1
+        self.expert_tokens += expert_tokens
+        for name in self.totals:
+            self.totals[name] += row[name] or 0.0
+
+    def content(self) -> dict[str, Any]:
+        """The rank's row in the report: seconds are means of a step, and memory is the peak."""
+        device, memory = accelerator(), memory_now()
+        return {
+            "machine": socket.gethostname(),
+            "device": "CPU" if device is None else device.name(),
+            "steps": self.steps,
+            "expert_tokens": self.expert_tokens,
+            **{name: round(total / max(self.steps, 1), 6) for name, total in self.totals.items()},
+            **{name: memory[name] for name in ("rss_bytes", "gpu_bytes")},
+        }
 
 
 @dataclass

@@ -71,6 +71,7 @@ if "LOCAL_RANK" in os.environ:
 """
 """The same for every process that torchrun starts."""
 TOKENIZER_SIZE = 320
+GLM_AIR = Path(__file__).parents[1] / "data" / "glm-4.5-air"
 
 
 @contextmanager
@@ -80,34 +81,9 @@ def part(name: str) -> Iterator[None]:
     print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
-GLM_AIR: dict[str, Any] = {
-    "vocab_size": 151552,
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "max_position_embeddings": 131072,
-    "num_experts_per_tok": 8,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "use_qk_norm": False,
-    "use_cache": False,
-}
-"""config.json of zai-org/GLM-4.5-Air."""
-
-
 def glm_air(args: argparse.Namespace) -> Any:
     """GLM-4.5-Air with `--layers` of its layers, uninitialized."""
-    config = Glm4MoeConfig(**GLM_AIR | {"num_hidden_layers": args.layers})
+    config = Glm4MoeConfig.from_pretrained(GLM_AIR, num_hidden_layers=args.layers)
     config._attn_implementation = "sdpa"
     with local_torch_dtype(torch.bfloat16), no_init_weights():
         return Glm4MoeForCausalLM(config)

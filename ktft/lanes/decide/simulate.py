@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ktft.lanes.decide.costs import BF16, LayerKind, Rate, Rates
-from ktft.lanes.decide.placer import Placer
+from ktft.lanes.decide.costs import BF16, LayerKind, Rate, Rates, costs
+from ktft.lanes.decide.placer import Coming, Placement, Placer
 from ktft.lanes.terms import PASSES, Lane, Mode, Where, Work
 
 ROUTINGS = ("uniform", "zipf")
@@ -59,11 +59,30 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class Around:
+    """What happens around the experts of a layer.
+
+    Attributes:
+        between: seconds from a layer's experts to those of the next, by pass. Copies go on in them.
+        launches: the least seconds that experts add, by pass: the host takes as long to start their work.
+        ahead: how many experts the buffers hold that were copied before their layer's turn.
+    """
+
+    between: Mapping[Work, float]
+    launches: Mapping[Work, float]
+    ahead: int = 0
+
+
+_ALONE = Around(dict.fromkeys(PASSES, 0.0), dict.fromkeys(PASSES, 0.0))
+
+
+@dataclass(frozen=True)
 class Simulated:
-    """What layers' experts take, in seconds."""
+    """What layers' experts take, in seconds: those by which they make a pass longer than it is without them."""
 
     forward: float
     backward: float
+    between: float  # of both passes, in which only copies go on
     busy: dict[Lane, float]  # seconds that each lane worked
     limiting: dict[Lane, float]  # seconds of the passes in which each lane was the slowest
     rows: dict[Where, float]  # of forward and backward, by where they ran
@@ -71,6 +90,11 @@ class Simulated:
     @property
     def total(self) -> float:
         return self.forward + self.backward
+
+    @property
+    def passes(self) -> float:
+        """Seconds of both passes, what lies between the experts included."""
+        return self.total + self.between
 
     @property
     def shares(self) -> dict[Where, float]:
@@ -121,7 +145,7 @@ def draw_counts(kind: LayerKind, tokens: int, routing: str, seed: int = 0) -> tu
 
 def simulate(
     kind: LayerKind, rates: Rates, tokens: int, *, layers: int = 1, mode: str = Mode.AUTO, residents: int = 0,
-    routing: str = "uniform", retained: bool = False,
+    routing: str = "uniform", retained: bool = False, around: Around = _ALONE,
 ) -> Simulated:  # fmt: skip
     """One forward and one backward of such layers.
 
@@ -139,19 +163,35 @@ def simulate(
     draws = min(layers, _DRAWS)
     for draw in range(draws):
         counts = draw_counts(kind, tokens, routing, seed=draw)
-        forward = placer.decide(counts, resident, Work.BOTH if retained else Work.FORWARD)
+        first = Work.BOTH if retained else Work.FORWARD
+        before = placer.decide(counts, resident, first)  # of the batch before, which tells what to copy ahead
+        forward = placer.decide(counts, resident, first, coming=_coming(placer, before, Work.FORWARD, around))
         for work in PASSES:
             placed = forward
             if work == Work.BACKWARD:
-                placed = placer.again(forward, counts, work) if retained else placer.decide(counts, resident, work)
+                before = forward if retained else placer.decide(counts, resident, work)
+                coming = _coming(placer, before, work, around)
+                placed = (
+                    placer.again(forward, counts, work, coming)
+                    if retained
+                    else placer.decide(counts, resident, work, coming=coming)
+                )
             slowest = placed.slowest
-            seconds[work] += placed.seconds[slowest] * layers / draws
-            limiting[slowest] += placed.seconds[slowest] * layers / draws
-            for lane in Lane:
-                busy[lane] += placed.seconds[lane] * layers / draws
+            adds = max(placed.seconds[slowest], around.launches[work]) * layers / draws
+            seconds[work] += adds
+            limiting[slowest] += adds
+            for lane, worked in placer.again(placed, counts, work).seconds.items():
+                busy[lane] += worked * layers / draws
             for where in rows:
                 rows[where] += sum(counts[expert] for expert in placed.experts(where)) * layers / draws
-    return Simulated(**seconds, busy=busy, limiting=limiting, rows=rows)
+    return Simulated(**seconds, between=layers * sum(around.between.values()), busy=busy, limiting=limiting, rows=rows)
+
+
+def _coming(placer: Placer, before: Placement, work: Work, around: Around) -> Coming:
+    """The experts that were copied ahead of a layer's turn."""
+    cost = costs(placer.kind, placer.rates, work).copy
+    experts = sorted(before.ahead)[: around.ahead]
+    return Coming(experts, min(around.between[work] / (cost.expert - cost.resident), len(experts)))
 
 
 def joined(parts: Iterable[Simulated]) -> Simulated:
@@ -160,6 +200,7 @@ def joined(parts: Iterable[Simulated]) -> Simulated:
     return Simulated(
         sum(each.forward for each in several),
         sum(each.backward for each in several),
+        sum(each.between for each in several),
         {lane: sum(each.busy[lane] for each in several) for lane in Lane},
         {lane: sum(each.limiting[lane] for each in several) for lane in Lane},
         {where: sum(each.rows[where] for each in several) for where in Where},

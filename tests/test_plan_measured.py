@@ -1,0 +1,78 @@
+"""What `ktft plan` says of steps beside a GPU, and what was measured: records of docs/benchmarks, and larger layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planning import GLM_AIR, by_format, plan, recipe
+
+from benchmarks.cases import Shape
+from benchmarks.step.models import make_config
+from ktft.config import Settings
+from ktft.model.shape import shape_of
+from ktft.plan import rates
+from ktft.plan.description import Description
+from ktft.plan.steptime import STEP_SECONDS, simulated_lanes, step_time
+from ktft.train.recipe import Recipe
+
+__all__ = ["recipe"]
+
+RECORDS = Path(__file__).parents[1] / "docs" / "benchmarks"
+OPTIMIZER = 24 / 36  # of the planned optimizer's step is AdamW, which is all that the benchmark has
+
+
+def step_of(tokens: int, experts: tuple[int, int, int, int], layers: int, gpus: int = 1, **settings: Any) -> float:
+    """Planned seconds a layer of `ktft bench step` on the machine of its records: one H200 for each 16 CPUs."""
+    shape = Shape("", *experts)
+    sizes, model = shape_of(make_config(shape, layers), ranks=gpus)
+    own = Description(ram="256G", gpu="141G", cores=16 * gpus, bandwidth=f"{95 * gpus}G", pcie="55G").machine()
+    machine, kt_config = own.of_rank(gpus), Settings(expert_format=settings.pop("format"), placement="stream")
+    recipe = Recipe(per_device_train_batch_size=1, cutoff_len=tokens, bf16=True, settings=kt_config, **settings)
+    work = replace(recipe.workload(recipe.adapters(sizes, model), 2), ranks=gpus)
+    others = rates.OtherRates(rates.published_torch_rate(machine, work), None)
+    cpu = rates.published_expert_rate(machine, sizes.moe[0], kt_config.expert_format or "", work.on_experts(0))
+    lanes = simulated_lanes(sizes, work, machine, cpu, others, kt_config.expert_format or "", 0, "uniform")
+    step = step_time(sizes, work, machine, cpu, others, 0, lanes)
+    return (step.total - (1 - OPTIMIZER) * step.optimizer - STEP_SECONDS) / layers
+
+
+def test_streamed_steps_take_what_was_measured() -> None:
+    for name, off in (("step", False), ("step-no-checkpointing", True)):
+        for row in json.loads((RECORDS / f"{name}.json").read_text())["rows"]:
+            if row.get("lanes", "stream") == "stream":
+                layers = row.get("layers", 2 if row["tokens"] > 8192 else 4)
+                how = {"format": row["format"], "disable_gradient_checkpointing": off}
+                planned = step_of(row["tokens"], (128, 8, 2048, 768), layers, **how)
+                assert planned * 1e3 == pytest.approx(row["ms_layer"], rel=0.15), row
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "gpus", "ms"),
+    [
+        (1024, (128, 8, 4096, 1408), 1, 54.7),
+        (4096, (256, 8, 7168, 2048), 1, 250),
+        (16384, (256, 8, 7168, 2048), 1, 337),  # attention takes longer than the copies that go on in it
+        (8192, (128, 4, 7168, 2048), 1, 153),
+        (4096, (256, 8, 7168, 2048), 2, 148),
+    ],
+)
+def test_large_layers_take_what_was_measured(
+    tokens: int, experts: tuple[int, int, int, int], gpus: int, ms: float
+) -> None:
+    assert step_of(tokens, experts, 2, gpus, format="k4") * 1e3 == pytest.approx(ms, rel=0.15)
+
+
+def test_glm_air_on_two_gpus_takes_what_was_measured(recipe: Callable[..., Path]) -> None:
+    """tests/scripts/train_large.py trained it, two H200 of one host, 1,024 tokens each."""
+    path = recipe(cutoff_len=1024, bf16=True, kt_config={"placement": "stream"})
+    machine = ("--ram", "256G", "--gpu", "141G", "--cores", "32", "--bandwidth", "163G", "--pcie", "55G")
+    told = by_format(plan(GLM_AIR, path, *machine, "--gpus", "2"))["k4"]
+    tensors = told["vram_bytes"] - told["vram"]["cuda"] - told["vram"]["fragments"]
+    assert told["step_seconds"] == pytest.approx(1.256, rel=0.15)
+    assert tensors == pytest.approx(18.7e9, rel=0.05)
+    assert 2 * told["ram_bytes"] == pytest.approx(76.8e9, rel=0.15)
