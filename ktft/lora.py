@@ -29,12 +29,14 @@ class ExpertLora:
     """Adapters by projection name (`gate_proj`, `up_proj`, `down_proj`). A projection that is absent has no adapter.
 
     `dropout` is the probability of zeroing an element of a projection's adapter input; `seed` chooses the mask, and
-    the same seed gives the same mask again in backward. Pass 0.0 in evaluation.
+    the same seed gives the same mask again in backward. Pass 0.0 in evaluation. `first_route` is the number of
+    (token, expert) pairs before those of a call: two calls with one seed then get the masks of one call with both.
     """
 
     pairs: dict[str, LoraPair]
     dropout: float = 0.0
     seed: int = 0
+    first_route: int = 0
 
     def parameters(self) -> list[Tensor]:
         """The tensors a and b of each projection that has an adapter, in the order of `PROJECTIONS`."""

@@ -55,6 +55,20 @@ def test_lanes_of_a_described_machine(lanes_of: Callable[..., dict[str, Any]]) -
     assert any("--pcie 54G, pinned, of 80 GiB" in line for line in lanes_of()["assumptions"])
 
 
+def test_micro_batches_that_go_together_copy_each_expert_once(lanes_of: Callable[..., dict[str, Any]]) -> None:
+    """As many as the GPU's memory allows; one more makes no more copies, but takes memory."""
+    eight = {"gradient_accumulation_steps": 8}
+    alone, some, every = (
+        lanes_of(*options, settings=eight, placement="stream", micro_batches_together=asked)
+        for asked, options in ((1, ()), ("auto", ("--gpu", "64G")), ("auto", ()))
+    )
+    assert alone["micro_batches_together"] == 1 < some["micro_batches_together"] < 8
+    assert every["micro_batches_together"] == 8
+    assert 4 * every["step"]["experts"] < alone["step"]["experts"]
+    assert every["vram"]["micro-batches together"] > 0 and "micro-batches together" not in alone["vram"]
+    assert any("8 of a step's 8 micro-batches go through each layer together" in note for note in every["notes"])
+
+
 def test_a_gpu_with_room_is_told_to_train_without_checkpointing(lanes_of: Callable[..., dict[str, Any]]) -> None:
     def notes(**settings: Any) -> list[str]:
         told = lanes_of(settings={"bf16": True} | settings)

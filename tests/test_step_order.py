@@ -102,6 +102,16 @@ def test_dropout_is_the_same_when_a_layer_is_run_again(tiny_checkpoint: Checkpoi
     assert distance(once[max(once)], none[max(once)]) > 0.01
 
 
+@pytest.mark.parametrize("together", ["auto", 2, 3])
+def test_dropout_is_the_same_in_every_order(tiny_checkpoint: Checkpoint, tmp_path: Path, together: int | str) -> None:
+    """On attention and on experts."""
+    path, settings = tiny_checkpoint("dsv3"), {"gradient_checkpointing": True, "lora_dropout": 0.3}
+    usual, loss, _ = one_step(path, tmp_path / "usual", 1, **settings)
+    grads, same, _ = one_step(path, tmp_path / "together", together, **settings)
+    assert same == pytest.approx(loss, rel=1e-5)
+    assert_same(usual, grads, 1e-3)
+
+
 @pytest.mark.parametrize("together", [2, 3])
 def test_groups_of_a_step(tiny_checkpoint: Checkpoint, tmp_path: Path, together: int) -> None:
     path = tiny_checkpoint("qwen3moe")

@@ -23,6 +23,7 @@ from ktft.device import accelerator, device_of
 from ktft.lanes.decide.placer import usable_placement
 from ktft.model.experts import find_experts
 from ktft.model.layer_order import LayerOrder
+from ktft.model.lockstep import Lockstep
 from ktft.ranks.launch import Launch
 from ktft.train.optimizer import AdamW
 from ktft.train.parallel import average_gradients, split_parameters
@@ -185,7 +186,7 @@ class Ktft(ModelRunner):
     def __init__(self, job: Job) -> None:
         self.placement = usable_placement(job.settings(), cuda=torch.cuda.is_available() or emulate_gpu())
         super().__init__(job)
-        self.order = LayerOrder(self.model)
+        self.order = LayerOrder(self.model, Lockstep(self.device))
 
     def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
         """The optimizer as ktft's Trainer makes it."""
@@ -199,7 +200,8 @@ class Ktft(ModelRunner):
         if self.job.order != ORDERS[0]:
             return super().accumulate(batches)
         with self.model.no_sync() if self.job.gpus > 1 else nullcontext():
-            losses = self.order.run([partial(self.train, ids) for ids in batches])
+            works = [partial(self.train, ids) for ids in batches]
+            losses = self.order.run(works, self.order.lockstep.seeded(len(works)))
         average_gradients(self.model)
         return torch.stack(losses).sum()
 

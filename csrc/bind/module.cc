@@ -160,10 +160,11 @@ void bind_moe(py::module_& m) {
   m.def("layer_memory", &layer_memory_of, "hidden"_a, "intermediate"_a, "biases"_a, "ranks"_a, "rows"_a, "experts"_a,
         "threads"_a, "nodes"_a, "keep"_a);
   py::class_<Lora>(m, "Lora")
-      .def(py::init([](float dropout, uint64_t seed, Address elsewhere) {
-             return Lora{.dropout = dropout, .seed = seed, .elsewhere = at<bool>(elsewhere)};
+      .def(py::init([](float dropout, uint64_t seed, uint64_t first_route, Address elsewhere) {
+             return Lora{
+                 .dropout = dropout, .seed = seed, .first_route = first_route, .elsewhere = at<bool>(elsewhere)};
            }),
-           "dropout"_a, "seed"_a, "elsewhere"_a)
+           "dropout"_a, "seed"_a, "first_route"_a, "elsewhere"_a)
       .def("add", &add_pair, "projection"_a, "a"_a, "a_dtype"_a, "b"_a, "b_dtype"_a, "rank"_a, "in_features"_a,
            "out_features"_a, "scaling"_a, "grad_a"_a, "grad_b"_a);
   py::class_<Saved, std::shared_ptr<Saved>>(m, "Saved").def_property_readonly("bytes", &Saved::bytes);

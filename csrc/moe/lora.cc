@@ -148,7 +148,7 @@ void pack_slots(const Call& call, const PackedLora& packed, int slots) {
 }  // namespace
 
 uint64_t Lora::key(Projection p, int route) const {
-  return mix(mix(seed + 0x9e3779b97f4a7c15ull * (uint64_t(p) + 1)) + uint64_t(route));
+  return mix(mix(seed + 0x9e3779b97f4a7c15ull * (uint64_t(p) + 1)) + first_route + uint64_t(route));
 }
 
 PackedMatrix PackedLora::a(const Call& call, Projection p, int slot, int node) const {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -161,26 +162,31 @@ class KtftExpertsLora(nn.Module, LoraLayer):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' forward with the active adapter, if one is active and adapters are not disabled."""
-        return self.experts(hidden_states, top_k_index, top_k_weights, lora=self.active_lora())
+        return self.experts(hidden_states, top_k_index, top_k_weights, lora=self.active_lora(top_k_index.shape[-1]))
 
-    def active_lora(self) -> ExpertLora | None:
+    def active_lora(self, top_k: int = 1) -> ExpertLora | None:
         """The LoRA that the experts apply now. Draws a dropout seed from torch's CPU generator if dropout is on.
 
-        Recomputation under checkpointing restores that generator, so that it applies the same dropout again. Raises
-        ValueError if active adapters cannot be applied together, or something moved the parameters off the CPU.
+        Recomputation under checkpointing restores that generator, so that it applies the same dropout again. A step of
+        several micro-batches has one seed instead, so that its order does not change the masks. Raises ValueError if
+        active adapters cannot be applied together, or something moved the parameters off the CPU.
         """
         names = self.applied()
         if self.disable_adapters or not names:
             return None
         self.check_together(names, self.training)
         dropout = self._dropout(names[0]) if self.training else 0.0
-        seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
+        seed, first_route, place = 0, 0, self.experts.place
+        if dropout and place is not None:
+            seed, first_route = place.seed ^ zlib.crc32(self.experts.layer.name.encode()), place.first_row * top_k
+        elif dropout:
+            seed = int(torch.randint(2**62, (), device="cpu"))
         pairs: dict[str, LoraPair] = {}
         for projection in PROJECTIONS:
             own = [self._pair(name, projection) for name in names if projection in self.ranks[name]]
             if own:
                 pairs[projection] = own[0] if len(own) == 1 else _join(own)
-        return ExpertLora(pairs, dropout, seed)
+        return ExpertLora(pairs, dropout, seed, first_route)
 
     def applied(self) -> list[str]:
         """The active adapters that have LoRA on these experts."""

@@ -98,4 +98,4 @@ def _state(lora: ExpertLora | None) -> tuple[object, ...]:
     if lora is None:
         return ()
     tensors = tuple((id(tensor), tensor._version) for tensor in lora.parameters())
-    return (lora.dropout, lora.seed, *tensors, *(pair.scaling for pair in lora.pairs.values()))
+    return (lora.dropout, lora.seed, lora.first_route, *tensors, *(pair.scaling for pair in lora.pairs.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,21 @@ from ktft.model.shared import Ahead
 from ktft.native import ExpertLayer
 from ktft.ranks.exchange import Exchange
 from ktft.ranks.group import Ranks, ranks
+
+
+@dataclass
+class StepPlace:
+    """Where in an optimizer step of several micro-batches the model is. All of its experts have one such object.
+
+    Attributes:
+        seed: of the step's dropout on experts.
+        first_row: the number of tokens of the micro-batches before.
+        rows: the number of tokens of those that go through the model now; 0 until its first experts have them.
+    """
+
+    seed: int
+    first_row: int = 0
+    rows: int = 0
 
 
 class KtftExperts(nn.Module):
@@ -46,6 +62,7 @@ class KtftExperts(nn.Module):
             the output is the sum over that part only.
         tp_size: how many of these processes, neighbours by number, have the same tokens.
         together: the setting `micro_batches_together`.
+        place: where in a step the model is; None if nobody needs to know.
     """
 
     def __init__(self, layer: LayerShape, family: Family, activation: str = "retain") -> None:
@@ -61,6 +78,7 @@ class KtftExperts(nn.Module):
         self.number: int | None = None
         self.tp_size = 1
         self.together: int | str = "auto"
+        self.place: StepPlace | None = None
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
         self.weight: Tensor
@@ -97,6 +115,8 @@ class KtftExperts(nn.Module):
         shared: Ahead | None,
     ) -> Tensor:
         """The sum over all experts, those of other ranks included. `shared` are computed meanwhile."""
+        if self.place is not None and self.place.rows == 0:
+            self.place.rows = len(hidden_states)
         if self.number is None:
             return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora, None, shared)
         exchange = Exchange(self.number, hidden_states, self.tp_size)

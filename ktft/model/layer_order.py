@@ -193,25 +193,29 @@ class _Call:
 
 
 class LayerOrder:
-    """Runs micro-batches of a model together. Its model must have no `obstacle`."""
+    """Runs micro-batches of a model together, which must have no `obstacle`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, lockstep: Lockstep) -> None:
         layers = decoder_layers(model).values()
         self._layers = frozenset(layers)
         self._sparse = frozenset(
             layer for layer in layers if any(isinstance(module, KtftExperts) for module in layer.modules())
         )
-        self._lockstep = Lockstep(next(model.parameters()).device)
+        self.lockstep = lockstep
 
-    def run(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
+    def run(self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState]) -> list[Result]:
         """Run the training steps of micro-batches, forward and backward. Returns what they return.
+
+        Args:
+            works: the steps.
+            states: the random numbers that each begins with.
 
         Raises:
             BaseException: what the first of them raised.
         """
         batches = [_MicroBatch(self._layers) for _ in works]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
-        results = self._lockstep.run(going, self._lockstep.seeded(len(works)))
+        results = self.lockstep.run(going, states)
         last = max(len(batch.calls) for batch in batches)
         for number in reversed(range(last)):
             here = [batch for batch in batches if len(batch.calls) > number]
@@ -229,7 +233,7 @@ class LayerOrder:
     def _backward(self, calls: Sequence[_Call]) -> None:
         calls = [call for call in calls if call.reached]
         again = [call for call in calls if call.made is None]
-        self._lockstep.run([call.again for call in again], [call.random for call in again])
+        self.lockstep.run([call.again for call in again], [call.random for call in again])
         for number in reversed(range(max((len(call.cuts) for call in calls), default=0))):
             if ends := [end for call in calls for end in call.to_experts(number)]:
                 _backward(ends)

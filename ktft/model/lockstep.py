@@ -9,9 +9,10 @@ with, draws the same ones.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -169,6 +170,16 @@ class Lockstep:
         """Set torch's generators."""
         for device, own in zip(self._devices, state, strict=True):
             device.set_random_state(own)
+
+    @contextlib.contextmanager
+    def random_numbers(self, state: RandomState) -> Iterator[None]:
+        """A block that begins with these random numbers, and leaves those outside as they were."""
+        before = self.random_state()
+        self.set_random_state(state)
+        try:
+            yield
+        finally:
+            self.set_random_state(before)
 
     def enter_thread(self) -> None:
         """Make the device the current one of a new thread, as torch keeps that by thread too. Count its spans."""

@@ -78,6 +78,7 @@ class Workload:
     weight_bytes: int = BF16  # bytes per weight outside the experts
     mixed: bool = False  # whether autocast to 16 bits is on
     ranks: int = 1  # processes that share the experts, each with batches of its own
+    together: int = 1  # micro-batches that go through each layer together
 
     @property
     def tokens(self) -> int:
@@ -88,6 +89,11 @@ class Workload:
     def expert_tokens(self) -> int:
         """Tokens of all ranks, which every rank's experts see in one forward pass."""
         return self.tokens * self.ranks
+
+    @property
+    def groups(self) -> int:
+        """How often a step goes through the layers, forward and backward."""
+        return -(-self.accumulation // self.together)
 
     def expert_activation(self, *, gpu: bool) -> str:
         """The activation mode of experts. With a GPU, checkpointing keeps their outputs and recomputes gate and up."""
@@ -163,6 +169,21 @@ def expert_buffers(
         nodes=nodes,
         activation=activation,
     )
+
+
+_LAYER_TENSORS = 40  # of hidden_size values, which a token takes in a decoder layer with gradients
+
+
+def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing: bool) -> int:
+    """Bytes that a token takes while its micro-batch waits for others in the layers: each layer's input and the output
+    of its experts, and a layer with gradients, without checkpointing all of them.
+    """
+    return hidden_size * value_bytes * (2 * layers + _LAYER_TENSORS if checkpointing else layers * _LAYER_TENSORS)
+
+
+def spare_bytes(used: int) -> int:
+    """Bytes of VRAM that stay free for longer batches where `used` are in use."""
+    return max(SPARE_VRAM, int(used * SPARE_SHARE))
 
 
 def _largest_layer(
@@ -313,7 +334,7 @@ def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -
     """Bytes of VRAM for resident experts: the value of `gpu_expert_memory`, or with `auto` the free VRAM minus a
     reserve for longer batches.
     """
-    size = free - max(SPARE_VRAM, int(used * SPARE_SHARE)) if isinstance(wished, str) else wished
+    size = free - spare_bytes(used) if isinstance(wished, str) else wished
     return min(max(size, 0), packed_bytes)
 
 

@@ -86,7 +86,7 @@ def native_lora(
     if elsewhere is not None:
         name = f"{layer}: elsewhere"
         left = address(check_like(elsewhere, (num_experts,), torch.bool, name), name)
-    native, tensors = core.Lora(lora.dropout, lora.seed, left), []
+    native, tensors = core.Lora(lora.dropout, lora.seed, lora.first_route, left), []
     places = iter([address(grad, "a LoRA gradient") for grad in grads or []])
     for name in PROJECTIONS:
         if (pair := lora.pairs.get(name)) is None:

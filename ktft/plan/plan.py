@@ -20,12 +20,14 @@ class FormatPlan:
     """The plan for one expert format on one machine.
 
     Attributes:
-        lanes: what experts add to one pass, simulated; None without a GPU.
+        together: the micro-batches of a step that go through each layer together.
+        lanes: what experts add to one pass of these, simulated; None without a GPU.
         lacking: a message for each shortage of memory; empty if the format fits.
     """
 
     format: str
     footprint: Footprint
+    together: int
     load_seconds: float
     step: StepTime
     lanes: Simulated | None
@@ -118,15 +120,15 @@ LANE_WORDS = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
 def lane_notes(plan: Plan) -> list[str]:
     """Notes on where the best format's experts run, what limits them, and how much GPU memory they take."""
     best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
-    together = _together_notes(plan, best)
+    notes = [*_ranks_notes(plan, best), *_order_notes(plan, best)]
     if (lanes := best.lanes) is None:
-        return together
+        return notes
     shares: dict[str, str] = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
     busy = ", ".join(f"{LANE_WORDS[lane]} {seconds / lanes.passes:.0%}" for lane, seconds in lanes.busy.items())
     vram = best.footprint.vram
     own = ", ".join(f"{part} {readable(vram[part])}" for part in LANE_PARTS if vram.get(part))
     return [
-        *together,
+        *notes,
         f"{best.format} experts: of their rows {shares['cpu']} run on the CPU, {shares['stream']} are streamed to the "
         f"GPU, {shares['resident']} meet residents there; {LANE_WORDS[lanes.slowest]} is what they wait for most "
         f"(busy: {busy}); {lanes.between / lanes.passes:.0%} of a pass lies between one layer's experts and the next's",
@@ -134,7 +136,14 @@ def lane_notes(plan: Plan) -> list[str]:
     ]
 
 
-def _together_notes(plan: Plan, best: FormatPlan) -> list[str]:
+def _order_notes(plan: Plan, best: FormatPlan) -> list[str]:
+    """How many of several micro-batches go through the layers together."""
+    if (count := plan.work.accumulation) == 1:
+        return []
+    return [f"{best.together} of a step's {count} micro-batches go through each layer together (docs/guide/step.md)"]
+
+
+def _ranks_notes(plan: Plan, best: FormatPlan) -> list[str]:
     """What the figures of a plan for several processes count."""
     together = plan.together
     if together.ranks == 1:
@@ -207,6 +216,7 @@ def _format_json(plan: FormatPlan) -> dict[str, Any]:
     need = plan.footprint
     return {
         "format": plan.format,
+        "micro_batches_together": plan.together,
         "fits": plan.fits,
         "tight": plan.tight,
         "lacking": list(plan.lacking),

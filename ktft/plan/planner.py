@@ -13,7 +13,16 @@ from ktft import native
 from ktft.adapters.reach import linear_names
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.device import accelerator
-from ktft.model.memory import Adapter, Workload, footprint, resident_bytes
+from ktft.model.memory import (
+    FP32,
+    Adapter,
+    Footprint,
+    Workload,
+    footprint,
+    resident_bytes,
+    spare_bytes,
+    waiting_bytes,
+)
 from ktft.model.shape import MoeShape
 from ktft.model.shortage import by_cause, largest_cause, shortage
 from ktft.plan import rates
@@ -116,6 +125,7 @@ class Planner:
         as_timed = machine.gpu == self.machine.gpu and alike
         others = self._others if as_timed else replace(self._others, layers=None)
         need = footprint(shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None)
+        work, need = self._grouped(work, machine, need)
         room = [(need.ram_bytes, machine.ram_bytes)]
         if machine.gpu is not None:
             room.append((need.vram_bytes, machine.gpu.memory_bytes))
@@ -138,6 +148,7 @@ class Planner:
         return FormatPlan(
             format=name,
             footprint=need,
+            together=work.together,
             load_seconds=loading,
             step=step,
             lanes=lanes,
@@ -145,6 +156,20 @@ class Planner:
             lacking=tuple(lacking),
             tight=any(needed > TIGHT * there for needed, there in room),
         )
+
+    def _grouped(self, work: Workload, machine: Machine, need: Footprint) -> tuple[Workload, Footprint]:
+        """The micro-batches that go through the layers together, as many as training would take, and their memory."""
+        shape, asked = self.source.shape, self.recipe.settings.micro_batches_together
+        value = FP32 if work.mixed else work.weight_bytes
+        each = work.tokens * waiting_bytes(shape.hidden_size, shape.layers, value, work.checkpointing)
+        if (gpu := machine.gpu) is not None:
+            room = gpu.memory_bytes - need.vram_bytes - spare_bytes(need.vram_bytes)
+        else:
+            room = (machine.ram_bytes - need.ram_bytes) // 2
+        count = min(max(1 + room // each, 1) if asked == "auto" else int(asked), work.accumulation)
+        more = {"micro-batches together": (count - 1) * each} if count > 1 else {}
+        need = replace(need, vram=need.vram | more) if gpu is not None else replace(need, ram=need.ram | more)
+        return replace(work, together=count), need
 
     def _faster(self, best: FormatPlan | None) -> Iterator[str]:
         """Suggest turning off gradient checkpointing, which runs attention's forward twice, if the GPU has room."""

@@ -48,12 +48,12 @@ def step_time(
     lanes: Simulated | None,
 ) -> StepTime:  # fmt: skip
     """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer. `lanes`: what the experts
-    add to one pass beside a GPU.
+    add to one pass of the micro-batches that go together, beside a GPU.
     """
     passes, between = work.accumulation, sum(_between(shape, work, machine, others).values())
     trained = work.on_experts() if machine.gpu else work.adapters
     return StepTime(
-        experts=passes * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
+        experts=work.groups * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
         other=passes * (between + _around(shape, work, machine, others.torch)) + STEP_SECONDS,
         optimizer=sum(a.parameters for a in trained) * OPTIMIZER_BYTES / machine.bandwidth,
     )
@@ -87,7 +87,9 @@ def simulated_lanes(
     shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, others: OtherRates, expert_format: str,
     resident: int, routing: str,
 ) -> Simulated:  # fmt: skip
-    """What the experts add to one pass of a batch, on a machine whose GPU holds `resident` bytes of them."""
+    """What the experts add to one pass of the micro-batches that go together, on a machine whose GPU holds `resident`
+    bytes of them.
+    """
     gpu, kinds = machine.gpu, Counter[tuple[LayerKind, int]]()
     assert gpu is not None
     for number, moe in shape.moe.items():
@@ -109,13 +111,15 @@ def simulated_lanes(
         gpu_bandwidth=gpu.bandwidth,
     )
     every = sum(kind.expert_bytes * layers for (kind, _), layers in kinds.items())  # of one expert a layer
-    between = {each: seconds / shape.layers for each, seconds in _between(shape, work, machine, others).items()}
+    between = {
+        each: work.together * seconds / shape.layers for each, seconds in _between(shape, work, machine, others).items()
+    }
     launches = dict(zip(PASSES, EXPERTS_SECONDS, strict=True))
     return joined(
         simulate(
             kind,
             hardware.rates(kind, retained=retained),
-            work.expert_tokens,
+            work.together * work.expert_tokens,
             layers=layers,
             mode=work.placement,
             residents=resident // every,
@@ -128,11 +132,11 @@ def simulated_lanes(
 
 
 def _experts(shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, packed_bytes: int) -> float:
-    total = 0.0
+    total, tokens = 0.0, work.together * work.expert_tokens
     forwards = 2 if work.checkpointing else 1
     for moe in shape.moe.values():
-        flops = expert_flops(moe, work.expert_tokens)
-        used = active_experts(moe, work.expert_tokens) / moe.num_experts
+        flops = expert_flops(moe, tokens)
+        used = active_experts(moe, tokens) / moe.num_experts
         reading = packed_bytes * moe.parameters / shape.expert_parameters * used / machine.bandwidth
         again = 2 / 3 if work.activation == "recompute" and not machine.measured else 0.0
         total += forwards * max(flops / rate.forward, reading)

@@ -346,7 +346,7 @@ def batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwar
     """A Trainer's `get_batch_samples`: the micro-batches of an optimizer step, and their number of items."""
     found = original(trainer, *args, **kwargs)
     if (run := _callback(trainer).run) is not None:
-        run.order = run.order or StepOrder.of(trainer, run.ranks)
+        run.order = run.order or StepOrder(trainer, run.ranks)
         run.order.begin(found[0])
     return found
 
@@ -360,7 +360,7 @@ def training_step(
     # The loss is divided by the step's number of batches or tokens; accelerate would divide it once more, since
     # transformers before 5.5.4 also gives it the number of batches
     trainer.accelerator.gradient_accumulation_steps = 1
-    order = run.order or StepOrder(None)
+    order = run.order = run.order or StepOrder(trainer, run.ranks)
     loss = order.run(trainer, inputs, lambda batch: original(trainer, model, batch, *args, **kwargs))
     if run.ranks is not None and trainer.accelerator.sync_gradients and (run.ranks.tp_size > 1 or order.shared):
         average_gradients(trainer.model)

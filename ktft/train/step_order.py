@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,10 @@ import transformers
 from torch import Tensor, nn
 
 from ktft.device import device_of
-from ktft.model.experts import decoder_lists, find_experts
+from ktft.model.experts import StepPlace, decoder_lists, find_experts
 from ktft.model.layer_order import LayerOrder, obstacle
-from ktft.model.memory import SPARE_SHARE, SPARE_VRAM
+from ktft.model.lockstep import Lockstep
+from ktft.model.memory import spare_bytes, waiting_bytes
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
@@ -29,66 +29,83 @@ _logger = logging.getLogger("ktft")
 TOKENS = "_ktft_tokens_together"
 """The attribute of a Trainer that has `StepOrder.tokens`. Checkpoints keep it, so that a run which is resumed makes the
 same sums in the same order, however much memory is free then."""
-_LAYER_TENSORS, _LOGIT_BYTES = 40, 16
-"""What a token takes: tensors of hidden_size values in one decoder layer with gradients, and bytes for each logit."""
+_LOGIT_BYTES = 16  # of a logit, while the loss is computed and goes backward
 
 
-@dataclass
 class StepOrder:
     """The order of one run's steps.
+
+    Whether micro-batches go together or not, each has random numbers of its own, and dropout on experts has one seed a
+    step, so that the order changes no mask.
 
     Attributes:
         tokens: the most tokens, padding included, that go together; None while it is not known.
         count: the number of micro-batches that go together; None if `tokens` says so.
         layers: runs them; None if each micro-batch goes through the whole model by itself.
         ranks: the processes whose groups must be the same.
+        groups: the present step's micro-batches, by their numbers, that go together.
     """
 
-    layers: LayerOrder | None
-    count: int | None = None
-    tokens: int | None = None
-    ranks: Ranks | None = None
-    step: list[Any] = field(default_factory=list)
-    groups: list[list[Any]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, trainer: Any, together: Ranks | None) -> StepOrder:
-        """The order that a Trainer's settings and model allow."""
-        asked = next(iter(find_experts(trainer.model).values())).together
-        why = "" if trainer.args.gradient_accumulation_steps == 1 else _why_not(trainer, asked)
-        if why is None:
-            count = None if asked == "auto" else int(asked)
-            return cls(LayerOrder(trainer.model), count, getattr(trainer, TOKENS, None), together)
-        if why:
+    def __init__(self, trainer: Any, together: Ranks | None) -> None:
+        self._experts = list(find_experts(trainer.model).values())
+        self.layers: LayerOrder | None = None
+        self.count: int | None = None
+        self.tokens: int | None = getattr(trainer, TOKENS, None)
+        self.ranks = together
+        self.step: list[Any] = []
+        self.groups: list[list[int]] = []
+        if trainer.args.gradient_accumulation_steps == 1:
+            return
+        asked, self._lockstep = self._experts[0].together, Lockstep(next(trainer.model.parameters()).device)
+        if (why := _why_not(trainer, asked)) is not None:
             _logger.info("each micro-batch of a step goes through the model by itself: %s", why)
-        return cls(None)
+            self.count = 1
+            return
+        self.layers, self.count = LayerOrder(trainer.model, self._lockstep), None if asked == "auto" else int(asked)
 
     def begin(self, step: Sequence[Any]) -> None:
         """Take the micro-batches of the next optimizer step."""
         self.step, self.groups = list(step), []
+        self._set_place(None)
 
     def run(self, trainer: Any, batch: Any, train: Callable[[Any], Tensor]) -> Tensor:
         """Train a micro-batch by `train`, now or together with others. Returns the loss of what is trained now."""
-        if self.layers is None or len(self.step) == 1 or not any(each is batch for each in self.step):
+        number = next((number for number, each in enumerate(self.step) if each is batch), None)
+        if number is None or len(self.step) == 1:
             return train(batch)
         if not self.groups:
-            self.groups = list(self._grouped(trainer))
-        group = next(group for group in self.groups if any(each is batch for each in group))
-        if group[-1] is not batch:
+            self.groups, self._states = list(self._grouped(trainer)), self._lockstep.seeded(len(self.step))
+            self._set_place(StepPlace(int(torch.randint(2**62, (), device="cpu"))))
+        group = next(group for group in self.groups if number in group)
+        if number != group[-1]:
             return torch.zeros((), device=trainer.args.device)
-        if len(group) == 1:
-            return train(batch)
+        loss = self._train(trainer, group, train)
+        assert self._place is not None
+        self._place.first_row, self._place.rows = self._place.first_row + self._place.rows, 0
+        if group is self.groups[-1]:
+            self._set_place(None)
+        return loss
+
+    def _train(self, trainer: Any, group: list[int], train: Callable[[Any], Tensor]) -> Tensor:
+        works, states = [partial(train, self.step[each]) for each in group], [self._states[each] for each in group]
+        if self.layers is None or len(group) == 1:
+            with self._lockstep.random_numbers(states[0]):
+                return works[0]()
         with trainer.accelerator.no_sync(trainer.model_wrapped):  # DDP's graph ends at each layer
-            losses = self.layers.run([partial(train, each) for each in group])
-        return torch.stack(losses).sum()
+            return torch.stack(self.layers.run(works, states)).sum()
+
+    def _set_place(self, place: StepPlace | None) -> None:
+        self._place = place
+        for module in self._experts:
+            module.place = place
 
     @property
     def shared(self) -> bool:
         """Whether micro-batches of the present step went together, so that DDP has not seen their gradients."""
         return any(len(group) > 1 for group in self.groups)
 
-    def _grouped(self, trainer: Any) -> Iterator[list[Any]]:
-        """Neighbours that fit together."""
+    def _grouped(self, trainer: Any) -> Iterator[list[int]]:
+        """The numbers of neighbours that fit together."""
         sizes = [_tokens_of(batch) for batch in self.step]
         if self.ranks is not None:
             sizes = [max(each) for each in zip(*self.ranks.numbers(*sizes), strict=True)]
@@ -96,37 +113,33 @@ class StepOrder:
             self.tokens = self._room(trainer.model, max(sizes))
             setattr(trainer, TOKENS, self.tokens)
             _tell(self.tokens, sizes)
-        group: list[Any] = []
+        group: list[int] = []
         taken = 0
-        for batch, size in zip(self.step, sizes, strict=True):
+        for number, size in enumerate(sizes):
             full = len(group) == self.count if self.count is not None else taken + size > (self.tokens or 0)
             if group and full:
                 yield group
                 group, taken = [], 0
-            group, taken = [*group, batch], taken + size
+            group, taken = [*group, number], taken + size
         yield group
 
     def _room(self, model: nn.Module, most: int) -> int:
         """How many tokens may go together, by the memory that is free now. `most` is the most of one micro-batch."""
-        by_token, logits = token_bytes(model)
+        by_token, logits = _token_bytes(model)
         device = next(model.parameters()).device
         free, reserved = device_of(device).free_bytes(), device_of(device).memory_reserved()
-        room = available_memory() // 2 if free is None else free[0] - max(SPARE_VRAM, int(SPARE_SHARE * reserved))
+        room = available_memory() // 2 if free is None else free[0] - spare_bytes(reserved)
         fitting = max((room - most * logits) // by_token, most)
         return fitting if self.ranks is None else min(fit for (fit,) in self.ranks.numbers(fitting))
 
 
-def token_bytes(model: Any) -> tuple[int, int]:
-    """Bytes that a token takes while its micro-batch waits for others in the layers, and while the loss is computed.
-
-    It keeps each decoder layer's input and the output of its experts, and without checkpointing all of the layer.
-    """
+def _token_bytes(model: Any) -> tuple[int, int]:
+    """Bytes that a token takes while its micro-batch waits for others, and while the loss is computed."""
     config = model.config.get_text_config()
-    value = next(model.parameters()).element_size()
     layers = sum(len(model.get_submodule(name)) for name in decoder_lists(model))
     checkpointing = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
-    tensors = 2 * layers + _LAYER_TENSORS if checkpointing else layers * _LAYER_TENSORS
-    return tensors * config.hidden_size * value, config.vocab_size * _LOGIT_BYTES
+    waiting = waiting_bytes(config.hidden_size, layers, next(model.parameters()).element_size(), checkpointing)
+    return waiting, config.vocab_size * _LOGIT_BYTES
 
 
 def _why_not(trainer: Any, asked: int | str) -> str | None:

@@ -31,7 +31,7 @@ class Dropout:
     """What is dropped of the input of one projection's adapter."""
 
     probability: float  # with which an element becomes zero
-    stream: int  # 64 bits, the same for all routes
+    stream: int  # 64 bits, the same for all routes of a call
 
     @classmethod
     def of(cls, lora: ExpertLora, projection: str) -> Dropout | None:
@@ -41,7 +41,7 @@ class Dropout:
         z = (lora.seed + STEP64 * (PROJECTIONS.index(projection) + 1)) % 2**64
         for shift, factor in MIX64:
             z = (z ^ z >> shift) * factor % 2**64
-        return cls(lora.dropout, z)
+        return cls(lora.dropout, (z + lora.first_route) % 2**64)
 
     @property
     def threshold(self) -> int:
