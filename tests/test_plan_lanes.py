@@ -60,7 +60,7 @@ def test_micro_batches_that_go_together_copy_each_expert_once(lanes_of: Callable
     eight = {"gradient_accumulation_steps": 8}
     alone, some, every = (
         lanes_of(*options, settings=eight, placement="stream", micro_batches_together=asked)
-        for asked, options in ((1, ()), ("auto", ("--gpu", "64G")), ("auto", ()))
+        for asked, options in ((1, ()), ("auto", ()), ("auto", ("--gpu", "160G")))
     )
     assert alone["micro_batches_together"] == 1 < some["micro_batches_together"] < 8
     assert every["micro_batches_together"] == 8
