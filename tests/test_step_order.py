@@ -47,8 +47,9 @@ def one_step(
     path: Path, out: Path, together: int | str, **settings: Any
 ) -> tuple[dict[str, Tensor], float, dict[str, int]]:
     """Gradients and loss of a step of micro-batches of different lengths, and how often a layer's experts ran."""
-    lora = {"lora_dropout": settings.pop("lora_dropout", 0.0)}
+    lora, aux_loss = {"lora_dropout": settings.pop("lora_dropout", 0.0)}, settings.pop("aux_loss", 0.0)
     model = randomize(runs.adapted(path, settings={"micro_batches_together": together}, **lora), std=0.05)
+    model.config.output_router_logits, model.get_base_model().router_aux_loss_coef = aux_loss > 0, aux_loss
     counted, grads = count_passes(model), {}
     torch.manual_seed(1)
     rows = [torch.randint(3, 100, (length,)).tolist() for length in (9, 17, 13, 5)]
@@ -110,6 +111,20 @@ def test_dropout_is_the_same_in_every_order(tiny_checkpoint: Checkpoint, tmp_pat
     grads, same, _ = one_step(path, tmp_path / "together", together, **settings)
     assert same == pytest.approx(loss, rel=1e-5)
     assert_same(usual, grads, 1e-3)
+
+
+def test_the_loss_that_balances_experts_has_gradients(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Router logits leave each layer beside its output. Reentrant checkpointing alone would lose their gradients."""
+    path, ways = tiny_checkpoint("qwen3moe"), [{"use_reentrant": False}, {"use_reentrant": True}]
+    settings = [{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": way} for way in ways]
+    without, _, _ = one_step(path, tmp_path / "without", 1, **settings[0])
+    usual, loss, _ = one_step(path, tmp_path / "usual", 1, aux_loss=20.0, **settings[0])
+    for at, way in enumerate([*settings, {"gradient_checkpointing": False}]):
+        grads, same, _ = one_step(path, tmp_path / f"together-{at}", "auto", aux_loss=20.0, **way)
+        assert same == pytest.approx(loss, rel=1e-5)
+        assert_same(usual, grads, 1e-3)
+    first = next(name for name in usual if "layers.0.self_attn" in name)
+    assert distance(without[first], usual[first]) > 0.01
 
 
 @pytest.mark.parametrize("together", [2, 3])

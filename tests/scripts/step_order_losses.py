@@ -24,9 +24,7 @@ FAMILIES = ("qwen3moe", "dsv3", "glm4", "gpt_oss", "mixtral")
 MOST = 1e-3
 
 
-def losses(
-    base: Path, out: Path, fmt: str, together: int | str, steps: int, micro_batches: int, seed: int
-) -> torch.Tensor:
+def losses(base: Path, out: Path, fmt: str, together: int | str, steps: int, micro_batches: int) -> torch.Tensor:
     """The loss of each step."""
     settings = {"expert_format": fmt, "micro_batches_together": together, "threads": 2}
     model = runs.adapted(base, settings=settings, lora_dropout=0.1)
