@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,13 +196,27 @@ class Board(dict[str, str]):
     ],
 )
 def test_what_is_told_of_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch, other: dict[str, str], told: str) -> None:
-    for name in ("EVERY", "SILENT", "GRACE"):
-        monkeypatch.setattr(watch, name, 0.02)
+    for name, seconds in (("EVERY", 0.02), ("SILENT", 0.5), ("GRACE", 0.02)):
+        monkeypatch.setattr(watch, name, seconds)
     ended = threading.Event()
     board = Board(other)
     guard = Watch(Launch(0, 2, 0, 2), board, ended.set)
     guard.start()
     assert ended.wait(20) and guard.found is not None and guard.found.startswith(told)
+    guard.stop()
+
+
+def test_ranks_are_not_silent_while_this_one_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z and `fg`: this rank may be the first to look again."""
+    monkeypatch.setattr(watch, "EVERY", 0.02)
+    stopped = [0.0]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0]))
+    board, ended = Board({"life/1": "elsewhere|pid|7|3"}), threading.Event()
+    guard = Watch(Launch(0, 2, 0, 2), board, ended.set)
+    guard.start()
+    time.sleep(0.1)
+    stopped[0] = 1000.0
+    assert not ended.wait(0.3) and guard.found is None
     guard.stop()
 
 

@@ -2,7 +2,8 @@
 
 A rank that dies leaves the others waiting in a collective call, some for hours. So a thread of each rank writes to the
 store by which the ranks found each other, every `EVERY` seconds, and reads what the others wrote. A rank is gone if it
-said that it failed, if its process has ended on this machine, or if it was silent for `SILENT` seconds.
+said that it failed, if its process has ended on this machine, or if it was silent for `SILENT` seconds, of which those
+do not count that this process itself spent stopped: a job that is continued, or a machine, finds all others silent.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Watch:
         self._told = threading.Event()
         self._stopping = threading.Event()
         self._heard: dict[int, tuple[_Life, float]] = {}
-        self._reached = time.monotonic()
+        self._awake = self._reached = 0.0  # seconds in which this process ran
         self._talk = threading.Thread(target=self._talking, name="ktft-watch", daemon=True)
         self._guard = threading.Thread(target=self._guarding, name="ktft-watch-guard", daemon=True)
 
@@ -107,7 +108,7 @@ class Watch:
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _talking(self) -> None:
-        count, self._reached = 0, time.monotonic()
+        count = 0
         space = " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
         while True:
             life, ended = _Life(socket.gethostname(), space, os.getpid(), count), self._stopping.is_set()
@@ -119,7 +120,7 @@ class Watch:
                 if ended or self._failure is not None:
                     return
                 self._look(life)
-                self._reached = time.monotonic()
+                self._reached = self._awake
             except (RuntimeError, ValueError, OSError):
                 logger.debug("the ranks' store cannot be reached", exc_info=True)
             count += 1
@@ -136,7 +137,7 @@ class Watch:
                 self._hear(rank, self._store.get(f"life/{rank}").decode(), own)
 
     def _hear(self, rank: int, text: str, own: _Life) -> None:
-        now = time.monotonic()
+        now = self._awake
         if text == "ended":
             self._heard.pop(rank, None)
             return
@@ -158,8 +159,11 @@ class Watch:
             self.found = f"rank {rank}{f' on {life.host}' if life else ''} {what}"
 
     def _guarding(self) -> None:
+        woken = time.monotonic()
         while self.found is None and not self._stopping.wait(EVERY / 2):
-            if (silence := time.monotonic() - self._reached) > SILENT and self._failure is None:
+            slept, woken = woken, time.monotonic()
+            self._awake += min(woken - slept, EVERY)
+            if (silence := self._awake - self._reached) > SILENT and self._failure is None:
                 self.found = (
                     f"the other ranks could not be reached for {silence:.0f} s: the network is cut, or the process "
                     "that started rank 0 is gone"
