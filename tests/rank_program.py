@@ -1,7 +1,8 @@
 """A training program for `torchrun`, or for one process: runs of transformers' Trainer, one after another.
 
-usage: rank_program.py JOBS.json. Each job is the arguments of `train`, of `experts` if it has `tokens`, or of
-`gradients` if it names an adapter. Process 0 writes a run's losses to `OUTPUT/losses.json`.
+usage: rank_program.py JOBS.json [PROCESSES], with PROCESSES if torchrun does not start them. Each job is the arguments
+of `train`, of `experts` if it has `tokens`, or of `gradients` if it names an adapter. Process 0 writes a run's losses
+to `OUTPUT/losses.json`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed
 import transformers
 from accelerate.state import AcceleratorState
 from plots import leave_out
+from rank_forks import fork
 from runs import DATA, adapted, arguments, losses
 from tp_gradients import gradients
 from transformers import TrainerCallback
@@ -118,6 +120,8 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     leave_out()
     gc.freeze()  # the Trainer collects garbage at the start of each run, among all that is imported
+    if len(sys.argv) > 2:
+        fork(int(sys.argv[2]))
     for job in json.loads(Path(sys.argv[1]).read_text()):
         work = experts if "tokens" in job else gradients if "adapter" in job else train
         work(**job)

@@ -18,7 +18,7 @@ import rank_program
 import torch
 import yaml
 from adapted import load, tensors_of
-from ranks import ENVIRONMENT, results, run_jobs
+from ranks import ENVIRONMENT, results, run_jobs, torchrun_jobs
 from tiny import factory_settings, write_checkpoint
 
 import ktft
@@ -122,7 +122,7 @@ def check_layer(folder: Path) -> None:
 
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, base: Path) -> None:
     began = time.monotonic()
-    status, said = run_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, max_steps=1000, stop=(1, "SIGKILL")))
+    status, said = torchrun_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, max_steps=1000, stop=(1, "SIGKILL")))
     assert status == 1 and "Signal 9" in said, said[-3000:]
     assert time.monotonic() - began < 200  # it would be hours
 
@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, base: Path) -> No
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, base: Path) -> None:
     """The other process tells which rank it was, and why; the last checkpoint is whole."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "stop": (0, "error")}
-    status, said = run_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, **options))
+    status, said = torchrun_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, **options))
     assert status == 1
     assert "rank 0 on " in said and "failed: MemoryError: no memory left for this test" in said, said[-3000:]
     assert "this process cannot go on because rank 0" in said or "ends because rank 0" in said
@@ -206,6 +206,7 @@ def test_what_is_told_of_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch, ot
     guard = Watch(Launch(0, 2, 0, 2), board, ended.set)
     guard.start()
     assert ended.wait(20) and guard.found is not None and guard.found.startswith(told)
+    assert ("heard/1/0" in board) == ("failure/1" in board), "the rank that fails may end now"
     guard.stop()
 
 
@@ -221,6 +222,21 @@ def test_ranks_are_not_silent_while_this_one_is_stopped(monkeypatch: pytest.Monk
     stopped[0] = 1000.0
     assert not ended.wait(0.3) and guard.found is None
     guard.stop()
+
+
+def test_a_rank_that_fails_waits_until_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 fails as well."""
+    monkeypatch.setattr(watch, "EVERY", 5.0)
+    board = Board({"failure/2": "MemoryError: no memory"})
+    failing = Watch(Launch(0, 3, 0, 3), board, lambda: None)
+    failing._failure = "OSError: disk full"
+    waiting = threading.Thread(target=failing._talking)
+    waiting.start()
+    waiting.join(1.0)
+    assert waiting.is_alive() and not failing._told.is_set() and board["failure/0"] == "OSError: disk full"
+    board["heard/0/1"] = "1"
+    waiting.join(15)
+    assert failing._told.is_set()
 
 
 def test_a_rank_that_ends_well_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
