@@ -137,6 +137,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, base: Path) -> None:
     assert (tmp_path / "out" / "checkpoint-1" / "ktft_checkpoint.json").is_file()
 
 
+@pytest.mark.full  # in `make test`, LLaMA-Factory starts two processes under FSDP2
 def test_llamafactory_cli(tmp_path: Path, base: Path, data_dir: Path) -> None:
     """`llamafactory-cli train` starts a process for each GPU, or as many as NPROC_PER_NODE says."""
     bin_dir = Path(sys.executable).parent

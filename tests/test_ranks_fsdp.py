@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from adapted import load
 from ranks import results, run_jobs, torchrun
 from runs import logged
 from safetensors.torch import load_file
 from tiny import write_data
 
+import ktft
 from ktft.ranks import launch
+from ktft.train import shards
 from ktft.train.trainer import check_launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,10 +97,11 @@ def test_three_processes_of_which_some_have_no_rows(base: Path, tmp_path: Path) 
 
 
 def test_through_llamafactory(base: Path, tmp_path: Path) -> None:
-    """The example, on a small model."""
+    """The example, on a small model, which LLaMA-Factory starts in two processes, evaluates and saves on the way."""
     pytest.importorskip("llamafactory")
     tiny = {"model_name_or_path": str(base), "dataset_dir": str(write_data(tmp_path / "data")), "dataset": "sft"}
-    few = {"template": "default", "cutoff_len": 64, "max_steps": 3, "logging_steps": 1, "save_steps": 3}
+    few = {"template": "default", "cutoff_len": 64, "max_steps": 3, "logging_steps": 1, "save_steps": 2}
+    few |= {"eval_dataset": "sft", "eval_strategy": "steps", "eval_steps": 2}
     settings = yaml.safe_load(YAML.read_text()) | tiny | few | {"output_dir": str(tmp_path / "out"), "use_cpu": True}
     settings["kt_config"]["threads"] = 1
     file = tmp_path / "train.yaml"
@@ -106,6 +110,8 @@ def test_through_llamafactory(base: Path, tmp_path: Path) -> None:
     status, said = torchrun(1, "-m", "llamafactory.cli", "train", file, **cli)
     assert status == 0 and "FSDP2 divides" in said, said
     assert len(logged(tmp_path / "out")) == 3
+    assert (tmp_path / "out" / "checkpoint-2" / shards.shard_name(1, 2)).is_file()
+    ktft.load_adapter(load(base), tmp_path / "out")  # refuses an adapter that lacks an expert
     names = load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
     assert any(".experts.7.gate_proj.lora_A" in name for name in names), "experts of the second process"
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 8
