@@ -30,7 +30,7 @@ MODULES = (
     "llamafactory.train.tuner",
     "ktft.cli.main",
     "ktft.train.run_report_page",
-    "matplotlib.backends.backend_svg",
+    "plots",
     "transformers.models.deepseek_v2.modeling_deepseek_v2",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -75,6 +75,7 @@ def _serve() -> None:
         importlib.import_module(name)
     # Asking whether a model takes images imports the configurations of 100 models.
     sys.modules["transformers"].AutoModelForImageTextToText._model_mapping.keys()
+    sys.modules["plots"].leave_out()
     gc.freeze()  # or each child, as it ends, would copy every page of what it shares
     for line in sys.stdin:
         child = os.fork()

@@ -1,11 +1,13 @@
 """A training program for `torchrun`, or for one process: runs of transformers' Trainer, one after another.
 
-usage: rank_program.py JOBS.json. Each job is the arguments of `train`, of `experts` if it has `tokens`, or of
-`gradients` if it names an adapter. Process 0 writes a run's losses to `OUTPUT/losses.json`.
+usage: rank_program.py JOBS.json [PROCESSES], with PROCESSES if torchrun does not start them. Each job is the arguments
+of `train`, of `experts` if it has `tokens`, or of `gradients` if it names an adapter. Process 0 writes a run's losses
+to `OUTPUT/losses.json`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -16,6 +18,9 @@ from typing import Any
 import torch
 import torch.distributed
 import transformers
+from accelerate.state import AcceleratorState
+from plots import leave_out
+from rank_forks import fork
 from runs import DATA, adapted, arguments, losses
 from tp_gradients import gradients
 from transformers import TrainerCallback
@@ -50,9 +55,17 @@ def train(
     generate: bool = False,
     stop: tuple[int, str] | None = None,
     of_rank: dict[str, dict[str, Any]] | None = None,
+    fresh: bool = False,
     **overrides: Any,
 ) -> None:
-    """One run; `stop` ends a rank in it, `of_rank` gives ranks other arguments."""
+    """One run; `stop` ends a rank in it, `of_rank` gives ranks other arguments.
+
+    `fresh`: as in an environment that asks for no FSDP, and after no run that did.
+    """
+    if fresh:
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+            del os.environ[name]
+        AcceleratorState._reset_state(reset_partial_state=True)
     if (settings or {}).get("distributed"):
         import tp_on_cpu  # the older accelerate has nothing to change
 
@@ -105,6 +118,10 @@ def experts(base: str, output: str, tokens: list[int]) -> None:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
+    leave_out()
+    gc.freeze()  # the Trainer collects garbage at the start of each run, among all that is imported
+    if len(sys.argv) > 2:
+        fork(int(sys.argv[2]))
     for job in json.loads(Path(sys.argv[1]).read_text()):
         work = experts if "tokens" in job else gradients if "adapter" in job else train
         work(**job)

@@ -1,4 +1,4 @@
-"""Starts several processes that train together, by torchrun, on gloo."""
+"""Starts several processes that train together, on gloo: by torchrun, or without the imports of each one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,38 @@ TESTS = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def torchrun(processes: int, *command: object, timeout: float = 300, **environment: str) -> tuple[int, str]:
+def torchrun(processes: int, *command: object, **environment: str) -> tuple[int, str]:
     """Exit status and output of a program that `processes` processes run together; 1 runs it without torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return _python(*(launcher if processes > 1 else []), *command, **environment)
+
+
+def _python(*command: object, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
-        [*(launcher if processes > 1 else [sys.executable]), *map(str, command)],
+        [sys.executable, *map(str, command)],
         env=os.environ | ENVIRONMENT | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
+        timeout=600,
     )
     return done.returncode, done.stdout
 
 
 def run_jobs(processes: int, folder: Path, *jobs: dict[str, Any], **environment: str) -> tuple[int, str]:
-    """Run these jobs of `rank_program.py` one after another."""
+    """Run these jobs of `rank_program.py` one after another, in forks: what torchrun itself does is not tested."""
+    return _python(TESTS / "rank_program.py", _written(processes, folder, jobs), processes, **environment)
+
+
+def torchrun_jobs(processes: int, folder: Path, *jobs: dict[str, Any]) -> tuple[int, str]:
+    """The same by torchrun."""
+    return torchrun(processes, TESTS / "rank_program.py", _written(processes, folder, jobs))
+
+
+def _written(processes: int, folder: Path, jobs: Sequence[dict[str, Any]]) -> Path:
     file = folder / f"jobs-{processes}.json"
     file.write_text(json.dumps(jobs))
-    return torchrun(processes, TESTS / "rank_program.py", file, **environment)
+    return file
 
 
 def results(output: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from commands import refused, run
 from given import Checkpoint
 from planning import DEEPSEEK, by_format, plan, recipe
 from safetensors import safe_open
-from tiny import COMMON, FAMILIES, MORE_FAMILIES, write_checkpoint
+from tiny import FAMILIES, MORE_FAMILIES, make_config, write_checkpoint
 
 from ktft import config, native, system
 from ktft.config import EXPERT_FORMATS, Settings
@@ -53,14 +53,33 @@ def untimed(untimed_experts: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES | MORE_FAMILIES))
 def test_every_family_s_layers_can_be_timed(family: str) -> None:
-    config_class, own = (FAMILIES | MORE_FAMILIES)[family]
-    shape, model = shape_of(config_class(**COMMON | own))
+    shape, model = shape_of(make_config(family))
     before = [name for name, _ in model.named_modules()]
     work = Recipe(cutoff_len=16, lora_rank=4).workload(Recipe().adapters(shape, model), 2)
     rate = backbone.timed_layers(model, shape, work, torch.device("cpu"))
     assert rate.forward > 0 and rate.backward > 0
     assert [name for name, _ in model.named_modules()] == before
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("every", [0.0, 0.1])
+def test_slow_layers_are_timed_on_fewer_tokens(every: float) -> None:
+    """A machine that takes `every` seconds for a token, after a first pass that sets up."""
+    passes: list[int] = []
+
+    def seconds(tokens: int) -> float:
+        passes.append(tokens)
+        return 100.0 if len(passes) == 1 else every * tokens
+
+    assert rates.affordable(rates.sizes_up_to(1000), seconds) == (16 if every else 1000)
+    assert passes == ([16, 16] if every else [16, 16, 64, 256])
+
+
+@pytest.mark.usefixtures("untimed_experts")
+def test_a_plan_says_that_layers_are_slow(base: Path, recipe: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_LONGEST", 1e-9)
+    (note,) = plan(base, recipe("cutoff_len: 256\nuse_cpu: true\n"))["notes"]
+    assert note.startswith("the time of attention follows from that of 16 tokens")
 
 
 @pytest.mark.usefixtures("untimed_experts")

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rank_program
 import torch
 import yaml
 from adapted import load, tensors_of
-from ranks import ENVIRONMENT, results, run_jobs
+from ranks import ENVIRONMENT, results, run_jobs, torchrun_jobs
 from tiny import factory_settings, write_checkpoint
 
 import ktft
@@ -88,7 +89,9 @@ def test_two_and_three_processes_train_like_one(tmp_path: Path) -> None:
     one = [*jobs(1, 2, *families), *jobs(1, 3, three[0])]
     one.append(job(bases["qwen3moe"], tmp_path / "end3-1", 1, 3, **saved | {"resume": True}))
     one.append(job(bases["qwen3moe"], tmp_path / "from2-1", 1, 2, **saved | {"resume": again}))
-    launched(1, tmp_path, *one, tokens | {"output": str(tmp_path / "layer")})
+    for each in one:
+        rank_program.train(**each)
+    rank_program.experts(**tokens, output=str(tmp_path / "layer"))
 
     for name in FAMILIES:
         assert worst(tmp_path / f"{name}-1", tmp_path / f"{name}-2") < 0.005, name
@@ -151,7 +154,7 @@ def check_layer(folder: Path) -> None:
 
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, base: Path) -> None:
     began = time.monotonic()
-    status, said = run_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, max_steps=1000, stop=(1, "SIGKILL")))
+    status, said = torchrun_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, max_steps=1000, stop=(1, "SIGKILL")))
     assert status == 1 and "Signal 9" in said, said[-3000:]
     assert time.monotonic() - began < 200  # it would be hours
 
@@ -159,13 +162,14 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, base: Path) -> No
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, base: Path) -> None:
     """The other process tells which rank it was, and why; the last checkpoint is whole."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "stop": (0, "error")}
-    status, said = run_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, **options))
+    status, said = torchrun_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, **options))
     assert status == 1
     assert "rank 0 on " in said and "failed: MemoryError: no memory left for this test" in said, said[-3000:]
     assert "this process cannot go on because rank 0" in said or "ends because rank 0" in said
     assert (tmp_path / "out" / "checkpoint-1" / "ktft_checkpoint.json").is_file()
 
 
+@pytest.mark.full  # in `make test`, LLaMA-Factory starts two processes under FSDP2
 def test_llamafactory_cli(tmp_path: Path, base: Path, data_dir: Path) -> None:
     """`llamafactory-cli train` starts a process for each GPU, or as many as NPROC_PER_NODE says."""
     bin_dir = Path(sys.executable).parent
@@ -249,14 +253,44 @@ class Board(dict[str, str]):
     ],
 )
 def test_what_is_told_of_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch, other: dict[str, str], told: str) -> None:
-    for name in ("EVERY", "SILENT", "GRACE"):
-        monkeypatch.setattr(watch, name, 0.02)
+    for name, seconds in (("EVERY", 0.02), ("SILENT", 0.5), ("GRACE", 0.02)):
+        monkeypatch.setattr(watch, name, seconds)
     ended = threading.Event()
     board = Board(other)
     guard = Watch(Launch(0, 2, 0, 2), board, ended.set)
     guard.start()
     assert ended.wait(20) and guard.found is not None and guard.found.startswith(told)
+    assert ("heard/1/0" in board) == ("failure/1" in board), "the rank that fails may end now"
     guard.stop()
+
+
+def test_ranks_are_not_silent_while_this_one_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z and `fg`: this rank may be the first to look again."""
+    monkeypatch.setattr(watch, "EVERY", 0.02)
+    stopped = [0.0]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0]))
+    board, ended = Board({"life/1": "elsewhere|pid|7|3"}), threading.Event()
+    guard = Watch(Launch(0, 2, 0, 2), board, ended.set)
+    guard.start()
+    time.sleep(0.1)
+    stopped[0] = 1000.0
+    assert not ended.wait(0.3) and guard.found is None
+    guard.stop()
+
+
+def test_a_rank_that_fails_waits_until_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 fails as well."""
+    monkeypatch.setattr(watch, "EVERY", 5.0)
+    board = Board({"failure/2": "MemoryError: no memory"})
+    failing = Watch(Launch(0, 3, 0, 3), board, lambda: None)
+    failing._failure = "OSError: disk full"
+    waiting = threading.Thread(target=failing._talking)
+    waiting.start()
+    waiting.join(1.0)
+    assert waiting.is_alive() and not failing._told.is_set() and board["failure/0"] == "OSError: disk full"
+    board["heard/0/1"] = "1"
+    waiting.join(15)
+    assert failing._told.is_set()
 
 
 def test_a_rank_that_ends_well_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

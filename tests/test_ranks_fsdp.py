@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from adapted import load
 from ranks import results, run_jobs, torchrun
 from runs import logged
 from safetensors.torch import load_file
 from tiny import write_data
 
+import ktft
 from ktft.ranks import launch
+from ktft.train import shards
 from ktft.train.trainer import check_launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +57,8 @@ def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
     """Also through a mixed checkpoint: DDP's goes on under FSDP2. Gradient checkpointing is asked for as reentrant."""
 
     def job(name: str, **more: Any) -> dict[str, Any]:
-        eight = {"max_steps": 8, "save_steps": 1, "gradient_accumulation_steps": 2}
+        # At five times this rate the last bits, which follow the order of sums, grow to some percent in eight steps
+        eight = {"max_steps": 8, "save_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
         reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
         best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
         return {"base": str(base), "output": str(tmp_path / name), "lora": WHOLE} | eight | reentrant | best | more
@@ -68,7 +72,7 @@ def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
     found = {name: results(tmp_path / name) for name in ("ddp", "fsdp", "again", "mixed")}
     for name in ("fsdp", "mixed"):
         assert near(found[name]["losses"], found["ddp"]["losses"])
-        assert found[name]["norms"] == pytest.approx(found["ddp"]["norms"], rel=0.03)  # last bits grow in eight steps
+        assert found[name]["norms"] == pytest.approx(found["ddp"]["norms"], rel=0.01)
     assert found["fsdp"]["norms"][0] == pytest.approx(found["ddp"]["norms"][0], rel=1e-6)
     for key in ("losses", "norms"):
         assert found["again"][key] == found["fsdp"][key]
@@ -84,20 +88,20 @@ def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
 def test_three_processes_of_which_some_have_no_rows(base: Path, tmp_path: Path) -> None:
     """LoRA of rank 2 has two rows. The precision is mixed, and the arguments come from accelerate's environment."""
     job = {"base": str(base), "max_steps": 4, "dtype": "bfloat16", "bf16": True, "examples": 12}
-    status, said = run_jobs(3, tmp_path, {**job, "output": str(tmp_path / "ddp")})
-    assert status == 0, said
     asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    status, said = run_jobs(3, tmp_path, {**job, "output": str(tmp_path / "fsdp")}, **asked)
-    assert status == 0 and "FSDP2 divides" in said, said
+    jobs = {**job, "output": str(tmp_path / "fsdp")}, {**job, "output": str(tmp_path / "ddp"), "fresh": True}
+    status, said = run_jobs(3, tmp_path, *jobs, **asked)
+    assert status == 0 and said.count("FSDP2 divides") == 1, said
     ddp, fsdp = results(tmp_path / "ddp"), results(tmp_path / "fsdp")
     assert near(fsdp["losses"], ddp["losses"]) and near(fsdp["norms"], ddp["norms"])
 
 
 def test_through_llamafactory(base: Path, tmp_path: Path) -> None:
-    """The example, on a small model."""
+    """The example, on a small model, which LLaMA-Factory starts in two processes, evaluates and saves on the way."""
     pytest.importorskip("llamafactory")
     tiny = {"model_name_or_path": str(base), "dataset_dir": str(write_data(tmp_path / "data")), "dataset": "sft"}
-    few = {"template": "default", "cutoff_len": 64, "max_steps": 3, "logging_steps": 1, "save_steps": 3}
+    few = {"template": "default", "cutoff_len": 64, "max_steps": 3, "logging_steps": 1, "save_steps": 2}
+    few |= {"eval_dataset": "sft", "eval_strategy": "steps", "eval_steps": 2}
     settings = yaml.safe_load(YAML.read_text()) | tiny | few | {"output_dir": str(tmp_path / "out"), "use_cpu": True}
     settings["kt_config"]["threads"] = 1
     file = tmp_path / "train.yaml"
@@ -106,6 +110,8 @@ def test_through_llamafactory(base: Path, tmp_path: Path) -> None:
     status, said = torchrun(1, "-m", "llamafactory.cli", "train", file, **cli)
     assert status == 0 and "FSDP2 divides" in said, said
     assert len(logged(tmp_path / "out")) == 3
+    assert (tmp_path / "out" / "checkpoint-2" / shards.shard_name(1, 2)).is_file()
+    ktft.load_adapter(load(base), tmp_path / "out")  # refuses an adapter that lacks an expert
     names = load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
     assert any(".experts.7.gate_proj.lora_A" in name for name in names), "experts of the second process"
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 8

@@ -17,7 +17,7 @@ from ktft.device import ACCELERATORS, device_of
 from ktft.model.experts import KtftExperts
 from ktft.model.memory import FP32, Workload, torch_activations
 from ktft.model.shape import ModelShape
-from ktft.plan.rates import LayerRate, medians
+from ktft.plan.rates import LayerRate, affordable, medians, sizes_up_to
 from ktft.system import available_memory, readable
 
 _LARGEST = 4096  # tokens in a timed pass; the time of more tokens is scaled up by whole sequences
@@ -40,7 +40,7 @@ def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.de
 
     Args:
         model: a model on the meta device with empty `KtftExperts`; it is not changed.
-        work: the recipe's step; sequences are timed at their full length.
+        work: the recipe's step; sequences are timed at their full length unless a pass over them took many seconds.
         device: the device that runs the layers in training.
 
     Raises:
@@ -52,14 +52,17 @@ def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.de
     batch = max(min(work.batch, _LARGEST // work.sequence), 1)
     _require_memory(shape, replace(work, batch=batch), device)
     forward = backward = 0.0
+    least = batch * work.sequence
     for numbers in kinds.values():
         try:
-            seconds = _time(_decoder(model, numbers[0], work, device), shape.hidden_size, batch, work, device)
+            decoder = _decoder(model, numbers[0], work, device)
+            tokens, seconds = _time(decoder, shape.hidden_size, batch, work, device)
         except Exception as error:  # third-party code runs on a part of the model and may raise anything
             raise Untimed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
-        scale = len(numbers) * work.batch / batch
+        scale = len(numbers) * work.batch * work.sequence / tokens
         forward, backward = forward + seconds[0] * scale, backward + seconds[1] * scale
-    return LayerRate(forward, backward)
+        least = min(least, tokens)
+    return LayerRate(forward, backward, least if least < work.sequence else None)
 
 
 def _require_memory(shape: ModelShape, work: Workload, device: torch.device) -> None:
@@ -124,18 +127,22 @@ def _adapted(decoder: nn.Module, number: int, work: Workload) -> list[str]:
 
 def _time(
     decoder: nn.Module, hidden_size: int, batch: int, work: Workload, device: torch.device
-) -> tuple[float, float]:
+) -> tuple[int, tuple[float, float]]:
+    """How many tokens were timed, and the seconds of forward and backward over them."""
     dtype = torch.float32 if work.weight_bytes == FP32 else torch.bfloat16
-    x = torch.randn(batch, work.sequence, hidden_size, device=device).to(dtype).requires_grad_()
+    x = torch.randn(batch * work.sequence, hidden_size, device=device).to(dtype)
 
-    def once() -> tuple[float, float]:
+    def once(tokens: int) -> tuple[float, float]:
+        inputs = x[:tokens].view(-1, min(tokens, work.sequence), hidden_size).requires_grad_()
         with _clock(device) as forward, torch.autocast(device.type, torch.bfloat16, enabled=work.mixed):
-            y = decoder(inputs_embeds=x, use_cache=False).last_hidden_state
+            y = decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
         with _clock(device) as backward:
             y.backward(torch.ones_like(y))
         return forward[0], backward[0]
 
-    return medians(once)
+    sizes = dict.fromkeys([*sizes_up_to(work.sequence), batch * work.sequence])
+    tokens = affordable(sizes, lambda size: sum(once(size)))
+    return tokens, medians(lambda: once(tokens))
 
 
 @contextmanager

@@ -92,6 +92,11 @@ class Planner:
         except Untimed as reason:
             self._notes += (f"the time of attention is estimated, not measured: {reason}",)
             layers = None
+        if layers and layers.shortened:
+            self._notes += (
+                f"the time of attention follows from that of {layers.shortened} tokens, because a pass over whole "
+                "sequences would take long here; what grows with their square is missing",
+            )
         return rates.OtherRates(products, layers)
 
     def _expert_rate(self, name: str, moe: MoeShape, lora: list[Any]) -> rates.ExpertRate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ PACK_RATE = 0.4e9  # bytes/s of bf16 that one thread quantizes and packs
 
 _LARGEST_LAYER = 128_000_000  # parameters of the timed layer, at most, unless two experts have more
 _SECONDS = 0.15  # approximate duration of one timed pass
+_LONGEST = 4.0  # seconds of one pass over work that cannot be counted in advance; a pass runs some ten times
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,14 @@ class TorchRate:
 
 @dataclass(frozen=True)
 class LayerRate:
-    """Seconds that all decoder layers, without their routed experts, take for forward and backward of one batch."""
+    """Seconds that all decoder layers, without their routed experts, take for forward and backward of one batch.
+
+    `shortened` is the length of the sequences that were timed if those of the recipe would have taken too long.
+    """
 
     forward: float
     backward: float
+    shortened: int | None = None
 
 
 @dataclass(frozen=True)
@@ -165,14 +170,15 @@ def _lora(moe: MoeShape, experts: int, adapters: list[Adapter]) -> ExpertLora | 
 
 def timed_torch_rate(shape: ModelShape, work: Workload) -> TorchRate:
     """Time a linear layer with and without LoRA, and the loss, on the CPU."""
-    size, tokens = shape.hidden_size, min(work.tokens, 1024)
+    size, tokens = shape.hidden_size, min(work.tokens, 1024)  # fewer where bf16 is slow
     rank = max((a.rank for a in work.elsewhere()), default=0)
     dtype = torch.bfloat16 if work.mixed or work.weight_bytes == 2 else torch.float32
     weight = torch.randn(size, size).to(dtype)
-    x = torch.randn(tokens, size).to(dtype).requires_grad_()
+    inputs = torch.randn(tokens, size).to(dtype)
     a, b = torch.randn(max(rank, 1), size).requires_grad_(), torch.zeros(size, max(rank, 1)).requires_grad_()
 
-    def linear(with_lora: bool) -> tuple[float, float]:
+    def linear(with_lora: bool, count: int) -> tuple[float, float]:
+        x = inputs[:count].requires_grad_()
         begin = time.perf_counter()
         y = F.linear(x, weight)
         if with_lora:
@@ -181,7 +187,8 @@ def timed_torch_rate(shape: ModelShape, work: Workload) -> TorchRate:
         y.backward(y)
         return middle - begin, time.perf_counter() - middle
 
-    plain, adapted = medians(lambda: linear(False)), medians(lambda: linear(True))
+    tokens = affordable(sizes_up_to(tokens), lambda count: sum(linear(True, count)))
+    plain, adapted = medians(lambda: linear(False, tokens)), medians(lambda: linear(True, tokens))
     rows = max(min(tokens, 1 << 24) * 1024 // shape.vocab_size, 16)
     logits = torch.randn(rows, shape.vocab_size).to(dtype).requires_grad_()
     labels = torch.zeros(rows, dtype=torch.long)
@@ -203,3 +210,27 @@ def medians(once: Callable[[], tuple[float, float]]) -> tuple[float, float]:
     once()
     times = [once() for _ in range(3)]
     return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Numbers of tokens to try one after another: 16, 64, 256 and so on, and `most` itself."""
+    sizes, size = [], 16
+    while size < most:
+        sizes.append(size)
+        size *= 4
+    return [*sizes, most]
+
+
+def affordable(sizes: Iterable[int], seconds: Callable[[int], float]) -> int:
+    """The largest of these rising sizes that is expected to take at most `_LONGEST` seconds; the first in any case.
+
+    Torch computes in bf16 a hundred times slower on a CPU without instructions for it, and then a planned step can take
+    an hour: its time follows from that of fewer tokens. A slow pass is repeated, since the first one of all sets up.
+    """
+    rising = iter(sizes)
+    size = next(rising)
+    for larger in rising:
+        if all(seconds(size) * larger / size > _LONGEST for _ in range(2)):
+            break
+        size = larger
+    return size

@@ -2,7 +2,8 @@
 
 A rank that dies leaves the others waiting in a collective call, some for hours. So a thread of each rank writes to the
 store by which the ranks found each other, every `EVERY` seconds, and reads what the others wrote. A rank is gone if it
-said that it failed, if its process has ended on this machine, or if it was silent for `SILENT` seconds.
+said that it failed, if its process has ended on this machine, or if it was silent for `SILENT` seconds, of which those
+do not count that this process itself spent stopped: a job that is continued, or a machine, finds all others silent.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Watch:
         self._told = threading.Event()
         self._stopping = threading.Event()
         self._heard: dict[int, tuple[_Life, float]] = {}
-        self._reached = time.monotonic()
+        self._awake = self._reached = 0.0  # seconds in which this process ran
         self._talk = threading.Thread(target=self._talking, name="ktft-watch", daemon=True)
         self._guard = threading.Thread(target=self._guarding, name="ktft-watch-guard", daemon=True)
 
@@ -93,9 +94,9 @@ class Watch:
         self._talk.join(5 * EVERY)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one fails. Returns once they can read it, or after some seconds."""
+        """Tell the other ranks why this one fails. Returns once they have read it, or after some seconds."""
         self._failure = f"{type(error).__name__}: {error}"
-        self._told.wait(5 * EVERY)
+        self._told.wait(6 * EVERY)
 
     def wait_for_reason(self, seconds: float = 2 * EVERY + GRACE) -> str | None:
         """What is known of a rank that is gone, waiting for it a while, since a broken connection comes first."""
@@ -107,7 +108,7 @@ class Watch:
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _talking(self) -> None:
-        count, self._reached = 0, time.monotonic()
+        count = 0
         space = " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
         while True:
             life, ended = _Life(socket.gethostname(), space, os.getpid(), count), self._stopping.is_set()
@@ -115,15 +116,28 @@ class Watch:
                 self._store.set(f"life/{self._launch.rank}", "ended" if ended else str(life))
                 if self._failure is not None:
                     self._store.set(f"failure/{self._launch.rank}", self._failure)
+                    self._wait_until_heard()
                     self._told.set()
                 if ended or self._failure is not None:
                     return
                 self._look(life)
-                self._reached = time.monotonic()
+                self._reached = self._awake
             except (RuntimeError, ValueError, OSError):
                 logger.debug("the ranks' store cannot be reached", exc_info=True)
             count += 1
             self._stopping.wait(EVERY)
+
+    def _wait_until_heard(self) -> None:
+        """Torchrun ends the others as soon as this process has ended, and they could not say why they end."""
+        own, until = self._launch.rank, time.monotonic() + 4 * EVERY
+        missing = [rank for rank in range(self._launch.ranks) if rank != own]
+        while missing and time.monotonic() < until:
+            time.sleep(EVERY / 10)
+            missing = [
+                rank
+                for rank in missing
+                if not any(self._store.check([key]) for key in (f"heard/{own}/{rank}", f"failure/{rank}"))
+            ]
 
     def _look(self, own: _Life) -> None:
         for rank in range(self._launch.ranks):
@@ -132,11 +146,12 @@ class Watch:
                 continue
             if self._store.check([key]):
                 self._gone(rank, f"failed: {self._store.get(key).decode()}")
+                self._store.set(f"heard/{rank}/{self._launch.rank}", "1")
             elif self._store.check([f"life/{rank}"]):
                 self._hear(rank, self._store.get(f"life/{rank}").decode(), own)
 
     def _hear(self, rank: int, text: str, own: _Life) -> None:
-        now = time.monotonic()
+        now = self._awake
         if text == "ended":
             self._heard.pop(rank, None)
             return
@@ -155,19 +170,25 @@ class Watch:
     def _gone(self, rank: int, what: str) -> None:
         if self.found is None:
             life, _ = self._heard.get(rank, (None, 0.0))
-            self.found = f"rank {rank}{f' on {life.host}' if life else ''} {what}"
+            self._find(f"rank {rank}{f' on {life.host}' if life else ''} {what}")
+
+    def _find(self, what: str) -> None:
+        logger.error("%s ends because %s", self._launch.name, what)
+        sys.stderr.flush()
+        self.found = what
 
     def _guarding(self) -> None:
+        woken = time.monotonic()
         while self.found is None and not self._stopping.wait(EVERY / 2):
-            if (silence := time.monotonic() - self._reached) > SILENT and self._failure is None:
-                self.found = (
+            slept, woken = woken, time.monotonic()
+            self._awake += min(woken - slept, EVERY)
+            if (silence := self._awake - self._reached) > SILENT and self._failure is None:
+                self._find(
                     f"the other ranks could not be reached for {silence:.0f} s: the network is cut, or the process "
                     "that started rank 0 is gone"
                 )
         if self.found is None or self._stopping.wait(GRACE):
             return
-        logger.error("%s ends because %s", self._launch.name, self.found)
-        sys.stderr.flush()
         self._end()
 
 
