@@ -38,7 +38,7 @@ struct Lora {
   std::optional<LoraPair> pairs[kProjections] = {};
   float dropout = 0;
   uint64_t seed = 0;
-  uint64_t first_route = 0;  // of the call, among the routes that have one seed
+  uint64_t first_route = 0;                // of the call, among the routes that have one seed
   const bool* elsewhere = nullptr;         // [experts]: backward leaves the gradients of these alone; or null
   std::shared_ptr<const KeptLora> kept{};  // all experts' parameters packed by keep_lora; null: each call packs its own
 

@@ -157,6 +157,7 @@ def _facts(model: nn.Module, args: TrainingArguments, examples: int | None) -> I
     yield "the seed of torch's generator", str(torch.initial_seed())
     yield from run_facts(model, str(getattr(args.optim, "value", args.optim))).items()
     yield "the size of tensor parallel groups", str(tp_size_of(model))
+    yield "micro_batches_together", str(next(iter(find_experts(model).values())).together)
     split, names, shards = split_parameters(model), hashlib.sha256(), shards_of(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

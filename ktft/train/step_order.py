@@ -150,6 +150,7 @@ def _why_not(trainer: Any, asked: int | str) -> str | None:
         (is_divided(model), "FSDP2 divides the layers, and gathers them for one micro-batch at a time"),
         (tp_size_of(model) > 1, "the attention is tensor parallel"),
         (trainer.args.torch_compile, "torch_compile is on"),
+        (getattr(trainer.args, "activation_offloading", False), "activation_offloading is on"),
         (
             type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs,
             f"{type(trainer).__name__} prepares its inputs by code of its own, which may call the model",
