@@ -138,6 +138,7 @@ class _Call:
         self.marks = {key: len(found) for key, found in lists.items()}
         with torch.set_grad_enabled(not again):
             out = self._run()
+        member.cuts = None
         flat, spec = _pytree.tree_flatten(out)
         places = [(flat, at) for at in range(len(flat))]
         places += [(found, at) for key, found in lists.items() for at in range(self.marks[key], len(found))]
