@@ -65,8 +65,8 @@ def model(untouched: Any) -> Any:
 def test_severed_expert_lora(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = KtftExpertsLora.active_lora
 
-    def severed(self: KtftExpertsLora) -> ExpertLora:
-        pairs = original(self).pairs.items()
+    def severed(self: KtftExpertsLora, top_k: int) -> ExpertLora:
+        pairs = original(self, top_k).pairs.items()
         return ExpertLora({name: LoraPair(p.a.detach(), p.b.detach(), p.scaling) for name, p in pairs})
 
     monkeypatch.setattr(KtftExpertsLora, "active_lora", severed)

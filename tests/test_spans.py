@@ -152,7 +152,7 @@ def test_spans_in_backward_are_in_the_split(recorder: Recorder) -> None:
 
     out = Node.apply(torch.ones(2, requires_grad=True)).sum()
     with ThreadPoolExecutor(1) as pool:
-        assert recorder.thread != pool.submit(threading.get_ident).result()
+        assert pool.submit(threading.get_ident).result() not in recorder.threads
         pool.submit(out.backward).result()
     assert recorder.take()["cpu", 1].waited >= 0.001
 
@@ -417,7 +417,8 @@ def test_command_writes_a_trace(train_yaml: Callable[..., Any], fork_cli: Callab
     for layer in range(3):
         own = [event["cat"] for event in found if event.get("args", {}).get("layer") == layer]
         assert own.count("attention") >= 2 * 2 * 2, layer
-        assert own.count("cpu") == (0 if layer == 0 else own.count("attention"))
+        # A step's two batches go through the experts together
+        assert own.count("cpu") == (0 if layer == 0 else own.count("attention") / 2)
     steps = [event for event in found if event["cat"] == "step"]
     for event in found:  # each within a step
         assert any(s["ts"] - 1 <= event["ts"] and event["ts"] + event["dur"] <= s["ts"] + s["dur"] + 1 for s in steps)

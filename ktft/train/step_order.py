@@ -147,7 +147,7 @@ def _why_not(trainer: Any, asked: int | str) -> str | None:
     model = trainer.model
     reasons = (
         (asked == 1, "micro_batches_together is 1"),
-        (is_divided(model), "FSDP2 divides the layers, and gathers them for one micro-batch at a time"),
+        (is_divided(model), "its layers are divided by FSDP2, and gathered for one micro-batch at a time"),
         (tp_size_of(model) > 1, "the attention is tensor parallel"),
         (trainer.args.torch_compile, "torch_compile is on"),
         (getattr(trainer.args, "activation_offloading", False), "activation_offloading is on"),
