@@ -54,7 +54,7 @@ import llamafactory.hparams
 """
 
 
-@pytest.mark.parametrize("other", ["ktft.py", "ktft/__init__.py"])
+@pytest.mark.parametrize("other", [pytest.param("ktft.py", marks=pytest.mark.full), "ktft/__init__.py"])
 def test_something_else_named_ktft_never_breaks_torch(other: str, tmp_path: Path) -> None:
     """Nor is it executed; it may be a program of that name which imports torch itself."""
     file = tmp_path / other

@@ -35,10 +35,8 @@ TP = {"settings": {"distributed": {"tp_size": 2}}}
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train_in_one_and_two(tiny_checkpoint: Checkpoint, out: Path) -> None:
     """One process trains, then two resume from its checkpoint and train the same, then one resumes from theirs."""
-    out = tmp_path_factory.mktemp("tp")
     more = {"olmoe": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}}
     for family in FAMILIES:
         train(str(tiny_checkpoint(family)), str(out / f"one-{family}"), **RUN, **more.get(family, {}))
@@ -58,15 +56,26 @@ def folder(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
     status, said = run_jobs(2, out, *jobs)
     assert status == 0, said[-4000:]
     train(base, str(out / "one-from-two"), resume=str(out / "two-qwen3moe/checkpoint-10"), **RUN)
-    return out
+
+
+def test_two_ranks_are_one_process(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """One test, because with several each of pytest's workers would train for it."""
+    train_in_one_and_two(tiny_checkpoint, tmp_path)
+    for family in FAMILIES:
+        losses_and_norms_are_those_of_one_process(family, tmp_path)
+    for family in ("qwen3moe", "dsv2"):
+        gradients_are_those_of_one_process(family, tmp_path)
+    one_standard_adapter_is_saved(tmp_path)
+    resuming_with_the_same_layout_is_exact(tmp_path)
+    for name in ("one-from-two", "two-from-one"):
+        resuming_with_another_layout(name, tmp_path)
 
 
 def apart(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_norms_are_those_of_one_process(family: str, folder: Path) -> None:
+def losses_and_norms_are_those_of_one_process(family: str, folder: Path) -> None:
     one, two = (results(folder / f"{name}-{family}") for name in ("one", "two"))
     assert len(two["losses"]) == 20 and two["losses"][-1] < two["losses"][0] - 0.2
     assert apart(two["losses"], one["losses"]) < 0.005
@@ -74,8 +83,7 @@ def test_losses_and_norms_are_those_of_one_process(family: str, folder: Path) ->
     assert apart([two["eval"]], [one["eval"]]) < 0.005
 
 
-@pytest.mark.parametrize("family", ["qwen3moe", "dsv2"])
-def test_gradients_are_those_of_one_process(family: str, folder: Path) -> None:
+def gradients_are_those_of_one_process(family: str, folder: Path) -> None:
     """Before anything is averaged: copies have the same bits, and no sum over the group is missing."""
     one, two = (torch.load(folder / f"gradients-{name}-{family}.pt") for name in ("one", "two"))
     assert abs(two["loss"] - one["loss"]) < 1e-4
@@ -85,13 +93,13 @@ def test_gradients_are_those_of_one_process(family: str, folder: Path) -> None:
         assert (found - expected).norm() < 0.01 * expected.norm(), name  # experts round hidden gradients to bf16
 
 
-def test_one_standard_adapter_is_saved(folder: Path) -> None:
+def one_standard_adapter_is_saved(folder: Path) -> None:
     one, two = (tensors_of(folder / f"{name}-qwen3moe") for name in ("one", "two"))
     assert {name: t.shape for name, t in two.items()} == {name: t.shape for name, t in one.items()}
     assert not list(folder.glob("two-qwen3moe/checkpoint-20/model*")), "the model around the adapter is not saved"
 
 
-def test_resuming_with_the_same_layout_is_exact(folder: Path) -> None:
+def resuming_with_the_same_layout_is_exact(folder: Path) -> None:
     whole, resumed = (folder / name / "checkpoint-20" for name in ("two-qwen3moe", "two-from-two"))
     names = ["adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"]
     names += [f"optimizer-experts-0000{rank}-of-00002.pt" for rank in range(2)]
@@ -100,12 +108,12 @@ def test_resuming_with_the_same_layout_is_exact(folder: Path) -> None:
     assert results(folder / "two-from-two")["losses"] == results(folder / "two-qwen3moe")["losses"]
 
 
-@pytest.mark.parametrize("name", ["one-from-two", "two-from-one"])
-def test_resuming_with_another_layout(name: str, folder: Path) -> None:
+def resuming_with_another_layout(name: str, folder: Path) -> None:
     assert apart(results(folder / name)["losses"], results(folder / "one-qwen3moe")["losses"]) < 0.005
 
 
-def test_replicas_beside_tensor_parallel_ranks(tiny_checkpoint: Checkpoint, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_replicas_beside_tensor_parallel_ranks(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Four processes, two by two: each pair has a half of a step's batch."""
     base, run = str(tiny_checkpoint("qwen3moe")), {**RUN, "max_steps": 8, "save_steps": 4}
     train(base, str(tmp_path / "one"), per_device_train_batch_size=4, **run)
