@@ -109,6 +109,7 @@ def test_install_is_idempotent_and_finds_nothing_else() -> None:
     assert finder.find_spec(ktft_autoload.MODULES[0], []) is None
 
 
+@pytest.mark.full
 def test_llamafactory_imported_before_torch() -> None:
     """A module that imports torch is adapted before anyone can call its functions."""
     done = python(
