@@ -17,6 +17,7 @@ from tiny import FAMILIES, MORE_FAMILIES
 from torch import Tensor, nn
 from transformers import Trainer
 
+from ktft.model import lockstep
 from ktft.model.experts import find_experts
 from ktft.train.step_order import StepOrder
 
@@ -198,7 +199,7 @@ def is_busy(thread: threading.Thread) -> bool:
     """Whether a thread of a pool is in a function that the pool was given."""
     frame = sys._current_frames()[thread.ident or 0]
     while frame is not None:
-        if "ktft" in frame.f_code.co_filename:
+        if frame.f_code.co_filename == lockstep.__file__:
             return True
         frame = frame.f_back
     return False
