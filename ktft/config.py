@@ -122,6 +122,8 @@ class Settings:
         micro_batches_together: how many of the micro-batches of an optimizer step go through each layer together, so
             that an expert is needed once for all of them; `auto` takes as many as memory allows. With 1 each goes
             through the whole model before the next.
+        cuda_graphs: whether what a decoder layer does around its experts is recorded on a GPU, and played back in a few
+            launches, if its activations are checkpointed.
         expert_routing: a file with the tokens that each expert got in an earlier run, by which several processes share
             the experts so that each gets about as many; None leaves neighbours to different processes.
 
@@ -139,6 +141,7 @@ class Settings:
     placement: str = "auto"
     gpu_expert_memory: int | str = 0
     micro_batches_together: int | str = "auto"
+    cuda_graphs: bool = True
     expert_routing: str | None = None
 
     @property
@@ -177,23 +180,29 @@ def _one_of(name: str, accepted: tuple[str | None, ...]) -> Callable[[Any], Any]
     return check
 
 
-def _count(name: str) -> Callable[[Any], Any]:
+def _count(name: str, other: str = "") -> Callable[[Any], Any]:
+    """A check for whole numbers. `other` is what the message names beside them."""
+
     def check(value: Any) -> Any:
         if value is None:
             return None
         # The value decides, not Python's type: numpy's integers are accepted, booleans are not
         number = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else 0
         if number < 1:
-            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1, or leave it out")
+            others = f", {other}," if other else ","
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1{others} or leave it out")
         return number
 
     return check
 
 
-def _check_verify_checksums(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"verify_checksums is {value!r}; give true or false")
-    return value
+def _flag(name: str) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; give true or false")
+        return value
+
+    return check
 
 
 def _check_expert_checkpoint(value: Any) -> Any:
@@ -244,10 +253,11 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "numa_nodes": _count("numa_nodes"),
     "activation": _one_of("activation", ACTIVATIONS),
     "expert_checkpoint": _check_expert_checkpoint,
-    "verify_checksums": _check_verify_checksums,
+    "verify_checksums": _flag("verify_checksums"),
     "placement": _one_of("placement", PLACEMENTS),
     "gpu_expert_memory": _check_gpu_expert_memory,
-    "micro_batches_together": lambda value: value if value == "auto" else _count("micro_batches_together")(value),
+    "micro_batches_together": lambda value: value if value == "auto" else _count("micro_batches_together", "auto")(value),
+    "cuda_graphs": _flag("cuda_graphs"),
     "expert_routing": _check_expert_routing,
 }
 

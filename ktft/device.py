@@ -157,12 +157,15 @@ class Device:
         """Whether the current stream records its work for a graph instead of running it."""
         return False
 
-    def record(self, work: Callable[[], None], stream: Any) -> Any:
-        """A graph of the kernels that `work` launches, recorded in `stream`; its `replay()` launches them all. Other
-        threads may use the device during the recording.
+    def graph_pool(self) -> Any:
+        """Memory for graphs that are never replayed at the same time: one may reuse what another has freed."""
+        return None
+
+    def new_graph(self, pool: Any = None) -> Any:
+        """A graph, with the methods of `CudaGraph`.
 
         Raises:
-            RuntimeError: `work` cannot be recorded.
+            NotImplementedError: the device records no graphs.
         """
         raise NotImplementedError("the CPU records no graphs")
 
@@ -189,6 +192,49 @@ class Device:
 
     def set_random_state(self, state: Tensor) -> None:
         torch.set_rng_state(state)
+
+
+class CudaGraph:
+    """Kernels that a GPU gets as one.
+
+    Args:
+        stream: in which they are recorded.
+        pool: what `Device.graph_pool` gave; None for memory of its own.
+    """
+
+    def __init__(self, stream: Any, pool: Any) -> None:
+        self._graph, self._stream, self._pool = torch.cuda.CUDAGraph(), stream, pool
+
+    def begin(self) -> None:
+        """From now on, record the kernels that this thread launches, instead of running them. Other threads may use the
+        device meanwhile.
+
+        Raises:
+            RuntimeError: as `end`.
+        """
+        self._current = torch.cuda.stream(self._stream)
+        self._current.__enter__()
+        try:
+            torch.cuda.current_blas_handle()  # it must not be made while kernels are recorded
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            self._current.__exit__(None, None, None)
+            raise
+
+    def end(self) -> None:
+        """The graph is complete.
+
+        Raises:
+            RuntimeError: what the thread did cannot be recorded.
+        """
+        try:
+            self._graph.capture_end()
+        finally:
+            self._current.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        """Give the kernels to the current stream."""
+        self._graph.replay()
 
 
 class Cuda(Device):
@@ -261,15 +307,15 @@ class Cuda(Device):
     def is_current_stream_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def record(self, work: Callable[[], None], stream: Any) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        return graph
+    def graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def new_graph(self, pool: Any = None) -> CudaGraph:
+        return CudaGraph(self._recording_stream, pool)
+
+    @functools.cached_property
+    def _recording_stream(self) -> Any:
+        return torch.cuda.Stream(self.index)
 
     def free_bytes(self) -> tuple[int, int] | None:
         free, limit = self._free_and_limit()

@@ -1,106 +1,101 @@
-"""Work that is recorded: done at first, then recorded, then replayed; and done as before where that cannot be."""
+"""Decoder layers that are recorded and played back, against the same layers run operation by operation."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
+import runs
 import torch
+from adapted import randomize
+from given import Checkpoint
+from host_graphs import HostGraph, record_on_host
+from tiny import FAMILIES, MORE_FAMILIES
+from torch import Tensor
+from transformers import Trainer
 
-from ktft.lanes.gpu.graphs import Recorded
-
-DEVICE = torch.device("cuda", 0)
-
-
-class Cuda:
-    """In place of torch.cuda's graphs and streams; notes what is asked of them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: bool = False) -> None:
-        self.calls: list[str] = []
-        cuda, calls = self, self.calls
-
-        class Graph:
-            def capture_begin(self, capture_error_mode: str) -> None:
-                calls.append(f"begin {capture_error_mode}")
-
-            def capture_end(self) -> None:
-                calls.append("end")
-                if refuses:
-                    raise RuntimeError("operation not permitted\nCUDA kernel errors ...")
-
-            def replay(self) -> None:
-                calls.append("replay")
-
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "stream")
-        monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
-
-    @contextlib.contextmanager
-    def stream(self, stream: str):  # type: ignore[no-untyped-def]
-        self.calls.append(f"on {stream}")
-        yield
-
-    def since(self) -> list[str]:
-        found = list(self.calls)
-        self.calls.clear()
-        return found
+STEPS = 4
+"""The first runs kernel by kernel, the second records, the others play back."""
 
 
-def test_work_is_done_then_recorded_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
-    recorded = Recorded(DEVICE)
-    for key in ("one", "two"):
-        seen = []
-        for _ in range(3):
-            recorded.run(key, lambda: cuda.calls.append("work"))
-            seen.append(cuda.since())
-        assert seen == [["work"], ["on stream", "begin thread_local", "work", "end", "replay"], ["replay"]]
-    recorded.run(None, lambda: cuda.calls.append("work"))
-    assert cuda.since() == ["work"]
+def steps(path: Path, out: Path, micro_batches: int = 1, lengths: tuple[int, ...] = (12,), **settings: Any) -> Any:
+    """The losses of some steps, and the trained weights after them."""
+    own = {name: settings.pop(name) for name in ("cuda_graphs", "micro_batches_together") if name in settings}
+    model = randomize(runs.adapted(path, settings=own, lora_dropout=settings.pop("lora_dropout", 0.0)), std=0.05)
+    torch.manual_seed(1)
+    rows = [torch.randint(3, 100, (lengths[at % len(lengths)],)) for at in range(STEPS * micro_batches)]
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    given = {"max_steps": STEPS, "per_device_train_batch_size": 1, "gradient_accumulation_steps": micro_batches}
+    given |= {"save_strategy": "no", "gradient_checkpointing": True, "learning_rate": 1e-3}
+    trainer = Trainer(model, runs.arguments(out, **given | settings), train_dataset=data)
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)  # type: ignore[method-assign]
+    trainer.train()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return runs.losses(trainer), weights
 
 
-def test_where_nothing_can_be_recorded_work_is_done(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def assert_same(plain: tuple[list[float], dict[str, Tensor]], recorded: tuple[list[float], dict[str, Tensor]]) -> None:
+    """The same losses and weights, bit for bit."""
+    assert plain[0] == recorded[0]
+    assert all(torch.equal(recorded[1][name], weight) for name, weight in plain[1].items())
+
+
+def plain(monkeypatch: pytest.MonkeyPatch, *args: Any, **settings: Any) -> Any:
+    """The same steps, layer by layer, but operation by operation."""
+    with monkeypatch.context() as patch:
+        patch.setattr("ktft.model.recorded.USES", 1 << 30)
+        return steps(*args, **settings)
+
+
+BY_DEFAULT = {"dsv3", "qwen3moe", "gpt_oss"}
+EVERY = [
+    pytest.param(family, marks=() if family in BY_DEFAULT else pytest.mark.full)
+    for family in sorted({*FAMILIES, *MORE_FAMILIES} - {"qwen3vl"})
+]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[HostGraph]:
+    return record_on_host(monkeypatch)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_same_training(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    cuda = Cuda(monkeypatch, refuses=True)
-    recorded = Recorded(DEVICE)
-    with caplog.at_level(logging.INFO, "ktft"):
-        for _ in range(4):
-            recorded.run("one", lambda: cuda.calls.append("work"))
-    assert cuda.since() == ["work", "on stream", "begin thread_local", "work", "end", "work", "work", "work"]
-    assert [r.getMessage() for r in caplog.records] == [
-        "kernels cannot be recorded here, and are launched one by one: operation not permitted"
-    ]
+    path = tiny_checkpoint(family)
+    steps(path, tmp_path / "off", cuda_graphs=False)
+    usual = plain(monkeypatch, path, tmp_path / "plain")
+    assert not graphs
+    recorded = steps(path, tmp_path / "recorded")
+    assert max(graph.replays for graph in graphs) > 1
+    assert_same(usual, recorded)
 
 
-def test_an_error_of_the_work_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    Cuda(monkeypatch)
-    recorded = Recorded(DEVICE)
-    recorded.run("one", lambda: None)
-
-    def wrong() -> None:
-        raise ValueError("a shape")
-
-    with pytest.raises(ValueError, match="a shape"):
-        recorded.run("one", wrong)
-
-
-@pytest.mark.parametrize("device, on", [("cpu", True), ("cuda", False)])
-def test_elsewhere_it_is_done_each_time(device: str, on: bool) -> None:
-    recorded, calls = Recorded(torch.device(device), on), []
-    for _ in range(3):
-        recorded.run("one", lambda: calls.append("work"))
-    assert calls == ["work"] * 3
+def test_micro_batches_together(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has recordings of its own. Some lengths come once, and run operation by operation beside others."""
+    path, settings = tiny_checkpoint("dsv3"), {"micro_batches": 3, "lengths": (12, 12, 9, 12, 12, 9, 12, 7, 9, 5, 12, 9)}
+    usual = steps(path, tmp_path / "usual", cuda_graphs=False, micro_batches_together=1, **settings)
+    for together in ("auto", 2, 1):
+        del graphs[:]
+        own = settings | {"micro_batches_together": together}
+        recorded = steps(path, tmp_path / f"recorded-{together}", **own)
+        assert max(graph.replays for graph in graphs) > 0
+        assert_same(plain(monkeypatch, path, tmp_path / f"plain-{together}", **own), recorded)
+        assert recorded[0] == pytest.approx(usual[0], rel=2e-4)
 
 
-@pytest.mark.parametrize("device", ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])])
-def test_it_is_the_same_work_each_time(device: str) -> None:
-    recorded, x = Recorded(torch.device(device)), torch.zeros(4, device=device)
-
-    def add() -> None:
-        x.add_(1)
-
-    for n in range(1, 6):
-        recorded.run("add", add)
-        assert x.tolist() == [n] * 4
+def test_dropout(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks on attention are drawn anew by each playback, and again by the second pass."""
+    path, settings = tiny_checkpoint("dsv3"), {"micro_batches": 2, "lora_dropout": 0.3}
+    usual = plain(monkeypatch, path, tmp_path / "plain", **settings)
+    recorded = steps(path, tmp_path / "recorded", **settings)
+    assert graphs
+    assert_same(usual, recorded)
+    other = steps(path, tmp_path / "none", **settings | {"lora_dropout": 0.0})
+    assert other[0] != pytest.approx(usual[0], rel=1e-3)

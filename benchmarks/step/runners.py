@@ -116,6 +116,8 @@ class ModelRunner(Runner):
     """Trains a model whose parameters torch knows, as transformers' Trainer does with bf16: autocast, AdamW."""
 
     autocast: ClassVar[bool] = True
+    by_layer = False
+    """Whether even one batch goes forward and backward layer by layer, in `accumulate`."""
     make: Callable[[Job, torch.device], Any]
     """Makes the model on a device."""
 
@@ -153,7 +155,7 @@ class ModelRunner(Runner):
 
     def step(self, tokens: int) -> Times:
         batches = [token_ids(tokens, self.device) for _ in range(self.job.micro_batches)]
-        if len(batches) == 1:
+        if len(batches) == 1 and not self.by_layer:
             return timed(self.device, lambda: self.forward(batches[0]), self.backward, self.update)
         return timed(self.device, lambda: self.accumulate(batches), lambda _: None, self.update)
 
@@ -187,6 +189,7 @@ class Ktft(ModelRunner):
         self.placement = usable_placement(job.settings(), cuda=torch.cuda.is_available() or emulate_gpu())
         super().__init__(job)
         self.order = LayerOrder(self.model, Lockstep(self.device))
+        self.by_layer = self.order.records
 
     def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
         """The optimizer as ktft's Trainer makes it."""
@@ -197,11 +200,15 @@ class Ktft(ModelRunner):
 
     def accumulate(self, batches: list[Tensor]) -> Tensor:
         """The loss of a step's micro-batches, after their forward and backward, in the job's order."""
-        if self.job.order != ORDERS[0]:
+        together = len(batches) if self.job.order == ORDERS[0] else 1
+        if together == 1 and not self.by_layer:
             return super().accumulate(batches)
         with self.model.no_sync() if self.job.gpus > 1 else nullcontext():
             works = [partial(self.train, ids) for ids in batches]
-            losses = self.order.run(works, self.order.lockstep.seeded(len(works)))
+            losses = []
+            for first in range(0, len(works), together):
+                group = works[first : first + together]
+                losses += self.order.run(group, self.order.lockstep.seeded(len(group)))
         average_gradients(self.model)
         return torch.stack(losses).sum()
 

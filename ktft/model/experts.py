@@ -62,6 +62,7 @@ class KtftExperts(nn.Module):
             the output is the sum over that part only.
         tp_size: how many of these processes, neighbours by number, have the same tokens.
         together: the setting `micro_batches_together`.
+        cuda_graphs: the setting of this name.
         place: where in a step the model is; None if nobody needs to know.
     """
 
@@ -78,6 +79,7 @@ class KtftExperts(nn.Module):
         self.number: int | None = None
         self.tp_size = 1
         self.together: int | str = "auto"
+        self.cuda_graphs = True
         self.place: StepPlace | None = None
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size

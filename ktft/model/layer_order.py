@@ -11,8 +11,7 @@ a time needs memory for gradients of attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -21,21 +20,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import output_capturing
 
+from ktft.model import collected
 from ktft.model.experts import KtftExperts, decoder_lists
-from ktft.model.lockstep import Cut, Lockstep, RandomState, current
+from ktft.model.layer_call import LayerCall, PlainCall, is_checkpointed, send_back
+from ktft.model.lockstep import Lockstep, RandomState, current
+from ktft.model.recorded import Recorder
+from ktft.model.replayed import ReplayedCall
 
 Result = TypeVar("Result")
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-_collector: Any = getattr(output_capturing, "_active_collector", None)
-"""Where transformers collects what a model returns beside its output, such as router logits."""
 
 
 def obstacle(model: nn.Module) -> str | None:
     """Why a model's micro-batches cannot go through its layers together; None if they can."""
-    if _collector is None:
+    if not collected.KNOWN:
         return "this version of transformers collects router logits in another way"
     for name, layer in decoder_layers(model).items():
         if not isinstance(layer, GradientCheckpointingLayer):
@@ -66,12 +66,16 @@ class _MicroBatch:
     """One micro-batch's way through the layers.
 
     Attributes:
+        layers: the decoder layers, each with its number.
+        slot: its number among those that go together.
         leaves: id of a tensor that the model gave to layers -> that tensor, what the layers got in its place, and the
             number of the first call that got it.
     """
 
-    layers: frozenset[nn.Module]
-    calls: list[_Call] = field(default_factory=list)
+    layers: dict[nn.Module, int]
+    recorder: Recorder
+    slot: int
+    calls: list[LayerCall] = field(default_factory=list)
     leaves: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +85,14 @@ class _MicroBatch:
             kwargs["use_cache"] = False
         flat, spec = _pytree.tree_flatten((args, kwargs))
         given = [self._leaf(each) if isinstance(each, Tensor) and each.requires_grad else each for each in flat]
-        call = _Call(layer, given, spec)
+        member = current()
+        assert member is not None
+        if self.recorder.on:  # recordings of layers have their weights in the same memory
+            member.meet(("layer", len(self.calls)), None, lambda values: values)
+        found = self.recorder.recording(layer, given, spec, self.slot) if is_checkpointed(layer) else None
+        call: LayerCall = PlainCall(layer, given, spec)
+        if found is not None:
+            call = ReplayedCall(self.recorder, self.layers[layer], layer, given, spec, found)
         out = call.first()
         self.calls.append(call)
         return out
@@ -98,111 +109,27 @@ class _MicroBatch:
         own = [key for key, (_, leaf, first) in self.leaves.items() if first == number]
         ready = [(made, leaf.grad) for made, leaf, _ in map(self.leaves.pop, own) if leaf.grad is not None]
         if ready:  # what lies between layers may have a part in common, such as the features of an image
-            _backward(ready, retain_graph=True)
-
-
-@dataclass
-class _Call:
-    """One call of a decoder layer.
-
-    Attributes:
-        given: the flat arguments, of which those with gradients are leaves.
-        results: the leaves that the model got in place of the outputs: first those returned, then those collected.
-        made: the outputs themselves, in the same order; None until the layer has been run with gradients.
-    """
-
-    layer: nn.Module
-    given: list[Any]
-    spec: Any
-    results: list[Tensor] = field(default_factory=list)
-    made: list[Tensor] | None = None
-    cuts: list[Cut] = field(default_factory=list)  # its experts
-    random: RandomState = ()
-    contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
-    marks: dict[str, int] = field(default_factory=dict)  # how much the model had collected before
-
-    @property
-    def reached(self) -> bool:
-        """Whether a gradient has come to one of its outputs."""
-        return any(leaf.grad is not None for leaf in self.results)
-
-    def first(self) -> Any:
-        """Run the layer for the first time, without gradients if it is checkpointed. Returns leaves as its outputs."""
-        again = bool(getattr(self.layer, "gradient_checkpointing", False)) and self.layer.training
-        member = current()
-        assert member is not None
-        member.cuts = None if again else self.cuts
-        if again:
-            self.random, self.contexts = member.random_state(), list(_autocast(self.given))
-        lists = _collector.get() or {}
-        self.marks = {key: len(found) for key, found in lists.items()}
-        with torch.set_grad_enabled(not again):
-            out = self._run()
-        member.cuts = None
-        flat, spec = _pytree.tree_flatten(out)
-        places = [(flat, at) for at in range(len(flat))]
-        places += [(found, at) for key, found in lists.items() for at in range(self.marks[key], len(found))]
-        trains = again and (
-            any(isinstance(each, Tensor) and each.requires_grad for each in self.given)
-            or any(parameter.requires_grad for parameter in self.layer.parameters())
-        )
-        made = []
-        for where, at in places:
-            tensor = where[at]
-            if isinstance(tensor, Tensor) and (tensor.requires_grad or (trains and tensor.is_floating_point())):
-                made.append(tensor)
-                where[at] = tensor.detach().requires_grad_()
-                self.results.append(where[at])
-        self.made = None if again else made
-        return _pytree.tree_unflatten(flat, spec)
-
-    def again(self) -> None:
-        """Run the layer again, with gradients."""
-        member = current()
-        assert member is not None
-        member.cuts = self.cuts
-        lists: dict[str, list[Any]] = {key: [None] * mark for key, mark in self.marks.items()}
-        token = _collector.set(lists)
-        try:
-            with ExitStack() as stack:
-                for context in self.contexts:
-                    stack.enter_context(context())
-                out = self._run()
-        finally:
-            _collector.reset(token)
-        flat = [*_pytree.tree_leaves(out), *(each for found in lists.values() for each in found if each is not None)]
-        self.made = [each for each in flat if isinstance(each, Tensor) and each.is_floating_point()]
-
-    def _run(self) -> Any:
-        args, kwargs = _pytree.tree_unflatten(self.given, self.spec)
-        return nn.Module.__call__(self.layer, *args, **kwargs)
-
-    def ends(self) -> list[tuple[Tensor, Tensor]]:
-        """The outputs that gradients have come to, and these; then the inputs of the experts that they have come to."""
-        assert self.made is not None
-        pairs = zip(self.made, self.results, strict=True)
-        outputs = [(made, leaf.grad) for made, leaf in pairs if leaf.grad is not None and made.requires_grad]
-        return outputs + [end for cut in self.cuts for end in cut.reached()]
-
-    def to_experts(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Go backward to one of the experts. Returns their output and its gradient, if they get one."""
-        if number >= len(self.cuts) or not (ends := self.ends()):
-            return []
-        cut, (tensors, grads) = self.cuts[number], zip(*ends, strict=True)
-        (grad,) = torch.autograd.grad(tensors, [cut.given], grads, retain_graph=True, allow_unused=True)
-        return [] if grad is None else [(cut.out, grad)]
+            send_back(ready, retain_graph=True)
 
 
 class LayerOrder:
-    """Runs micro-batches of a model together, which must have no `obstacle`."""
+    """Runs micro-batches of a model together, which must have no `obstacle`.
 
-    def __init__(self, model: nn.Module, lockstep: Lockstep) -> None:
-        layers = decoder_layers(model).values()
-        self._layers = frozenset(layers)
+    `record` says whether to record what layers do, on a device that can.
+    """
+
+    def __init__(self, model: nn.Module, lockstep: Lockstep, record: bool = True) -> None:
+        layers = list(decoder_layers(model).values())
+        self._layers = {layer: number for number, layer in enumerate(layers)}
         self._sparse = frozenset(
             layer for layer in layers if any(isinstance(module, KtftExperts) for module in layer.modules())
         )
-        self.lockstep = lockstep
+        self.lockstep, self._recorder = lockstep, Recorder(layers, lockstep, record)
+
+    @property
+    def records(self) -> bool:
+        """Whether layers may be recorded, so that it pays to run even one micro-batch in this order."""
+        return self._recorder.on and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
     def run(self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState]) -> list[Result]:
         """Run the training steps of micro-batches, forward and backward. Returns what they return.
@@ -214,7 +141,7 @@ class LayerOrder:
         Raises:
             BaseException: what the first of them raised.
         """
-        batches = [_MicroBatch(self._layers) for _ in works]
+        batches = [_MicroBatch(self._layers, self._recorder, slot) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
         results = self.lockstep.run(going, states)
         last = max(len(batch.calls) for batch in batches)
@@ -231,16 +158,15 @@ class LayerOrder:
                 batch.pass_on(number)
         return results
 
-    def _backward(self, calls: Sequence[_Call]) -> None:
+    def _backward(self, calls: Sequence[LayerCall]) -> None:
         calls = [call for call in calls if call.reached]
-        again = [call for call in calls if call.made is None]
+        again = [call for call in calls if call.waits]
         self.lockstep.run([call.again for call in again], [call.random for call in again])
-        for number in reversed(range(max((len(call.cuts) for call in calls), default=0))):
+        for number in reversed(range(max((call.experts for call in calls), default=0))):
             if ends := [end for call in calls for end in call.to_experts(number)]:
-                _backward(ends)
+                send_back(ends)
         for call in calls:
-            if ends := call.ends():
-                _backward(ends)
+            call.finish()
 
 
 def _in(batch: _MicroBatch, work: Callable[[], Result]) -> Result:
@@ -248,16 +174,3 @@ def _in(batch: _MicroBatch, work: Callable[[], Result]) -> Result:
     assert member is not None
     member.data = batch
     return work()
-
-
-def _backward(ends: Sequence[tuple[Tensor, Tensor]], retain_graph: bool = False) -> None:
-    """Send gradients backward from these tensors."""
-    tensors, grads = zip(*ends, strict=True)
-    torch.autograd.backward(tensors, grads, retain_graph=retain_graph)
-
-
-def _autocast(given: Sequence[Any]) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
-    """The contexts of autocast that are in force, to enter them again."""
-    for kind in dict.fromkeys(["cpu", *(each.device.type for each in given if isinstance(each, Tensor))]):
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            yield partial(torch.autocast, kind, torch.get_autocast_dtype(kind), True, torch.is_autocast_cache_enabled())

@@ -79,6 +79,7 @@ class KtftConfig(QuantizationConfigMixin):
         placement: str = Settings.placement,
         gpu_expert_memory: int | str = Settings.gpu_expert_memory,
         micro_batches_together: int | str = Settings.micro_batches_together,
+        cuda_graphs: bool = Settings.cuda_graphs,
         expert_routing: str | None = Settings.expert_routing,
         reserve_bytes: int | Mapping[str, int] = 0,
         part: Sequence[int] | None = None,
@@ -98,6 +99,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.placement = placement
         self.gpu_expert_memory = gpu_expert_memory
         self.micro_batches_together = micro_batches_together
+        self.cuda_graphs = cuda_graphs
         self.expert_routing = expert_routing
         self.reserve_bytes = reserve_bytes
         self.part = None if part is None else (int(part[0]), int(part[1]))
@@ -344,6 +346,7 @@ def swap_experts(
         experts[number] = KtftExperts(layer, family, settings.activation)
         experts[number].number = number if launch.ranks > 1 else None
         experts[number].together = settings.micro_batches_together
+        experts[number].cuda_graphs = settings.cuda_graphs
         if lanes is not None:
             block = model.get_submodule(name.rpartition(".")[0])
             experts[number].run_in(lanes, number, shared_ahead(block, family.shared_experts))

@@ -41,7 +41,7 @@ class StepOrder:
     Attributes:
         tokens: the most tokens, padding included, that go together; None while it is not known.
         count: the number of micro-batches that go together; None if `tokens` says so.
-        layers: runs them; None if each micro-batch goes through the whole model by itself.
+        layers: runs them layer by layer; None if each micro-batch goes through the whole model by itself.
         ranks: the processes whose groups must be the same.
         groups: the present step's micro-batches, by their numbers, that go together.
     """
@@ -49,19 +49,24 @@ class StepOrder:
     def __init__(self, trainer: Any, together: Ranks | None) -> None:
         self._experts = list(find_experts(trainer.model).values())
         self.layers: LayerOrder | None = None
+        self._alone = False  # whether the layers also run one micro-batch
         self.count: int | None = None
         self.tokens: int | None = getattr(trainer, TOKENS, None)
         self.ranks = together
         self.step: list[Any] = []
         self.groups: list[list[int]] = []
-        if trainer.args.gradient_accumulation_steps == 1:
-            return
         asked, self._lockstep = self._experts[0].together, Lockstep(next(trainer.model.parameters()).device)
-        if (why := _why_not(trainer, asked)) is not None:
+        several = trainer.args.gradient_accumulation_steps > 1
+        why = _why_not(trainer)
+        if why is None:
+            self.layers = LayerOrder(trainer.model, self._lockstep, self._experts[0].cuda_graphs)
+            self._alone = self.layers.records
+            if not self._alone and (asked == 1 or not several):
+                self.layers = None
+            why = "micro_batches_together is 1" if asked == 1 else None
+        self.count = 1 if why is not None or not several else None if asked == "auto" else int(asked)
+        if several and why is not None:
             _logger.info("each micro-batch of a step goes through the model by itself: %s", why)
-            self.count = 1
-            return
-        self.layers, self.count = LayerOrder(trainer.model, self._lockstep), None if asked == "auto" else int(asked)
 
     def begin(self, step: Sequence[Any]) -> None:
         """Take the micro-batches of the next optimizer step."""
@@ -71,7 +76,7 @@ class StepOrder:
     def run(self, trainer: Any, batch: Any, train: Callable[[Any], Tensor]) -> Tensor:
         """Train a micro-batch by `train`, now or together with others. Returns the loss of what is trained now."""
         number = next((number for number, each in enumerate(self.step) if each is batch), None)
-        if number is None or len(self.step) == 1:
+        if number is None or (len(self.step) == 1 and self.layers is None):
             return train(batch)
         if not self.groups:
             self.groups, self._states = list(self._grouped(trainer)), self._lockstep.seeded(len(self.step))
@@ -88,7 +93,7 @@ class StepOrder:
 
     def _train(self, trainer: Any, group: list[int], train: Callable[[Any], Tensor]) -> Tensor:
         works, states = [partial(train, self.step[each]) for each in group], [self._states[each] for each in group]
-        if self.layers is None or len(group) == 1:
+        if self.layers is None or (len(group) == 1 and not self._alone):
             with self._lockstep.random_numbers(states[0]):
                 return works[0]()
         with trainer.accelerator.no_sync(trainer.model_wrapped):  # DDP's graph ends at each layer
@@ -101,8 +106,8 @@ class StepOrder:
 
     @property
     def shared(self) -> bool:
-        """Whether micro-batches of the present step went together, so that DDP has not seen their gradients."""
-        return any(len(group) > 1 for group in self.groups)
+        """Whether micro-batches of the present step went layer by layer, so that DDP has not seen their gradients."""
+        return self.layers is not None and any(len(group) > 1 or self._alone for group in self.groups)
 
     def _grouped(self, trainer: Any) -> Iterator[list[int]]:
         """The numbers of neighbours that fit together."""
@@ -142,11 +147,10 @@ def _token_bytes(model: Any) -> tuple[int, int]:
     return waiting, config.vocab_size * _LOGIT_BYTES
 
 
-def _why_not(trainer: Any, asked: int | str) -> str | None:
-    """Why micro-batches do not go together; None if they do."""
+def _why_not(trainer: Any) -> str | None:
+    """Why the layers of a model cannot be run one by one; None if they can."""
     model = trainer.model
     reasons = (
-        (asked == 1, "micro_batches_together is 1"),
         (is_divided(model), "its layers are divided by FSDP2, and gathered for one micro-batch at a time"),
         (tp_size_of(model) > 1, "the attention is tensor parallel"),
         (trainer.args.torch_compile, "torch_compile is on"),

@@ -22,7 +22,6 @@ class Recorded:
         self._device = device_of(device)
         self._on = on and self._device.records_graphs
         self._graphs: dict[Hashable, Any] = {}
-        self._stream = self._device.new_stream() if self._on else None
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Give the current stream this work, which launches kernels and neither allocates memory nor waits.
@@ -40,8 +39,13 @@ class Recorded:
             work()
 
     def _record(self, key: Hashable, work: Callable[[], None]) -> Any:
+        graph = self._device.new_graph()
         try:
-            graph = self._device.record(work, self._stream)
+            graph.begin()
+            try:
+                work()
+            finally:
+                graph.end()
         except RuntimeError as error:
             self._on = False
             logger.info("kernels cannot be recorded here, and are launched one by one: %s", str(error).splitlines()[0])

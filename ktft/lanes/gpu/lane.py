@@ -281,7 +281,7 @@ class GpuLane:
         self._buffers.packed.turn_back(len(self._ahead) - len(ahead))
         self._ahead.clear()
         left, held = set(experts).difference(*(chunk.experts for chunk in ahead)), self._held(layer)
-        residents = list(_cut(layout, sorted((e for e in left if e in held), key=held.__getitem__)))
+        residents = list(_cut(layout, sorted(e for e in left if e in held)))
         for chunk in residents:
             chunk.slots = [held[expert] for expert in chunk.experts]
         return [*ahead, *residents, *_cut(layout, sorted(e for e in left if e not in held))]

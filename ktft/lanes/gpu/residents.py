@@ -148,7 +148,9 @@ class Residents:
             # Equal shares go by the order of layers and experts
             most = heapq.nsmallest(len(self._free) + swaps, outside, key=lambda each: (-each[0], each[1], each[3]))
             comers = [comer for comer in most if comer[0] > 0]
-            coming = [(layer, expert, self._free.pop()) for _, _, layer, expert in comers[: len(self._free)]]
+            # In the order of experts, so that neighbours are copied together
+            first = sorted(comers[: len(self._free)], key=lambda each: (each[1], each[3]))
+            coming = [(layer, expert, self._free.pop()) for _, _, layer, expert in first]
             goers = heapq.nsmallest(swaps, inside, key=lambda each: (each[0], each[1], each[3]))
             for (share, _, layer, expert), (held, _, other, out) in zip(comers[len(coming) :], goers, strict=False):
                 if share <= MARGIN * held:

@@ -1,0 +1,427 @@
+"""Decoder layers as recorded kernels: a GPU gets all that a layer does around its experts in a few launches.
+
+With few tokens, the host takes longer to launch the kernels of a layer, one by one, than the GPU to run them. So what
+repeats is recorded once, as CUDA graphs, and played back. A layer that is checkpointed has two passes. The first, up to
+the experts and from there on, keeps nothing. The second does the same with all that backward needs, then goes from the
+output back to the experts, and from there and the output back to the layer's input. Between these parts, the experts
+run as always: what they do depends on the routing.
+
+Parts of one pass share memory which no other tensor uses until the pass is over. Each micro-batch that goes through a
+layer with others has recordings of its own, because what it keeps for backward lives as long as theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ktft import spans
+from ktft.device import Device, device_of
+from ktft.model import collected
+from ktft.model.layer_kind import LayerKind, Unlike, Weights
+from ktft.model.lockstep import Lockstep
+
+logger = logging.getLogger("ktft")
+
+USES = 2
+"""How often inputs of a shape come before they are recorded; the first time compiles kernels and fills caches."""
+SHAPES = 8
+"""The most shapes of inputs that are recorded for each kind of layer and each micro-batch of a step."""
+_ROUNDING = 2.0**-5
+"""By how much a layer's output may differ from that of a recording of its kind, relative to its norm."""
+
+
+class _Graphs:
+    """Records a pass in parts, each of which `replay` plays back by its number."""
+
+    def __init__(self, device: Device, pool: Any) -> None:
+        self._device, self._pool, self.parts = device, pool, list[Any]()
+        self._open = False
+
+    def begin(self) -> None:
+        """The next part begins."""
+        self.parts.append(self._device.new_graph(self._pool))
+        self.parts[-1].begin()
+        self._open = True
+
+    def end(self) -> None:
+        """The part is complete."""
+        self._open = False
+        self.parts[-1].end()
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        self.begin()
+        yield
+        self.end()
+
+    def abandon(self) -> None:
+        """End what an error left open."""
+        if self._open:
+            with contextlib.suppress(RuntimeError):
+                self.end()
+
+
+@dataclass
+class Asked:
+    """The call of a layer's experts within a recording.
+
+    Attributes:
+        args: what they get; its tensors are those of the recording.
+        answer: memory for what they return; None until they were called.
+    """
+
+    args: list[Any] = field(default_factory=list)
+    spec: Any = None
+    answer: Tensor | None = None
+
+    def leaves(self) -> list[Any]:
+        """The arguments, cut off from the recording, ready to take gradients where it does."""
+        return [
+            each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
+            for each in self.args
+        ]
+
+
+@dataclass
+class Outputs:
+    """What a pass makes.
+
+    Attributes:
+        flat, spec: what the layer returns.
+        lists: what the model collects beside it.
+    """
+
+    flat: list[Any]
+    spec: Any
+    lists: dict[Any, list[Any]]
+
+    @property
+    def every(self) -> list[Any]:
+        return [*self.flat, *(each for found in self.lists.values() for each in found)]
+
+    @property
+    def floating(self) -> list[Tensor]:
+        """Those that may get gradients."""
+        return [each for each in self.every if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+@dataclass
+class First:
+    graphs: list[Any]
+    asked: Asked
+    outputs: Outputs
+
+
+@dataclass
+class Second:
+    """The second pass, and the way back.
+
+    Attributes:
+        ends: the numbers, among the floating outputs, of those that get gradients.
+        grads: memory for these.
+        to_answer: the gradient of the experts' output; None if it has none.
+        from_asked: memory for the gradients of what the experts got.
+        to_given: the gradients of the inputs that take some, None where there is none.
+        to_weights: likewise, of the weights that are trained.
+    """
+
+    graphs: list[Any]
+    asked: Asked
+    ends: list[int]
+    grads: list[Tensor]
+    to_answer: Tensor | None
+    from_asked: list[Tensor]
+    to_given: list[Tensor | None]
+    to_weights: list[Tensor | None]
+
+
+class Recording:
+    """What one kind of layer does with inputs of one shape, for one of the micro-batches that go together.
+
+    Args:
+        weights: of the layer that is recorded.
+        given, spec: the flat arguments of its call; tensors that take gradients are leaves.
+    """
+
+    def __init__(self, kind: LayerKind, weights: Weights, given: Sequence[Any], spec: Any, pool: Any) -> None:
+        self.kind, self._spec, self._pool = kind, spec, pool
+        self._device = device_of(kind.tensors[0].device)
+        self.given = [_memory(each) if isinstance(each, Tensor) else each for each in given]
+        self._held: list[tuple[Tensor, int] | None] = [None] * len(given)
+        self._seconds: dict[tuple[bool, ...], Second] = {}
+        self.checked: set[Weights] = {weights}
+        self.first = self._record_first(weights)
+
+    def take(self, given: Sequence[Any]) -> None:
+        """Copy a call's arguments to the recording's memory. What all layers share, such as a mask, is there already
+        after the first of them.
+        """
+        with torch.no_grad():
+            for at, (mine, theirs) in enumerate(zip(self.given, given, strict=True)):
+                if not isinstance(mine, Tensor):
+                    continue
+                held = self._held[at]
+                if held is None or held[0] is not theirs or held[1] != theirs._version:
+                    mine.copy_(theirs)
+                    self._held[at] = None if theirs.requires_grad else (theirs, theirs._version)
+
+    def second(self, weights: Weights, reached: tuple[bool, ...]) -> Second:
+        """The second pass, if gradients come to these of the outputs."""
+        if reached not in self._seconds:
+            self._seconds[reached] = self._record_second(weights, reached)
+        return self._seconds[reached]
+
+    def run_plain(self, weights: Weights, layer: nn.Module, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """What a layer gives to its experts, and its outputs, kernel by kernel, with the answer that is in memory."""
+        asked = Asked(answer=self.first.asked.answer)
+        args, kwargs = _pytree.tree_unflatten(list(given), self._spec)
+        with torch.no_grad(), self._called(weights, asked), collected.into(_empty_lists()) as lists:
+            flat = _pytree.tree_leaves(nn.Module.__call__(layer, *args, **kwargs))
+        return asked.args, Outputs(flat, None, lists).every
+
+    def _record_first(self, weights: Weights) -> First:
+        asked, graphs = Asked(), _Graphs(self._device, self._pool)
+        with torch.no_grad():
+            outputs = self._record(weights, asked, graphs)
+        return First(graphs.parts, asked, outputs)
+
+    def _record_second(self, weights: Weights, reached: tuple[bool, ...]) -> Second:
+        asked, graphs = Asked(answer=self.first.asked.answer), _Graphs(self._device, self._pool)
+        given = [each for each in self.given if isinstance(each, Tensor) and each.requires_grad]
+        with torch.enable_grad():
+            outputs = self._record(weights, asked, graphs).floating
+        if len(outputs) != len(reached):
+            raise Unlike("its second pass has other outputs than its first")
+        places = [at for at, here in enumerate(reached) if here and outputs[at].requires_grad]
+        ends, trained = [outputs[at] for at in places], self.kind.trained
+        grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in ends]
+        to_answer, middle = None, [each for each in asked.args if isinstance(each, Tensor) and each.requires_grad]
+        from_asked = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in middle]
+        with _quiet(graphs):
+            if asked.answer is not None:
+                with graphs.part():
+                    (to_answer,) = torch.autograd.grad(
+                        ends, [asked.answer], grads, retain_graph=True, allow_unused=True
+                    )
+            with graphs.part():
+                found = torch.autograd.grad(
+                    [*ends, *middle], [*given, *trained], [*grads, *from_asked], allow_unused=True
+                )
+        to_given, to_weights = list(found[: len(given)]), list(found[len(given) :])
+        return Second(graphs.parts, asked, places, grads, to_answer, from_asked, to_given, to_weights)
+
+    def _record(self, weights: Weights, asked: Asked, graphs: _Graphs) -> Outputs:
+        """Record the layer's own code, up to the experts and from there on."""
+        args, kwargs = _pytree.tree_unflatten(self.given, self._spec)
+        before = torch.get_rng_state()
+        with _quiet(graphs), _uncached(self._device.device.type), weights.replaced(self.kind.tensors):
+            with self._called(weights, asked, graphs), collected.into(_empty_lists()) as lists:
+                graphs.begin()
+                flat, spec = _pytree.tree_flatten(nn.Module.__call__(weights.layer, *args, **kwargs))
+                graphs.end()
+        if not torch.equal(before, torch.get_rng_state()):
+            raise Unlike("it draws random numbers on the CPU")
+        return Outputs(flat, spec, lists)
+
+    @contextlib.contextmanager
+    def _called(self, weights: Weights, asked: Asked, graphs: _Graphs | None = None) -> Iterator[None]:
+        """A block in which a call of the experts is noted in `asked`, and returns the answer that is in memory."""
+        if (entry := weights.entry) is None:
+            yield
+            return
+
+        def called(*args: Any, **kwargs: Any) -> Tensor:
+            if asked.args:
+                raise Unlike("it calls its experts more than once")
+            if graphs is not None:
+                graphs.end()
+            asked.args, asked.spec = _pytree.tree_flatten((args, kwargs))
+            if asked.answer is None:
+                like = asked.args[0]
+                asked.answer = torch.zeros(like.shape, dtype=like.dtype, device=like.device).requires_grad_()
+            if graphs is not None:
+                graphs.begin()
+            return asked.answer
+
+        before = entry.__dict__.get("forward")
+        entry.__dict__["forward"] = called
+        try:
+            yield
+        finally:
+            if before is None:
+                del entry.__dict__["forward"]
+            else:
+                entry.__dict__["forward"] = before
+
+
+class Recorder:
+    """The recordings of one model's decoder layers.
+
+    Args:
+        layers: the model's.
+        lockstep: runs the micro-batches that go together.
+        record: whether to record, on a device that can.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], lockstep: Lockstep, record: bool = True) -> None:
+        self.lockstep, self._device = lockstep, device_of(next(layers[0].parameters()).device)
+        self.on = record and self._device.records_graphs
+        self._known: dict[nn.Module, tuple[tuple[object, ...], Weights, tuple[object, ...]]] = {}
+        self._kinds: dict[tuple[object, ...], LayerKind] = {}
+        self._recordings: dict[tuple[object, ...], Recording] = {}
+        self._uses: Counter[tuple[object, ...]] = Counter()
+        self._pools: dict[int, Any] = {}
+        self._refused: set[object] = set()
+
+    def recording(
+        self, layer: nn.Module, given: Sequence[Any], spec: Any, slot: int
+    ) -> tuple[Weights, Recording] | None:
+        """The recording for a call of a layer, made if it is time; None if the call must run kernel by kernel.
+
+        `slot` is the number of the micro-batch among those that go together.
+        """
+        if not self.on or (inputs := _shapes(given)) is None:
+            return None
+        try:
+            weights, signature = self._kind(layer)
+        except Unlike as why:
+            self._refuse(layer, why)
+            return None
+        key = (signature, slot, inputs, spec, _autocast(self._device.device.type), tuple(collected.lists()))
+        if key in self._refused or signature in self._refused:
+            return None
+        self._uses[key] += 1
+        if key not in self._recordings:
+            alike = sum(other[:2] == key[:2] for other in self._recordings)
+            if self._uses[key] < USES or alike >= SHAPES:
+                return None
+            found = self._made(layer, weights, key, lambda: self._record(weights, signature, given, spec, slot))
+            if found is None:
+                return None
+            self._recordings[key] = found
+        found = self._recordings[key]
+        if weights not in found.checked and not self._agrees(layer, weights, found, given):
+            self._refuse(layer, Unlike("another layer of its kind does something else"))
+            return None
+        return weights, found
+
+    def second(self, layer: nn.Module, weights: Weights, found: Recording, reached: tuple[bool, ...]) -> Second | None:
+        """The second pass of a recording; None if it cannot be recorded."""
+        return self._made(layer, weights, (id(found), reached), lambda: found.second(weights, reached))
+
+    def _kind(self, layer: nn.Module) -> tuple[Weights, tuple[object, ...]]:
+        known = self._known.get(layer)
+        if known is None or known[1].state() != known[0]:
+            if layer in self._refused:
+                raise Unlike("")
+            weights = Weights(layer, self._device.device)
+            self._known[layer] = known = weights.state(), weights, weights.signature()
+        return known[1], known[2]
+
+    def _record(
+        self, weights: Weights, signature: tuple[object, ...], given: Sequence[Any], spec: Any, slot: int
+    ) -> Recording:
+        if signature not in self._kinds:
+            self._kinds[signature] = LayerKind(weights)
+        pool = self._pools.setdefault(slot, self._device.graph_pool())
+        return Recording(self._kinds[signature], weights, given, spec, pool)
+
+    def _made(self, layer: nn.Module, weights: Weights, key: object, make: Callable[[], Any]) -> Any:
+        """What `make` records; None if it cannot be recorded, now or before."""
+        if key in self._refused:
+            return None
+        with self.lockstep.random_numbers(self.lockstep.random_state()):
+            try:
+                return make()
+            except (RuntimeError, Unlike) as error:
+                self._refused.add(key)
+                self._refuse(layer, error)
+                return None
+
+    def _refuse(self, layer: nn.Module, why: Exception) -> None:
+        if str(why) and type(layer) not in self._refused:
+            self._refused.add(type(layer))
+            logger.info("a %s runs kernel by kernel: %s", type(layer).__name__, str(why).partition("\n")[0])
+        self._refused.add(layer)
+
+    def _agrees(self, layer: nn.Module, weights: Weights, found: Recording, given: Sequence[Any]) -> bool:
+        """Whether a recording of one layer says what another layer of its kind does. Both get the same answer of the
+        experts, whatever is in its memory.
+        """
+        state = self.lockstep.random_state()
+        found.kind.hold(weights)
+        found.take(given)
+        with self.lockstep.random_numbers(state):
+            for graph in found.first.graphs:
+                graph.replay()
+        with self.lockstep.random_numbers(state):
+            asked, outputs = found.run_plain(weights, layer, given)
+        pairs = [*zip(found.first.asked.args, asked, strict=True)]
+        pairs += zip(found.first.outputs.every, outputs, strict=True)
+        agrees = all(_alike(one, other) for one, other in pairs if isinstance(one, Tensor))
+        if agrees:
+            found.checked.add(weights)
+        return agrees
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach().double(), other.detach().double()
+    return bool((one - other).norm() <= _ROUNDING * other.norm())
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone(memory_format=torch.preserve_format)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _shapes(given: Sequence[Any]) -> tuple[object, ...] | None:
+    """What a recording depends on; None if it may depend on more."""
+    found: list[object] = []
+    for each in given:
+        if isinstance(each, Tensor):
+            found.append((each.shape, each.stride(), each.dtype, each.device, each.requires_grad))
+        elif isinstance(each, bool | int | float | str | torch.dtype | type(None)):
+            found.append((type(each), each))
+        else:
+            return None
+    return tuple(found)
+
+
+def _empty_lists() -> dict[Any, list[Any]]:
+    return {key: [] for key in collected.lists()}
+
+
+def _autocast(kind: str) -> tuple[object, ...]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+@contextlib.contextmanager
+def _uncached(kind: str) -> Iterator[None]:
+    """A block in which autocast keeps no copies of weights: the next block's kernels would not make them."""
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet(graphs: _Graphs) -> Iterator[None]:
+    """A block in which no span is measured, because its events would be recorded; and no part is left open."""
+    before, spans.RECORDER.on = spans.RECORDER.on, False
+    try:
+        yield
+    except BaseException:
+        graphs.abandon()
+        raise
+    finally:
+        spans.RECORDER.on = before
