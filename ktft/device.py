@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -228,7 +229,9 @@ class CudaGraph:
             RuntimeError: what the thread did cannot be recorded.
         """
         try:
-            self._graph.capture_end()
+            with warnings.catch_warnings():  # a part of a layer may have no kernels
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                self._graph.capture_end()
         finally:
             self._current.__exit__(None, None, None)
 

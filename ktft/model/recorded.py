@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ from ktft.model.lockstep import Lockstep
 logger = logging.getLogger("ktft")
 
 USES = 2
-"""How often inputs of a shape come before they are recorded; the first time compiles kernels and fills caches."""
+"""The use of a layer with inputs of one shape that is recorded; the ones before compile kernels and fill caches."""
 SHAPES = 8
 """The most shapes of inputs that are recorded for each kind of layer and each micro-batch of a step."""
 _ROUNDING = 2.0**-5
@@ -252,15 +252,16 @@ class Recording:
                 graphs.begin()
             return asked.answer
 
-        before = entry.__dict__.get("forward")
-        entry.__dict__["forward"] = called
+        # Its hooks run whenever it is called in earnest
+        own = {"forward": called, "_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}
+        before = {name: entry.__dict__[name] for name in own if name in entry.__dict__}
+        entry.__dict__ |= own
         try:
             yield
         finally:
-            if before is None:
-                del entry.__dict__["forward"]
-            else:
-                entry.__dict__["forward"] = before
+            for name in own:
+                del entry.__dict__[name]
+            entry.__dict__ |= before
 
 
 class Recorder:
@@ -278,7 +279,7 @@ class Recorder:
         self._known: dict[nn.Module, tuple[tuple[object, ...], Weights, tuple[object, ...]]] = {}
         self._kinds: dict[tuple[object, ...], LayerKind] = {}
         self._recordings: dict[tuple[object, ...], Recording] = {}
-        self._uses: Counter[tuple[object, ...]] = Counter()
+        self._uses: Counter[tuple[tuple[object, ...], nn.Module]] = Counter()
         self._pools: dict[int, Any] = {}
         self._refused: set[object] = set()
 
@@ -299,10 +300,10 @@ class Recorder:
         key = (signature, slot, inputs, spec, _autocast(self._device.device.type), tuple(collected.lists()))
         if key in self._refused or signature in self._refused:
             return None
-        self._uses[key] += 1
+        self._uses[key, layer] += 1
         if key not in self._recordings:
             alike = sum(other[:2] == key[:2] for other in self._recordings)
-            if self._uses[key] < USES or alike >= SHAPES:
+            if self._uses[key, layer] < USES or alike >= SHAPES:
                 return None
             found = self._made(layer, weights, key, lambda: self._record(weights, signature, given, spec, slot))
             if found is None:
