@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
+from ktft.lanes.gpu.steady import Memory
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import Operations
 from ktft.lanes.ops.weights import ChunkWeights
-from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out
+from ktft.lanes.routes import PIECE_ROWS, Piece, Routes, lay_out
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
 
@@ -68,6 +70,7 @@ class Lane:
         experts: which ones; by default all.
         chunk: how many experts a chunk has.
         piece_rows: see `lay_out`.
+        steady: the device alone knows which rows an expert has.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class Lane:
         experts: list[int] | None = None,
         chunk: int = 2,
         piece_rows: int = PIECE_ROWS,
+        steady: bool = False,
     ) -> None:
         self.device, self.ops, self.experts = torch.device(device), ops, experts
-        self.chunk, self.piece_rows = chunk, piece_rows
+        self.chunk, self.piece_rows, self.steady = chunk, piece_rows, steady
 
     def __call__(
         self,
@@ -112,8 +116,12 @@ class _Experts(torch.autograd.Function):
         counts = torch.bincount(index[index >= 0], minlength=layer.num_experts).tolist()
         experts = lane.experts or list(range(layer.num_experts))
         ctx.chunks = [experts[i : i + lane.chunk] for i in range(0, len(experts), lane.chunk)]
-        ctx.rows = lay_out(Routes(index.to(lane.device), counts), ctx.chunks, lane.piece_rows)
         ctx.inputs = x.detach().to(lane.device), weights.detach().float().to(lane.device)
+        on_device = index.to(lane.device)
+        if lane.steady:
+            ctx.rows = steady_rows(ctx.inputs[0], on_device, ctx.chunks)
+        else:
+            ctx.rows = lay_out(Routes(on_device, counts), ctx.chunks, lane.piece_rows)
         ctx.lane, ctx.layer, ctx.lora = lane, layer, lora
         out = torch.zeros(x.shape, device=lane.device)
         for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
@@ -138,6 +146,15 @@ class _Experts(torch.autograd.Function):
                 total[chunk] = of_chunk.cpu()
         host = grad_outputs[0].device
         return None, None, None, grad_x.to(host, x.dtype), None, grad_weights.to(host), *lora_grads
+
+
+def steady_rows(x: Tensor, index: Tensor, chunks: list[list[int]]) -> list[list[Piece]]:
+    """What `lay_out` gives, as steady passes make it."""
+    memory = Memory(x, index.shape[1], sum(map(len, chunks)))
+    memory.index.copy_(index)
+    sizes = memory.arrange([SimpleNamespace(experts=chunk) for chunk in chunks])  # type: ignore[misc]
+    memory.begin(sizes)
+    return [[piece] for piece in memory.pieces(sizes)]
 
 
 def exact(layer: ExpertLayer, experts: list[int]) -> tuple[Tensor, Tensor]:

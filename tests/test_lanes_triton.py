@@ -53,6 +53,13 @@ def test_contract() -> None:
     assert_contract(compare(layer, ExpertLora(pairs), *inputs_for(ROWS, 160), forward=LANE))
 
 
+@pytest.mark.parametrize("rows", [ROWS, (0, 0, 48, 0, 0), (1, 0, 0, 0, 3)])
+def test_rows_that_only_the_device_knows(rows: tuple[int, ...]) -> None:
+    """Each chunk gets memory for the rows of all; nothing may read or write behind its own."""
+    layer, lane = make_layer(160, 32, "k4", native.default_isa()), Lane(DEVICE, triton_ops, chunk=3, steady=True)
+    assert_contract(compare(layer, make_lora(160, 32, 8, torch.float32), *inputs_for(rows, 160), forward=lane))
+
+
 def test_dropout() -> None:
     layer = make_layer(32, 160, "int8", native.default_isa())
     lora = make_lora(32, 160, 8, torch.float32, dropout=0.2, seed=2**63 + 5)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -36,7 +36,9 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)  # comparing tensors gives no single truth value, so objects compare by identity
-class _Kept:
+class Kept:
+    """An output, with what its backward needs."""
+
     inputs: Inputs
     routes: Routes
     lora: ExpertLora | None  # keeps its tensors alive, so that no other gets their identity
@@ -63,23 +65,37 @@ class KeptOutputs:
 
     An output is found by its inputs, bit for bit, the versions of its adapters and its dropout seed. An output that is
     not found is computed again. Each step of training forgets what the step before left.
+
+    Attributes:
+        linked: what belongs to calls that are known to be run again, by who knows it: a `Kept`, or something else.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[_Kept] = deque(maxlen=MOST)
+        self._kept: deque[Kept] = deque(maxlen=MOST)
         self._mutex = threading.Lock()
+        self.linked: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, inputs: Inputs, routes: Routes, lora: ExpertLora | None, out: Tensor) -> None:
+    def keep(self, inputs: Inputs, routes: Routes, lora: ExpertLora | None, out: Tensor, link: Hashable = None) -> None:
         """Keep an output `[T, H]`, on any device, and its rows."""
+        kept = Kept(inputs, routes, lora, state_of(lora), out, out._version)
         with self._mutex:
-            self._kept.append(_Kept(inputs, routes, lora, _state(lora), out, out._version))
+            if link is None:
+                self._kept.append(kept)
+            else:
+                self.linked[link] = kept
+
+    def take(self, link: Hashable, lora: ExpertLora | None) -> Kept | None:
+        """Remove and return what is kept for a link, if neither the output nor the adapters have changed."""
+        kept = self.linked.pop(link, None)
+        unchanged = isinstance(kept, Kept) and kept.state == state_of(lora) and kept.out._version == kept.version
+        return kept if unchanged else None
 
     def pop(self, inputs: Inputs, lora: ExpertLora | None) -> tuple[Tensor, Routes] | None:
         """Remove and return the output of these inputs and adapters, with its rows; None if it is not here."""
-        state = _state(lora)
+        state = state_of(lora)
         with self._mutex:
             for kept in reversed(self._kept):
                 unchanged = kept.state == state and kept.out._version == kept.version
@@ -92,9 +108,11 @@ class KeptOutputs:
     def clear(self) -> None:
         with self._mutex:
             self._kept.clear()
+            self.linked.clear()
 
 
-def _state(lora: ExpertLora | None) -> tuple[object, ...]:
+def state_of(lora: ExpertLora | None) -> tuple[object, ...]:
+    """What changes when the adapters do."""
     if lora is None:
         return ()
     tensors = tuple((id(tensor), tensor._version) for tensor in lora.parameters())

@@ -12,15 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from ktft import spans
 from ktft.config import PROJECTIONS, Settings
 from ktft.device import ACCELERATORS, device_of
 from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import TrainingResidents
+from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lanes.kept import KeptOutputs
 from ktft.lanes.passes import Pass, Passes
 from ktft.lanes.routes import Routes
-from ktft.lanes.terms import Work
+from ktft.lanes.terms import Where, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
@@ -106,7 +108,7 @@ class DeviceLanes:
         self.device, self.gpu = device, GpuLane(device)
         self.cpu, self.crossing = ThreadPoolExecutor(1, "ktft-cpu-lane"), Crossing(device)
         self._layers = layers
-        self._passes = Passes(self.gpu, settings.placement)
+        self._passes, self._steady = Passes(self.gpu, settings.placement), SteadyLane(self.gpu)
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
         self._mutex = threading.RLock()
 
@@ -160,6 +162,57 @@ class DeviceLanes:
                 self.gpu.backward(run.layer, run.on_gpu, *given, run.lora, grad_hidden, grad_weights, lora_grads)
         self._end(run, -1)
 
+    def is_steady(self, layer: ExpertLayer, tokens: int, top_k: int, lora: ExpertLora | None) -> bool:
+        """Whether a forward of a layer, and its backward, are to be steady passes."""
+        with self._mutex:
+            fits = self._steady.takes(layer, tokens, top_k, lora)
+            return fits and self._passes.stay_on_gpu(layer, tokens, lora)
+
+    def steady_forward(
+        self,
+        layer: ExpertLayer,
+        number: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+    ) -> Tensor:
+        """A steady forward of decoder layer `number`; the other arguments are those of `SteadyLane.forward`."""
+        with self._steady_spans(layer, number, top_k_index.numel(), len(PROJECTIONS)):
+            out = self._steady.forward(layer, hidden, top_k_index, top_k_weights, lora)
+        self._prefetch_all(layer, Work.FORWARD)
+        return out
+
+    def steady_backward(
+        self,
+        layer: ExpertLayer,
+        number: int,
+        hidden: Tensor,
+        grad_output: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+        lora_grads: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """A steady backward of decoder layer `number`; the other arguments are those of `SteadyLane.backward`."""
+        given = hidden, grad_output, top_k_index, top_k_weights, lora, lora_grads
+        with self._steady_spans(layer, number, top_k_index.numel(), 2 * len(PROJECTIONS) - 1):
+            grads = self._steady.backward(layer, *given)
+        self._prefetch_all(layer, Work.BACKWARD)
+        return grads
+
+    @contextlib.contextmanager
+    def _steady_spans(self, layer: ExpertLayer, number: int, rows: int, products: int) -> Iterator[None]:
+        """A block whose work on the GPU has a span, and copies to it if it needs any."""
+        streamed = layer.num_experts - len(self.gpu.held(layer))
+        moved = layer.packed_bytes * streamed / layer.num_experts
+        flops = 2 * products * rows * layer.hidden_size * layer.intermediate_size
+        where = Where.STREAM if streamed else Where.RESIDENT
+        copies = spans.device("copy_in", number, self.gpu.transfer.into, bytes=moved)
+        with copies if streamed else contextlib.nullcontext():
+            with spans.device(where, number, self.gpu.transfer.compute(), bytes=layer.packed_bytes, flops=flops):
+                yield
+
     @contextlib.contextmanager
     def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
         """A block that gives the GPU its part of a pass, with events that time it, and spans if it has experts."""
@@ -179,23 +232,30 @@ class DeviceLanes:
         time_streams()
 
     def _end(self, run: Pass, following: int) -> None:
-        """Note that the GPU has its part of a pass, and begin to copy experts that the next pass probably streams.
-
-        The next pass is that of the layer `following` places after this one. But the last layer's backward follows its
-        forward, and after the first layer's backward the next step begins with its forward.
-        """
+        """Note that the GPU has its part of a pass, and begin to copy experts that the next pass probably streams."""
         with self._mutex:
             self._passes.end(run)
-            if run.layer not in self._layers:
-                return
-            at, layer = self._layers.index(run.layer) + following, run.layer
-            if 0 <= at < len(self._layers):
-                layer, work = self._layers[at], Work.BACKWARD if following < 0 else run.work
-            else:
-                work = Work.BACKWARD if following > 0 else Work.FORWARD
-            before = self._passes.last.get((layer, work))
+            before = self._passes.last.get(self._next(run.layer, run.work, following))
             if before is not None and before.placement.ahead:
-                self.gpu.prefetch(layer, before.placement.ahead, before.lora)
+                self.gpu.prefetch(before.layer, before.placement.ahead, before.lora)
+
+    def _prefetch_all(self, layer: ExpertLayer, work: Work) -> None:
+        """Begin to copy the experts of the pass after a steady one, which is probably steady as well."""
+        with self._mutex:
+            before = self._passes.last.get(self._next(layer, work, -1 if work == Work.BACKWARD else 1))
+            if before is not None and not before.placement.cpu:
+                self.gpu.prefetch(before.layer, range(before.layer.num_experts), before.lora)
+
+    def _next(self, layer: ExpertLayer, work: Work, following: int) -> tuple[ExpertLayer, Work]:
+        """The pass after one of this layer: that of the layer `following` places after it. But the last layer's backward
+        follows its forward, and after the first layer's backward the next step begins with its forward.
+        """
+        if layer not in self._layers:
+            return layer, Work.BOTH  # of which there is no pass
+        at = self._layers.index(layer) + following
+        if 0 <= at < len(self._layers):
+            return self._layers[at], Work.BACKWARD if following < 0 else work
+        return layer, Work.BACKWARD if following > 0 else Work.FORWARD
 
     # --- steps of training --------------------------------------------------------------------------------------------
 

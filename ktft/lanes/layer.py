@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +17,12 @@ from torch import Tensor
 from ktft import spans
 from ktft.config import PROJECTIONS
 from ktft.lanes.gpu.crossing import Arriving
-from ktft.lanes.kept import Inputs, KeptOutputs, OwnRows
+from ktft.lanes.kept import Inputs, KeptOutputs, OwnRows, state_of
 from ktft.lanes.lanes import DeviceLanes, Lanes
 from ktft.lanes.passes import Pass
 from ktft.lanes.record import Record
 from ktft.lanes.routes import Routes, only, rows_of
+from ktft.lanes.steady_call import Steady, SteadyCall, not_finite
 from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, Gradients
@@ -59,6 +60,7 @@ class LanedExperts:
         training: bool = False,
         meanwhile: Callable[[Tensor], None] | None = None,
         own: OwnRows | None = None,
+        link: Hashable = None,
     ) -> Tensor:
         """As `ktft.model.autograd.routed_experts`, which has the arguments that are not listed here.
 
@@ -68,6 +70,8 @@ class LanedExperts:
             meanwhile: gives the GPU independent work on the hidden states, once the CPU is at work.
             own: what is kept in place of the output, if ranks share the experts. If it was found, the values of the
                 output mean nothing.
+            link: equal in the two calls that checkpointing makes of one layer with the same tensors; None if nobody
+                knows of it.
 
         Raises:
             ValueError: as `routed_experts`.
@@ -76,7 +80,11 @@ class LanedExperts:
         inputs = [hidden_states, top_k_weights, *(lora.parameters() if lora is not None else ())]
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         again = training and not gradients and not torch.is_inference_mode_enabled()
-        call = _Call(self, lanes, lora, record, gradients, again, own)
+        if link is not None and (gradients or again):
+            steady = self._steady(lanes, hidden_states, top_k_index, top_k_weights, lora, record, again, link)
+            if steady is not None:
+                return steady
+        call = _Call(self, lanes, lora, record, gradients, again, own, link)
         call.begin(hidden_states.detach(), top_k_index, top_k_weights.detach())
         if meanwhile is not None:
             with _settled(call.cpu):
@@ -90,6 +98,43 @@ class LanedExperts:
         if record is not None and torch.is_grad_enabled() and not out.requires_grad:
             record.count(call.inputs.top_k_index)
         return out
+
+    def _steady(
+        self,
+        lanes: DeviceLanes,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        lora: ExpertLora | None,
+        record: Record | None,
+        again: bool,
+        link: Hashable,
+    ) -> Tensor | None:
+        """The output of a call whose passes are steady, forward and backward; None if they are not."""
+        layer, number = self.layer, self.number
+        given = hidden.detach(), index, weights.detach().float(), lora
+        if again:
+            if not lanes.is_steady(layer, len(hidden), index.shape[1], lora):
+                return None
+            # Copies, since a recorded layer overwrites its tensors before the host has them
+            routing = lanes.crossing.to_host(index.to(torch.int64, copy=True), hidden.sum(1, dtype=torch.float32))
+            out = lanes.steady_forward(layer, number, *given)
+            self.kept.linked[link] = SteadyKept(out, out._version, routing, state_of(lora))
+            return out
+        kept = self.kept.linked.get(link)
+        if not isinstance(kept, SteadyKept):
+            return None
+        del self.kept.linked[link]
+        out = kept.out
+        if out._version != kept.version or kept.state != state_of(lora):
+            out = lanes.steady_forward(layer, number, *given)
+        call = SteadyCall(lanes, layer, number, lora, record, kept.routing, out.detach(), partial(_room, lanes))
+        parameters = lora.parameters() if lora is not None else []
+        if any(tensor.requires_grad for tensor in parameters):
+            parameters = list(_Arrival.apply(call, *parameters))
+            parameters[0].grad_fn._set_sequence_nr(0)
+        found: Tensor = Steady.apply(call, hidden, index, weights, *parameters)
+        return found
 
     def __post_init__(self) -> None:
         self.lanes.kept.add(self.kept)
@@ -113,6 +158,7 @@ class _Call:
     gradients: bool  # a backward may follow
     keep: bool  # checkpointing will ask for the output again
     own: OwnRows | None
+    link: Hashable
     inputs: Inputs = field(init=False)
     device_weights: Tensor = field(init=False)  # `[T, k]` fp32
     routes: Routes = field(init=False)
@@ -126,6 +172,10 @@ class _Call:
         """Send the host what it needs, decide where the experts run, and set the CPU to work."""
         owner, lanes = self.owner, self.lanes
         self.device_weights = weights.float().contiguous()
+        linked = owner.kept.take(self.link, self.lora) if self.gradients and self.link is not None else None
+        if linked is not None:
+            self.inputs, self.routes, self.kept = linked.inputs, linked.routes, linked.out.detach()
+            return
         # If a token's sum is finite, all its values are: one kernel proves it
         sums = hidden.sum(1, dtype=torch.float32)
         arriving = lanes.crossing.to_host(index.to(torch.int64), self.device_weights, sums)
@@ -136,7 +186,7 @@ class _Call:
         with spans.span("wait", owner.number):
             self.inputs = Inputs(*arriving.wait())
         if not np.isfinite(self.inputs.sums.numpy()).all() and not torch.isfinite(hidden).all():
-            raise ValueError(_not_finite(owner.layer.name, hidden))
+            raise ValueError(not_finite(owner.layer.name, hidden))
         kept = owner.kept.pop(self.inputs, self.lora) if may_be_kept else None
         if kept is not None:
             self.kept, self.routes = kept
@@ -190,7 +240,7 @@ class _Call:
         if self.keep:
             keep = partial(owner.kept.keep, self.inputs, self.routes, self.lora)
             if self.own is None:
-                keep(out)
+                keep(out, self.link)
             else:
                 self.own.keep = keep
         return out
@@ -206,7 +256,7 @@ class _Call:
         run = self._placed(Work.BACKWARD) if self.run is None else lanes.again(self.run)
         grad_output = grad_output.to(hidden.dtype).contiguous()
         parameters = self.lora.parameters() if self.lora is not None else []
-        lora_grads = self._room([tensor.shape for tensor in parameters])
+        lora_grads = _room(self.lanes, [tensor.shape for tensor in parameters])
         cpu: Future[Gradients] | None = None
         if run.placement.cpu:
             sent = lanes.crossing.rows_to_host(number, grad_output, hidden)
@@ -234,14 +284,6 @@ class _Call:
         lora = [grad.to(tensor.dtype) for grad, tensor in zip(lora_grads, parameters, strict=True)]
         return Gradients(grad_hidden.to(hidden.dtype), grad_weights.to(weights.dtype), lora)
 
-    def _room(self, shapes: list[torch.Size]) -> list[Tensor]:
-        """Make fp32 tensors in one piece of pinned memory, each aligned like a separate tensor."""
-        if not shapes:
-            return []
-        sizes = [-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes]
-        parts = self.lanes.crossing.pinned((sum(sizes),), torch.float32).split(sizes)
-        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
     def _cpu_backward(self, arriving: Arriving, run: Pass, lora_grads: list[Tensor]) -> Gradients:
         layer, again = self.owner.layer, self.saved is None
         here = only(self.inputs.top_k_index, run.placement.cpu, layer.num_experts)
@@ -263,6 +305,25 @@ class _Call:
                 self.zeroed.result()
                 self.zeroed = None
             self.lanes.gpu.finish()
+
+
+@dataclass(frozen=True, eq=False)
+class SteadyKept:
+    """The output of a steady forward that will be asked for again, its version, routing, and state of adapters."""
+
+    out: Tensor
+    version: int
+    routing: Arriving
+    state: tuple[object, ...]
+
+
+def _room(lanes: DeviceLanes, shapes: list[torch.Size]) -> list[Tensor]:
+    """Make fp32 tensors in one piece of pinned memory, each aligned like a separate tensor."""
+    if not shapes:
+        return []
+    sizes = [-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes]
+    parts = lanes.crossing.pinned((sum(sizes),), torch.float32).split(sizes)
+    return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @contextlib.contextmanager
@@ -304,7 +365,7 @@ class _Arrival(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *ab: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call | SteadyCall, *ab: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         return ab
 
@@ -319,11 +380,3 @@ def _zero_idle(lora_grads: list[Tensor], counts: Sequence[int]) -> None:
     idle = [expert for expert, rows in enumerate(counts) if rows == 0]
     for grad in lora_grads:
         grad.numpy()[idle] = 0  # numpy stays in this thread
-
-
-def _not_finite(name: str, hidden: Tensor) -> str:
-    token = int((~torch.isfinite(hidden).all(1)).nonzero()[0])
-    return (
-        f"{name}: hidden states hold NaN or Inf (token {token} of {len(hidden)}). The layers before this one produced "
-        "it: look for a too high learning rate, fp16 overflow (use bf16: true) or damaged weights"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,11 @@ from ktft.native import ExpertLayer
 
 logger = logging.getLogger("ktft")
 
+IDLE = 0.1
+"""The most experts of a layer, as a share, that may be streamed to no avail, because no token asked for them."""
+DECIDED_AGAIN = 64
+"""Of so many passes of a layer one is decided anew, even if all its experts stayed on the GPU before."""
+
 
 @dataclass
 class Pass:
@@ -30,6 +35,7 @@ class Pass:
         number: of the decoder layer.
         work: `FORWARD` or `BACKWARD`.
         counts: rows by expert.
+        mode: how the experts were placed.
         prefetched: streamed experts whose copies began before the decision.
         began: when it was decided, by `time.perf_counter`.
         cpu_seconds: from then until the CPU is done.
@@ -45,6 +51,7 @@ class Pass:
     placer: Placer
     lora: ExpertLora | None
     prefetched: int = 0
+    mode: Mode = Mode.AUTO
     began: float = field(default_factory=time.perf_counter)
     cpu_seconds: float = 0.0
     events: list[Any] = field(default_factory=list)
@@ -100,6 +107,7 @@ class Passes:
         self._placers: dict[LayerKind, Placer] = {}
         self.last: dict[tuple[ExpertLayer, Work], Pass] = {}
         self._unread: deque[Pass] = deque()
+        self._steady: Counter[ExpertLayer] = Counter()
 
     def begin(
         self, layer: ExpertLayer, number: int, counts: Sequence[int], top_k: int, lora: ExpertLora | None, work: Work
@@ -112,7 +120,24 @@ class Passes:
         coming = self._lane.coming(layer, lora)
         placement = placer.decide(counts, resident, work, mode, coming)
         now = Work.FORWARD if work == Work.BOTH else work
-        return Pass(layer, number, now, counts, placement, placer, lora, coming.among(placement))
+        return Pass(layer, number, now, counts, placement, placer, lora, coming.among(placement), mode)
+
+    def stay_on_gpu(self, layer: ExpertLayer, tokens: int, lora: ExpertLora | None) -> bool:
+        """Whether all of a layer's experts are to run on the GPU in a forward and its backward, as they did in the last
+        pass that was decided; now and then one is decided again. Such passes need neither `begin` nor `end`.
+        """
+        before = self.last.get((layer, Work.FORWARD))
+        if before is None or before.placement.cpu or not _alike(before.lora, lora):
+            return False
+        placer, counts, resident = before.placer, before.counts, self._lane.held(layer)
+        mode = placer.mode
+        if mode == Mode.AUTO:
+            mode = self._choice.mode(tokens, lambda: _expected(placer, counts, set(resident)))
+        if mode != before.mode:
+            return False
+        idle = sum(not count and expert not in resident for expert, count in enumerate(counts))
+        self._steady[layer] = (self._steady[layer] + 1) % DECIDED_AGAIN
+        return idle <= IDLE * len(counts) and self._steady[layer] > 0
 
     def again(self, before: Pass) -> Pass:
         """Begin the backward of a forward whose CPU lane retained what it needs: each expert runs where it ran."""

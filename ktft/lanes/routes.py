@@ -39,16 +39,17 @@ class Piece:
 
     Attributes:
         begin: number of the first row among the rows of all chunks.
-        counts: number of rows of each expert.
+        counts: number of rows of each expert; None if only the device knows.
         ends: `[G]` int32 on the device: where each expert's rows end, counted from `begin`.
-        row_route: `[rows]` int32: the route of each row.
+        row_route: `[rows]` int32: the route of each row. If only the device knows the counts, there may be more: those
+            behind the last expert's end are no rows.
         route_row: `[T * k]` int32: the number of each route's row among the rows of all chunks; a number past their end
             if the route has no row.
         top_k: k.
     """
 
     begin: int
-    counts: list[int]
+    counts: list[int] | None
     ends: Tensor
     row_route: Tensor
     route_row: Tensor
@@ -58,10 +59,15 @@ class Piece:
     def rows(self) -> int:
         return self.row_route.shape[0]
 
+    @property
+    def experts(self) -> int:
+        """How many experts the chunk has."""
+        return self.ends.shape[0]
+
     def ranges(self) -> list[tuple[int, slice]]:
-        """For each expert with rows its place in the chunk, and the slice of its rows."""
-        ends = list(itertools.accumulate(self.counts))
-        return [(g, slice(end - n, end)) for g, (n, end) in enumerate(zip(self.counts, ends, strict=True)) if n]
+        """For each expert with rows its place in the chunk, and the slice of its rows. It may wait for the device."""
+        ends = self.ends.tolist() if self.counts is None else list(itertools.accumulate(self.counts))
+        return [(g, slice(begin, end)) for g, (begin, end) in enumerate(itertools.pairwise([0, *ends])) if begin < end]
 
 
 ChunkRows = list[Piece]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -97,15 +97,16 @@ class KtftExperts(nn.Module):
         """
         if (member := lockstep.current()) is not None:
             given = hidden_states, top_k_weights
-            return member.meet_cut((id(self), lora is None), given, (top_k_index, lora), self._together)
+            return member.meet_cut((id(self), lora is None), given, (top_k_index, lora, member.link), self._together)
         return self._all_experts(hidden_states, top_k_index, top_k_weights, lora, self.shared)
 
-    def _together(self, values: list[tuple[Tensor, Tensor, Tensor, ExpertLora | None]]) -> Sequence[Tensor]:
+    def _together(self, values: list[tuple[Tensor, Tensor, Tensor, ExpertLora | None, object]]) -> Sequence[Tensor]:
         """The outputs of several micro-batches."""
-        hidden, weights, index, loras = zip(*values, strict=True)
+        hidden, weights, index, loras, links = zip(*values, strict=True)
+        link = links if all(each is not None for each in links) else None
         if len(values) == 1:
-            return [self._all_experts(hidden[0], index[0], weights[0], loras[0], None)]
-        out = self._all_experts(torch.cat(hidden), torch.cat(index), torch.cat(weights), loras[0], None)
+            return [self._all_experts(hidden[0], index[0], weights[0], loras[0], None, link)]
+        out = self._all_experts(torch.cat(hidden), torch.cat(index), torch.cat(weights), loras[0], None, link)
         return cast(tuple[Tensor, ...], _Parts.apply(out, [len(each) for each in hidden]))
 
     def _all_experts(
@@ -115,12 +116,14 @@ class KtftExperts(nn.Module):
         top_k_weights: Tensor,
         lora: ExpertLora | None,
         shared: Ahead | None,
+        link: Hashable = None,
     ) -> Tensor:
         """The sum over all experts, those of other ranks included. `shared` are computed meanwhile."""
         if self.place is not None and self.place.rows == 0:
             self.place.rows = len(hidden_states)
         if self.number is None:
-            return self._held_experts(hidden_states, hidden_states, top_k_index, top_k_weights, lora, None, shared)
+            given = hidden_states, top_k_index, top_k_weights
+            return self._held_experts(hidden_states, *given, lora, None, shared, link)
         exchange = Exchange(self.number, hidden_states, self.tp_size)
         hidden, index, weights = exchange.gather(hidden_states, top_k_index, top_k_weights)
         own = OwnRows()
@@ -139,6 +142,7 @@ class KtftExperts(nn.Module):
         lora: ExpertLora | None,
         own: OwnRows | None,
         shared: Ahead | None,
+        link: Hashable = None,
     ) -> Tensor:
         """The sum over the held experts. `own_states` are the hidden states that the model gave to this process."""
         record = self.record if self.training else None
@@ -147,7 +151,8 @@ class KtftExperts(nn.Module):
             ahead = None if shared is None else lambda _: shared.compute(own_states)
             if self.tp_size > 1:  # shared experts wait for other ranks, so their place must not depend on timings
                 ahead = None
-            return self.laned(lanes, hidden_states, top_k_index, top_k_weights, lora, record, self.training, ahead, own)
+            given = hidden_states, top_k_index, top_k_weights
+            return self.laned(lanes, *given, lora, record, self.training, ahead, own, link)
         return routed_experts(self.layer, hidden_states, top_k_index, top_k_weights, lora, self.activation, record)
 
     def run_in(self, lanes: Lanes, number: int, shared: Ahead | None = None) -> None:

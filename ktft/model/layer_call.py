@@ -60,6 +60,7 @@ class PlainCall:
         given: the flat arguments, of which those with gradients are leaves.
         results: the leaves that the model got in place of the outputs: first those returned, then those collected.
         made: the outputs themselves, in the same order; None until the layer has been run with gradients.
+        link: what the experts know the call by, if it is run again.
     """
 
     layer: nn.Module
@@ -71,6 +72,7 @@ class PlainCall:
     random: RandomState = ()
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)  # how much the model had collected before
+    link: object = field(default_factory=object)
 
     @property
     def reached(self) -> bool:
@@ -88,14 +90,14 @@ class PlainCall:
         again = is_checkpointed(self.layer)
         member = current()
         assert member is not None
-        member.cuts = None if again else self.cuts
+        member.cuts, member.link = (None, self.link) if again else (self.cuts, None)
         if again:
             self.random, self.contexts = member.random_state(), list(autocast_of(self.given))
         lists = collected.lists()
         self.marks = {key: len(found) for key, found in lists.items()}
         with torch.set_grad_enabled(not again):
             out = self._run()
-        member.cuts = None
+        member.cuts = member.link = None
         flat, spec = _pytree.tree_flatten(out)
         places = [(flat, at) for at in range(len(flat))]
         places += [(found, at) for key, found in lists.items() for at in range(self.marks[key], len(found))]
@@ -113,7 +115,7 @@ class PlainCall:
     def again(self) -> None:
         member = current()
         assert member is not None
-        member.cuts = self.cuts
+        member.cuts, member.link = self.cuts, self.link
         with ExitStack() as stack:
             lists = stack.enter_context(collected.into({key: [None] * mark for key, mark in self.marks.items()}))
             for context in self.contexts:

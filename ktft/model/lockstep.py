@@ -77,12 +77,14 @@ class Member:
         data: what its callable keeps here.
         cuts: takes what is cut out of autograd's graph where members meet; None if nothing is to be cut.
         met: how often it has met others.
+        link: what it runs now, if that is run again: equal in both runs. None otherwise.
     """
 
     def __init__(self, lockstep: Lockstep, random: RandomState) -> None:
         self.random, self.met, self.over, self.abandoned = random, 0, False, False
         self.data: Any = None
         self.cuts: list[Cut] | None = None
+        self.link: Hashable = None
         self.asked: _Asked | None = None
         self.answer: Any = None
         self._lockstep = lockstep

@@ -36,6 +36,7 @@ class ReplayedCall:
     ) -> None:
         self.layer, self.given, self.random = layer, given, RandomState()
         self._recorder, self._number, self._spec, (self._weights, self._recording) = recorder, number, spec, found
+        self._link = object()
         self._results: list[Tensor] = []
         self._contexts: list[Callable[[], AbstractContextManager[Any]]] = []
         self._marks: dict[Any, int] = {}
@@ -60,7 +61,7 @@ class ReplayedCall:
     def first(self) -> Any:
         member = current()
         assert member is not None
-        self.random, self._contexts = member.random_state(), list(autocast_of(self.given))
+        self.random, self._contexts, member.link = member.random_state(), list(autocast_of(self.given)), self._link
         first, lists = self._recording.first, collected.lists()
         self._marks = {key: len(found) for key, found in lists.items()}
         with torch.no_grad():
@@ -68,15 +69,19 @@ class ReplayedCall:
             if first.asked.answer is not None:
                 self._answer(first.asked, first.asked.leaves())
                 self._play(first.graphs[1])
+            member.link = None
             return self._leave(first.outputs, lists)
 
     def again(self) -> None:
+        member = current()
+        assert member is not None
+        member.link = self._link
         reached = tuple(leaf.grad is not None for leaf in self._results)
         second = self._recorder.second(self.layer, self._weights, self._recording, reached)
         if second is None:
             self._plain = PlainCall(
                 self.layer, self.given, self._spec, self._results,
-                random=self.random, contexts=self._contexts, marks=self._marks,
+                random=self.random, contexts=self._contexts, marks=self._marks, link=self._link,
             )  # fmt: skip
             self._plain.again()
             return

@@ -30,7 +30,7 @@ class Crossing:
     """One device's side streams for hidden states, routing and gradients.
 
     Host tensors are page-locked, from torch's pool of such memory: it grows to what a step needs and is reused, and it
-    gives a block away again only when copies of it are done. On the CPU nothing is copied.
+    gives a block away again only when copies of it are done. On the CPU, rows come back uncopied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Crossing:
     def to_host(self, *tensors: Tensor) -> Arriving:
         """Copies of device tensors, after what was queued on the current stream."""
         if self.out is None:
-            return Arriving([tensor.detach() for tensor in tensors])
+            return Arriving([tensor.detach().clone() for tensor in tensors])
         self.out.wait_stream(self._device.current_stream())
         found = []
         with self._device.stream(self.out):

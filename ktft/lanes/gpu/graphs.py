@@ -20,11 +20,13 @@ class Recorded:
 
     def __init__(self, device: torch.device, on: bool = True) -> None:
         self._device = device_of(device)
+        self._pool = self._device.graph_pool()
         self._on = on and self._device.records_graphs
         self._graphs: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Give the current stream this work, which launches kernels and neither allocates memory nor waits.
+        """Give the current stream this work, which launches kernels and does not wait. Memory that it allocates belongs
+        to all work that is recorded here, so it must need none of it once it is done.
 
         `key` is equal for equal work: addresses, sizes, numbers. With None the work is not worth being recorded.
         """
@@ -39,7 +41,7 @@ class Recorded:
             work()
 
     def _record(self, key: Hashable, work: Callable[[], None]) -> Any:
-        graph = self._device.new_graph()
+        graph = self._device.new_graph(self._pool)
         try:
             graph.begin()
             try:

@@ -52,7 +52,7 @@ class ResidentBlocks(Protocol):
 
 
 @dataclass
-class _Chunk:
+class Chunk:
     """Experts that are decoded and multiplied together.
 
     Attributes:
@@ -98,7 +98,7 @@ class GpuLane:
         self.residents: ResidentBlocks | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._recorded = Recorded(device, on=by_triton(device))
-        self._ahead: list[_Chunk] = []  # prefetched
+        self._ahead: list[Chunk] = []  # prefetched
         self._returning: list[Tensor] = []  # copies may be writing them, so nobody else may get their memory
         self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
         self.mutex = threading.RLock()
@@ -157,7 +157,7 @@ class GpuLane:
             torch.OutOfMemoryError: the device has no room; the message says what to do.
             ValueError: a LoRA tensor cannot be copied.
         """
-        with self._guard(layer, "forward"):
+        with self.using(layer, "forward"):
             for _, chunk in self._chunks(layer, experts, routes, lora):
                 chunk_forward(*chunk, hidden, top_k_weights, layer.swiglu, out)
 
@@ -188,14 +188,13 @@ class GpuLane:
             torch.OutOfMemoryError, ValueError: as in `forward`.
             ValueError: a gradient cannot be written.
         """
-        self._check(layer, lora, lora_grads)
-        with self._guard(layer, "backward"):
-            self._returning += lora_grads
+        self.check(layer, lora, lora_grads)
+        with self.using(layer, "backward"):
             for own, chunk in self._chunks(layer, experts, routes, lora):
                 grads = chunk_backward(
                     *chunk, hidden, top_k_weights, layer.swiglu, grad_output, grad_hidden, grad_weights
                 )
-                self._return(own, grads, lora_grads)
+                self.give_back(own, grads, lora_grads)
 
     def finish(self) -> None:
         """Wait until all gradients of LoRA are in host memory. LoRA's tensors may change then, too."""
@@ -215,7 +214,7 @@ class GpuLane:
         That call begins with these chunks, up to the first chunk with an expert whose rows it does not compute. A call
         of another layer drops them all. `lora` are the adapters of that call, of which nothing is copied yet.
         """
-        with self._guard(layer, "prefetch"):
+        with self.using(layer, "prefetch"):
             if self._ahead:
                 return
             layout, held = self._layout(layer, lora), self._held(layer)
@@ -247,22 +246,34 @@ class GpuLane:
         """The experts in chunks: their numbers, and the first arguments of `chunk_forward`. The caller must have queued
         a chunk's products when it asks for the next one.
         """
-        compute = self.transfer.compute()
         chunks = self._cut_up(layer, self._layout(layer, lora), experts, routes.counts)
         limit = piece_rows(layer.hidden_size, layer.intermediate_size)
         rows = lay_out(routes, [chunk.experts for chunk in chunks], limit)
+        for (own, weights, adapters), chunk_rows in zip(self.decoded(layer, chunks, lora), rows, strict=True):
+            yield own, (weights, adapters, chunk_rows)
+
+    def all_chunks(self, layer: ExpertLayer, lora: ExpertLora | None) -> list[Chunk]:
+        """All experts of a layer in chunks, for `decoded`. Call it within `using`."""
+        return self._cut_up(layer, self._layout(layer, lora), range(layer.num_experts), [1] * layer.num_experts)
+
+    def decoded(
+        self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None
+    ) -> Iterator[tuple[list[int], ChunkWeights, ExpertLora | None]]:
+        """Each chunk's experts, its decoded weights, and its adapters on the device. Call it within `using`, and queue a
+        chunk's products before asking for the next one.
+        """
+        compute = self.transfer.compute()
         waiting = map(self._begun, chunks)  # a chunk's copies begin when it is asked for
         self.used.wait(compute)
         coming = next(waiting, None)
-        for chunk_rows in rows:
+        while coming is not None:
             now, coming = coming, next(waiting, None)
-            assert now is not None
             weights = self._decode(layer, now, compute)
-            yield now.experts, (weights, self._place(now, lora, weights, compute), chunk_rows)
+            yield now.experts, weights, self._place(now, lora, weights, compute)
         self._arrived.record(self.transfer.into)
         self.used.record(compute)
 
-    def _begun(self, chunk: _Chunk) -> _Chunk:
+    def _begun(self, chunk: Chunk) -> Chunk:
         """The chunk, whose copies have begun."""
         layout = chunk.layout
         if chunk.packed is None and chunk.slots is None:
@@ -273,7 +284,7 @@ class GpuLane:
 
     def _cut_up(
         self, layer: ExpertLayer, layout: ChunkLayout, experts: Sequence[int], counts: Sequence[int]
-    ) -> list[_Chunk]:
+    ) -> list[Chunk]:
         """All chunks of this call: those that were prefetched and that it needs, then residents, then the rest."""
         wanted = set(experts).union(e for e, rows in enumerate(counts) if not rows)
         needed = itertools.takewhile(lambda c: c.layout is layout and wanted.issuperset(c.experts), self._ahead)
@@ -292,7 +303,7 @@ class GpuLane:
     def _held(self, layer: ExpertLayer) -> dict[int, int]:
         return self.residents.slots(layer) if self.residents is not None else {}
 
-    def _decode(self, layer: ExpertLayer, chunk: _Chunk, compute: object) -> ChunkWeights:
+    def _decode(self, layer: ExpertLayer, chunk: Chunk, compute: object) -> ChunkWeights:
         layout, count, packed = chunk.layout, len(chunk.experts), chunk.packed
         weights = layout.decoded(count)
         if packed is not None:
@@ -308,7 +319,7 @@ class GpuLane:
         return weights
 
     def _place(
-        self, chunk: _Chunk, lora: ExpertLora | None, weights: ChunkWeights, compute: object
+        self, chunk: Chunk, lora: ExpertLora | None, weights: ChunkWeights, compute: object
     ) -> ExpertLora | None:
         """Write a chunk's adapters beside its weights; returns the adapters on the device."""
         if lora is None or chunk.adapters is None:
@@ -323,10 +334,11 @@ class GpuLane:
         chunk.adapters.buffer.free.record(compute)
         return own
 
-    def _return(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:
+    def give_back(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:
         """Begin to copy a chunk's LoRA gradients to the rows of `lora_grads` that belong to its experts."""
         if not grads:
             return
+        self._returning += lora_grads
         self._made.record(self.transfer.compute())
         self._made.wait(self.transfer.out)
         pairs = zip(lora_grads, grads, strict=True)
@@ -335,7 +347,7 @@ class GpuLane:
         self.transfer.keep(grads[:1], self.transfer.out)  # they share one storage
         self._returned.record(self.transfer.out)
 
-    def _check(self, layer: ExpertLayer, lora: ExpertLora | None, lora_grads: Sequence[Tensor]) -> None:
+    def check(self, layer: ExpertLayer, lora: ExpertLora | None, lora_grads: Sequence[Tensor]) -> None:
         wanted = [parameter.shape for parameter in lora.parameters()] if lora is not None else []
         if [grad.shape for grad in lora_grads] != wanted:
             got, expected = ([list(shape) for shape in shapes] for shapes in ([g.shape for g in lora_grads], wanted))
@@ -349,7 +361,7 @@ class GpuLane:
                 raise ValueError(f"{layer.name}: LoRA's gradients must be pinned: torch.empty(..., pin_memory=True)")
 
     @contextlib.contextmanager
-    def _guard(self, layer: ExpertLayer, work: str) -> Iterator[None]:
+    def using(self, layer: ExpertLayer, work: str) -> Iterator[None]:
         """Allow one call at a time. If it fails, no copy is left in flight, and the error for a lack of memory says
         what to do.
         """
@@ -392,11 +404,11 @@ def adapters_at_rest() -> Iterator[None]:
         yield
 
 
-def _cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[_Chunk]:
+def _cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[Chunk]:
     """Cut experts into chunks of about the same size."""
     count = -(-len(experts) // layout.capacity)
     for i in range(count):
-        yield _Chunk(layout, list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
+        yield Chunk(layout, list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
 
 
 def _key(layout: ChunkLayout, experts: int, source: RingPlace, *numbers: float) -> Hashable:

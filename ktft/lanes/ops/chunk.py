@@ -59,7 +59,7 @@ def place(lora: ExpertLora | None, out: ChunkWeights, ops: Operations | None = N
 
 
 @functools.cache
-def _is_grouped(device: torch.device) -> bool:
+def is_grouped(device: torch.device) -> bool:
     """Whether torch has kernels for groups on the device. Without them its own loop would wait for the device."""
     return device_of(device).has_grouped_mm()
 
@@ -69,7 +69,7 @@ def grouped(x: Tensor, matrices: Tensor, piece: Piece) -> Tensor:
 
     Rows of x, and either rows or columns of the matrices, must be contiguous and begin at multiples of 16 bytes.
     """
-    if _is_grouped(x.device):
+    if is_grouped(x.device):
         out: Tensor = torch._grouped_mm(x, matrices, offs=piece.ends)
         return out
     out = x.new_empty(x.shape[0], matrices.shape[2])
@@ -169,6 +169,7 @@ def chunk_backward(
     grad_hidden: Tensor,
     grad_weights: Tensor,
     ops: Operations | None = None,
+    lora_grads: Tensor | None = None,
 ) -> list[Tensor]:
     """Add what these experts contribute to the gradients of hidden states and routing weights.
 
@@ -177,6 +178,7 @@ def chunk_backward(
         grad_output: `[T, H]` fp32, bf16 or fp16, contiguous.
         grad_hidden: fp32 `[T, H]`, added to.
         grad_weights: fp32 `[T, k]`, added to for the routes of these experts.
+        lora_grads: memory for what is returned, one after the other; None for new memory.
 
     Returns:
         Gradients of a and b of each adapted projection, in the order of `PROJECTIONS`, fp32 `[G, ...]`. They are zero
@@ -184,8 +186,9 @@ def chunk_backward(
     """
     parameters = lora.parameters() if lora is not None else []
     sizes = [parameter.numel() for parameter in parameters]
-    # The first piece writes every element
-    grads = (torch.empty if rows else torch.zeros)(sum(sizes), dtype=torch.float32, device=hidden.device)
+    grads = lora_grads
+    if grads is None:  # the first piece writes every element
+        grads = (torch.empty if rows else torch.zeros)(sum(sizes), dtype=torch.float32, device=hidden.device)
     first, second = _sides(weights, lora, ops)
     ops, first_scale, second_scale = first.ops, weights.gate_up.scale, weights.down.scale
     of_first = first.adapters.parameters if first.adapters is not None else 0

@@ -236,7 +236,7 @@ def _block(ranks: int) -> int:
 
 def _tiles(piece: Piece) -> tuple[int, dict[str, int]]:
     """A bound on the number of tiles that the experts' rows make, and the constants of `_tile`."""
-    experts = len(piece.counts)
+    experts = piece.experts
     return cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, power_of_2(experts)), "ROWS": ROWS}
 
 
@@ -268,7 +268,7 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
     tiles, constants = _tiles(piece)
     block = _block(end - begin)
     _low_rank[(tiles, cdiv(end - begin, block))](
-        rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
+        rows, rows.stride(0), a, piece.ends, piece.row_route, piece.experts, a.shape[3], a.shape[2],
         begin, end - begin, *_mask(dropout),
         DROPS=dropout is not None, RANKS=block, COLS=COLS, **constants,
     )  # fmt: skip
@@ -277,7 +277,7 @@ def low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropou
 def add_low_rank(rows: Tensor, a: Tensor, piece: Piece, begin: int, end: int, dropout: Dropout | None) -> None:
     tiles, constants = _tiles(piece)
     _add_low_rank[(tiles, cdiv(a.shape[3], COLS))](
-        rows, rows.stride(0), a, piece.ends, piece.row_route, len(piece.counts), a.shape[3], a.shape[2],
+        rows, rows.stride(0), a, piece.ends, piece.row_route, piece.experts, a.shape[3], a.shape[2],
         begin, end - begin, *_mask(dropout),
         DROPS=dropout is not None, RANKS=_block(end - begin), COLS=COLS, **constants,
     )  # fmt: skip
@@ -287,7 +287,7 @@ def lora_gradients(
     adapters: Adapters, x: Tensor, dx: Tensor, dy: Tensor, piece: Piece, weights: Tensor | None, out: Tensor, adds: bool
 ) -> None:
     first, rank0, second, rank1, two = _two(adapters)
-    inputs, outputs, experts = first.a.shape[2], dy.shape[1] // (1 + two), len(piece.counts)
+    inputs, outputs, experts = first.a.shape[2], dy.shape[1] // (1 + two), piece.experts
     ranks = max(rank0, rank1)
     block = max(16, _block(ranks))
     blocks = (1 + two) * (cdiv(inputs, COLS) + cdiv(outputs, COLS))

@@ -35,6 +35,8 @@ def _gather(
     SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    if row >= tl.load(ends + experts - 1):
+        return
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     token = (tl.load(routes + row) // top_k).to(tl.int64)
     value = tl.load(source + token * cols + col, mask=col < cols, other=0).to(tl.float32)
@@ -63,6 +65,8 @@ def _swiglu(
     SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    if row >= tl.load(ends + experts - 1):
+        return
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     expert = _expert(ends, row, experts, EXPERTS)
     gate, up, _, _ = _load_pair(gate_up + row.to(tl.int64) * 2 * width, scale, expert, col, width, SCALED)
@@ -80,6 +84,8 @@ def _swiglu_backward(
     MORE: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    if row >= tl.load(ends + experts - 1):
+        return
     expert = _expert(ends, row, experts, EXPERTS)
     route = tl.load(routes + row)
     weight = tl.load(weights + route)
@@ -136,11 +142,11 @@ def _combine(
 
 
 def _experts(piece: Piece) -> int:
-    return max(32, power_of_2(len(piece.counts)))
+    return max(32, power_of_2(piece.experts))
 
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
-    cols, experts = source.shape[1], len(piece.counts)
+    cols, experts = source.shape[1], piece.experts
     _gather[(piece.rows, cdiv(cols, COLS))](
         source, out, out.stride(0), scale, piece.ends, piece.row_route, piece.top_k, experts, cols,
         SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
@@ -150,7 +156,7 @@ def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> N
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
     width = gate_up.shape[1] // 2
     _swiglu[(piece.rows, cdiv(width, COLS))](
-        gate_up, out, out.stride(0), scale, piece.ends, len(piece.counts), width,
+        gate_up, out, out.stride(0), scale, piece.ends, piece.experts, width,
         swiglu.alpha, swiglu.limit, swiglu.shift,
         SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
@@ -169,7 +175,7 @@ def swiglu_backward(
 ) -> None:
     _swiglu_backward[(piece.rows,)](
         gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
-        piece.ends, piece.row_route, len(piece.counts), gate_up.shape[1] // 2, swiglu.alpha, swiglu.limit, swiglu.shift,
+        piece.ends, piece.row_route, piece.experts, gate_up.shape[1] // 2, swiglu.alpha, swiglu.limit, swiglu.shift,
         MORE=more is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
 
@@ -178,6 +184,6 @@ def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | Non
     cols = out.shape[1]
     _combine[(out.shape[0], cdiv(cols, COLS))](
         y, y.stride(0), out, weights, scale, piece.ends, piece.route_row, piece.top_k, piece.begin, piece.rows,
-        len(piece.counts), cols,
+        piece.experts, cols,
         WEIGHTED=weights is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip

@@ -1,0 +1,102 @@
+"""One call of a layer in steady passes (`ktft.lanes.gpu.steady`): nothing on its way waits for the host's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ktft import spans
+from ktft.lanes.gpu.crossing import Arriving
+from ktft.lanes.lanes import DeviceLanes
+from ktft.lanes.record import Record
+from ktft.lanes.routes import rows_of
+from ktft.lora import ExpertLora
+from ktft.native import ExpertLayer
+
+
+@dataclass(eq=False)
+class SteadyCall:
+    """A call whose output is known, with what its backward needs.
+
+    Attributes:
+        number: of the decoder layer.
+        routing: expert numbers and the sum of each token's hidden states, on their way to the host. It looks at them in
+            backward, when they have long arrived.
+        out: the output; None once it was taken.
+        room: makes memory for LoRA's gradients of these shapes.
+    """
+
+    lanes: DeviceLanes
+    layer: ExpertLayer
+    number: int
+    lora: ExpertLora | None
+    record: Record | None
+    routing: Arriving
+    out: Tensor | None
+    room: Callable[[list[torch.Size]], list[Tensor]]
+
+    def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of hidden states, routing weights and LoRA's tensors. LoRA's may be in flight until `wait`."""
+        parameters = self.lora.parameters() if self.lora is not None else []
+        grads = self.room([each.shape for each in parameters])
+        given = hidden, grad_output.to(hidden.dtype), index, weights
+        of_hidden, of_weights = self.lanes.steady_backward(self.layer, self.number, *given, self.lora, grads)
+        self._look(index, weights, hidden, grad_output)
+        if torch.is_anomaly_enabled() or any(each.dtype != torch.float32 for each in parameters):
+            self.wait()  # autograd itself reads gradients that it must cast, or search for NaN
+        lora = [grad.to(each.dtype) for grad, each in zip(grads, parameters, strict=True)]
+        return of_hidden, of_weights.to(weights.dtype), *lora
+
+    def _look(self, index: Tensor, weights: Tensor, hidden: Tensor, grad_output: Tensor) -> None:
+        """Check and count the routing."""
+        with spans.span("wait", self.number):
+            on_host, sums = self.routing.wait()
+        if not np.isfinite(sums.numpy()).all() and not torch.isfinite(hidden).all():
+            raise ValueError(not_finite(self.layer.name, hidden))
+        self.lanes.observe(self.layer, rows_of(self.layer, on_host))
+        if self.record is not None:
+            self.record.count(on_host)
+            if self.record.watching:
+                self.record.count_reached(index, weights, grad_output)
+
+    def wait(self) -> None:
+        """Wait until LoRA's gradients are in host memory."""
+        with spans.span("wait", self.number):
+            self.lanes.gpu.finish()
+
+
+class Steady(torch.autograd.Function):
+    """A `SteadyCall` in autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: SteadyCall, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *ab: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
+        ctx.call = call
+        out, call.out = call.out, None  # autograd makes it refer to the call
+        assert out is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
+        call: SteadyCall = ctx.call
+        of_hidden, of_weights, *lora = call.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights)
+        if not any(ctx.needs_input_grad[4:]):
+            call.wait()
+        return None, of_hidden, None, of_weights, *lora
+
+
+def not_finite(name: str, hidden: Tensor) -> str:
+    """The message for hidden states `[T, H]` with NaN or Inf."""
+    token = int((~torch.isfinite(hidden).all(1)).nonzero()[0])
+    return (
+        f"{name}: hidden states hold NaN or Inf (token {token} of {len(hidden)}). The layers before this one produced "
+        "it: look for a too high learning rate, fp16 overflow (use bf16: true) or damaged weights"
+    )

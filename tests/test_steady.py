@@ -1,0 +1,159 @@
+"""Steady passes: all experts of a layer on a GPU, whose routing stays there. The CPU's torch stands in for a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from adapted import randomize
+from given import Checkpoint
+from host_graphs import record_on_host
+from lanes import no_calibration
+from test_lanes import HIDDEN, INTERMEDIATE, RANK, compare, inputs_for, make_experts
+from torch import Tensor
+from transformers import Trainer
+
+from ktft import native
+from ktft.lanes import passes
+from ktft.lanes.gpu.steady import SteadyLane
+from ktft.lora import ExpertLora
+from ktft.model.experts import KtftExperts
+from contract import make_lora
+
+__all__ = ["no_calibration"]
+
+pytestmark = pytest.mark.usefixtures("no_calibration")
+USED = (17, 3, 9, 64, 9)
+"""Rows of experts that are all asked for."""
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steady passes that ran."""
+    ran: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(SteadyLane, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ran.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(SteadyLane, name, counting(name))
+    return ran
+
+
+def checkpointed(experts: KtftExperts) -> Callable[..., Tensor]:
+    """The calls that checkpointing makes, whose maker says that they belong together."""
+    numbers = itertools.count()
+
+    def call(x: Tensor, index: Tensor, weights: Tensor, lora: ExpertLora | None) -> Tensor:
+        link = next(numbers)
+        with torch.no_grad():
+            first = experts._all_experts(x, index, weights, lora, None, link)
+        again = experts._all_experts(x, index, weights, lora, None, link)
+        assert torch.equal(first, again)
+        return again
+
+    return call
+
+
+def warm(experts: KtftExperts, rows: tuple[int, ...] = USED) -> None:
+    """A step whose passes are decided, as those of each layer's first step."""
+    x, index, weights = inputs_for(rows, HIDDEN)
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    checkpointed(experts)(x, index, weights, lora).float().sum().backward()
+
+
+@pytest.mark.parametrize("fmt", native.FORMATS)
+def test_contract(steady: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    """One of five experts gets no token, and its gradients are zero."""
+    monkeypatch.setattr(passes, "IDLE", 1.0)
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)  # `compare` has adapters of its own
+    experts = make_experts(fmt, nodes=2, placement="stream")
+    warm(experts)
+    compare(experts, checkpointed(experts))
+    assert steady == ["forward", "backward"]
+
+
+def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    x, index, weights = inputs_for(USED, HIDDEN)
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+
+    def step(experts: KtftExperts, lora: ExpertLora | None = lora) -> None:
+        checkpointed(experts)(x, index, weights, lora).float().sum().backward()
+
+    idle = make_experts(placement="stream")
+    warm(idle, (17, 3, 0, 64, 9))
+    step(idle)  # a fifth of the copies would be to no avail
+    step(make_experts(placement="stream"))  # nothing was decided before
+    on_cpu = make_experts(placement="cpu")
+    warm(on_cpu)
+    step(on_cpu)
+    drops = make_experts(placement="stream")
+    warm(drops)
+    step(drops, ExpertLora(lora.pairs, 0.5, 1))
+    assert not steady
+    monkeypatch.setattr(passes, "DECIDED_AGAIN", 2)
+    now_and_then = make_experts(placement="stream")
+    for _ in range(5):
+        step(now_and_then)
+    assert steady == ["forward", "backward"] * 2
+
+
+def test_bad_values_are_found_in_backward(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    experts = make_experts(placement="stream")
+    warm(experts)
+    x, index, weights = inputs_for(USED, HIDDEN)
+    with torch.no_grad():
+        x[3, 1] = torch.nan
+    link = object()
+    with torch.no_grad():
+        experts._all_experts(x, index, weights, None, None, link)
+    again = experts._all_experts(x, index, weights, None, None, link)
+    with pytest.raises(ValueError, match="hold NaN or Inf \\(token 3 of"):
+        again.float().sum().backward()
+    assert steady == ["forward", "backward"]
+
+
+def test_training(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, steady: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses, the weights and the counted tokens are those of passes that wait for the host."""
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+    record_on_host(monkeypatch)
+    monkeypatch.setattr("ktft.lanes.gpu.graphs.Recorded.run", lambda self, key, work: work())
+    path = tiny_checkpoint("qwen3moe")
+
+    def train(name: str, **kt_config: Any) -> tuple[list[float], dict[str, Tensor], Any]:
+        settings = {"placement": "stream", "expert_format": "int8"} | kt_config
+        model = randomize(runs.adapted(path, settings=settings), std=0.05)
+        torch.manual_seed(1)
+        data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 100, (6, 64))]
+        own = {"max_steps": 6, "per_device_train_batch_size": 1, "save_strategy": "no"}
+        own |= {"gradient_checkpointing": True, "learning_rate": 1e-3}
+        trainer = Trainer(model, runs.arguments(tmp_path / name, **own), train_dataset=data)
+        trainer.train()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        report = json.loads((tmp_path / name / "ktft_report.json").read_text())
+        return runs.losses(trainer), weights, report["expert_tokens"]
+
+    usual = train("usual", cuda_graphs=False)
+    assert not steady
+    found = train("steady")
+    assert steady.count("forward") == steady.count("backward") > 0
+    assert found[0] == pytest.approx(usual[0], rel=1e-3)
+    ours, theirs = (torch.tensor(each[2]["tokens"]) for each in (found, usual))
+    assert ours.sum() == theirs.sum()
+    assert (ours - theirs).abs().sum() < 0.01 * ours.sum()  # rounding may tip a token's routing
