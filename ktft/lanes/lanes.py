@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -110,6 +110,7 @@ class DeviceLanes:
         self._layers = layers
         self._passes, self._steady = Passes(self.gpu, settings.placement), SteadyLane(self.gpu)
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
+        self._owed: list[tuple[Callable[[], None], Sequence[Tensor], Sequence[Tensor]]] = []
         self._mutex = threading.RLock()
 
     # --- one pass -----------------------------------------------------------------------------------------------------
@@ -257,6 +258,33 @@ class DeviceLanes:
             return self._layers[at], Work.BACKWARD if following < 0 else work
         return layer, Work.BACKWARD if following > 0 else Work.FORWARD
 
+    # --- gradients of LoRA that come late ------------------------------------------------------------------------------
+
+    @staticmethod
+    def may_owe(parameters: Sequence[Tensor]) -> bool:
+        """Whether nothing looks at the gradients of these tensors before `deliver`, so that no pass waits for them."""
+        looked_at = torch.is_anomaly_enabled() or any(not p.is_leaf or p._backward_hooks for p in parameters)
+        return bool(parameters) and not looked_at
+
+    def owe(self, wait: Callable[[], None], parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Take gradients of LoRA, fp32, that are in host memory once `wait` returns, until `deliver`."""
+        self._owed.append((wait, parameters, grads))
+
+    def deliver(self) -> None:
+        """Wait for all gradients that are owed, and add them to those that their parameters have."""
+        owed, self._owed = self._owed, []
+        for wait, parameters, grads in owed:
+            wait()
+            for parameter, grad in zip(parameters, grads, strict=True):
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = grad.to(parameter.dtype)
+                else:
+                    parameter.grad += grad
+                for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(parameter)
+
     # --- steps of training --------------------------------------------------------------------------------------------
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
@@ -270,6 +298,7 @@ class DeviceLanes:
             self.gpu.forget()
 
     def begin_step(self) -> None:
+        self._owed.clear()  # of a step that failed
         with self._mutex:
             self._passes.begin_step()
 

@@ -90,7 +90,8 @@ class LanedExperts:
             with _settled(call.cpu):
                 meanwhile(hidden_states)
         parameters = inputs[2:]
-        if gradients and any(tensor.requires_grad for tensor in parameters):
+        call.owes = link is not None and lanes.may_owe(parameters)
+        if gradients and not call.owes and any(tensor.requires_grad for tensor in parameters):
             parameters = _Arrival.apply(call, *parameters)
             parameters[0].grad_fn._set_sequence_nr(0)
         out = _Laned.apply(call, hidden_states, top_k_index, top_k_weights, *parameters)
@@ -130,7 +131,8 @@ class LanedExperts:
             out = lanes.steady_forward(layer, number, *given)
         call = SteadyCall(lanes, layer, number, lora, record, kept.routing, out.detach(), partial(_room, lanes))
         parameters = lora.parameters() if lora is not None else []
-        if any(tensor.requires_grad for tensor in parameters):
+        call.owes = lanes.may_owe(parameters)
+        if not call.owes and any(tensor.requires_grad for tensor in parameters):
             parameters = list(_Arrival.apply(call, *parameters))
             parameters[0].grad_fn._set_sequence_nr(0)
         found: Tensor = Steady.apply(call, hidden, index, weights, *parameters)
@@ -166,6 +168,7 @@ class _Call:
     cpu: Future[Any] | None = None  # work of the CPU lane in forward
     kept: Tensor | None = None  # the output, if checkpointing's first forward left it; there is no pass then
     saved: Any = None  # what the CPU lane saved for backward
+    owes: bool = False  # LoRA's gradients do not go through autograd
     zeroed: Future[None] | None = None  # zeroes LoRA's gradients of experts without rows, in the CPU lane's thread
 
     def begin(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
@@ -274,14 +277,16 @@ class _Call:
             grad_hidden += parts[0]
             grad_weights += parts[1]
         # Autograd itself reads gradients that it must cast, or search for NaN
-        if not waited_for or torch.is_anomaly_enabled() or any(p.dtype != torch.float32 for p in parameters):
+        cast = any(p.dtype != torch.float32 for p in parameters)
+        if not self.owes and (not waited_for or torch.is_anomaly_enabled() or cast):
             self.wait()
         lanes.observe(layer, counts)
         if self.record is not None:
             self.record.count(self.inputs.top_k_index)
             if self.record.watching:
                 self.record.count_reached(index, weights, grad_output)
-        lora = [grad.to(tensor.dtype) for grad, tensor in zip(lora_grads, parameters, strict=True)]
+        pairs = zip(lora_grads, parameters, strict=True)
+        lora = lora_grads if self.owes else [grad.to(tensor.dtype) for grad, tensor in pairs]
         return Gradients(grad_hidden.to(hidden.dtype), grad_weights.to(weights.dtype), lora)
 
     def _cpu_backward(self, arriving: Arriving, run: Pass, lora_grads: list[Tensor]) -> Gradients:
@@ -354,7 +359,12 @@ class _Laned(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
         waited_for = any(ctx.needs_input_grad[4:])  # then these inputs come from an `_Arrival`
-        grads = ctx.call.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights, waited_for)
+        call: _Call = ctx.call
+        grads = call.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights, waited_for)
+        if call.owes:
+            assert call.lora is not None
+            call.lanes.owe(call.wait, call.lora.parameters(), grads.lora)
+            return None, grads.hidden_states, None, grads.top_k_weights, *(None for _ in grads.lora)
         return None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
 
 

@@ -29,6 +29,7 @@ class SteadyCall:
             backward, when they have long arrived.
         out: the output; None once it was taken.
         room: makes memory for LoRA's gradients of these shapes.
+        owes: LoRA's gradients do not go through autograd.
     """
 
     lanes: DeviceLanes
@@ -39,6 +40,7 @@ class SteadyCall:
     routing: Arriving
     out: Tensor | None
     room: Callable[[list[torch.Size]], list[Tensor]]
+    owes: bool = False
 
     def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of hidden states, routing weights and LoRA's tensors. LoRA's may be in flight until `wait`."""
@@ -47,6 +49,9 @@ class SteadyCall:
         given = hidden, grad_output.to(hidden.dtype), index, weights
         of_hidden, of_weights = self.lanes.steady_backward(self.layer, self.number, *given, self.lora, grads)
         self._look(index, weights, hidden, grad_output)
+        if self.owes:
+            self.lanes.owe(self.wait, parameters, grads)
+            return of_hidden, of_weights.to(weights.dtype), *(None for _ in grads)
         if torch.is_anomaly_enabled() or any(each.dtype != torch.float32 for each in parameters):
             self.wait()  # autograd itself reads gradients that it must cast, or search for NaN
         lora = [grad.to(each.dtype) for grad, each in zip(grads, parameters, strict=True)]
@@ -88,7 +93,7 @@ class Steady(torch.autograd.Function):
         hidden_states, top_k_index, top_k_weights, *_ = ctx.saved_tensors
         call: SteadyCall = ctx.call
         of_hidden, of_weights, *lora = call.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights)
-        if not any(ctx.needs_input_grad[4:]):
+        if not call.owes and not any(ctx.needs_input_grad[4:]):
             call.wait()
         return None, of_hidden, None, of_weights, *lora
 

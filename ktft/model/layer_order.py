@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ktft.model import collected
-from ktft.model.experts import KtftExperts, decoder_lists
+from ktft.model.experts import decoder_lists, find_experts
 from ktft.model.layer_call import LayerCall, PlainCall, is_checkpointed, send_back
 from ktft.model.lockstep import Lockstep, RandomState, current
 from ktft.model.recorded import Recorder
@@ -121,9 +121,8 @@ class LayerOrder:
     def __init__(self, model: nn.Module, lockstep: Lockstep, record: bool = True) -> None:
         layers = list(decoder_layers(model).values())
         self._layers = {layer: number for number, layer in enumerate(layers)}
-        self._sparse = frozenset(
-            layer for layer in layers if any(isinstance(module, KtftExperts) for module in layer.modules())
-        )
+        self._sparse = frozenset(layer for layer in layers if find_experts(layer))
+        self._experts = list(find_experts(model).values())
         self.lockstep, self._recorder = lockstep, Recorder(layers, lockstep, record)
 
     @property
@@ -144,6 +143,13 @@ class LayerOrder:
         batches = [_MicroBatch(self._layers, self._recorder, slot) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
         results = self.lockstep.run(going, states)
+        self._go_back(batches)
+        for lanes in {module.laned.lanes for module in self._experts if module.laned is not None}:
+            if lanes.running is not None:
+                lanes.running.deliver()
+        return results
+
+    def _go_back(self, batches: Sequence[_MicroBatch]) -> None:
         last = max(len(batch.calls) for batch in batches)
         for number in reversed(range(last)):
             here = [batch for batch in batches if len(batch.calls) > number]
@@ -156,7 +162,6 @@ class LayerOrder:
             for batch in here:
                 batch.calls.pop()
                 batch.pass_on(number)
-        return results
 
     def _backward(self, calls: Sequence[LayerCall]) -> None:
         calls = [call for call in calls if call.reached]
