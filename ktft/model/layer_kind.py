@@ -113,6 +113,8 @@ class LayerKind:
                 alike[id(tensor)].requires_grad_(tensor.requires_grad)
         self.tensors = [alike[id(tensor)] for tensor in like.tensors]
         self._holds: tuple[object, ...] = ()
+        kinds = [each.dtype for each in self.tensors]
+        self._alike = [[at for at, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
 
     @property
     def trained(self) -> list[Tensor]:
@@ -125,7 +127,8 @@ class LayerKind:
         key = id(weights), *(tensor._version for tensor in now)
         if key != self._holds:
             with torch.no_grad():
-                torch._foreach_copy_(self.tensors, now)
+                for alike in self._alike:  # tensors of several types would be copied one by one
+                    torch._foreach_copy_([self.tensors[at] for at in alike], [now[at] for at in alike])
             self._holds = key
 
 

@@ -80,24 +80,26 @@ class Member:
         link: what it runs now, if that is run again: equal in both runs. None otherwise.
     """
 
-    def __init__(self, lockstep: Lockstep, random: RandomState) -> None:
+    def __init__(self, lockstep: Lockstep, random: RandomState, alone: bool = False) -> None:
         self.random, self.met, self.over, self.abandoned = random, 0, False, False
         self.data: Any = None
         self.cuts: list[Cut] | None = None
         self.link: Hashable = None
         self.asked: _Asked | None = None
         self.answer: Any = None
-        self._lockstep = lockstep
+        self._lockstep, self._alone = lockstep, alone
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
 
     def meet(self, key: Hashable, value: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait for all others. `act` gets the values of those that wait with the same key, in their order.
 
-        It runs in the thread that called `Lockstep.run`. Those with gradients do not meet those without.
+        It runs in the thread that called `Lockstep.run`. One that is alone does not wait. Those with gradients do not meet those without.
 
         Returns:
             This member's element of what `act` returned.
         """
+        if self._alone:
+            return act([value])[0]
         self.asked, self.met = _Asked((key, torch.is_grad_enabled()), value, act), self.met + 1
         self._back.release()
         self._go.acquire()
@@ -148,6 +150,14 @@ class Member:
             _thread.member = None
             self.over = True
             self._back.release()
+
+    def work_here(self, work: Callable[[], Result]) -> Result:
+        """Run the callable, the only one, in the calling thread."""
+        before, _thread.member = current(), self
+        try:
+            return work()
+        finally:
+            _thread.member = before
 
     def abandon(self) -> None:
         """Let it end by an exception where it waits."""
@@ -203,6 +213,9 @@ class Lockstep:
         Raises:
             BaseException: what the first of them raised. All others are ended before.
         """
+        if len(works) == 1:  # there is nobody to wait for
+            with self.random_numbers(states[0]):
+                return [Member(self, states[0], alone=True).work_here(works[0])]
         before, members = self.random_state(), [Member(self, state) for state in states]
         pool = self._pool_of(len(works))
         futures = [

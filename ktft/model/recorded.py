@@ -276,11 +276,13 @@ class Recorder:
     def __init__(self, layers: Sequence[nn.Module], lockstep: Lockstep, record: bool = True) -> None:
         self.lockstep, self._device = lockstep, device_of(next(layers[0].parameters()).device)
         self.on = record and self._device.records_graphs
-        self._known: dict[nn.Module, tuple[tuple[object, ...], Weights, tuple[object, ...]]] = {}
-        self._kinds: dict[tuple[object, ...], LayerKind] = {}
-        self._recordings: dict[tuple[object, ...], Recording] = {}
-        self._uses: Counter[tuple[tuple[object, ...], nn.Module]] = Counter()
+        self._known: dict[nn.Module, tuple[tuple[object, ...], Weights, int]] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}  # of kinds, by signature
+        self._kinds: dict[int, LayerKind] = {}
+        self._recordings: dict[tuple[int, int, int], Recording] = {}
+        self._uses: Counter[tuple[tuple[int, int, int], nn.Module]] = Counter()
         self._pools: dict[int, Any] = {}
+        self._keys: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._refused: set[object] = set()
 
     def recording(
@@ -293,19 +295,20 @@ class Recorder:
         if not self.on or (inputs := _shapes(given)) is None:
             return None
         try:
-            weights, signature = self._kind(layer)
+            weights, kind = self._kind(layer)
         except Unlike as why:
             self._refuse(layer, why)
             return None
-        key = (signature, slot, inputs, spec, _autocast(self._device.device.type), tuple(collected.lists()))
-        if key in self._refused or signature in self._refused:
+        whole = (kind, slot, inputs, spec, _autocast(self._device.device.type), tuple(collected.lists()))
+        key = self._keys.setdefault(whole, (kind, slot, len(self._keys)))
+        if key in self._refused:
             return None
         self._uses[key, layer] += 1
         if key not in self._recordings:
             alike = sum(other[:2] == key[:2] for other in self._recordings)
             if self._uses[key, layer] < USES or alike >= SHAPES:
                 return None
-            found = self._made(layer, weights, key, lambda: self._record(weights, signature, given, spec, slot))
+            found = self._made(layer, weights, key, lambda: self._record(weights, kind, given, spec, slot))
             if found is None:
                 return None
             self._recordings[key] = found
@@ -319,22 +322,24 @@ class Recorder:
         """The second pass of a recording; None if it cannot be recorded."""
         return self._made(layer, weights, (id(found), reached), lambda: found.second(weights, reached))
 
-    def _kind(self, layer: nn.Module) -> tuple[Weights, tuple[object, ...]]:
+    def _kind(self, layer: nn.Module) -> tuple[Weights, int]:
+        """A layer's weights, and the number of its kind."""
         known = self._known.get(layer)
         if known is None or known[1].state() != known[0]:
             if layer in self._refused:
                 raise Unlike("")
             weights = Weights(layer, self._device.device)
-            self._known[layer] = known = weights.state(), weights, weights.signature()
+            number = self._numbers.setdefault(weights.signature(), len(self._numbers))
+            self._known[layer] = known = weights.state(), weights, number
         return known[1], known[2]
 
     def _record(
-        self, weights: Weights, signature: tuple[object, ...], given: Sequence[Any], spec: Any, slot: int
+        self, weights: Weights, kind: int, given: Sequence[Any], spec: Any, slot: int
     ) -> Recording:
-        if signature not in self._kinds:
-            self._kinds[signature] = LayerKind(weights)
+        if kind not in self._kinds:
+            self._kinds[kind] = LayerKind(weights)
         pool = self._pools.setdefault(slot, self._device.graph_pool())
-        return Recording(self._kinds[signature], weights, given, spec, pool)
+        return Recording(self._kinds[kind], weights, given, spec, pool)
 
     def _made(self, layer: nn.Module, weights: Weights, key: object, make: Callable[[], Any]) -> Any:
         """What `make` records; None if it cannot be recorded, now or before."""

@@ -162,7 +162,7 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
 def write_data(args: argparse.Namespace, path: Path) -> None:
     """Write a data set whose rows are longer than the cutoff."""
     path.mkdir(parents=True, exist_ok=True)
-    rows = args.steps * args.batch * args.gpus
+    rows = args.steps * args.batch * args.micro_batches * args.gpus
     answers = ["".join(f"{row * step % 9973} " for step in range(args.cutoff)) for row in range(rows)]
     samples = [{"instruction": f"count {row}", "input": "", "output": text} for row, text in enumerate(answers)]
     (path / "sft.json").write_text(json.dumps(samples))
@@ -174,6 +174,7 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     kt_config = {"threads": args.threads, "verify_checksums": args.verify}
     kt_config |= {"placement": args.placement, "gpu_expert_memory": args.gpu_expert_memory}
+    kt_config |= yaml.safe_load("{" + ", ".join(args.setting) + "}")
     own = {
         "lora_rank": args.rank,
         "lora_alpha": 2 * args.rank,
@@ -181,6 +182,7 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "cutoff_len": args.cutoff,
         "overwrite_output_dir": True,
         "per_device_train_batch_size": args.batch,
+        "gradient_accumulation_steps": args.micro_batches,
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
         "max_steps": args.steps,
@@ -240,6 +242,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     for name, value in (("intermediate-size", 768), ("vocabulary", 151936), ("cutoff", 2048), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step")
+    parser.add_argument("--setting", action="append", default=[], help="of kt_config, as 'cuda_graphs: false'")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rank", type=int, default=8)
