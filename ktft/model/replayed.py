@@ -76,6 +76,12 @@ class ReplayedCall:
         member = current()
         assert member is not None
         member.link = self._link
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context())
+            self._again()
+
+    def _again(self) -> None:
         reached = tuple(leaf.grad is not None for leaf in self._results)
         second = self._recorder.second(self.layer, self._weights, self._recording, reached)
         if second is None:
@@ -89,10 +95,7 @@ class ReplayedCall:
         self._begin(second.graphs)
         if second.asked.answer is not None:
             self._leaves = second.asked.leaves()
-            with ExitStack() as stack:
-                for context in self._contexts:
-                    stack.enter_context(context())
-                self._out = self._answer(second.asked, self._leaves)
+            self._out = self._answer(second.asked, self._leaves)
             self._play(second.graphs[1])
 
     def to_experts(self, number: int) -> list[tuple[Tensor, Tensor]]:
