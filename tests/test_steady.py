@@ -163,3 +163,27 @@ def test_training(
     ours, theirs = (torch.tensor(each[2]["tokens"]) for each in (found, usual))
     assert ours.sum() == theirs.sum()
     assert (ours - theirs).abs().sum() < 0.01 * ours.sum()  # rounding may tip a token's routing
+
+
+def test_calls_that_differ_are_noticed(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then outputs are found by their inputs again, as they are where nobody knows which calls belong together."""
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    experts = make_experts(placement="stream")
+    warm(experts)
+    x, index, weights = inputs_for(USED, HIDDEN)
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    assert experts.laned is not None
+    lanes = experts.laned.lanes.running
+    assert lanes is not None
+    for other in (False, True):
+        link, again = object(), index.clone()
+        with torch.no_grad():
+            experts._all_experts(x, index, weights, lora, None, link)
+        if other:
+            again[0] = again[0].flip(0)
+        experts._all_experts(x, again, weights, lora, None, link).float().sum().backward()
+        lanes.deliver()
+        assert lanes.links is not other
+    del steady[:]
+    checkpointed(experts)(x, index, weights, lora).float().sum().backward()
+    assert not steady

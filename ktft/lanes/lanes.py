@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -25,6 +26,9 @@ from ktft.lanes.routes import Routes
 from ktft.lanes.terms import Where, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
+
+
+logger = logging.getLogger("ktft")
 
 
 class Lanes:
@@ -101,6 +105,7 @@ class DeviceLanes:
     Attributes:
         gpu: runs streamed and resident experts.
         cpu: the CPU lane's own thread, which does not hold the GIL while it waits.
+        links: whether calls that say that they belong together are trusted to have the same inputs.
         crossing: carries hidden states, routing and gradients between host and device.
     """
 
@@ -110,6 +115,8 @@ class DeviceLanes:
         self._layers = layers
         self._passes, self._steady = Passes(self.gpu, settings.placement), SteadyLane(self.gpu)
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
+        self.links = True
+        self._differences: Tensor | None = None
         self._owed: list[tuple[Callable[[], None], Sequence[Tensor], Sequence[Tensor]]] = []
         self._mutex = threading.RLock()
 
@@ -270,9 +277,25 @@ class DeviceLanes:
         """Take gradients of LoRA, fp32, that are in host memory once `wait` returns, until `deliver`."""
         self._owed.append((wait, parameters, grads))
 
+    def compare(self, first: Tensor, again: Tensor) -> None:
+        """Note how often the second of a layer's two calls routes a token to another expert than the first."""
+        here = (first != again).sum()
+        self._differences = here if self._differences is None else self._differences + here
+
     def deliver(self) -> None:
-        """Wait for all gradients that are owed, and add them to those that their parameters have."""
+        """Wait for all gradients that are owed, and add them to those that their parameters have.
+
+        If a call that was run again was not the same, calls are no longer trusted to be: their outputs are searched for
+        by their inputs, and computed again if they are not found.
+        """
         owed, self._owed = self._owed, []
+        differences, self._differences = self._differences, None
+        if differences is not None and (count := int(differences)):
+            self.links = False
+            logger.info(
+                "%d experts of tokens were others when checkpointing ran their layer again, since its kernels round "
+                "differently; from now on such layers compute their experts again", count,
+            )  # fmt: skip
         for wait, parameters, grads in owed:
             wait()
             for parameter, grad in zip(parameters, grads, strict=True):

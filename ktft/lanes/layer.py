@@ -80,6 +80,7 @@ class LanedExperts:
         inputs = [hidden_states, top_k_weights, *(lora.parameters() if lora is not None else ())]
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         again = training and not gradients and not torch.is_inference_mode_enabled()
+        link = link if lanes.links else None
         if link is not None and (gradients or again):
             steady = self._steady(lanes, hidden_states, top_k_index, top_k_weights, lora, record, again, link)
             if steady is not None:
@@ -117,15 +118,17 @@ class LanedExperts:
         if again:
             if not lanes.is_steady(layer, len(hidden), index.shape[1], lora):
                 return None
-            # Copies, since a recorded layer overwrites its tensors before the host has them
-            routing = lanes.crossing.to_host(index.to(torch.int64, copy=True), hidden.sum(1, dtype=torch.float32))
+            # A copy, since a recorded layer overwrites its tensors before the host has them
+            index = index.to(torch.int64, copy=True)
+            routing = lanes.crossing.to_host(index, hidden.sum(1, dtype=torch.float32))
             out = lanes.steady_forward(layer, number, *given)
-            self.kept.linked[link] = SteadyKept(out, out._version, routing, state_of(lora))
+            self.kept.linked[link] = SteadyKept(out, out._version, index, routing, state_of(lora))
             return out
         kept = self.kept.linked.get(link)
         if not isinstance(kept, SteadyKept):
             return None
         del self.kept.linked[link]
+        lanes.compare(kept.top_k_index, index)
         out = kept.out
         if out._version != kept.version or kept.state != state_of(lora):
             out = lanes.steady_forward(layer, number, *given)
@@ -177,6 +180,7 @@ class _Call:
         self.device_weights = weights.float().contiguous()
         linked = owner.kept.take(self.link, self.lora) if self.gradients and self.link is not None else None
         if linked is not None:
+            lanes.compare(linked.routes.top_k_index, index)
             self.inputs, self.routes, self.kept = linked.inputs, linked.routes, linked.out.detach()
             return
         # If a token's sum is finite, all its values are: one kernel proves it
@@ -196,6 +200,8 @@ class _Call:
             if self.own is not None:
                 self.own.found, self.kept = self.kept, self.kept.new_zeros(1).expand(hidden.shape)
             return
+        if self.link is not None:  # a recorded layer overwrites it
+            index = index.clone()
         self.routes = Routes(index, rows_of(owner.layer, self.inputs.top_k_index))
         self.run = self._placed(Work.BOTH if self.gradients and owner.activation == "retain" else Work.FORWARD)
         if self.run.placement.cpu:
@@ -318,6 +324,7 @@ class SteadyKept:
 
     out: Tensor
     version: int
+    top_k_index: Tensor
     routing: Arriving
     state: tuple[object, ...]
 
