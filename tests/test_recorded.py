@@ -99,6 +99,32 @@ def test_autocast(
     assert_same(usual, recorded)
 
 
+class Untold(torch.optim.SGD):
+    """Changes parameters without a sign to autograd, as kernels of their own do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * parameter.grad
+
+
+def test_an_update_that_autograd_does_not_see(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer that went backward last goes forward first, with new weights."""
+    path = tiny_checkpoint("dsv3")
+    monkeypatch.setattr(Trainer, "create_optimizer", lambda self: setattr(self, "optimizer", optimizer(self)))
+
+    def optimizer(trainer: Trainer) -> Untold:
+        return Untold([p for p in trainer.model.parameters() if p.requires_grad], lr=0.5)
+
+    usual = plain(monkeypatch, path, tmp_path / "plain")
+    recorded = steps(path, tmp_path / "recorded")
+    assert graphs
+    assert usual[0][0] != usual[0][-1]
+    assert_same(usual, recorded)
+
+
 def test_dropout(
     tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

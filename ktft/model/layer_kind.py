@@ -112,7 +112,7 @@ class LayerKind:
                 alike[id(tensor)] = tensor.detach().clone(memory_format=torch.preserve_format)
                 alike[id(tensor)].requires_grad_(tensor.requires_grad)
         self.tensors = [alike[id(tensor)] for tensor in like.tensors]
-        self._holds: tuple[object, ...] = ()
+        self._holds: Weights | None = None
         kinds = [each.dtype for each in self.tensors]
         self._alike = [[at for at, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
 
@@ -121,15 +121,18 @@ class LayerKind:
         """Those that are trained, each once."""
         return _trained(self.tensors)
 
+    def forget(self) -> None:
+        """Weights may have changed, with or without a sign to autograd."""
+        self._holds = None
+
     def hold(self, weights: Weights) -> None:
-        """Copy a layer's weights to the kind's tensors, unless they are there."""
-        now = weights.tensors
-        key = id(weights), *(tensor._version for tensor in now)
-        if key != self._holds:
+        """Copy a layer's weights to the kind's tensors, unless they are there since `forget`."""
+        if weights is not self._holds:
+            now = weights.tensors
             with torch.no_grad():
                 for alike in self._alike:  # tensors of several types would be copied one by one
                     torch._foreach_copy_([self.tensors[at] for at in alike], [now[at] for at in alike])
-            self._holds = key
+            self._holds = weights
 
 
 def _trained(tensors: list[Tensor]) -> list[Tensor]:

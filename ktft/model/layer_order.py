@@ -140,6 +140,7 @@ class LayerOrder:
         Raises:
             BaseException: what the first of them raised.
         """
+        self._recorder.begin()
         batches = [_MicroBatch(self._layers, self._recorder, slot) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
         results = self.lockstep.run(going, states)

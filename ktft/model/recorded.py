@@ -285,6 +285,11 @@ class Recorder:
         self._keys: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._refused: set[object] = set()
 
+    def begin(self) -> None:
+        """Micro-batches begin to go through the layers; the optimizer may have changed weights before."""
+        for kind in self._kinds.values():
+            kind.forget()
+
     def recording(
         self, layer: nn.Module, given: Sequence[Any], spec: Any, slot: int
     ) -> tuple[Weights, Recording] | None:
