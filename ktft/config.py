@@ -256,7 +256,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "verify_checksums": _flag("verify_checksums"),
     "placement": _one_of("placement", PLACEMENTS),
     "gpu_expert_memory": _check_gpu_expert_memory,
-    "micro_batches_together": lambda value: value if value == "auto" else _count("micro_batches_together", "auto")(value),
+    "micro_batches_together": lambda value: (
+        value if value == "auto" else _count("micro_batches_together", "auto")(value)
+    ),
     "cuda_graphs": _flag("cuda_graphs"),
     "expert_routing": _check_expert_routing,
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -65,7 +65,8 @@ SUB_RANKS = {
         "gpu": 3,
         "passes": 4,
         "lanes": 5,
-        "layer": 6,
+        "steady_call": 6,
+        "layer": 7,
     },
     "serve": {"runtime": 0, "engine": 1, "front": 2, "vllm": 3, "engines": 4},
 }

@@ -44,7 +44,7 @@ def assert_same(plain: tuple[list[float], dict[str, Tensor]], recorded: tuple[li
 def plain(monkeypatch: pytest.MonkeyPatch, *args: Any, **settings: Any) -> Any:
     """The same steps, layer by layer, but operation by operation."""
     with monkeypatch.context() as patch:
-        patch.setattr("ktft.model.recorded.USES", 1 << 30)
+        patch.setattr("ktft.model.recorder.USES", 1 << 30)
         return steps(*args, **settings)
 
 
@@ -77,7 +77,10 @@ def test_micro_batches_together(
     tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has recordings of its own. Some lengths come once, and run operation by operation beside others."""
-    path, settings = tiny_checkpoint("dsv3"), {"micro_batches": 3, "lengths": (12, 12, 9, 12, 12, 9, 12, 7, 9, 5, 12, 9)}
+    path, settings = (
+        tiny_checkpoint("dsv3"),
+        {"micro_batches": 3, "lengths": (12, 12, 9, 12, 12, 9, 12, 7, 9, 5, 12, 9)},
+    )
     usual = steps(path, tmp_path / "usual", cuda_graphs=False, micro_batches_together=1, **settings)
     for together in ("auto", 2, 1):
         del graphs[:]

@@ -12,6 +12,7 @@ import pytest
 import runs
 import torch
 from adapted import randomize
+from contract import make_lora
 from given import Checkpoint
 from host_graphs import record_on_host
 from lanes import no_calibration
@@ -24,7 +25,6 @@ from ktft.lanes import passes
 from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
-from contract import make_lora
 
 __all__ = ["no_calibration"]
 

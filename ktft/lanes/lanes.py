@@ -27,7 +27,6 @@ from ktft.lanes.terms import Where, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
-
 logger = logging.getLogger("ktft")
 
 
@@ -217,9 +216,9 @@ class DeviceLanes:
         flops = 2 * products * rows * layer.hidden_size * layer.intermediate_size
         where = Where.STREAM if streamed else Where.RESIDENT
         copies = spans.device("copy_in", number, self.gpu.transfer.into, bytes=moved)
-        with copies if streamed else contextlib.nullcontext():
-            with spans.device(where, number, self.gpu.transfer.compute(), bytes=layer.packed_bytes, flops=flops):
-                yield
+        at_work = spans.device(where, number, self.gpu.transfer.compute(), bytes=layer.packed_bytes, flops=flops)
+        with copies if streamed else contextlib.nullcontext(), at_work:
+            yield
 
     @contextlib.contextmanager
     def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
@@ -255,8 +254,8 @@ class DeviceLanes:
                 self.gpu.prefetch(before.layer, range(before.layer.num_experts), before.lora)
 
     def _next(self, layer: ExpertLayer, work: Work, following: int) -> tuple[ExpertLayer, Work]:
-        """The pass after one of this layer: that of the layer `following` places after it. But the last layer's backward
-        follows its forward, and after the first layer's backward the next step begins with its forward.
+        """The pass after one of this layer: that of the layer `following` places after it. But the last layer's
+        backward follows its forward, and after the first layer's backward the next step begins with its forward.
         """
         if layer not in self._layers:
             return layer, Work.BOTH  # of which there is no pass
@@ -265,7 +264,7 @@ class DeviceLanes:
             return self._layers[at], Work.BACKWARD if following < 0 else work
         return layer, Work.BACKWARD if following > 0 else Work.FORWARD
 
-    # --- gradients of LoRA that come late ------------------------------------------------------------------------------
+    # --- gradients of LoRA that come late -----------------------------------------------------------------------------
 
     @staticmethod
     def may_owe(parameters: Sequence[Tensor]) -> bool:

@@ -136,7 +136,7 @@ class LanedExperts:
         parameters = lora.parameters() if lora is not None else []
         call.owes = lanes.may_owe(parameters)
         if not call.owes and any(tensor.requires_grad for tensor in parameters):
-            parameters = list(_Arrival.apply(call, *parameters))
+            parameters = _Arrival.apply(call, *parameters)
             parameters[0].grad_fn._set_sequence_nr(0)
         found: Tensor = Steady.apply(call, hidden, index, weights, *parameters)
         return found

@@ -42,7 +42,9 @@ class SteadyCall:
     room: Callable[[list[torch.Size]], list[Tensor]]
     owes: bool = False
 
-    def backward(self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, grad_output: Tensor, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """The gradients of hidden states, routing weights and LoRA's tensors. LoRA's may be in flight until `wait`."""
         parameters = self.lora.parameters() if self.lora is not None else []
         grads = self.room([each.shape for each in parameters])

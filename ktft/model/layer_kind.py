@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ class Weights:
     @property
     def tensors(self) -> list[Tensor]:
         """The weights, in the order of `places`."""
-        return [own[name] for own, name in self.places]  # type: ignore[misc]  # none is None
+        return [own[name] for own, name in self.places]
 
     @property
     def trained(self) -> list[Tensor]:
@@ -98,7 +97,7 @@ class Weights:
                 own[name] = tensor
 
 
-class LayerKind:
+class SharedWeights:
     """The tensors for weights of a kind's layers.
 
     Attributes:

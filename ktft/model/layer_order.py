@@ -25,7 +25,7 @@ from ktft.model import collected
 from ktft.model.experts import decoder_lists, find_experts
 from ktft.model.layer_call import LayerCall, PlainCall, is_checkpointed, send_back
 from ktft.model.lockstep import Lockstep, RandomState, current
-from ktft.model.recorded import Recorder
+from ktft.model.recorder import LayerRecorder
 from ktft.model.replayed import ReplayedCall
 
 Result = TypeVar("Result")
@@ -73,7 +73,7 @@ class _MicroBatch:
     """
 
     layers: dict[nn.Module, int]
-    recorder: Recorder
+    recorder: LayerRecorder
     slot: int
     calls: list[LayerCall] = field(default_factory=list)
     leaves: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
@@ -123,12 +123,12 @@ class LayerOrder:
         self._layers = {layer: number for number, layer in enumerate(layers)}
         self._sparse = frozenset(layer for layer in layers if find_experts(layer))
         self._experts = list(find_experts(model).values())
-        self.lockstep, self._recorder = lockstep, Recorder(layers, lockstep, record)
+        self.lockstep, self.recorder = lockstep, LayerRecorder(layers, lockstep, record)
 
     @property
     def records(self) -> bool:
         """Whether layers may be recorded, so that it pays to run even one micro-batch in this order."""
-        return self._recorder.on and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
+        return self.recorder.on and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
     def run(self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState]) -> list[Result]:
         """Run the training steps of micro-batches, forward and backward. Returns what they return.
@@ -140,8 +140,8 @@ class LayerOrder:
         Raises:
             BaseException: what the first of them raised.
         """
-        self._recorder.begin()
-        batches = [_MicroBatch(self._layers, self._recorder, slot) for slot in range(len(works))]
+        self.recorder.begin()
+        batches = [_MicroBatch(self._layers, self.recorder, slot) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
         results = self.lockstep.run(going, states)
         self._go_back(batches)

@@ -93,7 +93,8 @@ class Member:
     def meet(self, key: Hashable, value: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait for all others. `act` gets the values of those that wait with the same key, in their order.
 
-        It runs in the thread that called `Lockstep.run`. One that is alone does not wait. Those with gradients do not meet those without.
+        It runs in the thread that called `Lockstep.run`. One that is alone does not wait. Those with gradients do not
+        meet those without.
 
         Returns:
             This member's element of what `act` returned.

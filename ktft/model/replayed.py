@@ -16,18 +16,19 @@ from ktft.model import collected
 from ktft.model.layer_call import PlainCall, autocast_of, trains
 from ktft.model.layer_kind import Weights
 from ktft.model.lockstep import RandomState, current
-from ktft.model.recorded import Asked, Outputs, Recorder, Recording, Second
+from ktft.model.recorder import LayerRecorder
+from ktft.model.recording import Asked, Outputs, Recording, Second
 
 
 class ReplayedCall:
     """A call that plays back what was recorded, around the experts, which run as always.
 
-    The arguments are those of `Recorder.recording`, and what it found. `number` is the layer's.
+    The arguments are those of `LayerRecorder.recording`, and what it found. `number` is the layer's.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: LayerRecorder,
         number: int,
         layer: nn.Module,
         given: list[Any],
@@ -175,7 +176,9 @@ class ReplayedCall:
         """Copy the gradients of the outputs to the recording's memory."""
         with torch.no_grad():
             for memory, at in zip(second.grads, second.ends, strict=True):
-                memory.copy_(self._results[at].grad)
+                grad = self._results[at].grad
+                assert grad is not None
+                memory.copy_(grad)
 
 
 def _add_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -259,8 +259,8 @@ class GpuLane:
     def decoded(
         self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None
     ) -> Iterator[tuple[list[int], ChunkWeights, ExpertLora | None]]:
-        """Each chunk's experts, its decoded weights, and its adapters on the device. Call it within `using`, and queue a
-        chunk's products before asking for the next one.
+        """Each chunk's experts, its decoded weights, and its adapters on the device. Call it within `using`, and queue
+        a chunk's products before asking for the next one.
         """
         compute = self.transfer.compute()
         waiting = map(self._begun, chunks)  # a chunk's copies begin when it is asked for

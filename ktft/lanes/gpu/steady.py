@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,9 +69,7 @@ class Memory:
                 return torch.zeros(count, dtype=torch.int32, device=device)
 
             top_k = self.index.shape[1]
-            self._pieces[sizes] = [
-                Piece(0, None, numbers(size), numbers(rows), numbers(rows), top_k) for size in sizes
-            ]
+            self._pieces[sizes] = [Piece(0, None, numbers(size), numbers(rows), numbers(rows), top_k) for size in sizes]
         return self._pieces[sizes]
 
     def begin(self, sizes: tuple[int, ...]) -> None:
@@ -100,7 +99,7 @@ class SteadyLane:
         self._by_device = by_triton(lane.device)
         self._recorded = Recorded(lane.device, on=self._by_device)
         self._memory: dict[tuple[object, ...], Memory] = {}
-        self._lora_grads: dict[tuple[int, int], tuple[Tensor, object]] = {}
+        self._lora_grads: dict[tuple[int, int], tuple[Tensor, Any]] = {}
 
     def takes(self, layer: ExpertLayer, tokens: int, top_k: int, lora: ExpertLora | None) -> bool:
         """Whether calls of this size may be steady.
@@ -201,7 +200,7 @@ class SteadyLane:
         scalings = tuple(pair.scaling for pair in own.pairs.values()) if own is not None else ()
         return work, layer.swiglu, chunk.layout.kind, number, *scalings, *key
 
-    def _buffer(self, number: int, own: ExpertLora | None) -> tuple[Tensor, object]:
+    def _buffer(self, number: int, own: ExpertLora | None) -> tuple[Tensor, Any]:
         """Memory for the gradients of a chunk's LoRA, and the event after which they have left it."""
         count = sum(each.numel() for each in own.parameters()) if own is not None else 0
         if (number, count) not in self._lora_grads:

@@ -23,10 +23,11 @@ from ktft.swiglu import Swiglu
 class Operations(Protocol):
     """What an implementation, which is a module, must have.
 
-    A piece has n rows of G experts; some at its end may be no rows, and nothing is done for them. A matrix has the outputs of M projections side by side (2 for gate and up, 1 for
-    down) and N inputs; its adapters have P places. A scale is fp32 `[G, outputs]`, in formats that have one.
-    Activations are bf16 and contiguous. `[n, N+]` means rows of N columns and more: two parts of P places, which are
-    added up, and columns for biases if there are any. Sums are fp32, in an order that is the same in every call.
+    A piece has n rows of G experts; some at its end may be no rows, and nothing is done for them. A matrix has the
+    outputs of M projections side by side (2 for gate and up, 1 for down) and N inputs; its adapters have P places. A
+    scale is fp32 `[G, outputs]`, in formats that have one. Activations are bf16 and contiguous. `[n, N+]` means rows of
+    N columns and more: two parts of P places, which are added up, and columns for biases if there are any. Sums are
+    fp32, in an order that is the same in every call.
     Nothing waits for the device.
     """
 

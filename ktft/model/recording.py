@@ -13,9 +13,8 @@ layer with others has recordings of its own, because what it keeps for backward 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,17 +25,7 @@ from torch.utils import _pytree
 from ktft import spans
 from ktft.device import Device, device_of
 from ktft.model import collected
-from ktft.model.layer_kind import LayerKind, Unlike, Weights
-from ktft.model.lockstep import Lockstep
-
-logger = logging.getLogger("ktft")
-
-USES = 2
-"""The use of a layer with inputs of one shape that is recorded; the ones before compile kernels and fill caches."""
-SHAPES = 8
-"""The most shapes of inputs that are recorded for each kind of layer and each micro-batch of a step."""
-_ROUNDING = 2.0**-5
-"""By how much a layer's output may differ from that of a recording of its kind, relative to its norm."""
+from ktft.model.layer_kind import SharedWeights, Unlike, Weights
 
 
 class _Graphs:
@@ -86,8 +75,7 @@ class Asked:
     def leaves(self) -> list[Any]:
         """The arguments, cut off from the recording, ready to take gradients where it does."""
         return [
-            each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
-            for each in self.args
+            each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in self.args
         ]
 
 
@@ -140,8 +128,8 @@ class Second:
     grads: list[Tensor]
     to_answer: Tensor | None
     from_asked: list[Tensor]
-    to_given: list[Tensor | None]
-    to_weights: list[Tensor | None]
+    to_given: Sequence[Tensor | None]
+    to_weights: Sequence[Tensor | None]
 
 
 class Recording:
@@ -152,7 +140,7 @@ class Recording:
         given, spec: the flat arguments of its call; tensors that take gradients are leaves.
     """
 
-    def __init__(self, kind: LayerKind, weights: Weights, given: Sequence[Any], spec: Any, pool: Any) -> None:
+    def __init__(self, kind: SharedWeights, weights: Weights, given: Sequence[Any], spec: Any, pool: Any) -> None:
         self.kind, self._spec, self._pool = kind, spec, pool
         self._device = device_of(kind.tensors[0].device)
         self.given = [_memory(each) if isinstance(each, Tensor) else each for each in given]
@@ -223,11 +211,17 @@ class Recording:
         """Record the layer's own code, up to the experts and from there on."""
         args, kwargs = _pytree.tree_unflatten(self.given, self._spec)
         before = torch.get_rng_state()
-        with _quiet(graphs), _uncached(self._device.device.type), weights.replaced(self.kind.tensors):
-            with self._called(weights, asked, graphs), collected.into(_empty_lists()) as lists:
-                graphs.begin()
-                flat, spec = _pytree.tree_flatten(nn.Module.__call__(weights.layer, *args, **kwargs))
-                graphs.end()
+        kind = self._device.device.type
+        with (
+            _quiet(graphs),
+            _uncached(kind),
+            weights.replaced(self.kind.tensors),
+            self._called(weights, asked, graphs),
+            collected.into(_empty_lists()) as lists,
+        ):
+            graphs.begin()
+            flat, spec = _pytree.tree_flatten(nn.Module.__call__(weights.layer, *args, **kwargs))
+            graphs.end()
         if not torch.equal(before, torch.get_rng_state()):
             raise Unlike("it draws random numbers on the CPU")
         return Outputs(flat, spec, lists)
@@ -264,157 +258,13 @@ class Recording:
             entry.__dict__ |= before
 
 
-class Recorder:
-    """The recordings of one model's decoder layers.
-
-    Args:
-        layers: the model's.
-        lockstep: runs the micro-batches that go together.
-        record: whether to record, on a device that can.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], lockstep: Lockstep, record: bool = True) -> None:
-        self.lockstep, self._device = lockstep, device_of(next(layers[0].parameters()).device)
-        self.on = record and self._device.records_graphs
-        self._known: dict[nn.Module, tuple[tuple[object, ...], Weights, int]] = {}
-        self._numbers: dict[tuple[object, ...], int] = {}  # of kinds, by signature
-        self._kinds: dict[int, LayerKind] = {}
-        self._recordings: dict[tuple[int, int, int], Recording] = {}
-        self._uses: Counter[tuple[tuple[int, int, int], nn.Module]] = Counter()
-        self._pools: dict[int, Any] = {}
-        self._keys: dict[tuple[object, ...], tuple[int, int, int]] = {}
-        self._refused: set[object] = set()
-
-    def begin(self) -> None:
-        """Micro-batches begin to go through the layers; the optimizer may have changed weights before."""
-        for kind in self._kinds.values():
-            kind.forget()
-
-    def recording(
-        self, layer: nn.Module, given: Sequence[Any], spec: Any, slot: int
-    ) -> tuple[Weights, Recording] | None:
-        """The recording for a call of a layer, made if it is time; None if the call must run kernel by kernel.
-
-        `slot` is the number of the micro-batch among those that go together.
-        """
-        if not self.on or (inputs := _shapes(given)) is None:
-            return None
-        try:
-            weights, kind = self._kind(layer)
-        except Unlike as why:
-            self._refuse(layer, why)
-            return None
-        whole = (kind, slot, inputs, spec, _autocast(self._device.device.type), tuple(collected.lists()))
-        key = self._keys.setdefault(whole, (kind, slot, len(self._keys)))
-        if key in self._refused:
-            return None
-        self._uses[key, layer] += 1
-        if key not in self._recordings:
-            alike = sum(other[:2] == key[:2] for other in self._recordings)
-            if self._uses[key, layer] < USES or alike >= SHAPES:
-                return None
-            found = self._made(layer, weights, key, lambda: self._record(weights, kind, given, spec, slot))
-            if found is None:
-                return None
-            self._recordings[key] = found
-        found = self._recordings[key]
-        if weights not in found.checked and not self._agrees(layer, weights, found, given):
-            self._refuse(layer, Unlike("another layer of its kind does something else"))
-            return None
-        return weights, found
-
-    def second(self, layer: nn.Module, weights: Weights, found: Recording, reached: tuple[bool, ...]) -> Second | None:
-        """The second pass of a recording; None if it cannot be recorded."""
-        return self._made(layer, weights, (id(found), reached), lambda: found.second(weights, reached))
-
-    def _kind(self, layer: nn.Module) -> tuple[Weights, int]:
-        """A layer's weights, and the number of its kind."""
-        known = self._known.get(layer)
-        if known is None or known[1].state() != known[0]:
-            if layer in self._refused:
-                raise Unlike("")
-            weights = Weights(layer, self._device.device)
-            number = self._numbers.setdefault(weights.signature(), len(self._numbers))
-            self._known[layer] = known = weights.state(), weights, number
-        return known[1], known[2]
-
-    def _record(
-        self, weights: Weights, kind: int, given: Sequence[Any], spec: Any, slot: int
-    ) -> Recording:
-        if kind not in self._kinds:
-            self._kinds[kind] = LayerKind(weights)
-        pool = self._pools.setdefault(slot, self._device.graph_pool())
-        return Recording(self._kinds[kind], weights, given, spec, pool)
-
-    def _made(self, layer: nn.Module, weights: Weights, key: object, make: Callable[[], Any]) -> Any:
-        """What `make` records; None if it cannot be recorded, now or before."""
-        if key in self._refused:
-            return None
-        with self.lockstep.random_numbers(self.lockstep.random_state()):
-            try:
-                return make()
-            except (RuntimeError, Unlike) as error:
-                self._refused.add(key)
-                self._refuse(layer, error)
-                return None
-
-    def _refuse(self, layer: nn.Module, why: Exception) -> None:
-        if str(why) and type(layer) not in self._refused:
-            self._refused.add(type(layer))
-            logger.info("a %s runs kernel by kernel: %s", type(layer).__name__, str(why).partition("\n")[0])
-        self._refused.add(layer)
-
-    def _agrees(self, layer: nn.Module, weights: Weights, found: Recording, given: Sequence[Any]) -> bool:
-        """Whether a recording of one layer says what another layer of its kind does. Both get the same answer of the
-        experts, whatever is in its memory.
-        """
-        state = self.lockstep.random_state()
-        found.kind.hold(weights)
-        found.take(given)
-        with self.lockstep.random_numbers(state):
-            for graph in found.first.graphs:
-                graph.replay()
-        with self.lockstep.random_numbers(state):
-            asked, outputs = found.run_plain(weights, layer, given)
-        pairs = [*zip(found.first.asked.args, asked, strict=True)]
-        pairs += zip(found.first.outputs.every, outputs, strict=True)
-        agrees = all(_alike(one, other) for one, other in pairs if isinstance(one, Tensor))
-        if agrees:
-            found.checked.add(weights)
-        return agrees
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    one, other = one.detach().double(), other.detach().double()
-    return bool((one - other).norm() <= _ROUNDING * other.norm())
-
-
 def _memory(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone(memory_format=torch.preserve_format)
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def _shapes(given: Sequence[Any]) -> tuple[object, ...] | None:
-    """What a recording depends on; None if it may depend on more."""
-    found: list[object] = []
-    for each in given:
-        if isinstance(each, Tensor):
-            found.append((each.shape, each.stride(), each.dtype, each.device, each.requires_grad))
-        elif isinstance(each, bool | int | float | str | torch.dtype | type(None)):
-            found.append((type(each), each))
-        else:
-            return None
-    return tuple(found)
-
-
 def _empty_lists() -> dict[Any, list[Any]]:
     return {key: [] for key in collected.lists()}
-
-
-def _autocast(kind: str) -> tuple[object, ...]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 @contextlib.contextmanager
