@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,6 +92,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
         tensors = [_entry(path, info, int(reader.data_offset)) for info in reader.infos]
     except (ValueError, KeyError, IndexError, OverflowError, TypeError, RecursionError, struct.error) as error:
         raise ValueError(f"{path} is no whole GGUF file that ktft reads: {error}; download it again") from None
+    twice = [name for name, count in Counter(entry.name for entry in tensors).items() if count > 1]
+    if twice:
+        raise ValueError(f"{path}: tensor {twice[0]} is there twice; download it again")
     size, end, previous = path.stat().st_size, int(reader.data_offset), "the header"
     tensors.sort(key=lambda entry: (entry.offset, entry.nbytes))
     for entry in tensors:

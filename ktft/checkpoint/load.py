@@ -375,7 +375,7 @@ def any_match(patterns: Iterable[str | re.Pattern[str]], name: str) -> bool:
 
 def refuse(problem: str, names: Iterable[str]) -> None:
     """Raise a ValueError with `problem` and the first names, if there are any names."""
-    found = sorted(names)
+    found = sorted(set(names))
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
