@@ -30,7 +30,7 @@ def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
     try:
         import gguf
     except ImportError:
-        raise ValueError("writing GGUF needs the package gguf: pip install 'ktft[export]'") from None
+        raise ValueError("writing GGUF needs the package gguf: pip install 'ktft[gguf]'") from None
     own, row = _architecture(adapter)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == own)
     names = gguf.get_tensor_name_map(arch, adapter.base.get_text_config().num_hidden_layers)

@@ -178,7 +178,7 @@ def gguf_plan(reader: GgufReader, family: Family, layers: Mapping[int, LayerShap
         if entry.dtype not in reader.readable and not any_match(ignored, name):
             raise ValueError(
                 f"{entry.file}: {name} is {entry.dtype}; with gguf {version_of('gguf')} ktft reads "
-                f"{', '.join(reader.readable)}: take the model in one of these types"
+                f"{', '.join(reader.readable)}: take the model in one of these types, or install a newer gguf"
             )
     layout = STACKED
     if any(".ffn_gate_up_exps." in name for name in reader.tensors):
