@@ -12,6 +12,7 @@ from typing import Any
 
 from ktft.formats import FORMAT_TRAITS
 from ktft.sizes import parse_size
+from ktft.sources import check_expert_checkpoint
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_FORMATS = tuple(FORMAT_TRAITS)
@@ -106,12 +107,12 @@ class Settings:
 
     Attributes:
         expert_format: the format of the weights in memory, one of `EXPERT_FORMATS`. None takes a converted checkpoint's
-            own format, and `DEFAULT_EXPERT_FORMAT` for any other checkpoint.
+            own format, the one nearest to a GGUF file's, and `DEFAULT_EXPERT_FORMAT` for any other checkpoint.
         threads: CPU threads of the kernels; None takes one per physical core that this process may use.
         numa_nodes: NUMA nodes to spread the experts over; None takes all nodes this process may use.
         activation: `retain` keeps gate and up outputs for backward, `recompute` computes them again to save memory.
-        expert_checkpoint: the directory of a safetensors checkpoint, as released or converted, from which the experts
-            are read; None takes the model's own.
+        expert_checkpoint: the directory of a safetensors checkpoint, as released or converted, or a GGUF file (or the
+            directory of its parts), from which the experts are read; None takes the model's own.
         verify_checksums: whether the checksums of a converted checkpoint's experts are compared while they load.
         isa: the instruction set of the kernels; None takes the one in KTFT_ISA, or else the best that this CPU has.
         placement: where experts run. `auto` decides for each layer and batch; `cpu` and `stream` run all of them on the
@@ -205,22 +206,6 @@ def _flag(name: str) -> Callable[[Any], bool]:
     return check
 
 
-def _check_expert_checkpoint(value: Any) -> Any:
-    if value is None:
-        return None
-    path = Path(value)
-    if not path.is_dir():
-        raise ValueError(
-            f"expert_checkpoint is {str(path)!r}, which is not a directory; give one with safetensors files"
-        )
-    if not any(path.glob("*.safetensors")):
-        raise ValueError(
-            f"expert_checkpoint {str(path)!r} holds no .safetensors file: ktft packs a Hugging Face "
-            "checkpoint itself and cannot read converted .kt weights; give the original checkpoint"
-        )
-    return value
-
-
 def _check_expert_routing(value: Any) -> Any:
     if value is not None and not Path(value).is_file():
         raise ValueError(
@@ -252,7 +237,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "threads": _count("threads"),
     "numa_nodes": _count("numa_nodes"),
     "activation": _one_of("activation", ACTIVATIONS),
-    "expert_checkpoint": _check_expert_checkpoint,
+    "expert_checkpoint": check_expert_checkpoint,
     "verify_checksums": _flag("verify_checksums"),
     "placement": _one_of("placement", PLACEMENTS),
     "gpu_expert_memory": _check_gpu_expert_memory,

@@ -27,6 +27,7 @@ def name_of(path: Path) -> str:
 PYTHON_RANKS = {
     "sizes": -1,
     "formats": -1,
+    "sources": -1,
     "config": 0,
     "device": 1,
     "errors": 1,

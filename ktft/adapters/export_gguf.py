@@ -30,9 +30,9 @@ def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
     try:
         import gguf
     except ImportError:
-        raise ValueError("writing GGUF needs the package gguf: pip install 'ktft[export]'") from None
-    row = _architecture(adapter)
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
+        raise ValueError("writing GGUF needs the package gguf: pip install 'ktft[gguf]'") from None
+    own, row = _architecture(adapter)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == own)
     names = gguf.get_tensor_name_map(arch, adapter.base.get_text_config().num_hidden_layers)
     groups: dict[str, list[Place]] = defaultdict(list)
     for place in adapter.places.values():
@@ -40,7 +40,7 @@ def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
         name = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
         if name is None or place.leaf in row.unapplied:
             raise ValueError(
-                f"llama.cpp's {row.name} {'has no place for' if name is None else 'does not apply LoRA to'} {module} "
+                f"llama.cpp's {own} {'has no place for' if name is None else 'does not apply LoRA to'} {module} "
                 f"({place.tensor('lora_A')}): merge the adapter (ktft merge) and convert the result, or train without "
                 f"{place.leaf} in lora_target"
             )
@@ -51,12 +51,13 @@ def arrange(adapter: SavedAdapter) -> tuple[str, float, dict[str, LazyTensor]]:
         for name, places in groups.items()
         for kind in KINDS
     }
-    return row.name, alpha, tensors
+    return own, alpha, tensors
 
 
-def _architecture(adapter: SavedAdapter) -> Gguf:
+def _architecture(adapter: SavedAdapter) -> tuple[str, Gguf]:
+    """llama.cpp's name of the adapter's architecture, and what is known of its graph."""
     family = experts_family(adapter.model)
-    if family.gguf is None:
+    if family.gguf is None or family.architecture is None:
         known = ", ".join(row.name for row in ROWS if row.gguf is not None)
         raise ValueError(
             f"export to GGUF knows {known}, not {family.name}; merge the adapter (ktft merge) and convert the result"
@@ -66,7 +67,7 @@ def _architecture(adapter: SavedAdapter) -> Gguf:
             f"a GGUF adapter holds LoRA alone, and the adapter holds {adapter.whole[0]}, trained whole; merge it "
             "(ktft merge) and convert the result"
         )
-    return family.gguf
+    return family.architecture, family.gguf
 
 
 def _stacked(adapter: SavedAdapter, places: list[Place], kind: str, alpha: float) -> LazyTensor:

@@ -34,6 +34,8 @@ MANIFEST, UNFINISHED = "ktft.json", "ktft.unfinished.json"
 FORMAT_VERSION = 1  # version of the directory: the manifest, names of files and tensors
 LAYOUT_VERSION = 1  # version of the packed bytes: ExpertLayer.export_packed
 BIAS = ".bias"
+EXPERTS = "experts/"
+"""In a manifest's `source`, the start of the names of files that only the experts come from."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class Manifest:
     Attributes:
         expert_format: the packed experts' format.
         model_type: the `model_type` of config.json.
-        source: the source's shards, as `ktft.checkpoint.identity.identify` describes them.
+        source: the source's shards, as `ktft.checkpoint.identity.identify` describes them, and after `EXPERTS` the
+            files of the experts if they come from elsewhere.
         layers: layer number -> its experts' shape.
         files: name of a safetensors file within the directory -> `describe_file`; empty in `ktft.unfinished.json`.
         config_sha256: the SHA-256 of config.json as it was copied. Editing it is allowed, for a longer context say.
-        source_directory: the absolute path of the source; empty if it was not recorded.
+        source_directory: the absolute path of the experts' source; empty if it was not recorded.
     """
 
     expert_format: str
@@ -307,11 +310,19 @@ class PackedCache:
         """
         if all(shard.parent.resolve() == self.directory.resolve() for shard in shards):
             return
-        if (problem := difference(self.manifest.source, identify(shards))) is not None:
+        recorded = {name: each for name, each in self.manifest.source.items() if not name.startswith(EXPERTS)}
+        if (problem := difference(recorded, identify(shards))) is not None:
             raise ValueError(
                 f"{self.directory} was not converted from {shards[0].parent} as that is now: {problem}; convert it "
                 f"again, or take the whole model from {self.directory}"
             )
+
+    @property
+    def expert_source(self) -> dict[str, dict[str, Any]]:
+        """The files that only the experts come from, described as those of `Manifest.source`; empty without any."""
+        return {
+            name.removeprefix(EXPERTS): each for name, each in self.manifest.source.items() if name.startswith(EXPERTS)
+        }
 
     def nbytes(self, share: float = 1.0) -> int:
         """Bytes of the experts' files that a process reads if it holds the fraction `share` of each layer's experts."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +21,7 @@ import torch
 
 from ktft.checkpoint.cache import (
     BIAS,
+    EXPERTS,
     MANIFEST,
     UNFINISHED,
     ExpertShape,
@@ -43,11 +44,12 @@ from ktft.checkpoint.files import (
     write_safetensors,
     write_whole,
 )
+from ktft.checkpoint.gguf_source import GgufReader
 from ktft.checkpoint.identity import ContentHash, describe_file, difference, identify, read_chunks
 from ktft.checkpoint.load import READERS, ExpertPlan
 from ktft.checkpoint.lock import LOCK, locked
 from ktft.checkpoint.quantization_error import REPORT, ErrorMeter, ProjectionError
-from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, TensorEntry, read_header
+from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME, CheckpointReader, TensorEntry, read_header
 from ktft.native import ExpertLayer
 
 SHARD_BYTES = 5 << 30  # size of a shard of tensors that are copied unchanged
@@ -88,6 +90,8 @@ class Conversion:
         model_type: `model_type` of the source's config.json.
         added: other files that the experts are made from, described as `identify` describes shards; the manifest
             names them.
+        rest: the checkpoint with all other tensors, if the experts do not come from it.
+        replaced: the names of the tensors in `rest` that are left out, for experts take their place.
     """
 
     def __init__(
@@ -97,14 +101,19 @@ class Conversion:
         model_type: str,
         target: Path,
         added: Mapping[str, dict[str, Any]] | None = None,
+        rest: CheckpointReader | None = None,
+        replaced: Collection[str] = (),
     ) -> None:
-        self.experts, self.reader, self.layers, self.target = experts, experts.reader, layers, target
+        self.experts, self.layers, self.target = experts, layers, target
+        self.reader, self.packed = (experts.reader, experts.tensor_names) if rest is None else (rest, replaced)
         self.source = self.reader.directory
         (expert_format,) = {layer.format for layer in layers.values()}
         shapes = {number: ExpertShape.of(layer) for number, layer in layers.items()}
         config = sha256(self.source / CONFIG_NAME)
         source = identify(self.reader.files) | dict(added or {})
-        where = "" if added else str(self.source.absolute())  # with an adapter merged in, no directory is the source
+        if rest is not None:
+            source |= {EXPERTS + name: each for name, each in identity_of(experts.reader).items()}
+        where = "" if added else str(experts.reader.place.absolute())  # with an adapter merged in, none is the source
         self.manifest = Manifest(expert_format, model_type, source, shapes, {}, config, source_directory=where)
         self.layer_outputs = self._layer_outputs()
         self.copy_outputs = self._copy_outputs()
@@ -124,11 +133,10 @@ class Conversion:
 
     def _copy_outputs(self) -> list[Output]:
         """The shards with all other tensors, in the source's order."""
-        packed = self.experts.tensor_names
         shards: list[list[TensorEntry]] = []
         size = SHARD_BYTES
         for entry in sorted(self.reader.tensors.values(), key=lambda entry: (entry.file.name, entry.offset)):
-            if entry.name in packed:
+            if entry.name in self.packed:
                 continue
             if size + entry.nbytes > SHARD_BYTES:
                 shards.append([])
@@ -237,10 +245,10 @@ class Conversion:
         path = self.target / output.name
         if write:
             content = ContentHash()
-            self.reader.observer = content.add
+            self.experts.reader.observer = content.add
             for nbytes in self.experts.load({number: layer}):
                 yield f"packing layer {number}", nbytes
-            self.reader.observer = None
+            self.experts.reader.observer = None
             metadata = layer_metadata(self.manifest, number, content.hexdigest())
             stored = (
                 layer.bias(*place) if tensor.name.endswith(BIAS) else layer.export_packed(*place)
@@ -259,12 +267,12 @@ class Conversion:
 
     def hash_source(self, number: int) -> str:
         """The content hash of one layer's experts as they are in the source now."""
-        content = ContentHash()
-        with self.reader, ThreadPoolExecutor(READERS) as pool:
-            self.reader.observer = content.add
-            for _ in pool.map(lambda piece: bool(self.reader.read(*piece).numel()), self.experts.pieces(number)):
+        content, reader = ContentHash(), self.experts.reader
+        with reader, ThreadPoolExecutor(READERS) as pool:
+            reader.observer = content.add
+            for _ in pool.map(lambda piece: bool(reader.read(*piece).numel()), self.experts.pieces(number)):
                 pass
-            self.reader.observer = None
+            reader.observer = None
         return content.hexdigest()
 
     def _write_index(self) -> None:
@@ -303,6 +311,11 @@ class Conversion:
             "layers": {str(n): {name: asdict(error) for name, error in each.items()} for n, each in layers.items()},
         }
         write_whole(self.target / REPORT, to_json(content))
+
+
+def identity_of(reader: CheckpointReader) -> dict[str, dict[str, Any]]:
+    """File name -> what `identify` says of it, for a checkpoint of either kind."""
+    return reader.identity() if isinstance(reader, GgufReader) else identify(reader.files)
 
 
 def is_whole(

@@ -20,6 +20,7 @@ class ExpertSource:
             `stem.weight`, a stacked one `stem`.
         expert: index into the first dimension of a stacked tensor; None if every expert has its own tensor.
         rows: the rows of the `[out_features, in_features]` matrix that are this projection, if gate and up share one.
+        bias: what the name of a stacked bias has after the stem.
         transposed: whether it is stored as `[in_features, out_features]`; None: it is if it does not fit untransposed.
     """
 
@@ -27,6 +28,7 @@ class ExpertSource:
     expert: int | None = None
     rows: slice = field(default_factory=lambda: slice(None))
     transposed: bool | None = False
+    bias: str = "_bias"
 
     @property
     def tensor(self) -> str:
@@ -36,7 +38,7 @@ class ExpertSource:
     @property
     def bias_tensor(self) -> str:
         """The name of the bias, a vector that is stacked like the weight; `rows` of it are this projection's."""
-        return f"{self.stem}_bias" if self.expert is not None else f"{self.stem}.bias"
+        return f"{self.stem}{self.bias}" if self.expert is not None else f"{self.stem}.bias"
 
     def is_transposed(self, stored: tuple[int, ...], shape: tuple[int, int]) -> bool:
         """Whether a matrix stored with this shape must be transposed to get `shape`.
@@ -74,13 +76,14 @@ class Layout:
             {expert}.
         names: the names of gate, up and down in the stem. Gate and up have the same name if they share a matrix.
         interleaved: a shared matrix has gate in its even rows and up in its odd rows; otherwise gate is the first half.
-        transposed: as `ExpertSource.transposed`.
+        transposed, bias: as those of `ExpertSource`.
     """
 
     stem: str
     names: tuple[str, str, str] = PROJECTIONS
     interleaved: bool = False
     transposed: bool | None = False
+    bias: str = "_bias"
 
     @property
     def stacked(self) -> bool:
@@ -97,7 +100,7 @@ class Layout:
             rows = slice(number, None, 2) if self.interleaved else halves
         name = self.names[PROJECTIONS.index(projection)]
         stem = self.stem.format(layer=layer, expert=expert, projection=name)
-        return ExpertSource(stem, expert if self.stacked else None, rows, self.transposed)
+        return ExpertSource(stem, expert if self.stacked else None, rows, self.transposed, self.bias)
 
     def matrix_shape(self, projection: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
         """The shape `[out_features, in_features]` of the matrix that holds a projection, alone or with another one."""
@@ -125,15 +128,12 @@ def in_language_model(layout: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class Gguf:
-    """llama.cpp's architecture for a family: one whose graph was read, and which keeps the checkpoint's order of rows
-    and columns.
+    """llama.cpp's graph for a family: one that was read, and which keeps the checkpoint's order of rows and columns.
 
     Attributes:
-        name: llama.cpp's name of the architecture.
-        unapplied: the modules that its graph multiplies by without LoRA.
+        unapplied: the modules that it multiplies by without LoRA.
     """
 
-    name: str
     unapplied: tuple[str, ...] = ()
 
 
@@ -154,6 +154,8 @@ class Family:
         attention, shared_experts, router: module names, as they appear in parameter names.
         without_lora: modules on which LoRA would get no gradient and could not be trained: forward reads the router's
             weight directly, or uses only the indices that a module returns.
+        architecture: llama.cpp's name of the family, `general.architecture` of its GGUF files. All hold a layer's
+            experts in one way, `ktft.checkpoint.gguf_source.STACKED`. None refuses them.
         gguf: for `ktft export` to GGUF; None refuses it.
     """
 
@@ -167,6 +169,7 @@ class Family:
     shared_experts: tuple[str, ...] = ("shared_experts",)
     router: str = "gate"
     without_lora: tuple[str, ...] = ("gate",)
+    architecture: str | None = None
     gguf: Gguf | None = None
 
     @property
@@ -198,12 +201,21 @@ class Family:
 
 QWEN_SHARED = ("shared_expert", "shared_expert_gate")
 LINEAR_ATTENTION = ("self_attn", "linear_attn")
-DEEPSEEK2 = Gguf("deepseek2", ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"))
+DEEPSEEK2 = Gguf(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"))
 
 ROWS = (
-    Family("Qwen2-MoE", ("qwen2_moe",), "Qwen2MoeExperts", shared_experts=QWEN_SHARED, gguf=Gguf("qwen2moe")),
-    Family("Qwen3-MoE", ("qwen3_moe",), "Qwen3MoeExperts", gguf=Gguf("qwen3moe")),
-    Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextExperts", attention=LINEAR_ATTENTION, shared_experts=QWEN_SHARED),
+    Family(
+        "Qwen2-MoE", ("qwen2_moe",), "Qwen2MoeExperts", shared_experts=QWEN_SHARED, architecture="qwen2moe", gguf=Gguf()
+    ),
+    Family("Qwen3-MoE", ("qwen3_moe",), "Qwen3MoeExperts", architecture="qwen3moe", gguf=Gguf()),
+    Family(
+        "Qwen3-Next",
+        ("qwen3_next",),
+        "Qwen3NextExperts",
+        attention=LINEAR_ATTENTION,
+        shared_experts=QWEN_SHARED,
+        architecture="qwen3next",
+    ),
     Family(
         "Qwen3.5-MoE",
         ("qwen3_5_moe", "qwen3_5_moe_text"),
@@ -211,6 +223,7 @@ ROWS = (
         layouts=(in_language_model(STACKED), in_language_model(SEPARATE), STACKED, SEPARATE),
         attention=LINEAR_ATTENTION,
         shared_experts=QWEN_SHARED,
+        architecture="qwen35moe",
     ),
     Family(
         "Qwen3-VL-MoE",
@@ -218,13 +231,26 @@ ROWS = (
         "Qwen3VLMoeTextExperts",
         # The release has them transposed; transformers 5 writes them in their memory layout.
         layouts=(replace(in_language_model(STACKED), transposed=None), in_language_model(SEPARATE)),
+        architecture="qwen3vlmoe",
     ),
-    Family("DeepSeek-V2", ("deepseek_v2",), "DeepseekV2Experts", gguf=DEEPSEEK2),
-    Family("DeepSeek-V3", ("deepseek_v3",), "DeepseekV3NaiveMoe|DeepseekV3Experts", gguf=DEEPSEEK2),
-    Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe|DeepseekV3Experts", gguf=DEEPSEEK2),
-    Family("GLM-4-MoE", ("glm4_moe",), "Glm4MoeNaiveMoe|Glm4MoeExperts"),
-    Family("GLM-5", ("glm_moe_dsa",), "GlmMoeDsaNaiveMoe|GlmMoeDsaExperts", without_lora=("gate", "indexer")),
-    Family("MiniMax-M2", ("minimax_m2",), "MiniMaxM2Experts", layouts=(MIXTRAL,)),
+    Family("DeepSeek-V2", ("deepseek_v2",), "DeepseekV2Experts", architecture="deepseek2", gguf=DEEPSEEK2),
+    Family(
+        "DeepSeek-V3",
+        ("deepseek_v3",),
+        "DeepseekV3NaiveMoe|DeepseekV3Experts",
+        architecture="deepseek2",
+        gguf=DEEPSEEK2,
+    ),
+    Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe|DeepseekV3Experts", architecture="deepseek2", gguf=DEEPSEEK2),
+    Family("GLM-4-MoE", ("glm4_moe",), "Glm4MoeNaiveMoe|Glm4MoeExperts", architecture="glm4moe"),
+    Family(
+        "GLM-5",
+        ("glm_moe_dsa",),
+        "GlmMoeDsaNaiveMoe|GlmMoeDsaExperts",
+        without_lora=("gate", "indexer"),
+        architecture="glm-dsa",
+    ),
+    Family("MiniMax-M2", ("minimax_m2",), "MiniMaxM2Experts", layouts=(MIXTRAL,), architecture="minimax-m2"),
     Family(
         "gpt-oss",
         ("gpt_oss",),
@@ -234,10 +260,11 @@ ROWS = (
         biases=True,
         router="router",
         without_lora=("router",),
+        architecture="gpt-oss",
     ),
-    Family("Mixtral", ("mixtral",), "MixtralExperts", layouts=(MIXTRAL,)),
-    Family("OLMoE", ("olmoe",), "OlmoeExperts"),
-    Family("Ernie-4.5-MoE", ("ernie4_5_moe",), "Ernie4_5_MoeExperts"),
+    Family("Mixtral", ("mixtral",), "MixtralExperts", layouts=(MIXTRAL,), architecture="llama"),
+    Family("OLMoE", ("olmoe",), "OlmoeExperts", architecture="olmoe"),
+    Family("Ernie-4.5-MoE", ("ernie4_5_moe",), "Ernie4_5_MoeExperts", architecture="ernie4_5-moe"),
 )
 
 FAMILIES: dict[str, Family] = {model_type: family for family in ROWS for model_type in family.model_types}

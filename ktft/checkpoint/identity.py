@@ -23,17 +23,27 @@ def read_prelude(path: Path) -> bytes:
 
 def describe_file(path: Path) -> dict[str, Any]:
     """A safetensors file's size and the hash of its header, which in converted files holds its tensors' checksums."""
-    return {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(read_prelude(path)).hexdigest()}
+    return _describe(path, read_prelude(path))
 
 
-def identify_shard(path: Path) -> dict[str, Any]:
-    """A shard's size, and hashes of its header and of samples of its data. Reads some KB, whatever the size."""
-    size, data_start, samples = path.stat().st_size, len(read_prelude(path)), hashlib.sha256()
+def _describe(path: Path, prelude: bytes) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(prelude).hexdigest()}
+
+
+def identify_shard(path: Path, header_bytes: int | None = None) -> dict[str, Any]:
+    """A shard's size, and hashes of its header and of samples of its data. Reads some KB, whatever the size.
+
+    Args:
+        header_bytes: the bytes before the data; None for a safetensors file, which says it itself.
+    """
+    with path.open("rb") as file:
+        prelude = read_prelude(path) if header_bytes is None else file.read(header_bytes)
+    size, data_start, samples = path.stat().st_size, len(prelude), hashlib.sha256()
     with path.open("rb") as file:
         for i in range(SAMPLES):
             file.seek(data_start + max(0, size - data_start - SAMPLE_BYTES) * i // (SAMPLES - 1))
             samples.update(file.read(SAMPLE_BYTES))
-    return describe_file(path) | {"samples_sha256": samples.hexdigest()}
+    return _describe(path, prelude) | {"samples_sha256": samples.hexdigest()}
 
 
 def identify(shards: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -198,10 +198,10 @@ class ExpertPlan:
             lacking += self._match_layer(number, shape)
             if family.biases:
                 lacking += self._match_biases(number, shape)
-        refuse(f"checkpoint {reader.directory} lacks expert tensors", lacking)
+        refuse(f"{reader.described} lacks expert tensors", lacking)
         is_expert = family.expert_pattern()
         refuse(
-            f"checkpoint {reader.directory} holds expert tensors that this model has no place for",
+            f"{reader.described} holds expert tensors that this model has no place for",
             (
                 name
                 for name in reader.tensors
@@ -375,7 +375,7 @@ def any_match(patterns: Iterable[str | re.Pattern[str]], name: str) -> bool:
 
 def refuse(problem: str, names: Iterable[str]) -> None:
     """Raise a ValueError with `problem` and the first names, if there are any names."""
-    found = sorted(names)
+    found = sorted(set(names))
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(

@@ -90,6 +90,10 @@ class CheckpointReader:
         self.files, self.directory = paths, paths[0].parent
         self.observer: Callable[[TensorEntry, int, memoryview], None] | None = None
         """The thread that reads calls this with the tensor, the offset in the file and the content of every piece."""
+        self._read_headers(paths)
+
+    def _read_headers(self, paths: list[Path]) -> None:
+        """Check all files and fill `tensors`."""
         for path in paths:
             if path.suffix != ".safetensors":
                 raise ValueError(
@@ -100,13 +104,27 @@ class CheckpointReader:
                     f"shard {path} is missing; the checkpoint has {len(paths)} shards, download it again"
                 )
         for path in paths:
-            for entry in read_header(path):
-                other = self.tensors.setdefault(entry.name, entry)
-                if other is not entry:
-                    raise ValueError(
-                        f"tensor {entry.name} is in two shards, {other.file} and {path}; remove one of them"
-                    )
+            self._add(read_header(path))
         self._check_index(paths)
+
+    def _add(self, entries: Sequence[TensorEntry]) -> None:
+        """Add one file's tensors. Raises ValueError if another file has one of them."""
+        for entry in entries:
+            other = self.tensors.setdefault(entry.name, entry)
+            if other is not entry:
+                raise ValueError(
+                    f"tensor {entry.name} is in two shards, {other.file} and {entry.file}; remove one of them"
+                )
+
+    @property
+    def place(self) -> Path:
+        """The path by which the checkpoint is opened again."""
+        return self.directory
+
+    @property
+    def described(self) -> str:
+        """What messages call the checkpoint."""
+        return f"checkpoint {self.directory}"
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> CheckpointReader:
@@ -160,16 +178,21 @@ class CheckpointReader:
         entry = self.tensors[name]
         if entry.dtype not in DTYPES:
             raise ValueError(f"{entry.file}: tensor {name} is {entry.dtype}; ktft reads {', '.join(DTYPES)}")
+        raw, shape = self._read_bytes(entry, index)
+        return raw.view(DTYPES[entry.dtype]).view(shape)
+
+    def _read_bytes(self, entry: TensorEntry, index: int | None) -> tuple[Tensor, tuple[int, ...]]:
+        """The bytes of a tensor, or of element `index` of its first dimension, and the shape that they have."""
         begin, nbytes, shape = entry.offset, entry.nbytes, entry.shape
         if index is not None:
             if not (shape and 0 <= index < shape[0]):
-                raise IndexError(f"{entry.file}: tensor {name} has shape {shape}, so no slice {index}")
+                raise IndexError(f"{entry.file}: tensor {entry.name} has shape {shape}, so no slice {index}")
             nbytes //= shape[0]
             begin, shape = begin + index * nbytes, shape[1:]
         raw = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
             self._fill(entry, begin, memoryview(raw.numpy().data))
-        return raw.view(DTYPES[entry.dtype]).view(shape)
+        return raw, shape
 
     def _fill(self, entry: TensorEntry, begin: int, view: memoryview) -> None:
         descriptor, nbytes, done = self._descriptor(entry.file), len(view), 0

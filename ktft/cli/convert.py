@@ -29,6 +29,9 @@ def convert(
     expert_format: Annotated[
         str | None, typer.Option("--format", help=f"{', '.join(EXPERT_FORMATS)}. [{DEFAULT_EXPERT_FORMAT}]")
     ] = None,
+    expert_checkpoint: Annotated[
+        Path | None, typer.Option(help="Where the experts are, if not in SRC: a GGUF file or another directory.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads. [one per physical core]")] = None,
     numa_nodes: Annotated[int | None, typer.Option(min=1, help="NUMA nodes to work on. [all]")] = None,
     report: Annotated[bool, typer.Option("--report", help="Measure the quantization error of every layer.")] = False,
@@ -40,7 +43,12 @@ def convert(
     """
     console = Console(stderr=True)
     try:
-        settings = Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes)
+        settings = Settings(
+            expert_format=expert_format,
+            expert_checkpoint=str(expert_checkpoint) if expert_checkpoint else None,
+            threads=threads,
+            numa_nodes=numa_nodes,
+        )
         problems = _convert(source, target, settings, report, check, console)
     except KeyboardInterrupt:
         raise refuse(f"interrupted; what is finished in {target} is kept, run the same command again") from None
@@ -108,8 +116,12 @@ def _conversion(source: Path, target: Path, settings: Settings) -> Conversion:
     if settings.expert_format is None and begun is not None:
         settings = replace(settings, expert_format=Manifest.read(begun).expert_format)
     plan = outline(source, settings)
-    assert isinstance(plan.experts, ExpertPlan)
-    return Conversion(plan.experts, plan.layers, plan.model_type, target)
+    if not isinstance(plan.experts, ExpertPlan):
+        raise ValueError(f"{settings.expert_checkpoint} is a conversion itself; give the experts as they were released")
+    if settings.expert_checkpoint is None:
+        return Conversion(plan.experts, plan.layers, plan.model_type, target)
+    rest, replaced = plan.checkpoint, plan.replaced()
+    return Conversion(plan.experts, plan.layers, plan.model_type, target, rest=rest, replaced=replaced)
 
 
 def _error_table(layers: Mapping[int, Mapping[str, ProjectionError]]) -> Table:

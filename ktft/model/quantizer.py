@@ -25,7 +25,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ktft import hosts, native
 from ktft.checkpoint.cache import PackedCache
 from ktft.checkpoint.families import Family
-from ktft.checkpoint.load import ExpertPlan
+from ktft.checkpoint.gguf_source import GgufReader, gguf_plan
+from ktft.checkpoint.load import ExpertPlan, any_match
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.routing_profile import Routing
 from ktft.checkpoint.schemes import IGNORED
@@ -46,6 +47,7 @@ from ktft.model.tensor_parallel import asked_tp_size, check_versions, take_over
 from ktft.ranks.cores import keep_to_own_cores
 from ktft.ranks.launch import Launch
 from ktft.ranks.watch import begin
+from ktft.sources import is_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -266,21 +268,29 @@ class LoadPlan:
         part: tuple[int, int] | None = None,
     ) -> None:
         self.family, self.model_type = family_of(model), model.config.model_type
-        checkpoint = CheckpointReader(checkpoint_files)
+        self.checkpoint = checkpoint = CheckpointReader(checkpoint_files)
+        place = Path(settings.expert_checkpoint or checkpoint.directory)
+        gguf = GgufReader(place) if settings.expert_checkpoint is not None and is_gguf(place) else None
         # The converted checkpoint that the experts come from; None if they come from an ordinary one
-        packed = PackedCache.find(Path(settings.expert_checkpoint or checkpoint.directory), settings.verify_checksums)
+        packed = PackedCache.find(place, settings.verify_checksums) if gguf is None else None
         if packed is not None:
             settings = replace(settings, expert_format=packed.check_format(settings.expert_format))
+        elif gguf is not None:
+            settings = replace(settings, expert_format=settings.expert_format or gguf.expert_format)
         experts = swap_experts(model, self.family, settings, part)
         self.layers = {number: module.layer for number, module in experts.items()}
         if packed is not None:
             packed.check_model(self.model_type, self.layers)
             packed.check_source(checkpoint.files)
         ignored = [*(model._keys_to_ignore_on_load_unexpected or []), *_prediction_layers(model.config)]
+        self._ignored = ignored
         self.backbone = Backbone(model, checkpoint, self.family.expert_pattern(), ignored)
         self.experts: ExpertPlan | PackedCache
         if packed is not None:
             self.experts, doing = packed, "Loading packed"
+        elif gguf is not None:
+            num_layers = model.config.get_text_config().num_hidden_layers
+            self.experts, doing = gguf_plan(gguf, self.family, self.layers, num_layers), "Packing GGUF"
         else:
             source = checkpoint
             if settings.expert_checkpoint is not None:
@@ -292,6 +302,13 @@ class LoadPlan:
         # A set since transformers 5.17
         kind = set if isinstance(model._keys_to_ignore_on_load_unexpected, set) else list
         model._keys_to_ignore_on_load_unexpected = kind([*ignored, r"\.experts\.", IGNORED.pattern])
+
+    def replaced(self) -> set[str]:
+        """The names of the checkpoint's own tensors of experts, in whose place others come with `expert_checkpoint`."""
+        is_expert = self.family.expert_pattern()
+        return {
+            name for name in self.checkpoint.tensors if is_expert.match(name) and not any_match(self._ignored, name)
+        }
 
     def load_experts(self) -> None:
         """Read each expert weight once, in file order, and pack it unless it is already packed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
+from ktft.config import EXPERT_FORMATS
 from ktft.lanes.decide.simulate import Simulated
 from ktft.model.memory import FP32, LANE_PARTS, Footprint, Workload
 from ktft.plan.description import ALONE, Machine, Together
@@ -78,7 +78,7 @@ class Plan:
 
 
 def wished_format(source: ModelSource, recipe: Recipe) -> str:
-    return source.expert_format or recipe.settings.expert_format or DEFAULT_EXPERT_FORMAT
+    return source.expert_format or recipe.settings.expert_format or source.default_format
 
 
 def best_of(plans: tuple[FormatPlan, ...], wished: str) -> FormatPlan | None:

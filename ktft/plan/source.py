@@ -13,11 +13,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from ktft.checkpoint.cache import PackedCache
+from ktft.checkpoint.gguf_source import GgufReader, gguf_plan
 from ktft.checkpoint.reader import BITS, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointReader
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
-from ktft.config import Settings
+from ktft.config import DEFAULT_EXPERT_FORMAT, Settings
 from ktft.model.experts import experts_family
 from ktft.model.shape import ModelShape, MoeShape, shape_of
+from ktft.sources import is_gguf
 from ktft.train.recipe import weight_bytes_of
 
 _SAMPLE = 256 << 20
@@ -35,6 +37,7 @@ class ModelSource:
         from_shards: whether these sizes are read from the files; if not, they are computed from the config.
         scheme: the checkpoint's quantization, or None for plain weights.
         expert_format: the format of experts that `ktft convert` packed, or None for a checkpoint as released.
+        default_format: the format of experts if none is asked for.
         shard: a file on which the disk's rate can be measured.
     """
 
@@ -47,6 +50,7 @@ class ModelSource:
     from_shards: bool
     scheme: str | None
     expert_format: str | None
+    default_format: str
     shard: Path | None
 
 
@@ -72,7 +76,8 @@ def read_source(path: Path, settings: Settings, name: str | None = None, ranks: 
     shape, model = shape_of(config, ranks=ranks)
     reader = _open(path) if path.is_dir() else None
     experts = Path(settings.expert_checkpoint or path)
-    packed = PackedCache.find(experts, settings.verify_checksums) if experts.is_dir() else None
+    gguf = GgufReader(experts) if settings.expert_checkpoint is not None and is_gguf(experts) else None
+    packed = PackedCache.find(experts, settings.verify_checksums) if experts.is_dir() and gguf is None else None
     expert_format = None if packed is None else packed.check_format(settings.expert_format)
     if packed is not None:
         packed.check_model(config.model_type, shape.moe)
@@ -83,9 +88,12 @@ def read_source(path: Path, settings: Settings, name: str | None = None, ranks: 
     else:
         is_expert = experts_family(model).expert_pattern()
         other_bytes = sum(entry.nbytes for entry in reader.tensors.values() if not is_expert.match(entry.name))
-        if packed is None:
+        if packed is None and gguf is None:
             source = reader if settings.expert_checkpoint is None else CheckpointReader.from_directory(experts)
             expert_bytes = sum(entry.nbytes for entry in source.tensors.values() if is_expert.match(entry.name))
+    if gguf is not None:
+        gguf_plan(gguf, experts_family(model), shape.moe, config.get_text_config().num_hidden_layers)
+        expert_bytes = sum(entry.nbytes for entry in gguf.tensors.values())
     return ModelSource(
         name=name or file.parent.resolve().name if file.name == CONFIG_NAME else file.name,
         config=config,
@@ -96,6 +104,7 @@ def read_source(path: Path, settings: Settings, name: str | None = None, ranks: 
         from_shards=reader is not None,
         scheme=None if scheme is PLAIN_SCHEME else scheme.name,
         expert_format=expert_format,
+        default_format=DEFAULT_EXPERT_FORMAT if gguf is None else gguf.expert_format,
         shard=None if reader is None else max(reader.files, key=lambda each: each.stat().st_size),
     )
 

@@ -13,6 +13,8 @@ from transformers import AutoConfig
 
 from ktft.adapters.saved import SavedAdapter
 from ktft.checkpoint.cache import PackedCache
+from ktft.checkpoint.convert import identity_of
+from ktft.checkpoint.identity import difference
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.quantization_error import ErrorMeter, ProjectionError
 from ktft.config import Settings
@@ -92,10 +94,18 @@ class LayerVerifier:
             return self.packed
         if source is None:
             return self._recorded_source(settings)
-        plan = outline(source, replace(settings, expert_format=self.packed.manifest.expert_format))
+        packing = replace(settings, expert_format=self.packed.manifest.expert_format)
+        apart = self.packed.expert_source  # the experts' own files: only they are compared, and config.json is here
+        if apart:
+            plan = outline(self.directory, replace(packing, expert_checkpoint=str(source)))
+        else:
+            plan = outline(source, packing)
         if not isinstance(plan.experts, ExpertPlan):
             raise ValueError(f"--source {source} is a conversion itself; give the original checkpoint")
-        self.packed.check_source(plan.experts.reader.files)
+        if not apart:
+            self.packed.check_source(plan.experts.reader.files)
+        elif (problem := difference(apart, identity_of(plan.experts.reader))) is not None:
+            raise ValueError(f"{self.directory} has other experts than --source {source}: {problem}; give their source")
         self.packed.check_model(plan.model_type, plan.layers)
         return plan.experts
 
@@ -104,7 +114,7 @@ class LayerVerifier:
         assert isinstance(self.packed, PackedCache)
         recorded = self.packed.manifest.source_directory
         try:
-            return self._source(Path(recorded), settings) if recorded and Path(recorded).is_dir() else None
+            return self._source(Path(recorded), settings) if recorded and Path(recorded).exists() else None
         except (OSError, ValueError):
             return None
 
