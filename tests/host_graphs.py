@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,14 +54,14 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def record_on_host(monkeypatch: pytest.MonkeyPatch) -> list[HostGraph]:
-    """From now on, the CPU records graphs. Returns a list of those that were made."""
+def record_on_host(put: Callable[[Any, str, Any], None]) -> list[HostGraph]:
+    """From now on, the CPU records graphs: `put` sets attributes. Returns a list of those that were made."""
     made: list[HostGraph] = []
 
     def new_graph(self: Device, pool: Any = None) -> HostGraph:
         made.append(HostGraph())
         return made[-1]
 
-    monkeypatch.setattr(Device, "records_graphs", True)
-    monkeypatch.setattr(Device, "new_graph", new_graph)
+    put(Device, "records_graphs", True)
+    put(Device, "new_graph", new_graph)
     return made

@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 import transformers
 from accelerate.state import AcceleratorState
+from host_graphs import record_on_host
 from plots import leave_out
 from rank_forks import fork
 from runs import DATA, adapted, arguments, losses
@@ -56,12 +57,16 @@ def train(
     stop: tuple[int, str] | None = None,
     of_rank: dict[str, dict[str, Any]] | None = None,
     fresh: bool = False,
+    recorded: bool = False,
     **overrides: Any,
 ) -> None:
     """One run; `stop` ends a rank in it, `of_rank` gives ranks other arguments.
 
-    `fresh`: as in an environment that asks for no FSDP, and after no run that did.
+    `fresh`: as in an environment that asks for no FSDP, and after no run that did. `recorded`: the CPU records graphs,
+    in this run and those after it.
     """
+    if recorded:
+        record_on_host(setattr)
     if fresh:
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
             del os.environ[name]

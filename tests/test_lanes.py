@@ -20,6 +20,7 @@ from ktft import native, reference
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, Settings
 from ktft.lanes.decide.placer import Placement, Placer
+from ktft.lanes.gpu.residents import STEPS
 from ktft.lanes.lanes import Lanes
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
@@ -223,7 +224,8 @@ def test_residents_take_part():
     experts = make_experts(placement="resident", gpu_expert_memory="1M")
     lanes = experts.laned.lanes
     compare(experts)
-    lanes.end_step()
+    for _ in range(STEPS):
+        lanes.end_step()
     assert lanes.running.gpu.held(experts.layer)
     compare(experts)
 

@@ -11,6 +11,7 @@ import torch
 from adapted import randomize
 from given import Checkpoint
 from host_graphs import HostGraph, record_on_host
+from ranks import results, run_jobs
 from tiny import FAMILIES, MORE_FAMILIES
 from torch import Tensor
 from transformers import Trainer
@@ -57,7 +58,7 @@ EVERY = [
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[HostGraph]:
-    return record_on_host(monkeypatch)
+    return record_on_host(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -100,6 +101,21 @@ def test_autocast(
     recorded = steps(path, tmp_path / "recorded", bf16=True)
     assert graphs
     assert_same(usual, recorded)
+
+
+def test_two_processes(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """DDP sees no gradient of a recorded layer: what each rank has is averaged after the step's passes."""
+    base = str(tiny_checkpoint("dsv3"))
+    common: dict[str, Any] = {"base": base, "gradient_checkpointing": True, "max_steps": STEPS, "save_strategy": "no"}
+    jobs = [
+        common | {"output": str(tmp_path / "usual"), "settings": {"cuda_graphs": False}},
+        common | {"output": str(tmp_path / "recorded"), "recorded": True},
+    ]
+    status, said = run_jobs(2, tmp_path, *jobs)
+    assert status == 0, said
+    usual, recorded = (results(tmp_path / name)["losses"] for name in ("usual", "recorded"))
+    assert recorded == pytest.approx(usual, rel=2e-4)
+    assert usual[0] != usual[-1]
 
 
 class Untold(torch.optim.SGD):

@@ -138,7 +138,7 @@ def test_training(
 ) -> None:
     """The losses, the weights and the counted tokens are those of passes that wait for the host."""
     monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
-    record_on_host(monkeypatch)
+    record_on_host(monkeypatch.setattr)
     monkeypatch.setattr("ktft.lanes.gpu.graphs.Recorded.run", lambda self, key, work: work())
     path = tiny_checkpoint("qwen3moe")
 

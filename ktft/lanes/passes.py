@@ -155,6 +155,7 @@ class Passes:
     def forget(self) -> None:
         """Forget all passes, but keep what was learned from them."""
         self.last.clear()
+        self._steady.clear()
 
     def begin_step(self) -> None:
         """A step of training begins; passes since the last one, such as those of evaluation, are not part of it."""

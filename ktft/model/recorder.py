@@ -22,6 +22,8 @@ USES = 2
 """The use of a layer with inputs of one shape that is recorded; the ones before compile kernels and fill caches."""
 SHAPES = 8
 """The most shapes of inputs that are recorded for each kind of layer and each micro-batch of a step."""
+LARGEST = 32 << 20
+"""The most bytes of a layer's input: kernels that compute more keep a GPU busy while the host launches the next."""
 _ROUNDING = 2.0**-5
 """By how much a layer's output may differ from that of a recording of its kind, relative to its norm."""
 
@@ -59,7 +61,7 @@ class LayerRecorder:
 
         `slot` is the number of the micro-batch among those that go together.
         """
-        if not self.on or (inputs := _shapes(given)) is None:
+        if not self.on or (inputs := _shapes(given)) is None or _most_bytes(given) > LARGEST:
             return None
         try:
             weights, kind = self._kind(layer)
@@ -162,6 +164,11 @@ def _shapes(given: Sequence[Any]) -> tuple[object, ...] | None:
         else:
             return None
     return tuple(found)
+
+
+def _most_bytes(given: Sequence[Any]) -> int:
+    """Bytes of the largest input that takes gradients."""
+    return max((each.nbytes for each in given if isinstance(each, Tensor) and each.requires_grad), default=0)
 
 
 def _autocast(kind: str) -> tuple[object, ...]:

@@ -181,8 +181,12 @@ class Residents:
         return found
 
 
+STEPS = 2
+"""The steps of training that show what memory it needs: in the second, layers are recorded."""
+
+
 class TrainingResidents:
-    """The residents of a training run. They are made after its first step, which shows what memory training needs.
+    """The residents of a training run. They are made after its first `STEPS` steps.
 
     They may take `memory` bytes; 0 is for none, `auto` for what training leaves.
     """
@@ -190,6 +194,7 @@ class TrainingResidents:
     def __init__(self, lane: GpuLane, memory: int | str) -> None:
         self._lane, self._memory = lane, memory
         self._residents: Residents | None = None
+        self._steps = 0
         self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
@@ -200,6 +205,9 @@ class TrainingResidents:
     def end_step(self, layers: Sequence[ExpertLayer]) -> None:
         """Between two steps: make the residents, or let them follow what was counted."""
         if self._memory == 0:
+            return
+        self._steps += 1
+        if self._steps < STEPS:
             return
         if self._residents is None:
             budget = free_for_residents(self._lane) if self._memory == "auto" else int(self._memory)
