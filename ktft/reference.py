@@ -59,8 +59,8 @@ def moe(
     for expert in top_k_index.unique().tolist():
         token, slot = torch.where(top_k_index == expert)
         rows = x[token]
-        g = project(rows, expert, "gate_proj").clamp(max=swiglu.limit)
+        g = project(rows, expert, "gate_proj").clamp(max=swiglu.gate_most)
         u = project(rows, expert, "up_proj").clamp(-swiglu.limit, swiglu.limit)
-        h = g * torch.sigmoid(swiglu.alpha * g) * (u + swiglu.shift)
+        h = g * torch.sigmoid(swiglu.alpha * g + swiglu.cubic * g**3) * (u + swiglu.shift)
         out = out.index_add(0, token, project(h, expert, "down_proj") * weights[token, slot, None])
     return out.to(hidden_states.dtype)

@@ -35,6 +35,7 @@ from ktft.lanes.ops.interface import operations
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out, piece_rows
 from ktft.lora import ExpertLora
 from ktft.model.autograd import routed_experts
+from ktft.swiglu import GELU_TANH, Swiglu, clamped_after
 
 ISA = native.default_isa()
 
@@ -100,9 +101,12 @@ def test_masks_drop_what_they_should() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("fmt", ["bf16", "mxfp4", "int8"])
-def test_biases_and_clamped_activation(fmt: str, nodes: int) -> None:
-    layer = make_gated(64, 160, fmt, ISA, nodes=nodes, swiglu=GPT_OSS)
+@pytest.mark.parametrize(
+    ("fmt", "swiglu"),
+    [*((fmt, GPT_OSS) for fmt in ("bf16", "mxfp4", "int8")), ("k4", GELU_TANH), ("int8", clamped_after(4.0))],
+)
+def test_biases_and_other_activations(fmt: str, swiglu: Swiglu, nodes: int) -> None:
+    layer = make_gated(64, 160, fmt, ISA, nodes=nodes, swiglu=swiglu)
     for lora in (None, small_lora(64, 160, 8, torch.float32)):
         assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=gated_oracle(layer), forward=Lane()))
 

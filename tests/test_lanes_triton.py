@@ -27,6 +27,7 @@ from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lora import ExpertLora
+from ktft.swiglu import GELU_TANH, Swiglu, clamped_after
 
 __all__ = ["bf16_in_the_interpreter", "toy"]
 
@@ -66,8 +67,9 @@ def test_dropout() -> None:
     assert_contract(compare(layer, lora, *inputs_for(ROWS, 32), oracle=dropout_oracle, forward=LANE))
 
 
-def test_biases_and_clamped_activation() -> None:
-    layer = make_gated(64, 160, "mxfp4", native.default_isa(), swiglu=GPT_OSS)
+@pytest.mark.parametrize("swiglu", [GPT_OSS, GELU_TANH, clamped_after(4.0)])
+def test_biases_and_other_activations(swiglu: Swiglu) -> None:
+    layer = make_gated(64, 160, "mxfp4", native.default_isa(), swiglu=swiglu)
     lora = small_lora(64, 160, 8, torch.float32)
     assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=gated_oracle(layer), forward=LANE))
 

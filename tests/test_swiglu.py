@@ -1,6 +1,9 @@
-"""gpt-oss's experts: biases of all projections and the clamped activation, held to the same contract as SiLU's."""
+"""Experts with biases, a clamped activation or GELU, held to the same contract as SiLU's."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,11 +26,12 @@ from contract import (
     relative,
     small_lora,
 )
+from torch.nn import functional
 
-from ktft import native
+from ktft import native, reference
 from ktft.config import PROJECTIONS
 from ktft.model.autograd import routed_experts
-from ktft.swiglu import SILU, Swiglu
+from ktft.swiglu import GELU_TANH, SILU, Swiglu, clamped_after
 
 
 @in_every_way([case for case in CASES if case[1] in ("bf16", "int8", "mxfp4")])
@@ -47,12 +51,49 @@ def test_other_formats(fmt: str) -> None:
 
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize(
-    ("swiglu", "has_biases"), [(SILU, True), (GPT_OSS, False), (GPT_OSS, True), (Swiglu(limit=0.5), False)]
+    ("swiglu", "has_biases"),
+    [
+        (SILU, True),
+        (GPT_OSS, False),
+        (GPT_OSS, True),
+        (Swiglu(limit=0.5), False),
+        (GELU_TANH, False),
+        (replace(GELU_TANH, limit=1.7), True),
+        (clamped_after(0.8), False),
+    ],
 )
 def test_biases_and_activation_apart(isa: str, swiglu: Swiglu, has_biases: bool) -> None:
     layer = (make_gated if has_biases else make_layer)(64, 96, "int8", isa, swiglu=swiglu)
     for lora in (None, small_lora(64, 96, 4, torch.float32), small_lora(64, 96, 4, torch.float32, ("up_proj",))):
         assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=gated_oracle(layer)))
+
+
+def test_the_formula_is_that_of_the_models() -> None:
+    gate, up = torch.linspace(-6, 6, 101).double(), torch.linspace(4, -4, 101).double()
+    eye = torch.eye(101).double()[None]
+
+    def h(swiglu: Swiglu) -> torch.Tensor:
+        """The activation alone: one token for each pair of gate and up."""
+        one = torch.ones(101, 1)
+        x = torch.cat((torch.diag(gate), torch.diag(up)), 1)
+        first, second = torch.cat((eye, 0 * eye), 2), torch.cat((0 * eye, eye), 2)
+        down = torch.cat((eye, 0 * eye), 1)
+        return reference.moe(x, one.long() * 0, one, first, second, down, swiglu=swiglu)[:, :101].diagonal()
+
+    torch.testing.assert_close(h(GELU_TANH), functional.gelu(gate, approximate="tanh") * up, check_dtype=False)
+    expected = functional.silu(gate).clamp(max=3) * up.clamp(-3, 3)
+    torch.testing.assert_close(h(clamped_after(3.0)), expected, check_dtype=False)
+    assert clamped_after(math.inf) == SILU
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("swiglu", [GELU_TANH, clamped_after(2.0)])
+def test_contract_of_other_activations(isa: str, swiglu: Swiglu) -> None:
+    for hidden, intermediate, rank, rows in SIZES[2]:
+        for fmt in ("bf16", "k4"):
+            layer = make_layer(hidden, intermediate, fmt, isa, 2, 2, swiglu=swiglu)
+            lora = small_lora(hidden, intermediate, rank, torch.float32)
+            assert_contract(compare(layer, lora, *inputs_for(rows, hidden), "recompute", gated_oracle(layer)))
 
 
 def test_what_is_clamped_has_no_gradient() -> None:
@@ -127,6 +168,6 @@ def test_bad_biases_are_named() -> None:
         layer.load_bias(0, "up_proj", bias)
     layer.load(0, "up_proj", torch.zeros(64, 32))
     assert (0, "up_proj") not in layer.missing() and len(layer.missing()) == 5
-    for swiglu in (Swiglu(limit=0.0), Swiglu(alpha=-1.0)):
-        with pytest.raises(ValueError, match="both must be positive"):
+    for swiglu in (Swiglu(limit=0.0), Swiglu(alpha=-1.0), Swiglu(gate_limit=0.0)):
+        with pytest.raises(ValueError, match="all must be positive"):
             native.ExpertLayer(runtime, **shape, swiglu=swiglu)

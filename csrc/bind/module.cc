@@ -229,14 +229,16 @@ py::list slices(const MoeLayer& layer) {
 void bind_layer(py::module_& m) {
   py::class_<MoeLayer>(m, "MoeLayer")
       .def(py::init([](std::shared_ptr<Runtime> runtime, int experts, int hidden, int intermediate,
-                       const std::string& format, float alpha, float limit, float shift, bool biases,
-                       const std::string& name) {
+                       const std::string& format, float alpha, float limit, float shift, float cubic, float gate_limit,
+                       bool biases, const std::string& name) {
              return std::make_unique<MoeLayer>(
                  std::move(runtime), ExpertShape{.experts = experts, .hidden = hidden, .intermediate = intermediate},
-                 format_from_name(format), Swiglu{.alpha = alpha, .limit = limit, .shift = shift}, biases, name);
+                 format_from_name(format),
+                 Swiglu{.alpha = alpha, .limit = limit, .shift = shift, .cubic = cubic, .gate_limit = gate_limit},
+                 biases, name);
            }),
            "runtime"_a, "experts"_a, "hidden"_a, "intermediate"_a, "format"_a, "alpha"_a, "limit"_a, "shift"_a,
-           "biases"_a, "name"_a)
+           "cubic"_a, "gate_limit"_a, "biases"_a, "name"_a)
       .def("load", &load, "expert"_a, "projection"_a, "data"_a, "encoding"_a, "rows"_a, "cols"_a, "scales"_a,
            "block_rows"_a, "block_cols"_a, "zeros"_a, NoGil())
       .def("load_bias", [](MoeLayer& layer, int e, Projection p, Address values,

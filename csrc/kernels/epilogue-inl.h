@@ -88,36 +88,48 @@ void store_rows(Pass pass, int tokens, int cols, const float* c, const Affine& a
 }
 
 // Swiglu's constants in lanes. Backward must know which values were clamped, and sees them rounded to bf16: `marked`
-// moves values beyond the limit away from it, by more than 2^-5 of it, and `edge` separates them from the rest.
-template <class V>
+// moves values beyond the limit away from it, by more than 2^-5 of it, and `edge` separates them from the rest. Without
+// `Cubic` the cubic term is left out.
+template <class V, bool Cubic>
 struct SwigluLanes {
   using F = typename V::F;
-  F alpha, limit, least, edge, least_edge, shift;
+  F alpha, cubic, limit, least, edge, least_edge, gate_limit, gate_edge, shift;
 
   explicit SwigluLanes(const Swiglu& f)
       : alpha(V::set1(f.alpha)),
+        cubic(V::set1(f.cubic)),
         limit(V::set1(f.limit)),
         least(V::set1(-f.limit)),
         edge(V::set1(f.limit * (1 + 0x1p-7f))),
         least_edge(V::set1(-f.limit * (1 + 0x1p-7f))),
+        gate_limit(V::set1(f.gate_limit)),
+        gate_edge(V::set1(f.gate_limit * (1 + 0x1p-7f))),
         shift(V::set1(f.shift)) {}
-  F gate(F value) const { return V::min(value, limit); }
+  F gate(F value) const { return V::min(value, gate_limit); }
   F up(F value) const { return V::max(V::min(value, limit), least); }
   static F marked(F value, F clamped) { return V::fma(V::fma(clamped, V::set1(-1.f), value), V::set1(0x1p20f), value); }
   F marked_gate(F value) const { return marked(value, gate(value)); }
   F marked_up(F value) const { return marked(value, up(value)); }
   // The gradient, or zero where the value was clamped.
-  F gate_grad(F value, F grad) const { return V::where_equal(V::min(value, edge), value, grad); }
+  F gate_grad(F value, F grad) const { return V::where_equal(V::min(value, gate_edge), value, grad); }
   F up_grad(F value, F grad) const { return V::where_equal(V::max(V::min(value, edge), least_edge), value, grad); }
+  // alpha + n cubic g^2: the sigmoid's argument over g for n = 1, its derivative by g for n = 3.
+  F slope(F g, float n) const {
+    if constexpr (Cubic)
+      return V::fma(V::mul(cubic, V::set1(n)), V::mul(g, g), alpha);
+    else
+      return alpha;
+  }
+  F gated(F g) const { return sigmoid<V>(V::mul(slope(g, 1), g)); }
   F h(F gate_value, F up_value) const {
     const F g = gate(gate_value);
-    return V::mul(V::mul(g, sigmoid<V>(V::mul(alpha, g))), V::add(up(up_value), shift));
+    return V::mul(V::mul(g, gated(g)), V::add(up(up_value), shift));
   }
 };
 
 // Computes one piece of h. Transposed results give transposed bf16 directly, since every operation is element-wise.
-template <class V>
-void swiglu_turned(const SwigluLanes<V>& f, const float* gate, const float* up, const Affine& gate_out,
+template <class V, bool Cubic>
+void swiglu_turned(const SwigluLanes<V, Cubic>& f, const float* gate, const float* up, const Affine& gate_out,
                    const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
   const auto gate_at = [&](int k, int t) { return apply_turned<V>(gate + k * 16 + t, gate_out, k); };
   const auto up_at = [&](int k, int t) { return apply_turned<V>(up + k * 16 + t, up_out, k); };
@@ -132,8 +144,8 @@ void swiglu_turned(const SwigluLanes<V>& f, const float* gate, const float* up, 
   stream_lines<V>(kTileRows, spare, saved_up, 32);
 }
 
-template <class V>
-void swiglu_rows(const SwigluLanes<V>& f, int rows, const float* gate, const float* up, const Affine& gate_out,
+template <class V, bool Cubic>
+void swiglu_rows(const SwigluLanes<V, Cubic>& f, int rows, const float* gate, const float* up, const Affine& gate_out,
                  const Affine& up_out, bf16* h, bf16* saved_gate, bf16* saved_up) {
   alignas(64) bf16 spare[2 * kPieceElements];
   for (int i = 0; i < rows * 32; i += V::kWidth) {
@@ -157,9 +169,9 @@ void few_rows(int tokens, const bf16* turned, bf16* rows) {
   std::memcpy(rows, spare, size_t(tokens) * 32 * sizeof(bf16));
 }
 
-template <class V>
-void swiglu(const SwigluArgs& a) {
-  const SwigluLanes<V> f(a.function);
+template <class V, bool Cubic>
+void swiglu_of(const SwigluArgs& a) {
+  const SwigluLanes<V, Cubic> f(a.function);
   for (int t = 0; t < a.tokens; t += kTileRows)
     for (int col = 0; col < a.cols; col += 32) {
       const int64_t c = result_piece(col / 32, t / kTileRows, a.tokens);
@@ -178,10 +190,15 @@ void swiglu(const SwigluArgs& a) {
 }
 
 template <class V>
-void swiglu_backward(const SwigluBackwardArgs& a) {
+void swiglu(const SwigluArgs& a) {
+  a.function.cubic ? swiglu_of<V, true>(a) : swiglu_of<V, false>(a);
+}
+
+template <class V, bool Cubic>
+void swiglu_backward_of(const SwigluBackwardArgs& a) {
   using F = typename V::F;
   const F one = V::set1(1.f), minus = V::set1(-1.f);
-  const SwigluLanes<V> f(a.function);
+  const SwigluLanes<V, Cubic> f(a.function);
   for (int t = 0; t < pad_rows(a.tokens); t += kTileRows) {
     const int rows = std::clamp(a.tokens - t, 0, kTileRows);
     F dot[kTileRows];
@@ -195,12 +212,12 @@ void swiglu_backward(const SwigluBackwardArgs& a) {
         for (int j = 0; j < 32; j += V::kWidth) {
           const int64_t at = out + r * 32 + j;
           const F gate = V::load(a.gate + at), up = V::load(a.up + at), grad = V::load(dh + r * 32 + j);
-          const F g = f.gate(gate), u = V::add(f.up(up), f.shift), s = sigmoid<V>(V::mul(f.alpha, g));
+          const F g = f.gate(gate), u = V::add(f.up(up), f.shift), s = f.gated(g);
           const F glu = V::mul(g, s), h = V::mul(glu, u);
           dot[r] = V::fma(grad, h, dot[r]);
           const F weighted = V::mul(grad, weight);
-          // (g sigmoid(alpha g))' = s + alpha g s (1 - s)
-          const F slope = V::fma(V::mul(f.alpha, glu), V::fma(s, minus, one), s);
+          // (g sigmoid(z))' = s + z' g s (1 - s)
+          const F slope = V::fma(V::mul(f.slope(g, 3), glu), V::fma(s, minus, one), s);
           F dgate = f.gate_grad(gate, V::mul(V::mul(weighted, u), slope)), dup = f.up_grad(up, V::mul(weighted, glu));
           if (a.gate_scale) {
             dgate = V::mul(dgate, V::load(a.gate_scale + col + j));
@@ -217,6 +234,11 @@ void swiglu_backward(const SwigluBackwardArgs& a) {
       for (int r = 0; r < rows; r++) sums[r] = V::sum(dot[r]);
     }
   }
+}
+
+template <class V>
+void swiglu_backward(const SwigluBackwardArgs& a) {
+  a.function.cubic ? swiglu_backward_of<V, true>(a) : swiglu_backward_of<V, false>(a);
 }
 
 }  // namespace ktft

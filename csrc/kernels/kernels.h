@@ -92,10 +92,11 @@ static inline Affine affine_at(const Affine& out, int col) {
 static inline Affine affine_at(const PackedMatrix& w, int row) { return affine_at(Affine{w.row_scale, w.bias}, row); }
 
 // The activation between gate, up and down. Its arguments are clamped first:
-//   h = g sigmoid(alpha g) (u + shift),  g = min(gate, limit), u = max(min(up, limit), -limit)
-// SiLU(gate) * up has alpha 1, no limit and no shift. gpt-oss has alpha 1.702, limit 7 and shift 1.
+//   h = g sigmoid(alpha g + cubic g^3) (u + shift),  g = min(gate, gate_limit), u = max(min(up, limit), -limit)
+// SiLU(gate) * up has alpha 1, no limits and no shift. gpt-oss has alpha 1.702, limits 7 and shift 1. The cubic term
+// makes tanh's GELU, since (1 + tanh(x)) / 2 = sigmoid(2 x).
 struct Swiglu {
-  float alpha = 1, limit = std::numeric_limits<float>::infinity(), shift = 0;
+  float alpha = 1, limit = std::numeric_limits<float>::infinity(), shift = 0, cubic = 0, gate_limit = limit;
 };
 
 // Turns gate and up, two results of one forward call, into h, the X of the down projection.

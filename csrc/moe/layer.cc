@@ -40,8 +40,9 @@ MoeLayer::MoeLayer(std::shared_ptr<Runtime> runtime, ExpertShape shape, Format f
       name_(std::move(name)),
       swiglu_(swiglu),
       weights_(checked(shape, name_), format, biases, runtime_->node_ids) {
-  KTFT_CHECK(swiglu.limit > 0 && swiglu.alpha > 0, name_, ": the activation's limit is ", swiglu.limit,
-             " and its alpha ", swiglu.alpha, ", both must be positive");
+  KTFT_CHECK(swiglu.limit > 0 && swiglu.gate_limit > 0 && swiglu.alpha > 0, name_, ": the activation's limit is ",
+             swiglu.limit, ", the gate's ", swiglu.gate_limit, " and its alpha ", swiglu.alpha,
+             ", all must be positive");
 }
 
 ForkLock MoeLayer::lock_for(int expert) const {

@@ -79,6 +79,8 @@ class ExpertLayer:
             swiglu.alpha,
             swiglu.limit,
             swiglu.shift,
+            swiglu.cubic,
+            swiglu.gate_most,
             biases,
             name,
         )

@@ -170,13 +170,14 @@ def _activation(
     """Gate and up in fp32, the sigmoid of the clamped gate, and the clamped up plus its shift."""
     scaled = gate_up.float() if scale is None else gate_up.float() * _of_rows(scale, piece)
     gate, up = scaled.chunk(2, dim=1)
-    sigmoid = torch.sigmoid(swiglu.alpha * gate.clamp(max=swiglu.limit))
+    clamped = gate.clamp(max=swiglu.gate_most)
+    sigmoid = torch.sigmoid(swiglu.alpha * clamped + swiglu.cubic * clamped**3)
     return gate, up, sigmoid, up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
     gate, _, sigmoid, up = _activation(gate_up, scale, piece, swiglu)
-    out[:, : up.shape[1]] = gate.clamp(max=swiglu.limit) * sigmoid * up
+    out[:, : up.shape[1]] = gate.clamp(max=swiglu.gate_most) * sigmoid * up
 
 
 def swiglu_backward(
@@ -192,15 +193,15 @@ def swiglu_backward(
 ) -> None:
     routes = piece.row_route
     gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
-    clamped = gate.clamp(max=swiglu.limit)
+    clamped = gate.clamp(max=swiglu.gate_most)
     active = clamped * sigmoid * shifted
     grad, flat = grad_h[:, : gate.shape[1]].float(), grad_weights.view(-1)
     flat[routes] += (grad * active).sum(1) + (0 if more is None else more[:, :2].float().sum(1))
     grad = grad * weights.view(-1)[routes][:, None]
-    # (g sigmoid(alpha g))' = s + alpha g s (1 - s)
-    slope = sigmoid + swiglu.alpha * clamped * sigmoid * (1 - sigmoid)
+    # (g sigmoid(z))' = s + z' g s (1 - s)
+    slope = sigmoid + (swiglu.alpha + 3 * swiglu.cubic * clamped**2) * clamped * sigmoid * (1 - sigmoid)
     h[:, : gate.shape[1]] = active
-    grad_gate = torch.where(gate <= swiglu.limit, grad * shifted * slope, 0)
+    grad_gate = torch.where(gate <= swiglu.gate_most, grad * shifted * slope, 0)
     grad_up = torch.where(up.abs() <= swiglu.limit, grad * clamped * sigmoid, 0)
     both = torch.cat((grad_gate, grad_up), dim=1)
     gate_up.copy_(both if scale is None else both * _of_rows(scale, piece))

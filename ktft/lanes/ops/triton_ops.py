@@ -61,7 +61,7 @@ def _load_pair(gate_up, scale, expert, col, width, SCALED: tl.constexpr):
 @short
 @triton.jit(**UNSPECIALIZED)
 def _swiglu(
-    gate_up, out, out_row, scale, ends, experts, width, alpha, limit, shift,
+    gate_up, out, out_row, scale, ends, experts, width, alpha, limit, shift, cubic, gate_limit,
     SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -70,9 +70,9 @@ def _swiglu(
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     expert = _expert(ends, row, experts, EXPERTS)
     gate, up, _, _ = _load_pair(gate_up + row.to(tl.int64) * 2 * width, scale, expert, col, width, SCALED)
-    gate = tl.minimum(gate, limit)
+    gate = tl.minimum(gate, gate_limit)
     up = tl.minimum(tl.maximum(up, -limit), limit) + shift
-    h = gate * tl.sigmoid(alpha * gate) * up
+    h = gate * tl.sigmoid((alpha + cubic * gate * gate) * gate) * up
     tl.store(out + row.to(tl.int64) * out_row + col, h.to(tl.bfloat16), mask=col < width)
 
 
@@ -80,7 +80,7 @@ def _swiglu(
 @triton.jit(**UNSPECIALIZED)
 def _swiglu_backward(
     gate_up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, ends, routes,
-    experts, width, alpha, limit, shift,
+    experts, width, alpha, limit, shift, cubic, gate_limit,
     MORE: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -97,14 +97,15 @@ def _swiglu_backward(
         inside = col < width
         gate, up, gate_scale, up_scale = _load_pair(gate_up, scale, expert, col, width, SCALED)
         grad = tl.load(grad_h + row * grad_row + col, mask=inside, other=0).to(tl.float32)
-        g = tl.minimum(gate, limit)
+        g = tl.minimum(gate, gate_limit)
         u = tl.minimum(tl.maximum(up, -limit), limit) + shift
-        s = tl.sigmoid(alpha * g)
+        s = tl.sigmoid((alpha + cubic * g * g) * g)
         h = g * s * u
         dots += grad * h
         grad *= weight
-        # (g sigmoid(alpha g))' = s + alpha g s (1 - s)
-        grad_gate = tl.where(gate <= limit, grad * u * (s + alpha * g * s * (1 - s)) * gate_scale, 0)
+        # (g sigmoid(z))' = s + z' g s (1 - s)
+        slope = s + (alpha + 3 * cubic * g * g) * g * s * (1 - s)
+        grad_gate = tl.where(gate <= gate_limit, grad * u * slope * gate_scale, 0)
         grad_up = tl.where(tl.abs(up) <= limit, grad * g * s * up_scale, 0)
         tl.store(gate_up + col, grad_gate.to(tl.bfloat16), mask=inside)
         tl.store(gate_up + width + col, grad_up.to(tl.bfloat16), mask=inside)
@@ -157,7 +158,7 @@ def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, 
     width = gate_up.shape[1] // 2
     _swiglu[(piece.rows, cdiv(width, COLS))](
         gate_up, out, out.stride(0), scale, piece.ends, piece.experts, width,
-        swiglu.alpha, swiglu.limit, swiglu.shift,
+        swiglu.alpha, swiglu.limit, swiglu.shift, swiglu.cubic, swiglu.gate_most,
         SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
 
@@ -175,7 +176,8 @@ def swiglu_backward(
 ) -> None:
     _swiglu_backward[(piece.rows,)](
         gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
-        piece.ends, piece.row_route, piece.experts, gate_up.shape[1] // 2, swiglu.alpha, swiglu.limit, swiglu.shift,
+        piece.ends, piece.row_route, piece.experts, gate_up.shape[1] // 2,
+        swiglu.alpha, swiglu.limit, swiglu.shift, swiglu.cubic, swiglu.gate_most,
         MORE=more is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
 

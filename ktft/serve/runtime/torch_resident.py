@@ -46,8 +46,8 @@ def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor) -> T
     swiglu = hot.layer.swiglu
     gate, up = _outputs(weights.gate_up, x).chunk(2)
     gate, up = gate + _lora(hot, block, "gate_proj", x), up + _lora(hot, block, "up_proj", x)
-    gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
-    h = gate * torch.sigmoid(swiglu.alpha * gate) * up
+    gate, up = gate.clamp(max=swiglu.gate_most), up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
+    h = gate * torch.sigmoid(swiglu.alpha * gate + swiglu.cubic * gate**3) * up
     return _outputs(weights.down, h) + _lora(hot, block, "down_proj", h)
 
 

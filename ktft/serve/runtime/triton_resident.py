@@ -143,7 +143,8 @@ def _low_rank(
 @triton.jit(**UNSPECIALIZED)
 def _gate_up(
     hidden, top_k, slots, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
-    tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, alpha, limit, shift,
+    tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols,
+    alpha, limit, shift, cubic, gate_limit,
     CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
     NIBBLES: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr, RANKS: tl.constexpr,
     COLS: tl.constexpr,
@@ -167,9 +168,12 @@ def _gate_up(
             low += pair.to(tl.int64) * 2 * width
             gate += _lora(mine + b[0], row, low, tl.load(ranks), width, RANKS)
             up += _lora(mine + b[1], row, low + width, tl.load(ranks + 1), width, RANKS)
-        g = tl.minimum(gate, limit)
+        g = tl.minimum(gate, gate_limit)
         u = tl.minimum(tl.maximum(up, -limit), limit) + shift
-        tl.store(out + pair.to(tl.int64) * intermediate + row + tl.arange(0, 16), g * tl.sigmoid(alpha * g) * u)
+        tl.store(
+            out + pair.to(tl.int64) * intermediate + row + tl.arange(0, 16),
+            g * tl.sigmoid((alpha + cubic * g * g) * g) * u,
+        )
 
 
 @triton.jit(**UNSPECIALIZED)
@@ -224,7 +228,8 @@ def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor
         _gate_up[(pairs, part.width // 16)](
             hidden, top_k, blocks, *_packed(hot, memory, part.begin, (gate, up)),
             *_adapters(hot, ("gate_proj", "up_proj"), low), h, intermediate, cols,
-            swiglu.alpha, swiglu.limit, swiglu.shift, **_constants(hot, gate), LORA=low is not None,
+            swiglu.alpha, swiglu.limit, swiglu.shift, swiglu.cubic, swiglu.gate_most, **_constants(hot, gate),
+            LORA=low is not None,
         )  # fmt: skip
     low = _low(hot, h, blocks, 1, ("down_proj",))
     for i, (part, memory) in enumerate(hot.slices):
