@@ -151,7 +151,7 @@ def test_products_are_laid_out_as_torch_groups_them(monkeypatch: pytest.MonkeyPa
     """torch's own grouped product, as CUDA takes it, checks strides and alignment here too."""
     layer = make_gated(64, 160, "k4", ISA, nodes=2, swiglu=GPT_OSS)
     lora = small_lora(64, 160, 8, torch.float32)
-    monkeypatch.setattr(chunk, "_is_grouped", lambda device: True)
+    monkeypatch.setattr(chunk, "is_grouped", lambda device: True)
     inputs = inputs_for(TAILS[0], 64)
     assert_contract(compare(layer, lora, *inputs, oracle=gated_oracle(layer), forward=Lane(chunk=5, piece_rows=9)))
 
