@@ -117,10 +117,17 @@ SEPARATE = Layout("model.layers.{layer}.mlp.experts.{expert}.{projection}")
 MIXTRAL = Layout("model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}", names=("w1", "w3", "w2"))
 STACKED = Layout("model.layers.{layer}.mlp.experts.{projection}", names=("gate_up_proj", "gate_up_proj", "down_proj"))
 
+DEEPSEEK_V4 = replace(MIXTRAL, stem="layers.{layer}.ffn.experts.{expert}.{projection}")
+
 
 def in_language_model(layout: Layout) -> Layout:
     """The layout of the text model within a vision-language model."""
     return replace(layout, stem=layout.stem.replace("model.", "model.language_model.", 1))
+
+
+def beside_vision(layout: Layout, layers: str = "layers") -> Layout:
+    """The layout of a text model that lies beside the vision model instead of within one model."""
+    return replace(layout, stem=layout.stem.replace("model.layers.", f"language_model.model.{layers}.", 1))
 
 
 @dataclass(frozen=True)
@@ -149,11 +156,13 @@ class Family:
         experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; if versions of
             transformers differ, the names are separated by |.
         layouts: how its checkpoints hold the experts; several if releases and re-saved checkpoints differ.
-        swiglu: the activation that `hidden_act: silu` means.
+        swiglu: the activation that `hidden_act: silu` means; its alpha and limit are replaced by the config's
+            `swiglu_alpha` and `swiglu_limit`.
         biases: whether the experts' projections have biases.
         attention, shared_experts, router: module names, as they appear in parameter names.
         without_lora: modules on which LoRA would get no gradient and could not be trained: forward reads the router's
-            weight directly, or uses only the indices that a module returns.
+            weight directly, or uses only the indices that a module returns. Also linear modules whose forward is not
+            that of a linear layer, to which PEFT's LoRA would not fit.
         gguf: for `ktft export` to GGUF; None refuses it.
     """
 
@@ -186,18 +195,22 @@ class Family:
         return re.compile(rf"^(?:{'|'.join(starts)})experts\.")
 
     def activation(self, config: Any) -> Swiglu:
-        """The activation of a model with this config (the text model's), which may set `swiglu_limit`.
+        """The activation of a model with this config (the text model's), which may set `swiglu_alpha`, `swiglu_limit`.
 
         Raises:
             ValueError: the kernels do not compute this `hidden_act`.
         """
         if (name := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
             raise ValueError(f"hidden_act is {name!r}; ktft's experts compute 'silu' only")
-        return replace(self.swiglu, limit=getattr(config, "swiglu_limit", None) or self.swiglu.limit)
+        own = {
+            name: getattr(config, f"swiglu_{name}", None) or getattr(self.swiglu, name) for name in ("alpha", "limit")
+        }
+        return replace(self.swiglu, **own)
 
 
 QWEN_SHARED = ("shared_expert", "shared_expert_gate")
 LINEAR_ATTENTION = ("self_attn", "linear_attn")
+INDEXED = ("gate", "indexer")
 DEEPSEEK2 = Gguf("deepseek2", ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"))
 
 ROWS = (
@@ -223,7 +236,7 @@ ROWS = (
     Family("DeepSeek-V3", ("deepseek_v3",), "DeepseekV3NaiveMoe|DeepseekV3Experts", gguf=DEEPSEEK2),
     Family("Kimi-K2", ("kimi_k2",), "DeepseekV3NaiveMoe|DeepseekV3Experts", gguf=DEEPSEEK2),
     Family("GLM-4-MoE", ("glm4_moe",), "Glm4MoeNaiveMoe|Glm4MoeExperts"),
-    Family("GLM-5", ("glm_moe_dsa",), "GlmMoeDsaNaiveMoe|GlmMoeDsaExperts", without_lora=("gate", "indexer")),
+    Family("GLM-5", ("glm_moe_dsa",), "GlmMoeDsaNaiveMoe|GlmMoeDsaExperts", without_lora=INDEXED),
     Family("MiniMax-M2", ("minimax_m2",), "MiniMaxM2Experts", layouts=(MIXTRAL,)),
     Family(
         "gpt-oss",
@@ -238,6 +251,74 @@ ROWS = (
     Family("Mixtral", ("mixtral",), "MixtralExperts", layouts=(MIXTRAL,)),
     Family("OLMoE", ("olmoe",), "OlmoeExperts"),
     Family("Ernie-4.5-MoE", ("ernie4_5_moe",), "Ernie4_5_MoeExperts"),
+    Family("DeepSeek-V3.2", ("deepseek_v32",), "DeepseekV32Experts", without_lora=INDEXED),
+    Family(
+        "DeepSeek-V4",
+        ("deepseek_v4",),
+        "DeepseekV4Experts",
+        layouts=(DEEPSEEK_V4, replace(DEEPSEEK_V4, stem=f"model.{DEEPSEEK_V4.stem}")),
+        swiglu=Swiglu(limit=10.0),
+        without_lora=(*INDEXED, "o_a_proj"),
+    ),
+    Family(
+        "Kimi-K2.5",
+        ("kimi_k25",),
+        "DeepseekV3Experts",
+        # transformers 5.23 calls the layers blocks when it saves them, as it does those of the vision model
+        layouts=(beside_vision(SEPARATE), beside_vision(SEPARATE, "blocks")),
+    ),
+    Family("Kimi-Linear", ("kimi_linear",), "KimiLinearExperts", layouts=(MIXTRAL,)),
+    Family("GLM-4.7-Flash", ("glm4_moe_lite",), "Glm4MoeLiteNaiveMoe|Glm4MoeLiteExperts"),
+    Family(
+        "GLM-5.3-Flash",
+        ("glm5_next", "glm5_next_text"),
+        "Glm5NextTextExperts",
+        layouts=(in_language_model(SEPARATE), SEPARATE),
+        swiglu=Swiglu(limit=10.0),
+        without_lora=INDEXED,
+    ),
+    Family(
+        "MiniMax-M3",
+        ("minimax_m3_vl", "minimax_m3_vl_text"),
+        "MiniMaxM3VLExperts",
+        layouts=(beside_vision(MIXTRAL), MIXTRAL),
+        swiglu=Swiglu(alpha=1.702, limit=7.0, shift=1.0),
+        without_lora=INDEXED,
+    ),
+    Family("Hunyuan-V3", ("hy_v3",), "HYV3Experts"),
+    Family(
+        "Hunyuan-V4",
+        ("hy_v4",),
+        "HYV4Experts",
+        layouts=(STACKED,),
+        swiglu=Swiglu(limit=10.0),
+        without_lora=INDEXED,
+    ),
+    Family("MiMo-V2-Flash", ("mimo_v2_flash",), "MiMoV2FlashNaiveMoe|MiMoV2FlashExperts"),
+    Family("Ling-2.5", ("bailing_hybrid",), "BailingHybridExperts"),
+    Family(
+        "Mistral-4",
+        ("mistral4",),
+        "Mistral4NaiveMoe|Mistral4Experts",
+        layouts=(beside_vision(STACKED), in_language_model(STACKED), STACKED),
+    ),
+    Family(
+        "Mistral-Large-4",
+        ("mistral_large4", "mistral_large4_text"),
+        "MistralLarge4TextExperts",
+        layouts=(replace(MIXTRAL, stem="layers.{layer}.experts.{expert}.{projection}"),),
+        without_lora=INDEXED,
+    ),
+    Family("Trinity", ("afmoe",), "AfmoeExperts", router="router", without_lora=("router",)),
+    Family(
+        "Qwen3.8-Flash-Next",
+        ("qwen4_exp", "qwen4_exp_text"),
+        "Qwen4ExpTextExperts",
+        layouts=(in_language_model(SEPARATE), in_language_model(STACKED), SEPARATE, STACKED),
+        attention=LINEAR_ATTENTION,
+        shared_experts=QWEN_SHARED,
+        without_lora=INDEXED,
+    ),
 )
 
 FAMILIES: dict[str, Family] = {model_type: family for family in ROWS for model_type in family.model_types}

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from ktft.checkpoint.load import any_match, check_shapes, locate, naming, refuse
 from ktft.checkpoint.reader import CheckpointReader, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
+from ktft.model.conversions import Conversions
+
+INTEGERS = ("I64", "I32", "U8")
+"""Dtypes of tables of numbers, such as the experts of each token where a hash chooses them."""
 
 
 class Backbone:
@@ -46,25 +49,26 @@ class Backbone:
         heads = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
         required = {name for name in expected.keys() - tied if name.startswith(backbone) or name in heads}
         self._dtypes = {name: tensor.dtype for name, tensor in expected.items()}
-        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        # The keys are names in the model, because transformers renames some tensors
-        self._tensors: dict[str, TensorEntry] = {}
+        self._tensors: dict[str, TensorEntry] = {}  # by names in the model, because transformers renames some tensors
         self._misnamed: dict[str, str] = {}  # what transformers would rename a tensor to -> its name, which is right
+        conversions = Conversions(model, expected, backbone)
         for name in (name for name in checkpoint.tensors if not is_expert.match(name)):
-            renamed, _ = rename_source_key(name, renamings, [])
+            if conversions.take(checkpoint.tensors[name]):
+                continue
+            renamed = conversions.rename(name)
             # transformers 5.4 and 5.5 apply renamings for a text model within one with images to the latter too
             weight, renamed_weight = (_weight_of(checkpoint.scheme, each) for each in (name, renamed))
+            if renamed_weight not in expected and backbone + renamed_weight in expected:
+                renamed, renamed_weight = backbone + renamed, backbone + renamed_weight
             if weight in expected and renamed_weight not in expected:
                 self._misnamed[renamed] = name
             self._tensors[self._misnamed.get(renamed, renamed)] = checkpoint.tensors[name]
         self._sources: dict[str, tuple[Scheme, dict[str, TensorEntry]]] = {}
-        lacking: list[str] = []
-        for name in sorted(required):
-            stem = name.removesuffix(".weight")
-            if stem != name:
-                scheme, parts, missing = locate(self._tensors, checkpoint.scheme, stem)
-            else:  # the name of a bias or a buffer has no stem
-                scheme, parts, missing = locate(self._tensors, PLAIN_SCHEME, name, stacked=True)
+        self._converted = list(conversions.found.values())
+        lacking = [missing for each in self._converted for missing in each.lacking()]
+        converted = {target for each in self._converted for target in each.targets}
+        for name in sorted(required - converted):
+            scheme, parts, missing = self._locate(name, expected[name])
             lacking += missing
             if not missing:
                 self._sources[name] = scheme, parts
@@ -84,6 +88,20 @@ class Backbone:
         )
         for name, (scheme, parts) in self._sources.items():
             check_shapes(scheme, parts, tuple(expected[name].shape))
+        for each in self._converted:
+            each.check(expected)
+
+    def _locate(self, name: str, weight: Tensor) -> tuple[Scheme, dict[str, TensorEntry], list[str]]:
+        """`ktft.checkpoint.load.locate` for a weight, a bias or a buffer of the model."""
+        if name.endswith(".weight"):
+            return locate(self._tensors, self.checkpoint.scheme, name.removesuffix(".weight"))
+        if weight.is_floating_point():  # the name of a bias or a buffer has no stem
+            return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)
+        if (entry := self._tensors.get(name)) is None:
+            return PLAIN_SCHEME, {}, [name]
+        if entry.dtype not in INTEGERS:
+            raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; the model has integers there")
+        return PLAIN_SCHEME, {"codes": entry}, []
 
     def stored(self, name: str) -> tuple[Scheme, dict[str, TensorEntry]] | None:
         """The scheme of a model's weight, and its tensors by role; None if the checkpoint does not store the weight."""
@@ -105,6 +123,10 @@ class Backbone:
                     continue
                 with naming(codes):
                     yield f"{scheme.stem_of(codes.name)}.weight", scheme.decode(tensors).dequantize().to(dtype)
+            for entry in (entry for each in self._converted for entry in each.sources):
+                tensor = self.checkpoint.read(entry.name)
+                refuse_not_finite(tensor, entry)
+                yield entry.name, tensor
 
     def conversions(self) -> list[WeightConverter | WeightRenaming]:
         """What makes transformers turn the scheme's tensors into weights; empty for plain weights."""
@@ -146,6 +168,9 @@ class Backbone:
                 weight = model.get_parameter_or_buffer(name)
                 weight.data = weight.data.to(self._dtypes[self._prefix + name])
             refuse_not_finite(tensor, source[1]["codes"])
+        for each in self._converted:
+            for target in each.targets:
+                refuse_not_finite(model.get_parameter_or_buffer(target.removeprefix(self._prefix)), each.sources[0])
 
 
 def refuse_not_finite(tensor: Tensor, entry: TensorEntry) -> None:

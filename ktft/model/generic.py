@@ -32,10 +32,13 @@ ALIGNMENT = "Force16BytesAlignment"
 def family_of(model: PreTrainedModel) -> Family:
     """The family of a transformers model: its row in `FAMILIES`, or one derived from modules that take `CALL`.
 
+    A model that sees images may have a row by its text model alone, as Mistral-4 has in Mistral-3's.
+
     Raises:
         ValueError: the model has no row, and ktft cannot compute its experts.
     """
-    return FAMILIES.get(model.config.model_type) or _derive(model)
+    text: Any = model.config.get_text_config()
+    return FAMILIES.get(model.config.model_type) or FAMILIES.get(text.model_type) or _derive(model)
 
 
 def _derive(model: PreTrainedModel) -> Family:
@@ -99,6 +102,8 @@ def _problems(module: nn.Module) -> Iterator[str]:
         yield f"the activation {getattr(activation, '__name__', type(activation).__name__)} instead of SiLU"
     if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate:
         yield "a gating function of their own"
+    if getattr(module, "has_post_expert_norm", False):
+        yield "a norm after each expert"
 
 
 def _layout(model: PreTrainedModel, name: str) -> Layout:
