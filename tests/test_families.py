@@ -19,7 +19,6 @@ from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
 from tiny_newer import without_the_like
 from torch import Tensor
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -39,9 +38,11 @@ from ktft.checkpoint.families import FAMILIES as ROWS
 from ktft.checkpoint.families import ROWS as TABLE
 from ktft.checkpoint.families import STACKED, Layout, group_of
 from ktft.config import PROJECTIONS
-from ktft.model import backbone
+from ktft.model import regroupings
 from ktft.model.experts import experts_family, find_experts
 from ktft.model.generic import family_of
+from ktft.model.lacking import is_lacking
+from ktft.versions import FACTORY, NEWEST
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
 EVERY = without_the_like(ALL)
@@ -52,9 +53,24 @@ def test_every_row_is_tested() -> None:
     assert len(ALL) == len(set(ALL))
     tested = {own.get("model_type", config.model_type) for config, own in (FAMILIES | MORE_FAMILIES).values()}
     known = {
-        family.name: tested & set(family.model_types) for family in TABLE if set(family.model_types) & {*CONFIG_MAPPING}
+        family.name: tested & set(family.model_types)
+        for family in TABLE
+        if not all(map(is_lacking, family.model_types))
     }
     assert all(known.values()), known
+
+
+def test_a_family_that_transformers_lacks_is_refused_in_a_line() -> None:
+    newest = len(NEWEST.misfits()) < len(FACTORY.misfits())
+    for row in TABLE:
+        for model_type in row.model_types:
+            assert is_lacking(model_type) == (row.newest_only and not newest), model_type
+            if is_lacking(model_type):
+                with pytest.raises(
+                    ValueError, match=f"has no {row.name} .*without LLaMA-Factory: pip install"
+                ) as error:
+                    AutoConfig.for_model(model_type)
+                assert "\n" not in str(error.value)
 
 
 def assert_same_logits(stock: torch.nn.Module, mine: torch.nn.Module, limit: float = 0.02) -> None:
@@ -139,12 +155,12 @@ def test_renamings_meant_for_another_model_are_undone(
     """transformers 5.4 and 5.5 have one for the text model of Qwen3.5 on the whole model."""
     path = base if scheme == "plain" else quantize(base, tmp_path, scheme)[0]
     expected = load(path)
-    original = backbone.get_model_conversion_mapping
+    original = regroupings.get_model_conversion_mapping
 
     def with_another(*args: Any, **kwargs: Any) -> list[Any]:
         return [WeightRenaming("^model.layers.", "layers_of_another."), *original(*args, **kwargs)]
 
-    for module in (backbone, modeling_utils):
+    for module in (regroupings, modeling_utils):
         monkeypatch.setattr(module, "get_model_conversion_mapping", with_another)
     assert_same_logits(expected, load(path), limit=0)
 

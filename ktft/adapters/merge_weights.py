@@ -189,9 +189,10 @@ def _quantized(plan: LoadPlan) -> Iterator[Matrix]:
     if scheme is PLAIN_SCHEME:
         return
     yield from (matrix for matrix in plan.experts.matrices if matrix.scheme is not PLAIN_SCHEME)
+    dtypes = {dtype for each in (scheme, *scheme.beside) for dtype in each.parts["codes"].dtypes}
     for name, entry in checkpoint.tensors.items():
         stem = scheme.stem_of(name)
-        if stem is None or name in plan.experts.tensor_names or entry.dtype not in scheme.parts["codes"].dtypes:
+        if stem is None or name in plan.experts.tensor_names or entry.dtype not in dtypes:
             continue
         found, parts, missing = locate(checkpoint.tensors, scheme, stem)
         if missing:

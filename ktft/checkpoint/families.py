@@ -164,6 +164,7 @@ class Family:
             weight directly, or uses only the indices that a module returns. Also linear modules whose forward is not
             that of a linear layer, to which PEFT's LoRA would not fit.
         gguf: for `ktft export` to GGUF; None refuses it.
+        newest_only: whether transformers lacks it in the versions that LLaMA-Factory allows.
     """
 
     name: str
@@ -177,6 +178,7 @@ class Family:
     router: str = "gate"
     without_lora: tuple[str, ...] = ("gate",)
     gguf: Gguf | None = None
+    newest_only: bool = False
 
     @property
     def experts_classes(self) -> tuple[str, ...]:
@@ -251,7 +253,7 @@ ROWS = (
     Family("Mixtral", ("mixtral",), "MixtralExperts", layouts=(MIXTRAL,)),
     Family("OLMoE", ("olmoe",), "OlmoeExperts"),
     Family("Ernie-4.5-MoE", ("ernie4_5_moe",), "Ernie4_5_MoeExperts"),
-    Family("DeepSeek-V3.2", ("deepseek_v32",), "DeepseekV32Experts", without_lora=INDEXED),
+    Family("DeepSeek-V3.2", ("deepseek_v32",), "DeepseekV32Experts", without_lora=INDEXED, newest_only=True),
     Family(
         "DeepSeek-V4",
         ("deepseek_v4",),
@@ -259,6 +261,7 @@ ROWS = (
         layouts=(DEEPSEEK_V4, replace(DEEPSEEK_V4, stem=f"model.{DEEPSEEK_V4.stem}")),
         swiglu=Swiglu(limit=10.0),
         without_lora=(*INDEXED, "o_a_proj"),
+        newest_only=True,
     ),
     Family(
         "Kimi-K2.5",
@@ -266,8 +269,9 @@ ROWS = (
         "DeepseekV3Experts",
         # transformers 5.23 calls the layers blocks when it saves them, as it does those of the vision model
         layouts=(beside_vision(SEPARATE), beside_vision(SEPARATE, "blocks")),
+        newest_only=True,
     ),
-    Family("Kimi-Linear", ("kimi_linear",), "KimiLinearExperts", layouts=(MIXTRAL,)),
+    Family("Kimi-Linear", ("kimi_linear",), "KimiLinearExperts", layouts=(MIXTRAL,), newest_only=True),
     Family("GLM-4.7-Flash", ("glm4_moe_lite",), "Glm4MoeLiteNaiveMoe|Glm4MoeLiteExperts"),
     Family(
         "GLM-5.3-Flash",
@@ -276,6 +280,7 @@ ROWS = (
         layouts=(in_language_model(SEPARATE), SEPARATE),
         swiglu=Swiglu(limit=10.0),
         without_lora=INDEXED,
+        newest_only=True,
     ),
     Family(
         "MiniMax-M3",
@@ -284,6 +289,7 @@ ROWS = (
         layouts=(beside_vision(MIXTRAL), MIXTRAL),
         swiglu=Swiglu(alpha=1.702, limit=7.0, shift=1.0),
         without_lora=INDEXED,
+        newest_only=True,
     ),
     Family("Hunyuan-V3", ("hy_v3",), "HYV3Experts"),
     Family(
@@ -293,9 +299,10 @@ ROWS = (
         layouts=(STACKED,),
         swiglu=Swiglu(limit=10.0),
         without_lora=INDEXED,
+        newest_only=True,
     ),
-    Family("MiMo-V2-Flash", ("mimo_v2_flash",), "MiMoV2FlashNaiveMoe|MiMoV2FlashExperts"),
-    Family("Ling-2.5", ("bailing_hybrid",), "BailingHybridExperts"),
+    Family("MiMo-V2-Flash", ("mimo_v2_flash",), "MiMoV2FlashNaiveMoe|MiMoV2FlashExperts", newest_only=True),
+    Family("Ling-3", ("bailing_hybrid",), "BailingHybridExperts", newest_only=True),
     Family(
         "Mistral-4",
         ("mistral4",),
@@ -308,6 +315,7 @@ ROWS = (
         "MistralLarge4TextExperts",
         layouts=(replace(MIXTRAL, stem="layers.{layer}.experts.{expert}.{projection}"),),
         without_lora=INDEXED,
+        newest_only=True,
     ),
     Family("Trinity", ("afmoe",), "AfmoeExperts", router="router", without_lora=("router",)),
     Family(
@@ -318,6 +326,7 @@ ROWS = (
         attention=LINEAR_ATTENTION,
         shared_experts=QWEN_SHARED,
         without_lora=INDEXED,
+        newest_only=True,
     ),
 )
 

@@ -16,7 +16,7 @@ from ktft.checkpoint.schemes import PLAIN
 
 
 @dataclass
-class Conversion:
+class Regrouping:
     """The checkpoint's tensors that become some weights of the model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Conversion:
             )
 
 
-class Conversions:
+class Regroupings:
     """What transformers does to a checkpoint's names and tensors while it loads them.
 
     Args:
@@ -83,7 +83,7 @@ class Conversions:
             for each in transforms
             if isinstance(each, WeightConverter) and not any("experts." in target for target in each.target_patterns)
         ]
-        self.found: dict[str, Conversion] = {}  # by the first target
+        self.found: dict[str, Regrouping] = {}  # by the first target
 
     def rename(self, name: str) -> str:
         """The name in the model of what is not converted."""
@@ -105,7 +105,7 @@ class Conversions:
             names = [target, *(target.replace(first, other) for other in others)]
             targets = [name if name in self._expected else self._base + name for name in names]
             if all(name in self._expected for name in targets):
-                conversion = self.found.setdefault(targets[0], Conversion(targets, [*converter.source_patterns]))
-                conversion.add(entry, pattern)
+                regrouping = self.found.setdefault(targets[0], Regrouping(targets, [*converter.source_patterns]))
+                regrouping.add(entry, pattern)
                 return True
         return False
