@@ -16,7 +16,7 @@ from runs import arguments
 from safetensors.torch import load_file
 from stock import IDS, adapt, load, matrices, same_choices, text_loss
 from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
-from tiny_newer import without_the_like
+from tiny_newer import known, without_the_like
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -111,6 +111,16 @@ def test_logits_and_gradients_are_those_of_stock_transformers(tiny_checkpoint: C
                 assert relative(mine_grad, stock_grad) <= limit, (name, projection)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", known())
+def test_logits_with_a_gpu(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """What a GPU changes around the experts, such as the order of shared ones, suits the model's code."""
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+    stock, mine = load(tiny_checkpoint(family), None), load(tiny_checkpoint(family))
+    same_choices(stock, mine, list(find_experts(mine)))
+    assert_same_logits(stock, mine)
+
+
 @pytest.mark.parametrize("family", EVERY)
 def test_trains_and_its_adapter_loads_again(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
     """A step of transformers' Trainer on all linear layers: every one of them learns, the routers stay out."""
@@ -203,6 +213,40 @@ def test_lora_that_would_get_no_gradient_is_refused(tiny_checkpoint: Checkpoint)
         adapt(load(tiny_checkpoint("gpt_oss")), ["router"])
 
 
+newest = pytest.mark.skipif("kimi_linear" not in ALL, reason="transformers lacks these families")
+
+
+@newest
+def test_parts_of_what_transformers_joins_are_checked(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = tiny_checkpoint("kimi_linear")
+    tensors, name = read_all(source), "model.layers.0.self_attn.k_conv1d.weight"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    changes: dict[str, tuple[Tensor | None, Any, str]] = {
+        "missing": (None, None, r"lacks tensors.*k_conv1d\.weight for model\.layers\.0\.self_attn\.conv1d\.weight"),
+        "shape": (torch.zeros(64, 1, 3), None, "have 704 elements, model.layers.0.self_attn.conv1d.weight 768"),
+        "dtype": (
+            tensors[name].to(torch.float8_e4m3fn),
+            fp8,
+            "is F8_E4M3; transformers makes model.layers.0.self_attn",
+        ),
+        "NaN": (tensors[name] * float("nan"), None, "holds NaN or Inf"),
+    }
+    for case, (tensor, quantization, message) in changes.items():
+        changed = {key: value for key, value in (tensors | {name: tensor}).items() if value is not None}
+        with pytest.raises(ValueError, match=message):
+            load(write(source, tmp_path / case, changed, quantization))
+
+
+@newest
+def test_layers_that_an_indexer_has_too_are_named_with_their_parent(tiny_checkpoint: Checkpoint) -> None:
+    model = load(tiny_checkpoint("minimax_m3"))
+    with pytest.raises(ValueError, match=r"indexer\.k_proj too, .* name self_attn\.k_proj instead"):
+        adapt(model, ["k_proj", "v_proj"])
+    assert not [
+        name for name, _ in adapt(model, ["self_attn.k_proj"]).named_parameters() if ".indexer.k_proj.lora" in name
+    ]
+
+
 # --- families without a row -------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
@@ -261,6 +305,18 @@ def test_other_experts_are_refused(config: PreTrainedConfig, what: str) -> None:
     with pytest.raises(ValueError, match=f"model_type '{config.model_type}' has no row in .*{what}") as error:
         family_of(model)
     assert "\n" not in str(error.value)
+
+
+@newest
+def test_layouts_and_norms_of_the_newest_transformers() -> None:
+    def on_meta(model_type: str) -> Any:
+        with torch.device("meta"):
+            return AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type))
+
+    stem = "model.language_model.layers.{layer}.mlp.experts.{expert}.{projection}"
+    assert family_of(on_meta("glm4v_moe")).layouts == (Layout(stem),)
+    with pytest.raises(ValueError, match="a norm after each expert"):
+        family_of(on_meta("muse_spark"))
 
 
 def test_converted_experts_are_refused() -> None:

@@ -176,6 +176,11 @@ def _require_writable(change: WeightChange) -> None:
 
 def _stored(plan: LoadPlan, name: str) -> Matrix:
     stored = plan.backbone.stored(name)
+    if stored is None and plan.backbone.is_regrouped(name):
+        raise ValueError(
+            f"the adapter changes {name}, which transformers makes of tensors that it joins, splits or permutes; ktft "
+            "does not write those: train without LoRA there, or keep the adapter unmerged"
+        )
     if stored is None:
         raise ValueError(f"the adapter changes {name}, which {plan.backbone.checkpoint.directory} holds no tensor of")
     return Matrix(*stored, index=None, transposed=False)

@@ -108,6 +108,10 @@ class Backbone:
         """The scheme of a model's weight, and its tensors by role; None if the checkpoint does not store the weight."""
         return self._sources.get(name, self._sources.get(self._prefix + name))
 
+    def is_regrouped(self, name: str) -> bool:
+        """Whether transformers makes this weight of tensors that are no weights of the model."""
+        return any(target in (name, self._prefix + name) for each in self._regrouped for target in each.targets)
+
     def read(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight under its name in a plain checkpoint; quantized weights are dequantized to `dtype`.
 
