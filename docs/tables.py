@@ -58,8 +58,17 @@ def benchmark(name: str) -> str:
 
 def families() -> str:
     return table(
-        ("Family", "`model_type`", "Training", "`ktft serve`"),
-        ((row.name, code(row.model_types), "yes", "yes" if {*row.model_types} & {*SERVED} else "no") for row in ROWS),
+        ("Family", "`model_type`", "LLaMA-Factory", "Trainer API and TRL", "`ktft serve`"),
+        (
+            (
+                row.name,
+                code(row.model_types),
+                "no" if row.newest_only else "yes",
+                "yes",
+                "yes" if {*row.model_types} & {*SERVED} else "no",
+            )
+            for row in ROWS
+        ),
     )
 
 

@@ -54,6 +54,13 @@ def fp8_tensor(weight: Tensor) -> Stored:
     return tensors | {"weight_scale": tensors["weight_scale"].reshape(1)}, values
 
 
+def deepseek_fp8(weight: Tensor) -> Stored:
+    scales = 2 ** torch.ceil(torch.log2(blocks_of(weight, 128, 128, 448)))
+    wide = spread(scales, 128, 128, weight.shape)
+    codes = (weight / wide).to(torch.float8_e4m3fn)
+    return {"weight": codes, "scale": scales.to(torch.float8_e8m0fnu)}, codes.float() * wide
+
+
 def pack_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """int32 words of eight codes along the last dimension; `order[i]` lies in bits 4 i."""
     words = codes.long().unflatten(-1, (-1, 8))
@@ -78,6 +85,12 @@ def mxfp4(weight: Tensor) -> Stored:
     codes = codes + 8 * (weight < 0)
     packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8).unflatten(1, (-1, 16))
     return {"blocks": packed, "scales": (exponents + 127).to(torch.uint8)}, values
+
+
+def deepseek_fp4(weight: Tensor) -> Stored:
+    parts, values = mxfp4(weight)
+    codes, scales = parts["blocks"].flatten(1).view(torch.int8), parts["scales"].view(torch.float8_e8m0fnu)
+    return {"weight": codes, "scale": scales}, values
 
 
 def gptq(weight: Tensor, group: int = 32, symmetric: bool = True, order: bool = False, offset: int = 1) -> Stored:
@@ -159,12 +172,20 @@ MXFP4_CONFIG = {
         "lm_head",
     ],
 }
-ALL_SCHEMES = SCHEMES | {"mxfp4": (mxfp4, MXFP4_CONFIG)}
-"""`SCHEMES` and the one that only stacked experts have."""
+DEEPSEEK_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+    "expert_dtype": "fp4",
+}
+ALL_SCHEMES = SCHEMES | {"mxfp4": (mxfp4, MXFP4_CONFIG), "fp4-fp8": (deepseek_fp8, DEEPSEEK_CONFIG)}
+"""`SCHEMES`, the one that only stacked experts have, and the one that is another for experts, by `EXPERTS`."""
+EXPERTS = {"fp4-fp8": deepseek_fp4}
 
 
 LINEAR = re.compile(
-    r"(?<!indexer\.weights)_proj(_with_mqa|_qkvz|_qkv|_z)?\.weight$|\.(w[123]|wk|wq_b)\.weight$|experts\.(gate_up|down)_proj$"
+    r"(?<!indexer\.weights)_proj(_with_mqa|_qkvz|_qkv|_z)?\.weight$|\.(w[123]|wk|wkv|w[qo]_[ab])\.weight$|experts\.(gate_up|down)_proj$"
 )
 
 
@@ -265,6 +286,7 @@ def quantize(
                 parts, plain[name] = encode_stacked(encode, tensor.float())
                 stored |= {stacked_name(name, part): value for part, value in parts.items()}
             else:
-                parts, plain[name] = encode(tensor.float())
+                own = EXPERTS.get(scheme, encode) if is_expert(name) else encode
+                parts, plain[name] = own(tensor.float())
                 stored |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
     return write(source, folder / "quantized", stored, config), write(source, folder / "plain", plain, None), plain

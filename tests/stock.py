@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import ktft
 from ktft.config import PROJECTIONS
 
+VISION = r".*\.(visual|vision_tower|multi_modal_projector|mm_projector)\..*"
 IDS = torch.arange(3, 67).reshape(4, 16)
 
 
@@ -26,7 +27,7 @@ def load(path: Path, expert_format: str | None = "bf16") -> Any:
 
 def adapt(model: Any, targets: Any = "all-linear", b_std: float = 0.0) -> Any:
     torch.manual_seed(0)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, exclude_modules=r".*\.visual\..*")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, exclude_modules=VISION)
     model = ktft.get_peft_model(model, config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name and b_std:

@@ -16,6 +16,7 @@ from runs import arguments
 from safetensors.torch import load_file
 from stock import IDS, adapt, load, matrices, same_choices, text_loss
 from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
+from tiny_newer import known, without_the_like
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -37,18 +38,39 @@ from ktft.checkpoint.families import FAMILIES as ROWS
 from ktft.checkpoint.families import ROWS as TABLE
 from ktft.checkpoint.families import STACKED, Layout, group_of
 from ktft.config import PROJECTIONS
-from ktft.model import backbone
+from ktft.model import regroupings
 from ktft.model.experts import experts_family, find_experts
 from ktft.model.generic import family_of
+from ktft.model.lacking import is_lacking
+from ktft.versions import FACTORY, NEWEST
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
+EVERY = without_the_like(ALL)
 SCALING = 2.0
 
 
 def test_every_row_is_tested() -> None:
     assert len(ALL) == len(set(ALL))
-    tested = {config_class.model_type for config_class, _ in (FAMILIES | MORE_FAMILIES).values()}
-    assert {family.name for family in TABLE if not tested & set(family.model_types)} == set()
+    tested = {own.get("model_type", config.model_type) for config, own in (FAMILIES | MORE_FAMILIES).values()}
+    known = {
+        family.name: tested & set(family.model_types)
+        for family in TABLE
+        if not all(map(is_lacking, family.model_types))
+    }
+    assert all(known.values()), known
+
+
+def test_a_family_that_transformers_lacks_is_refused_in_a_line() -> None:
+    newest = len(NEWEST.misfits()) < len(FACTORY.misfits())
+    for row in TABLE:
+        for model_type in row.model_types:
+            assert is_lacking(model_type) == (row.newest_only and not newest), model_type
+            if is_lacking(model_type):
+                with pytest.raises(
+                    ValueError, match=f"has no {row.name} .*without LLaMA-Factory: pip install"
+                ) as error:
+                    AutoConfig.for_model(model_type)
+                assert "\n" not in str(error.value)
 
 
 def assert_same_logits(stock: torch.nn.Module, mine: torch.nn.Module, limit: float = 0.02) -> None:
@@ -57,7 +79,7 @@ def assert_same_logits(stock: torch.nn.Module, mine: torch.nn.Module, limit: flo
     assert relative(actual, expected) <= limit
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", EVERY)
 def test_logits_and_gradients_are_those_of_stock_transformers(tiny_checkpoint: Checkpoint, family: str) -> None:
     """LoRA with B = 0 leaves stock's logits. Otherwise stock has it merged: dA = s Bᵀ dW, dB = s dW Aᵀ."""
     path = tiny_checkpoint(family)
@@ -75,6 +97,8 @@ def test_logits_and_gradients_are_those_of_stock_transformers(tiny_checkpoint: C
             for projection, weight in matrices(module, module.gate_up_proj, module.down_proj).items():
                 a, b = (layer.stacked(kind, "default")[projection] for kind in ("lora_A", "lora_B"))
                 weight += SCALING * b @ a
+    # Where values are clamped, rounding carries a few over the limit, and their gradients jump
+    limit = 0.06 if next(iter(find_experts(mine).values())).layer.swiglu.limit < 2 else 0.02
     (expected, loss), (actual, own_loss) = text_loss(stock), text_loss(adapted)
     assert relative(actual, expected) <= 0.02
     loss.backward()
@@ -84,10 +108,20 @@ def test_logits_and_gradients_are_those_of_stock_transformers(tiny_checkpoint: C
         for projection, grad in matrices(module, module.gate_up_proj.grad, module.down_proj.grad).items():
             a, b = (layer.stacked(kind, "default")[projection] for kind in ("lora_A", "lora_B"))
             for mine_grad, stock_grad in ((a.grad, SCALING * b.mT @ grad), (b.grad, SCALING * grad @ a.mT)):
-                assert relative(mine_grad, stock_grad) <= 0.02, (name, projection)
+                assert relative(mine_grad, stock_grad) <= limit, (name, projection)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.full
+@pytest.mark.parametrize("family", known())
+def test_logits_with_a_gpu(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """What a GPU changes around the experts, such as the order of shared ones, suits the model's code."""
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+    stock, mine = load(tiny_checkpoint(family), None), load(tiny_checkpoint(family))
+    same_choices(stock, mine, list(find_experts(mine)))
+    assert_same_logits(stock, mine)
+
+
+@pytest.mark.parametrize("family", EVERY)
 def test_trains_and_its_adapter_loads_again(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
     """A step of transformers' Trainer on all linear layers: every one of them learns, the routers stay out."""
     model = adapt(load(tiny_checkpoint(family), "int8"), b_std=0.02)
@@ -131,12 +165,12 @@ def test_renamings_meant_for_another_model_are_undone(
     """transformers 5.4 and 5.5 have one for the text model of Qwen3.5 on the whole model."""
     path = base if scheme == "plain" else quantize(base, tmp_path, scheme)[0]
     expected = load(path)
-    original = backbone.get_model_conversion_mapping
+    original = regroupings.get_model_conversion_mapping
 
     def with_another(*args: Any, **kwargs: Any) -> list[Any]:
         return [WeightRenaming("^model.layers.", "layers_of_another."), *original(*args, **kwargs)]
 
-    for module in (backbone, modeling_utils):
+    for module in (regroupings, modeling_utils):
         monkeypatch.setattr(module, "get_model_conversion_mapping", with_another)
     assert_same_logits(expected, load(path), limit=0)
 
@@ -177,6 +211,40 @@ def test_lora_that_would_get_no_gradient_is_refused(tiny_checkpoint: Checkpoint)
         adapt(load(tiny_checkpoint("glm5")), ["wk"])
     with pytest.raises(ValueError, match=r"matches the router .*mlp\.router"):
         adapt(load(tiny_checkpoint("gpt_oss")), ["router"])
+
+
+newest = pytest.mark.skipif("kimi_linear" not in ALL, reason="transformers lacks these families")
+
+
+@newest
+def test_parts_of_what_transformers_joins_are_checked(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = tiny_checkpoint("kimi_linear")
+    tensors, name = read_all(source), "model.layers.0.self_attn.k_conv1d.weight"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    changes: dict[str, tuple[Tensor | None, Any, str]] = {
+        "missing": (None, None, r"lacks tensors.*k_conv1d\.weight for model\.layers\.0\.self_attn\.conv1d\.weight"),
+        "shape": (torch.zeros(64, 1, 3), None, "have 704 elements, model.layers.0.self_attn.conv1d.weight 768"),
+        "dtype": (
+            tensors[name].to(torch.float8_e4m3fn),
+            fp8,
+            "is F8_E4M3; transformers makes model.layers.0.self_attn",
+        ),
+        "NaN": (tensors[name] * float("nan"), None, "holds NaN or Inf"),
+    }
+    for case, (tensor, quantization, message) in changes.items():
+        changed = {key: value for key, value in (tensors | {name: tensor}).items() if value is not None}
+        with pytest.raises(ValueError, match=message):
+            load(write(source, tmp_path / case, changed, quantization))
+
+
+@newest
+def test_layers_that_an_indexer_has_too_are_named_with_their_parent(tiny_checkpoint: Checkpoint) -> None:
+    model = load(tiny_checkpoint("minimax_m3"))
+    with pytest.raises(ValueError, match=r"indexer\.k_proj too, .* name self_attn\.k_proj instead"):
+        adapt(model, ["k_proj", "v_proj"])
+    assert not [
+        name for name, _ in adapt(model, ["self_attn.k_proj"]).named_parameters() if ".indexer.k_proj.lora" in name
+    ]
 
 
 # --- families without a row -------------------------------------------------------------------------------------------
@@ -237,6 +305,18 @@ def test_other_experts_are_refused(config: PreTrainedConfig, what: str) -> None:
     with pytest.raises(ValueError, match=f"model_type '{config.model_type}' has no row in .*{what}") as error:
         family_of(model)
     assert "\n" not in str(error.value)
+
+
+@newest
+def test_layouts_and_norms_of_the_newest_transformers() -> None:
+    def on_meta(model_type: str) -> Any:
+        with torch.device("meta"):
+            return AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type))
+
+    stem = "model.language_model.layers.{layer}.mlp.experts.{expert}.{projection}"
+    assert family_of(on_meta("glm4v_moe")).layouts == (Layout(stem),)
+    with pytest.raises(ValueError, match="a norm after each expert"):
+        family_of(on_meta("muse_spark"))
 
 
 def test_converted_experts_are_refused() -> None:

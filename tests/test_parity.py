@@ -7,20 +7,23 @@ from pathlib import Path
 import pytest
 import runs
 import torch
-from adapted import load
 from given import Checkpoint
 from peft import LoraConfig, get_peft_model
-from tiny import FAMILIES, tokenizer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from stock import VISION, load, matrices
+from tiny import FAMILIES, tokenizer, write_checkpoint
+from tiny_newer import NEWER, known, without_the_like
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 
 import ktft
 from ktft import reference
 from ktft.adapters.lora import KtftExpertsLora
-from ktft.checkpoint.families import FAMILIES as ROWS
 from ktft.checkpoint.families import group_of
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
+from ktft.model.experts import experts_family, find_experts
+from ktft.swiglu import Swiglu
 
 STEPS, RANK, ALPHA = 20, 4, 8
 TARGETS = {
@@ -28,6 +31,7 @@ TARGETS = {
     "dsv2": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *PROJECTIONS],
     "dsv3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *PROJECTIONS],
 }
+"""By default all linear layers of the text model."""
 GROUPS = {
     "qwen3moe": {"attention", "routed experts"},
     "dsv2": {"attention", "shared experts", "routed experts", "other"},  # other: the first layer's dense MLP
@@ -38,10 +42,10 @@ GROUPS = {
 class TorchExperts(nn.Module):
     """Frozen experts and their LoRA in plain torch; `lora_` in the names makes peft train them."""
 
-    def __init__(self, stock: nn.Module) -> None:
+    def __init__(self, stock: nn.Module, swiglu: Swiglu) -> None:
         super().__init__()
-        gate, up = stock.gate_up_proj.detach().chunk(2, dim=1)
-        for name, weight in zip(PROJECTIONS, (gate, up, stock.down_proj.detach()), strict=True):
+        self.swiglu = swiglu
+        for name, weight in matrices(stock, stock.gate_up_proj.detach(), stock.down_proj.detach()).items():
             self.register_buffer(name, weight.clone())
             experts, fan_out, fan_in = weight.shape
             self.register_parameter(f"lora_A_{name}", nn.Parameter(torch.zeros(experts, RANK, fan_in)))
@@ -53,13 +57,14 @@ class TorchExperts(nn.Module):
             for name in PROJECTIONS
         }
         weights = (getattr(self, name) for name in PROJECTIONS)
-        return reference.moe(hidden_states, top_k_index, top_k_weights, *weights, ExpertLora(pairs))
+        return reference.moe(hidden_states, top_k_index, top_k_weights, *weights, ExpertLora(pairs), self.swiglu)
 
 
 def ktft_model(path: Path, family: str) -> nn.Module:
     """With a LoRA whose B is not zero, so that every tensor gets a gradient from the first step."""
     torch.manual_seed(0)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS[family])
+    targets = TARGETS.get(family, "all-linear")
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, exclude_modules=VISION)
     model = ktft.get_peft_model(load(path), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -67,15 +72,15 @@ def ktft_model(path: Path, family: str) -> nn.Module:
     return model
 
 
-def torch_model(path: Path, family: str, ktft_model: nn.Module) -> nn.Module:
+def torch_model(path: Path, ktft_model: nn.Module) -> nn.Module:
     """Stock transformers and peft, `TorchExperts` for the routed experts, and the LoRA of `ktft_model`."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model, row = load(path, None), experts_family(ktft_model)
+    swiglu = next(iter(find_experts(ktft_model).values())).layer.swiglu
     for name, module in list(model.named_modules()):
-        if type(module).__name__ in ROWS[model.config.model_type].experts_classes:
-            model.set_submodule(name, TorchExperts(module))
-    dense = [
-        name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.endswith(tuple(TARGETS[family]))
-    ]
+        if type(module).__name__ in row.experts_classes:
+            model.set_submodule(name, TorchExperts(module, swiglu))
+    adapted = ktft_model.base_model.model.named_modules()
+    dense = [name for name, m in adapted if isinstance(m, BaseTunerLayer) and not name.endswith(".experts")]
     model_type, model.config.model_type = model.config.model_type, "stock"  # for some, PEFT rewrites targets by name
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=dense))
     model.config.model_type = model_type
@@ -101,14 +106,18 @@ def losses(model: nn.Module, out: Path) -> list[float]:
     return runs.losses(trainer)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *without_the_like(known())])
 def test_twenty_steps(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    # An indexer that chooses all tokens: rounding would otherwise tip a near tie, as it hardly does for routers
     path = tiny_checkpoint(family)
+    if "index_topk" in NEWER.get(family, ("", {}))[1]:
+        path = write_checkpoint(family, tmp_path / "model", index_topk=64)
     mine = ktft_model(path, family)
-    plain = torch_model(path, family, mine)
-    row = ROWS[plain.config.model_type]
+    plain = torch_model(path, mine)
+    row = experts_family(mine)
     trained = {name: parameter for name, parameter in mine.named_parameters() if parameter.requires_grad}
-    assert {group_of(name, row) for name in trained} == GROUPS[family]
+    groups = {group_of(name, row) for name in trained}
+    assert groups == GROUPS[family] if family in GROUPS else {"attention", "routed experts"} <= groups
     before = {name: parameter.detach().clone() for name, parameter in trained.items()}
 
     expected, actual = losses(plain, tmp_path), losses(mine, tmp_path)

@@ -19,6 +19,7 @@ from quantize import ALL_SCHEMES, is_expert, is_linear, quantize, read_all, sepa
 from safetensors.torch import load_file
 from stock import adapt, load, matrices, same_choices, text_loss
 from tiny import FAMILIES, MORE_FAMILIES, write_checkpoint
+from tiny_newer import without_the_like
 from torch import Tensor, nn
 
 from ktft import reference
@@ -26,6 +27,7 @@ from ktft.checkpoint.families import ROWS
 from ktft.config import PROJECTIONS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts, find_experts
+from ktft.model.lacking import is_lacking
 
 GATES = ["lm_head", "re:.*mlp.gate$"]
 NOT_EXPERTS = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
@@ -82,10 +84,32 @@ RELEASES = [
     Release("mixtral", "gptq"),
     Release("mixtral", "gptq-order"),
     Release("mixtral", "awq", quantization={"modules_to_not_convert": ["gate"]}),
+    block_fp8("dsv32", "lm_head", "model.layers.*.self_attn.indexer.weights_proj"),
+    Release("dsv4", "fp4-fp8", "mxfp4"),
+    # All around the text model's experts stays BF16
+    Release("kimi_k25", "int4-32", "int4", is_expert, {"ignore": [*NOT_EXPERTS, "re:vision_tower.*"]}),
+    block_fp8("glm5_2", "lm_head", "model.layers.*.self_attn.indexer.weights_proj"),
+    block_fp8("mimo", "lm_head"),
 ]
+RELEASES = [release for release in RELEASES if release.family in FAMILIES | MORE_FAMILIES]
 
-PLAIN_ONLY = {"DeepSeek-V2", "OLMoE", "Ernie-4.5-MoE"}
-"""Families that are released in BF16 alone: `test_families.py`."""
+PLAIN_ONLY = {
+    "DeepSeek-V2",
+    "OLMoE",
+    "Ernie-4.5-MoE",
+    "Kimi-Linear",
+    "GLM-4.7-Flash",
+    "GLM-5.3-Flash",
+    "MiniMax-M3",
+    "Hunyuan-V3",
+    "Hunyuan-V4",
+    "Ling-3",
+    "Mistral-4",
+    "Mistral-Large-4",
+    "Trinity",
+    "Qwen3.8-Flash-Next",
+}
+"""Families of which BF16 releases alone are tested: `test_families.py`."""
 
 
 def make(release: Release, folder: Path) -> tuple[Path, Path]:
@@ -145,15 +169,24 @@ def check_contract(watch: Watch, layer: Any, stock: Any) -> None:
     swiglu = layer.base_layer.layer.swiglu
     expected = reference.moe(x, index, w, *frozen.values(), ExpertLora(pairs), swiglu, biases)
     assert relative(watch.output.detach(), expected.detach()) <= 0.005
+    limit = 0.06 if swiglu.limit < 2 else 0.01  # rounding carries a few values over a clamp, and their gradients jump
     expected.backward(watch.output.grad)
     for number, (actual, wanted) in enumerate(zip((hidden, weights, *own), (x, w, *copies), strict=True)):
-        assert relative(actual.grad, wanted.grad) <= 0.01, number
+        assert relative(actual.grad, wanted.grad) <= limit, number
+
+
+def full_unless_different(release: Release) -> Any:
+    (case,) = without_the_like([release.family])
+    return release if case == release.family else pytest.param(release, marks=pytest.mark.full)
 
 
 def test_every_family_has_its_formats() -> None:
     released = {(FAMILIES | MORE_FAMILIES)[release.family][0].model_type for release in RELEASES}
-    plain = {row.name for row in ROWS if not released & set(row.model_types)}
-    assert plain == PLAIN_ONLY, "give the family a Release for each format it is released in, or name it in PLAIN_ONLY"
+    known = [row for row in ROWS if not all(map(is_lacking, row.model_types))]
+    plain = {row.name for row in known if not released & set(row.model_types)}
+    assert plain == PLAIN_ONLY & {row.name for row in known}, (
+        "give the family a Release for each format it is released in, or name it in PLAIN_ONLY"
+    )
 
 
 def test_the_page_has_every_family() -> None:
@@ -163,7 +196,7 @@ def test_the_page_has_every_family() -> None:
     assert named == {row.name for row in ROWS}
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=str)
+@pytest.mark.parametrize("release", [*map(full_unless_different, RELEASES)], ids=str)
 def test_released_checkpoint(tmp_path: Path, release: Release, caplog: pytest.LogCaptureFixture) -> None:
     quantized, plain = make(release, tmp_path)
     written = json.loads((quantized / "config.json").read_text())["quantization_config"]

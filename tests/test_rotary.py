@@ -126,9 +126,13 @@ def test_code_with_other_parameters_is_left_alone() -> None:
     def by_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         return PLAIN(q, k, cos[position_ids], sin[position_ids])
 
-    modeling_qwen3_moe.apply_rotary_pos_emb = by_positions
-    rotary.fuse_rotary(model_of(modeling_qwen3_moe))
-    assert modeling_qwen3_moe.apply_rotary_pos_emb is by_positions
+    def without_keys(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
+        return PLAIN(q, q if k is None else k, cos, sin, unsqueeze_dim)
+
+    for other in (by_positions, without_keys):
+        modeling_qwen3_moe.apply_rotary_pos_emb = other
+        rotary.fuse_rotary(model_of(modeling_qwen3_moe))
+        assert modeling_qwen3_moe.apply_rotary_pos_emb is other
 
 
 def test_heads_of_another_size_are_compared_again() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktft
-from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8, PackedInt4, Scheme, scheme_of
+from ktft.checkpoint.schemes import PLAIN_SCHEME, DeepSeekFp8, Fp8, PackedInt4, Scheme, scheme_of
 from ktft.config import PROJECTIONS
 from ktft.model.experts import find_experts
 
@@ -102,7 +102,8 @@ def test_every_scheme_is_tested() -> None:
     def below(scheme: type[Scheme]) -> set[type[Scheme]]:
         return {scheme}.union(*(below(each) for each in scheme.__subclasses__()))
 
-    tested = {type(scheme_of({"quantization_config": config}, "c")) for _, config in ALL_SCHEMES.values()}
+    read = [scheme_of({"quantization_config": config}, "c") for _, config in ALL_SCHEMES.values()]
+    tested = {type(each) for scheme in read for each in (scheme, *scheme.beside)}
     assert tested | {Scheme} == below(Scheme), "add it to tests/quantize.py"
 
 
@@ -111,6 +112,7 @@ def test_schemes_by_configuration() -> None:
     assert scheme_of({}, "c") is PLAIN_SCHEME
     assert scheme_of({"text_config": {"quantization_config": kimi}}, "c") == PackedInt4(32)
     assert scheme_of({"quantization_config": fp8}, "c") == Fp8((64, 32))
+    assert scheme_of({"expert_dtype": "fp4", "quantization_config": fp8}, "c") == DeepSeekFp8((64, 32))
 
 
 def compressed_int4(**weights: Any) -> dict[str, Any]:

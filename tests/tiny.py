@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tiny_newer
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -85,6 +87,8 @@ VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
     "patch_size": 4,
     "num_position_embeddings": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
 }
 IMAGE_TOKENS = {"image_token_id": 316, "video_token_id": 317, "vision_start_token_id": 318, "vision_end_token_id": 319}
 MORE_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -121,6 +125,7 @@ MORE_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         {"num_key_value_heads": 2, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}
         | {"moe_layer_start_index": 1},
     ),
+    **tiny_newer.known(),
 }
 """The same for families whose experts differ from those of `FAMILIES` in names, layout or function at most."""
 
@@ -131,7 +136,9 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     tok = tokenizer()
     settings = COMMON | own | {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id} | overrides
     if "text_config" in config_class.sub_configs:
-        return config_class(text_config=settings, vision_config=VISION, **IMAGE_TOKENS)
+        return config_class(
+            text_config=settings, vision_config=VISION, **IMAGE_TOKENS, **tiny_newer.WHOLE.get(family, {})
+        )
     return config_class(**settings)
 
 
@@ -141,8 +148,10 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     has_images = "text_config" in type(config).sub_configs
     model = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_config(config)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "mlp.expert_bias")):
             tensor.data.copy_(torch.linspace(-0.1, 0.1, tensor.numel()).view_as(tensor))
+        elif name.endswith("tid2eid"):  # each token's experts, where a hash chooses them
+            tensor.copy_(torch.rand(len(tensor), 8).topk(tensor.shape[1]).indices)
         elif ".experts." in name and name.endswith("_bias"):
             torch.nn.init.normal_(tensor, std=0.5)
     return model.to(torch.bfloat16)
@@ -171,6 +180,9 @@ def write_checkpoint(family: str, path: Path, **overrides: Any) -> Path:
     if family in RELEASED:
         for shard in path.glob("*.safetensors"):
             save_file(RELEASED[family](load_file(shard)), shard, metadata={"format": "pt"})
+        index = path / "model.safetensors.index.json"
+        files = json.loads(index.read_text())["weight_map"]
+        index.write_text(json.dumps({"metadata": {}, "weight_map": tiny_newer.new_names(family, files)}))
     if family == "kimi_k2":  # the code of its authors must not be needed
         settings = json.loads((path / "config.json").read_text())
         settings |= {"architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "code.KimiK2Config"}}
@@ -182,7 +194,10 @@ def _transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
 
 
-RELEASED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"qwen3vl": _transposed_experts}
+RELEASED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "qwen3vl": _transposed_experts,
+    **{name: partial(tiny_newer.new_names, name) for name in tiny_newer.NAMES},
+}
 """Families whose authors store tensors in another layout than save_pretrained does."""
 
 

@@ -176,6 +176,11 @@ def _require_writable(change: WeightChange) -> None:
 
 def _stored(plan: LoadPlan, name: str) -> Matrix:
     stored = plan.backbone.stored(name)
+    if stored is None and plan.backbone.is_regrouped(name):
+        raise ValueError(
+            f"the adapter changes {name}, which transformers makes of tensors that it joins, splits or permutes; ktft "
+            "does not write those: train without LoRA there, or keep the adapter unmerged"
+        )
     if stored is None:
         raise ValueError(f"the adapter changes {name}, which {plan.backbone.checkpoint.directory} holds no tensor of")
     return Matrix(*stored, index=None, transposed=False)
@@ -189,9 +194,10 @@ def _quantized(plan: LoadPlan) -> Iterator[Matrix]:
     if scheme is PLAIN_SCHEME:
         return
     yield from (matrix for matrix in plan.experts.matrices if matrix.scheme is not PLAIN_SCHEME)
+    dtypes = {dtype for each in (scheme, *scheme.beside) for dtype in each.parts["codes"].dtypes}
     for name, entry in checkpoint.tensors.items():
         stem = scheme.stem_of(name)
-        if stem is None or name in plan.experts.tensor_names or entry.dtype not in scheme.parts["codes"].dtypes:
+        if stem is None or name in plan.experts.tensor_names or entry.dtype not in dtypes:
             continue
         found, parts, missing = locate(checkpoint.tensors, scheme, stem)
         if missing:

@@ -23,15 +23,16 @@ _REGEX = set(r"\*+?()[]|^$")
 
 
 def linear_names(model: Any) -> set[str]:
-    """The last parts of the names of what LoRA can train: without the output layer and the family's `without_lora`."""
+    """The last parts of the names of what LoRA can train: without the output layer and the family's `without_lora`.
+
+    The last two parts where the last is the name of one of the latter too.
+    """
     unused = set(experts_family(model).without_lora)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names = set(PROJECTIONS)
-    for name, module in _adaptable(model).items():
-        path = name.split(".")
-        if isinstance(module, nn.Linear) and module is not output and not unused & set(path):
-            names.add(path[-1])
-    return names
+    paths = [n.split(".") for n, m in _adaptable(model).items() if isinstance(m, nn.Linear) and m is not output]
+    taken = {path[-1] for path in paths if unused & set(path)}
+    trained = [path for path in paths if not unused & set(path)] + [["experts", name] for name in PROJECTIONS]
+    return {".".join(path[-2:]) if path[-1] in taken else path[-1] for path in trained}
 
 
 def _adaptable(model: Any) -> dict[str, nn.Module]:
@@ -91,6 +92,13 @@ def _check_request(model: Any, config: Any) -> None:
         family = experts_family(model)
         unused = [name for name in matched if set(family.without_lora) & set(name.split("."))]
         if unused:
+            if others := {".".join(name.split(".")[-2:]) for name in matched if name not in unused} & linear_names(
+                model
+            ):
+                raise ValueError(
+                    f"target_modules (lora_target) {target!r} matches the module {unused[0]} too, whose forward would "
+                    f"not use LoRA, so that it would never train; name {', '.join(sorted(others))} instead"
+                )
             is_router = family.router in unused[0].split(".")
             what = "router" if is_router else "module"
             whole = f", or train it whole with additional_target (modules_to_save): {target}" if is_router else ""

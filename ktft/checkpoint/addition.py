@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from ktft.checkpoint.encoded import E2M1, INT4_ZERO, exponents, pack_nibbles, unpack_nibbles
-from ktft.checkpoint.schemes import CompressedFp8, Fp8, Mxfp4, PackedInt4, Scheme
+from ktft.checkpoint.schemes import CompressedFp8, DeepSeekFp4, DeepSeekFp8, Fp8, Mxfp4, PackedInt4, Scheme
 
 Tensors = Mapping[str, Tensor]
 
@@ -121,14 +121,17 @@ def _add_mxfp4(scheme: Scheme, tensors: Tensors, delta: Tensor, dither: Generato
     levels, scales = blocks.add(E2M1_GRID, stored, delta, dither)
     codes = torch.searchsorted(torch.tensor(E2M1[:8]), levels.abs().contiguous()).to(torch.uint8)
     codes |= levels.signbit().to(torch.uint8) << 3
-    exponent = torch.frexp(scales).exponent + 126
-    return {"codes": pack_nibbles(codes).view(tensors["codes"].shape), "scales": exponent.to(torch.uint8)}
+    exponent = (torch.frexp(scales).exponent + 126).to(torch.uint8)
+    packed, as_stored = pack_nibbles(codes).view(tensors["codes"].shape), tensors["codes"].dtype
+    return {"codes": packed.view(as_stored), "scales": exponent.view(tensors["scales"].dtype)}
 
 
 ADDERS: dict[type[Scheme], Callable[[Scheme, Tensors, Tensor, Generator | None], dict[str, Tensor]]] = {
     Scheme: _add_plain,
     Fp8: _add_fp8,
     CompressedFp8: _add_fp8,
+    DeepSeekFp8: _add_fp8,
+    DeepSeekFp4: _add_mxfp4,
     PackedInt4: _add_int4,
     Mxfp4: _add_mxfp4,
 }

@@ -120,10 +120,17 @@ SEPARATE = Layout("model.layers.{layer}.mlp.experts.{expert}.{projection}")
 MIXTRAL = Layout("model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}", names=("w1", "w3", "w2"))
 STACKED = Layout("model.layers.{layer}.mlp.experts.{projection}", names=("gate_up_proj", "gate_up_proj", "down_proj"))
 
+DEEPSEEK_V4 = replace(MIXTRAL, stem="layers.{layer}.ffn.experts.{expert}.{projection}")
+
 
 def in_language_model(layout: Layout) -> Layout:
     """The layout of the text model within a vision-language model."""
     return replace(layout, stem=layout.stem.replace("model.", "model.language_model.", 1))
+
+
+def beside_vision(layout: Layout, layers: str = "layers") -> Layout:
+    """The layout of a text model that lies beside the vision model instead of within one model."""
+    return replace(layout, stem=layout.stem.replace("model.layers.", f"language_model.model.{layers}.", 1))
 
 
 @dataclass(frozen=True)
@@ -149,14 +156,17 @@ class Family:
         experts_class: transformers' class of one layer's stacked routed experts, which ktft replaces; if versions of
             transformers differ, the names are separated by |.
         layouts: how its checkpoints hold the experts; several if releases and re-saved checkpoints differ.
-        swiglu: the activation that `hidden_act: silu` means.
+        swiglu: the activation that `hidden_act: silu` means; its alpha and limit are replaced by the config's
+            `swiglu_alpha` and `swiglu_limit`.
         biases: whether the experts' projections have biases.
         attention, shared_experts, router: module names, as they appear in parameter names.
         without_lora: modules on which LoRA would get no gradient and could not be trained: forward reads the router's
-            weight directly, or uses only the indices that a module returns.
+            weight directly, or uses only the indices that a module returns. Also linear modules whose forward is not
+            that of a linear layer, to which PEFT's LoRA would not fit.
         architecture: llama.cpp's name of the family, `general.architecture` of its GGUF files. All hold a layer's
             experts in one way, `ktft.checkpoint.gguf_source.STACKED`. None refuses them.
         gguf: for `ktft export` to GGUF; None refuses it.
+        newest_only: whether transformers lacks it in the versions that LLaMA-Factory allows.
     """
 
     name: str
@@ -171,6 +181,7 @@ class Family:
     without_lora: tuple[str, ...] = ("gate",)
     architecture: str | None = None
     gguf: Gguf | None = None
+    newest_only: bool = False
 
     @property
     def experts_classes(self) -> tuple[str, ...]:
@@ -189,18 +200,22 @@ class Family:
         return re.compile(rf"^(?:{'|'.join(starts)})experts\.")
 
     def activation(self, config: Any) -> Swiglu:
-        """The activation of a model with this config (the text model's), which may set `swiglu_limit`.
+        """The activation of a model with this config (the text model's), which may set `swiglu_alpha`, `swiglu_limit`.
 
         Raises:
             ValueError: the kernels do not compute this `hidden_act`.
         """
         if (name := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
             raise ValueError(f"hidden_act is {name!r}; ktft's experts compute 'silu' only")
-        return replace(self.swiglu, limit=getattr(config, "swiglu_limit", None) or self.swiglu.limit)
+        own = {
+            name: getattr(config, f"swiglu_{name}", None) or getattr(self.swiglu, name) for name in ("alpha", "limit")
+        }
+        return replace(self.swiglu, **own)
 
 
 QWEN_SHARED = ("shared_expert", "shared_expert_gate")
 LINEAR_ATTENTION = ("self_attn", "linear_attn")
+INDEXED = ("gate", "indexer")
 DEEPSEEK2 = Gguf(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"))
 
 ROWS = (
@@ -247,7 +262,7 @@ ROWS = (
         "GLM-5",
         ("glm_moe_dsa",),
         "GlmMoeDsaNaiveMoe|GlmMoeDsaExperts",
-        without_lora=("gate", "indexer"),
+        without_lora=INDEXED,
         architecture="glm-dsa",
     ),
     Family("MiniMax-M2", ("minimax_m2",), "MiniMaxM2Experts", layouts=(MIXTRAL,), architecture="minimax-m2"),

@@ -120,7 +120,7 @@ def locate(
         ValueError: the tensor exists, but its dtype is neither the scheme's nor plain, or a part's dtype is wrong.
     """
     seen: TensorEntry | None = None
-    for each in (scheme, PLAIN_SCHEME):
+    for each in (scheme, *scheme.beside, PLAIN_SCHEME):
         names = each.tensor_names(stem, stacked)
         codes = tensors.get(names["codes"])
         if codes is None:

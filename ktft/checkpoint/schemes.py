@@ -62,6 +62,11 @@ class Scheme:
     rounds_as: ClassVar[str | None] = None
     dense_bytes: ClassVar[int | None] = None
 
+    @property
+    def beside(self) -> tuple[Scheme, ...]:
+        """The schemes of other matrices of the same checkpoints, told apart by the dtype of their codes."""
+        return ()
+
     def tensor_names(self, stem: str, stacked: bool = False) -> dict[str, str]:
         """Role -> tensor name."""
         return {role: part.tensor_name(stem, stacked) for role, part in self.parts.items()}
@@ -142,6 +147,21 @@ class CompressedFp8(Fp8):
 
 
 @dataclass(frozen=True)
+class DeepSeekFp8(Fp8):
+    """The same as DeepSeek-V4 names it, beside experts in `DeepSeekFp4`."""
+
+    name: ClassVar[str] = "fp8 (DeepSeek-V4)"
+    parts: ClassVar[Mapping[str, Part]] = {
+        "codes": Part("", ("F8_E4M3",)),
+        "scales": Part(".scale", ("F8_E8M0", *_FLOAT_SCALES)),
+    }
+
+    @property
+    def beside(self) -> tuple[Scheme, ...]:
+        return (DeepSeekFp4(),)
+
+
+@dataclass(frozen=True)
 class PackedInt4(Scheme):
     """compressed-tensors `pack-quantized`, symmetric (Kimi-K2): eight codes q + 8 per int32, the first in the low bits.
 
@@ -191,6 +211,23 @@ class Mxfp4(Scheme):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Encoded:
         return Encoded(tensors["codes"].flatten(1), tensors["scales"], (1, 32))
+
+
+@dataclass(frozen=True)
+class DeepSeekFp4(Mxfp4):
+    """The same codes and scales in DeepSeek-V4's experts: a matrix `[out, in / 2]`, scales `[out, in / 32]`."""
+
+    name: ClassVar[str] = "fp4 (DeepSeek-V4)"
+    parts: ClassVar[Mapping[str, Part]] = {"codes": Part("", ("I8", "U8")), "scales": Part(".scale", ("F8_E8M0", "U8"))}
+
+    def matrix_shape(self, codes: Shape) -> Shape:
+        return codes[0], codes[1] * 2
+
+    def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
+        return {"codes": ((rows, cols // 2),), "scales": ((rows, cols // 32),)}
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> Encoded:
+        return Encoded(tensors["codes"].view(torch.uint8), tensors["scales"].view(torch.uint8), (1, 32))
 
 
 @dataclass(frozen=True)
@@ -328,7 +365,8 @@ class _Config:
 
 def _fp8(config: _Config) -> Scheme:
     config.one_of("fmt", ("e4m3", "float8_e4m3fn", "float8_e4m3", None))
-    return Fp8(config.block("weight_block_size") or (None, None))
+    kind = DeepSeekFp8 if config.one_of("expert_dtype", ("fp4", "fp8", None)) else Fp8
+    return kind(config.block("weight_block_size") or (None, None))
 
 
 def _compressed(config: _Config) -> Scheme:
@@ -404,6 +442,8 @@ def scheme_of(config: Mapping[str, Any], where: str) -> Scheme:
         return PLAIN_SCHEME
     if not isinstance(quantization, Mapping):
         raise ValueError(f"{where}: quantization_config is {quantization!r}; it must be a mapping")
+    if "expert_dtype" in config:  # DeepSeek-V4 has it around its quantization_config
+        quantization = {"expert_dtype": config["expert_dtype"], **quantization}
     found = _Config(quantization, f"{where}: quantization_config")
     method = found.one_of("quant_method", (*METHODS, "ktft"))
     return PLAIN_SCHEME if method == "ktft" else METHODS[method](found)

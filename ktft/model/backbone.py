@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from ktft.checkpoint.load import any_match, check_shapes, locate, naming, refuse
 from ktft.checkpoint.reader import CheckpointReader, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
+from ktft.model.regroupings import Regroupings
+
+INTEGERS = ("I64", "I32", "U8")
+"""Dtypes of tables of numbers, such as the experts of each token where a hash chooses them."""
 
 
 class Backbone:
@@ -37,7 +40,7 @@ class Backbone:
     def __init__(
         self, model: PreTrainedModel, checkpoint: CheckpointReader, is_expert: re.Pattern[str], ignored: list[str]
     ) -> None:
-        backbone = model.base_model_prefix + "."
+        backbone = self._base = model.base_model_prefix + "."
         self._prefix = "" if hasattr(model, model.base_model_prefix) else backbone
         self.checkpoint = checkpoint
         self._problems: list[str] = []
@@ -46,25 +49,27 @@ class Backbone:
         heads = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
         required = {name for name in expected.keys() - tied if name.startswith(backbone) or name in heads}
         self._dtypes = {name: tensor.dtype for name, tensor in expected.items()}
-        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        # The keys are names in the model, because transformers renames some tensors
-        self._tensors: dict[str, TensorEntry] = {}
+        self._tensors: dict[str, TensorEntry] = {}  # by names in the model, because transformers renames some tensors
         self._misnamed: dict[str, str] = {}  # what transformers would rename a tensor to -> its name, which is right
+        regroupings = Regroupings(model, expected, backbone)
         for name in (name for name in checkpoint.tensors if not is_expert.match(name)):
-            renamed, _ = rename_source_key(name, renamings, [])
+            if regroupings.take(checkpoint.tensors[name]):
+                continue
+            renamed = regroupings.rename(name)
             # transformers 5.4 and 5.5 apply renamings for a text model within one with images to the latter too
             weight, renamed_weight = (_weight_of(checkpoint.scheme, each) for each in (name, renamed))
+            short = {renamed, renamed_weight}
+            if short.isdisjoint(expected) and any(backbone + each in expected for each in short):
+                renamed, renamed_weight = backbone + renamed, backbone + renamed_weight
             if weight in expected and renamed_weight not in expected:
                 self._misnamed[renamed] = name
             self._tensors[self._misnamed.get(renamed, renamed)] = checkpoint.tensors[name]
         self._sources: dict[str, tuple[Scheme, dict[str, TensorEntry]]] = {}
-        lacking: list[str] = []
-        for name in sorted(required):
-            stem = name.removesuffix(".weight")
-            if stem != name:
-                scheme, parts, missing = locate(self._tensors, checkpoint.scheme, stem)
-            else:  # the name of a bias or a buffer has no stem
-                scheme, parts, missing = locate(self._tensors, PLAIN_SCHEME, name, stacked=True)
+        self._regrouped = list(regroupings.found.values())
+        lacking = [missing for each in self._regrouped for missing in each.lacking()]
+        regrouped = {target for each in self._regrouped for target in each.targets}
+        for name in sorted(required - regrouped):
+            scheme, parts, missing = self._locate(name, expected[name])
             lacking += missing
             if not missing:
                 self._sources[name] = scheme, parts
@@ -84,10 +89,28 @@ class Backbone:
         )
         for name, (scheme, parts) in self._sources.items():
             check_shapes(scheme, parts, tuple(expected[name].shape))
+        for each in self._regrouped:
+            each.check(expected)
+
+    def _locate(self, name: str, weight: Tensor) -> tuple[Scheme, dict[str, TensorEntry], list[str]]:
+        """`ktft.checkpoint.load.locate` for a weight, a bias or a buffer of the model."""
+        if name.endswith(".weight"):
+            return locate(self._tensors, self.checkpoint.scheme, name.removesuffix(".weight"))
+        if weight.is_floating_point():  # the name of a bias or a buffer has no stem
+            return locate(self._tensors, PLAIN_SCHEME, name, stacked=True)
+        if (entry := self._tensors.get(name)) is None:
+            return PLAIN_SCHEME, {}, [name]
+        if entry.dtype not in INTEGERS:
+            raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; the model has integers there")
+        return PLAIN_SCHEME, {"codes": entry}, []
 
     def stored(self, name: str) -> tuple[Scheme, dict[str, TensorEntry]] | None:
         """The scheme of a model's weight, and its tensors by role; None if the checkpoint does not store the weight."""
         return self._sources.get(name, self._sources.get(self._prefix + name))
+
+    def is_regrouped(self, name: str) -> bool:
+        """Whether transformers makes this weight of tensors that are no weights of the model."""
+        return any(target in (name, self._prefix + name) for each in self._regrouped for target in each.targets)
 
     def read(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight under its name in a plain checkpoint; quantized weights are dequantized to `dtype`.
@@ -105,6 +128,10 @@ class Backbone:
                     continue
                 with naming(codes):
                     yield f"{scheme.stem_of(codes.name)}.weight", scheme.decode(tensors).dequantize().to(dtype)
+            for entry in (entry for each in self._regrouped for entry in each.sources):
+                tensor = self.checkpoint.read(entry.name)
+                refuse_not_finite(tensor, entry)
+                yield entry.name, tensor
 
     def conversions(self) -> list[WeightConverter | WeightRenaming]:
         """What makes transformers turn the scheme's tensors into weights; empty for plain weights."""
@@ -113,7 +140,11 @@ class Backbone:
             return []
         roles = {re.escape(part.tensor_name("", stacked=False)) + "$": role for role, part in scheme.parts.items()}
         names = [_NamesBack(self._misnamed)] if self._misnamed else []
-        return [*names, WeightConverter(list(roles), ".weight", operations=[_Dequantize(self, roles)])]
+        return [*names, _Dequantizing(list(roles), ".weight", operations=[_Dequantize(self, roles)])]
+
+    def is_no_weight(self, name: str) -> bool:
+        """Whether this is the name of a plain tensor in the model, such as a bias, even if it ends like a scale's."""
+        return not name.endswith(".weight") and not self._sources.keys().isdisjoint({name, self._base + name})
 
     def dequantize(self, name: str, tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
         """Decode the weight from its tensors, by role. `finish` reports errors in them."""
@@ -146,6 +177,9 @@ class Backbone:
                 weight = model.get_parameter_or_buffer(name)
                 weight.data = weight.data.to(self._dtypes[self._prefix + name])
             refuse_not_finite(tensor, source[1]["codes"])
+        for each in self._regrouped:
+            for target in each.targets:
+                refuse_not_finite(model.get_parameter_or_buffer(target.removeprefix(self._prefix)), each.sources[0])
 
 
 def refuse_not_finite(tensor: Tensor, entry: TensorEntry) -> None:
@@ -196,3 +230,11 @@ class _Dequantize(ConversionOps):
         tensors = {self.roles[p]: found[0] if isinstance(found, list) else found for p, found in input_dict.items()}
         weight = model.get_parameter_or_buffer(name)
         return {name: self.backbone.dequantize(name, tensors, weight.shape, weight.dtype)}
+
+
+class _Dequantizing(WeightConverter):
+    """Leaves alone what only ends like a scale: DeepSeek-V4 calls scales `scale`, and some parameters too."""
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        backbone: Backbone = self.operations[0].backbone
+        return (source_key, None) if backbone.is_no_weight(source_key) else super().rename_source_key(source_key)

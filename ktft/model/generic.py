@@ -11,15 +11,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.moe import _default_apply_gate
 
 from ktft.checkpoint.families import FAMILIES, STACKED, Family, Layout
 from ktft.config import PROJECTIONS
-from ktft.model import kimi_k2
+from ktft.model import kimi_k2, lacking
 from ktft.model.experts import layer_number
 
 kimi_k2.register()
+lacking.register()
 
 CALL = ("hidden_states", "top_k_index", "top_k_weights")
 """The arguments of routed experts in transformers 5."""
@@ -32,10 +33,13 @@ ALIGNMENT = "Force16BytesAlignment"
 def family_of(model: PreTrainedModel) -> Family:
     """The family of a transformers model: its row in `FAMILIES`, or one derived from modules that take `CALL`.
 
+    A model that sees images may have a row by its text model alone, as Mistral-4 has in Mistral-3's.
+
     Raises:
         ValueError: the model has no row, and ktft cannot compute its experts.
     """
-    return FAMILIES.get(model.config.model_type) or _derive(model)
+    text: Any = model.config.get_text_config()
+    return FAMILIES.get(model.config.model_type) or FAMILIES.get(text.model_type) or _derive(model)
 
 
 def _derive(model: PreTrainedModel) -> Family:
@@ -99,6 +103,8 @@ def _problems(module: nn.Module) -> Iterator[str]:
         yield f"the activation {getattr(activation, '__name__', type(activation).__name__)} instead of SiLU"
     if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate:
         yield "a gating function of their own"
+    if getattr(module, "has_post_expert_norm", False):
+        yield "a norm after each expert"
 
 
 def _layout(model: PreTrainedModel, name: str) -> Layout:
@@ -117,9 +123,9 @@ def _layout(model: PreTrainedModel, name: str) -> Layout:
                     f"{', '.join(operations)}; add a row with their layout to ktft's families"
                 )
             start = stem.removesuffix(conversion.target_patterns[0])
-            # transformers 5.3 and 5.4 keep the patterns of a conversion as they were given
+            # transformers 5.3 and 5.4 keep the patterns of a conversion as they were given, regular expressions or not
             sources = getattr(conversion, "_original_source_patterns", conversion.source_patterns)
-            found[kind] = [start + source.removesuffix(".weight") for source in sources]
+            found[kind] = [start + source.replace("\\.", ".").removesuffix(".weight") for source in sources]
     layer = f".{layer_number(name)}."
     if not found:
         return Layout(f"{name.replace(layer, '.{layer}.', 1)}.{{projection}}", names=STACKED.names)
@@ -133,7 +139,16 @@ def _layout(model: PreTrainedModel, name: str) -> Layout:
 
 
 def _on_disk(stem: str, conversions: list[Any]) -> str:
-    for conversion in reversed(conversions):
-        if isinstance(conversion, WeightRenaming):
-            stem, _ = conversion.reverse_transform().rename_source_key(stem)
-    return stem
+    """The name on disk of what `stem` is in the model: what transformers would save it as, if it reads that back.
+
+    Raises:
+        ValueError: transformers' renamings do not tell.
+    """
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    saved = stem
+    for renaming in reversed(renamings):
+        saved, _ = renaming.reverse_transform().rename_source_key(saved)
+    for name in (saved, stem):  # some reverse transforms add a prefix that is there already
+        if rename_source_key(f"{name}.weight", renamings, [])[0] == f"{stem}.weight":
+            return name
+    raise ValueError(f"cannot tell where checkpoints hold {stem}, which transformers would save as {saved}; add a row")

@@ -40,8 +40,14 @@ def fuse_rotary(model: nn.Module) -> None:
     """
     for code in {type(module).__module__ for module in model.modules()}:
         plain = getattr(sys.modules.get(code), ROTARY.name, None)
-        if inspect.isfunction(plain) and tuple(inspect.signature(plain).parameters) == PARAMETERS:
+        if inspect.isfunction(plain) and _is_known(inspect.signature(plain)):
             hosts.install([replace(ROTARY, owner=code)])
+
+
+def _is_known(signature: inspect.Signature) -> bool:
+    """Whether a function has `PARAMETERS`, and only the last may be left out. Qwen4-Exp's may do without keys."""
+    given = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
+    return (*given, PARAMETERS[-1]) == tuple(signature.parameters) == PARAMETERS
 
 
 def rotate(plain: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:

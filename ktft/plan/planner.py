@@ -232,7 +232,8 @@ class Planner:
         yield [(f"cutoff_len: {length}", replace(recipe, cutoff_len=length)) for length in lengths]
         if recipe.lora_rank > 4 and lora_on_experts:
             yield [("lora_rank: 4", replace(recipe, lora_rank=4))]
-        dense = ",".join(sorted(linear_names(self.source.model) - set(PROJECTIONS)))
+        names = linear_names(self.source.model)
+        dense = ",".join(sorted(name for name in names if name.removeprefix("experts.") not in PROJECTIONS))
         if dense and lora_on_experts:
             yield [(f"lora_target: {dense} (no LoRA on experts)", replace(recipe, lora_target=dense))]
         if self.machine.gpu is not None and not recipe.use_cpu:

@@ -371,7 +371,9 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str
 def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *args: Any, **kwargs: Any) -> list[str]:
     """The modules that `lora_target: all` means: LLaMA-Factory omits a frozen vision tower and does not see experts."""
     found = original(model, *args, **kwargs)
-    return sorted(linear_names(model) & {*found, *PROJECTIONS}) if find_experts(model) else found
+    if not find_experts(model):
+        return found
+    return sorted(name for name in linear_names(model) if name.rpartition(".")[2] in {*found, *PROJECTIONS})
 
 
 def patch_target_modules(
