@@ -47,16 +47,19 @@ class Server:
         url: without a path.
         checkpoint: what it serves, under `name`.
         log: everything that its processes printed.
+        key: what requests must give.
     """
 
     url: str
     name: str
     checkpoint: Path
     log: Path
+    key: str | None = None
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """Send one request with a JSON body."""
-        return httpx.post(self.url + path, json=body, timeout=300)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=300)
 
 
 @pytest.fixture(scope="session")
