@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from contract import make_layer, random_inputs
+from forked import Forks
 from given import Checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -95,13 +96,12 @@ def test_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     native.check_machine(99, 99)
 
 
-def test_training_with_few_open_files(train_yaml: Any, tmp_path: Path) -> None:
-    """Through the command, in a shell that has the limit."""
+def test_training_with_few_open_files(train_yaml: Any, forks: Forks, tmp_path: Path) -> None:
+    """Through the command, in a process that has the limit."""
     path = tmp_path / "few.yaml"
     path.write_text(yaml.safe_dump(train_yaml(max_steps=1)))
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(path)]
-    limited = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *command]
-    done = subprocess.run(limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    done = forks.run(command, dict(os.environ), open_files=64)
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 

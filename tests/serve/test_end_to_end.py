@@ -59,9 +59,7 @@ def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def merged(
-    trained: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+def merged(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """`ktft serve` of the merged model, with keys, and its process."""
     options = ["--expert-format", "bf16", "--adapter-swap", "--max-lora-rank", "8"]
     options += ["--api-key", "user", "--admin-key", "admin"]
