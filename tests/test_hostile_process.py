@@ -106,7 +106,7 @@ def test_training_with_few_open_files(train_yaml: Any, forks: Forks, tmp_path: P
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
-def test_more_shards_than_open_files(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_more_shards_than_open_files(tiny_checkpoint: Checkpoint, forks: Forks, tmp_path: Path) -> None:
     source, model = tiny_checkpoint("qwen3moe"), tmp_path / "model"
     model.mkdir()
     shutil.copy(source / "config.json", model)
@@ -116,16 +116,17 @@ def test_more_shards_than_open_files(tiny_checkpoint: Checkpoint, tmp_path: Path
             weight_map[name] = f"{name}.safetensors"
             save_file({name: tensor}, model / weight_map[name], metadata={"format": "pt"})
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    code = (
-        "import resource, sys\nfrom ktft.cli.main import app\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))\napp(sys.argv[1:])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "convert", str(model), str(tmp_path / "out"), "--threads", "1"],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"COLUMNS": "400"},
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "ulimit -n is 24" in done.stderr
+    command = [
+        str(Path(sys.executable).parent / "ktft"),
+        "convert",
+        str(model),
+        str(tmp_path / "out"),
+        "--threads",
+        "1",
+    ]
+    done = forks.run(command, os.environ | {"COLUMNS": "400"}, open_files=24)
+    assert done.returncode == 2 and "Traceback" not in done.stdout, done.stdout
+    assert "ulimit -n is 24" in done.stdout
 
 
 # --- forks ------------------------------------------------------------------------------------------------------------
