@@ -1,7 +1,7 @@
 """From training to serving: train with llamafactory-cli, merge, serve the merged model and the adapter alone, verify.
 The merged model's server has keys, and ends when its kernels fail.
 
-Training, merging and verifying run in LLaMA-Factory's environment, since vLLM's has another version of transformers.
+Training and verifying run in LLaMA-Factory's environment, since vLLM's has another version of transformers.
 `make test` sets `KTFT_TRAINING_BIN` to its folder of programs.
 """
 
@@ -19,6 +19,7 @@ import httpx
 import pytest
 from adapters import random_adapter
 from bad_requests import COMPLETIONS
+from commands import invoke, run
 from conftest import Server, serving
 from gated import bearer
 from tiny import factory_settings, write_data
@@ -53,8 +54,8 @@ def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     settings = factory_settings(served_checkpoint, data, folder / "adapter", lora_rank=8, lora_alpha=16, **learning)
     (folder / "train.yaml").write_text(json.dumps(settings))  # JSON is YAML
     succeed("llamafactory-cli", "train", str(folder / "train.yaml"), HF_DATASETS_CACHE=str(folder / "cache"))
-    places = map(str, (served_checkpoint, folder / "adapter", folder / "merged"))
-    succeed("ktft", "merge", *places, "--threads", "1")
+    status, said = run("merge", served_checkpoint, folder / "adapter", folder / "merged", "--threads", "1")
+    assert status == 0, said
     return folder
 
 
@@ -91,12 +92,10 @@ def answers(server: Server, model: str) -> list[dict[str, Any]]:
     return found
 
 
-def verify(server: Server, base: Path, trained: Path) -> tuple[int, dict[str, Any]]:
-    """Run `ktft verify --serve` with base and adapter in the training environment."""
+def verify(server: Server, base: Path, trained: Path) -> list[str]:
+    """The words of `ktft verify --serve` for base and adapter."""
     options = ["--adapter", str(trained / "adapter"), "--format", "bf16", "--threads", "1", "--json"]
-    done = training("ktft", "verify", str(base), "--serve", server.url, *options)
-    assert done.returncode in (0, 1), done.stderr
-    return done.returncode, json.loads(done.stdout)
+    return ["verify", str(base), "--serve", server.url, *options]
 
 
 def test_merged_and_unmerged_answer_alike(
@@ -113,15 +112,18 @@ def test_the_server_has_the_model_that_was_trained(
     served_checkpoint: Path, trained: Path, server: Server, adapted: str
 ) -> None:
     """It gives the log-probabilities of the model that was trained, within the noise of bf16."""
-    status, report = verify(server, served_checkpoint, trained)
-    assert status == 0 and report["verdict"] == "adapter applied", report["problems"]
+    done = training("ktft", *verify(server, served_checkpoint, trained))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "adapter applied", report["problems"]
     assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
     assert report["tokens"] > 500 and report["continued"] > 100
 
 
 def test_an_adapter_that_is_not_applied(served_checkpoint: Path, trained: Path, server: Server) -> None:
-    status, report = verify(server, served_checkpoint, trained)
-    assert status == 1 and report["verdict"] == "adapter NOT applied", report
+    """In this process, whose transformers is not the one that trained."""
+    done = invoke(*verify(server, served_checkpoint, trained))
+    assert done.exit_code == 1 and json.loads(done.stdout)["verdict"] == "adapter NOT applied", done.output
 
 
 def test_keys(merged: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path) -> None:
