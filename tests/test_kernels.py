@@ -17,6 +17,7 @@ from contract import (
     assert_contract,
     compare,
     empty_layer,
+    emulation_in_full,
     in_every_way,
     inputs_for,
     make_layer,
@@ -43,7 +44,7 @@ def test_contract(isa: str, fmt: str, nodes: int, threads: int, activation: str)
         assert_contract(compare(layer, lora, *inputs_for(rows, hidden), activation))
 
 
-@pytest.mark.parametrize(("isa", "fmt"), CASES)
+@pytest.mark.parametrize(("isa", "fmt"), emulation_in_full(CASES))
 def test_reduction_longer_than_one_block(isa: str, fmt: str) -> None:
     for hidden, intermediate in ((1120, 64), (64, 1056)):
         layer = make_layer(hidden, intermediate, fmt, isa, 2)
@@ -51,7 +52,7 @@ def test_reduction_longer_than_one_block(isa: str, fmt: str) -> None:
         assert_contract(compare(layer, lora, *inputs_for((3, 14, 0, 1, 2), hidden)))
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", emulation_in_full(native.isas()))
 def test_more_rows_than_one_call_takes(isa: str) -> None:
     layer = make_layer(32, 32, "int8", isa, 2)
     lora = make_lora(32, 32, 33, torch.float32)
@@ -60,7 +61,7 @@ def test_more_rows_than_one_call_takes(isa: str) -> None:
 
 # Two projections of rank 176 fill one gradient call's 704 rows, two of 177 take two calls
 @pytest.mark.parametrize(("rank", "threads"), [(176, 1), (177, 2), (256, 1), (256, 2)])
-@pytest.mark.parametrize("isa", sorted({native.default_isa(), "amx_emu"}))
+@pytest.mark.parametrize("isa", emulation_in_full(sorted({native.default_isa(), "amx_emu"})))
 def test_large_ranks(isa: str, rank: int, threads: int) -> None:
     layer = make_layer(64, 32, "int8", isa, threads)
     assert_contract(compare(layer, make_lora(64, 32, rank, torch.float32), *inputs_for(TAILS[1], 64)))
@@ -95,7 +96,7 @@ def test_dtypes_of_hidden_states_and_lora(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8", "mxfp4"])
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", emulation_in_full(native.isas()))
 def test_same_bits_whatever_the_threads_and_the_policy(isa: str, fmt: str) -> None:
     results = []
     for threads, activation in ((1, "retain"), (2, "recompute"), (3, "retain")):
@@ -202,7 +203,7 @@ def test_isa_that_this_cpu_lacks_is_refused() -> None:
         native.runtime(1, 1, "sse9")
 
 
-@pytest.mark.parametrize("isa", [isa for isa in native.isas() if isa != "scalar"])
+@pytest.mark.parametrize("isa", emulation_in_full([isa for isa in native.isas() if isa != "scalar"]))
 @pytest.mark.parametrize("fmt", native.FORMATS)
 def test_every_weight_is_read_once_a_pass(fmt: str, isa: str) -> None:
     layer = make_layer(256, 384, fmt, isa, 2)

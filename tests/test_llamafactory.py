@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ import pytest
 import torch
 import yaml
 from adapted import load_as_stored, lora_config, randomize, tensors_of
-from api import api_server
 from commands import run
+from forked import Forks
 from given import Checkpoint, RunCli, RunExp, Train, TrainYaml
 from llamafactory.hparams import get_infer_args, get_train_args
 from runs import logged
@@ -198,30 +196,32 @@ def answers(chat_config: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-def test_chat_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict[str, str], tmp_path: Path) -> None:
+def test_chat_answers_with_the_adapter(
+    forks: Forks, chat_config: dict[str, Any], answers: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "chat.yaml").write_text(yaml.safe_dump(chat_config))
+    typed, said = tmp_path / "typed", tmp_path / "said"
+    os.mkfifo(typed)
     command = [str(Path(sys.executable).parent / "llamafactory-cli"), "chat", str(tmp_path / "chat.yaml")]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **pipes) as chat:
-        hung = threading.Timer(600, chat.kill)
-        hung.start()
-        assert chat.stdin is not None and chat.stdout is not None
-        chat.stdin.write(b"add 2 and 3\n")
-        chat.stdin.flush()
-        said = b""
-        while f"Assistant: {answers['adapter']}".encode() not in said:
-            part = os.read(chat.stdout.fileno(), 4096)
-            assert part, said.decode(errors="replace")
-            said += part
+    chat = forks.start(command, dict(os.environ), said, stdin=typed)
+    with typed.open("w") as keyboard:
+        print("add 2 and 3", file=keyboard, flush=True)
+        while f"Assistant: {answers['adapter']}" not in said.read_text(errors="replace"):
+            assert chat.poll() is None, said.read_text(errors="replace")
+            time.sleep(0.05)
         time.sleep(1)  # the answer's thread, LLaMA-Factory's own, may be at its last lines: Python aborts over those
-        said += chat.communicate(b"exit\n")[0]
-        hung.cancel()
-    assert chat.returncode == 0, said.decode(errors="replace")
+        print("exit", file=keyboard, flush=True)
+        assert chat.wait() == 0, said.read_text(errors="replace")
 
 
-def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict[str, str], tmp_path: Path) -> None:
+def test_api_answers_with_the_adapter(chat_config: dict[str, Any], answers: dict[str, str]) -> None:
+    """In this process: tests of disconnected clients start `llamafactory-cli api`."""
+    from fastapi.testclient import TestClient
+    from llamafactory.api.app import create_app
+    from llamafactory.chat import ChatModel
+
     body = {"model": "ktft", "messages": [{"role": "user", "content": "add 2 and 3"}]}
-    with api_server(tmp_path, chat_config) as client:
+    with TestClient(create_app(ChatModel(dict(chat_config)))) as client:
         reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
     assert reply["choices"][0]["message"]["content"].strip() == answers["adapter"].strip()
 

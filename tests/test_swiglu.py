@@ -17,6 +17,7 @@ from contract import (
     compare,
     dequantized,
     empty_layer,
+    emulation_in_full,
     gated_oracle,
     in_every_way,
     inputs_for,
@@ -49,7 +50,7 @@ def test_other_formats(fmt: str) -> None:
     assert_contract(compare(layer, lora, *inputs_for(TAILS[1], 64), oracle=gated_oracle(layer)))
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", emulation_in_full(native.isas()))
 @pytest.mark.parametrize(
     ("swiglu", "has_biases"),
     [
@@ -121,7 +122,7 @@ def test_down_bias_is_added_once(nodes: int) -> None:
     torch.testing.assert_close(out, (expected * 0.5).expand(3, 32), rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", emulation_in_full(native.isas()))
 def test_same_bits_whatever_the_threads_and_the_policy(isa: str) -> None:
     results = []
     for threads, activation in ((1, "retain"), (2, "recompute"), (3, "retain")):

@@ -67,6 +67,10 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
     settings = {"threads": 1, "adapter_swap": True} | settings
     environment = ENVIRONMENT | ServeSettings(str(checkpoint), **settings).to_env()
     with patch.dict(os.environ, environment), patch.object(experts, "_current", None):
+        from vllm.platforms import current_platform
+
+        # vLLM compiles single functions of its own, each for many seconds: logprobs, before they are imported
+        current_platform.simple_compile_backend = "eager"
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 

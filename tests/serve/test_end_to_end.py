@@ -1,6 +1,7 @@
 """From training to serving: train with llamafactory-cli, merge, serve the merged model and the adapter alone, verify.
+The merged model's server has keys, and ends when its kernels fail.
 
-Training, merging and verifying run in LLaMA-Factory's environment, since vLLM's has another version of transformers.
+Training and verifying run in LLaMA-Factory's environment, since vLLM's has another version of transformers.
 `make test` sets `KTFT_TRAINING_BIN` to its folder of programs.
 """
 
@@ -10,11 +11,17 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from adapters import random_adapter
+from bad_requests import COMPLETIONS
+from commands import invoke, run
 from conftest import Server, serving
+from gated import bearer
 from tiny import factory_settings, write_data
 
 TRAINING_BIN = os.environ.get("KTFT_TRAINING_BIN")
@@ -47,16 +54,18 @@ def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     settings = factory_settings(served_checkpoint, data, folder / "adapter", lora_rank=8, lora_alpha=16, **learning)
     (folder / "train.yaml").write_text(json.dumps(settings))  # JSON is YAML
     succeed("llamafactory-cli", "train", str(folder / "train.yaml"), HF_DATASETS_CACHE=str(folder / "cache"))
-    places = map(str, (served_checkpoint, folder / "adapter", folder / "merged"))
-    succeed("ktft", "merge", *places, "--threads", "1")
+    status, said = run("merge", served_checkpoint, folder / "adapter", folder / "merged", "--threads", "1")
+    assert status == 0, said
     return folder
 
 
 @pytest.fixture(scope="module")
-def merged_server(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`ktft serve` of the merged model."""
-    with serving(trained / "merged", tmp_path_factory.mktemp("server"), "--expert-format", "bf16") as (server, _):
-        yield server
+def merged(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """`ktft serve` of the merged model, with keys, and its process."""
+    options = ["--expert-format", "bf16", "--adapter-swap", "--max-lora-rank", "8"]
+    options += ["--api-key", "user", "--admin-key", "admin"]
+    with serving(trained / "merged", tmp_path_factory.mktemp("server"), *options) as (server, process):
+        yield replace(server, key="user"), process
 
 
 @pytest.fixture
@@ -83,36 +92,73 @@ def answers(server: Server, model: str) -> list[dict[str, Any]]:
     return found
 
 
-def verify(server: Server, base: Path, trained: Path) -> tuple[int, dict[str, Any]]:
-    """Run `ktft verify --serve` with base and adapter in the training environment."""
+def verify(server: Server, base: Path, trained: Path) -> list[str]:
+    """The words of `ktft verify --serve` for base and adapter."""
     options = ["--adapter", str(trained / "adapter"), "--format", "bf16", "--threads", "1", "--json"]
-    done = training("ktft", "verify", str(base), "--serve", server.url, *options)
-    assert done.returncode in (0, 1), done.stderr
-    return done.returncode, json.loads(done.stdout)
+    return ["verify", str(base), "--serve", server.url, *options]
 
 
-def test_merged_and_unmerged_answer_alike(trained: Path, server: Server, merged_server: Server, adapted: str) -> None:
-    unmerged, merged = answers(server, adapted), answers(merged_server, "merged")
-    assert [each["tokens"] for each in unmerged] == [each["tokens"] for each in merged]
-    differences = [
-        abs(a - b)
-        for one, other in zip(unmerged, merged, strict=True)
-        for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
-    ]
+def test_merged_and_unmerged_answer_alike(
+    server: Server, merged: tuple[Server, subprocess.Popen[bytes]], adapted: str
+) -> None:
+    one, other = answers(server, adapted), answers(merged[0], "merged")
+    assert [each["tokens"] for each in one] == [each["tokens"] for each in other]
+    pairs = zip(one, other, strict=True)
+    differences = [abs(a - b) for x, y in pairs for a, b in zip(x["logprobs"], y["logprobs"], strict=True)]
     assert sum(differences) / len(differences) < MEAN_LIMIT
 
 
-def test_both_are_the_model_that_was_trained(
-    served_checkpoint: Path, trained: Path, server: Server, merged_server: Server, adapted: str
+def test_the_server_has_the_model_that_was_trained(
+    served_checkpoint: Path, trained: Path, server: Server, adapted: str
 ) -> None:
-    """Both give the log-probabilities of the model that was trained, within the noise of bf16."""
-    for each in (server, merged_server):
-        status, report = verify(each, served_checkpoint, trained)
-        assert status == 0 and report["verdict"] == "adapter applied", report["problems"]
-        assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
-        assert report["tokens"] > 500 and report["continued"] > 100
+    """It gives the log-probabilities of the model that was trained, within the noise of bf16."""
+    done = training("ktft", *verify(server, served_checkpoint, trained))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "adapter applied", report["problems"]
+    assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
+    assert report["tokens"] > 500 and report["continued"] > 100
 
 
 def test_an_adapter_that_is_not_applied(served_checkpoint: Path, trained: Path, server: Server) -> None:
-    status, report = verify(server, served_checkpoint, trained)
-    assert status == 1 and report["verdict"] == "adapter NOT applied", report
+    """In this process, whose transformers is not the one that trained."""
+    done = invoke(*verify(server, served_checkpoint, trained))
+    assert done.exit_code == 1 and json.loads(done.stdout)["verdict"] == "adapter NOT applied", done.output
+
+
+def test_keys(merged: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    server, _ = merged
+    body = {"model": server.name, "prompt": [5, 6], "max_tokens": 2}
+    for headers, code in ((bearer("user"), 200), (bearer("admin"), 200), ({"x-api-key": "user"}, 200), ({}, 401)):
+        assert httpx.post(server.url + COMPLETIONS, json=body, headers=headers, timeout=300).status_code == code
+    for path in ("/metrics", "/ktft/status", "/v1/models", "/version"):
+        assert httpx.get(server.url + path).status_code == 401
+        assert httpx.get(server.url + path, headers=bearer("user"), timeout=300).status_code == 200
+    for path in ("/abort_requests", "/start_profile", "/stop_profile"):
+        assert httpx.post(server.url + path).status_code == 401
+        assert httpx.post(server.url + path, headers=bearer("user")).status_code == 403
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+    path = random_adapter(server.checkpoint, tmp_path / "tuned")
+    load = {"lora_name": "tuned", "lora_path": str(path)}
+    for headers, code in (({}, 401), (bearer("user"), 403), (bearer("admin"), 200)):
+        answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=load, headers=headers, timeout=300)
+        assert answer.status_code == code, answer.text
+    unload = f"{server.url}/v1/unload_lora_adapter"
+    assert httpx.post(unload, json={"lora_name": "tuned"}, headers=bearer("user")).status_code == 403
+    assert httpx.post(unload, json={"lora_name": "tuned"}, headers=bearer("admin"), timeout=300).status_code == 200
+
+
+def test_a_failure_in_the_kernels_ends_the_server(
+    merged: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """With an adapter whose numbers are finite and whose products are not. It is the last test of this server."""
+    server, process = merged
+    body = {"model": server.name, "prompt": [5, 6], "max_tokens": 2}
+    assert server.post(COMPLETIONS, **body).status_code == 200
+    path = random_adapter(server.checkpoint, tmp_path / "huge", std=1e25, target_modules=["experts"])
+    admin = replace(server, key="admin")
+    assert admin.post("/v1/load_lora_adapter", lora_name="huge", lora_path=str(path)).status_code == 200
+    assert server.post(COMPLETIONS, **body | {"model": "huge"}).status_code >= 500
+    assert process.wait(300) == 1
+    assert "the server has died" in server.log.read_text()

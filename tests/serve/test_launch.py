@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 import commands
 import pytest
 from adapters import random_adapter
+from forked import Forks
 from tiny import write_checkpoint
 
 from ktft import versions
@@ -273,25 +273,19 @@ def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
 class Parent:
     """`ktft serve` with the engine of `fake_engine.py` alone."""
 
-    def __init__(self, folder: Path, plan: str, *flags: str) -> None:
+    def __init__(self, forks: Forks, folder: Path, plan: str, *flags: str) -> None:
         self.plan, self.folder = folder / "plan", folder
         self.plan.write_text(plan)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        # The parent must need neither vLLM nor ktft's folder for it: importing either is an error here
-        code = (
-            "import sys, types; sys.modules['vllm'] = sys.modules['ktft.serve.vllm'] = None\n"
-            "from fake_engine import FAKE; from ktft.cli.main import app\n"
-            "sys.modules['ktft.serve.engines'] = types.SimpleNamespace(installed=lambda: FAKE)\n"
-            "from ktft.serve.front import checks, launch; launch.DRAIN = 0.5; launch.TRIES = 3\n"
-            "checks.check = lambda engine, *_: checks.Findings(engine, 'qwen3_moe', False, 512, None)\n"
-            "app()"
-        )
-        command = [sys.executable, "-c", code, "serve", str(folder), "--port", str(self.port), *flags]
+        command = [str(Path(__file__).with_name("fake_parent.py")), "serve", str(folder), "--port", str(self.port)]
         environment = os.environ | {"FAKE_ENGINE": str(self.plan), "TMPDIR": str(folder), "COLUMNS": "300"}
         environment["PYTHONPATH"] = str(Path(__file__).parent)
-        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        says = folder / "says"
+        os.mkfifo(says)
+        self.process = forks.start([*command, *flags], environment, os.devnull, stderr=says)
+        self.stderr = says.open()
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
@@ -310,9 +304,8 @@ class Parent:
 
     def said(self, words: str) -> str:
         """What it says, up to a line with these words."""
-        assert self.process.stderr is not None
         text = ""
-        for line in self.process.stderr:
+        for line in self.stderr:
             text += line
             if words in line:
                 return text
@@ -320,28 +313,40 @@ class Parent:
 
     def ended(self) -> tuple[int, str]:
         """Exit code and last words. No process of it may be left."""
-        _, said = self.process.communicate(timeout=60)
+        said = self.stderr.read()
+        code = self.process.wait()
         for start in self.starts():
             assert not list(members(start["pid"]))
-        return self.process.returncode, said
+        return code, said
+
+    def tell(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
 
     @property
     def files(self) -> list[Path]:
         return list(self.folder.glob("ktft-serve-*"))
 
 
+@pytest.fixture(scope="module")
+def forks_of_parents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """A process that has imported what `ktft serve` needs before it knows the engine."""
+    forks = Forks(tmp_path_factory.mktemp("forks"), ("ktft.cli.main", "ktft.serve.front.launch"))
+    yield forks
+    forks.close()
+
+
 @pytest.fixture
-def parent(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
+def parent(forks_of_parents: Forks, tmp_path: Path) -> Iterator[Callable[..., Parent]]:
     made: list[Parent] = []
 
     def make(*arguments: str) -> Parent:
-        made.append(Parent(tmp_path, *arguments))
+        made.append(Parent(forks_of_parents, tmp_path, *arguments))
         return made[-1]
 
     yield make
     for each in made:
         each.process.kill()
-        each.process.communicate()
+        each.stderr.close()
         for start in each.starts():
             for pid in members(start["pid"]):
                 os.kill(pid, signal.SIGKILL)
@@ -360,7 +365,7 @@ def test_it_serves_until_a_signal_ends_it(parent: Callable[..., Parent], number:
     assert start["hosts"] == ["localhost", "127.0.0.1", "::1", "proxy.lan"]
     assert start["origins"] == ["https://a.example"]
     assert "secret" not in start["command"] and "mighty" not in start["command"]
-    server.process.send_signal(number)
+    server.tell(number)
     assert server.ended()[0] == 0
     assert not server.files
 
@@ -368,9 +373,9 @@ def test_it_serves_until_a_signal_ends_it(parent: Callable[..., Parent], number:
 def test_an_engine_that_ignores_sigterm_is_killed(parent: Callable[..., Parent]) -> None:
     server = parent("deaf")
     server.said("serving")
-    server.process.terminate()
+    server.tell(signal.SIGTERM)
     server.wait_for(server.plan.with_suffix(".deaf").exists)  # two signals at the same time would count as one
-    server.process.terminate()
+    server.tell(signal.SIGTERM)
     assert server.ended()[0] == 0
 
 
@@ -406,7 +411,7 @@ def test_supervision_restores_the_current_adapter(parent: Callable[..., Parent],
     first, second = server.starts()
     assert first["adapter"] is None and (second["adapter"], second["name"]) == (str(tmp_path), "tuned")
     assert (first["environment"], second["environment"]) == ("base", "tuned")
-    server.process.terminate()
+    server.tell(signal.SIGTERM)
     assert server.ended()[0] == 0
 
 
