@@ -96,14 +96,19 @@ def torch_model(path: Path, ktft_model: nn.Module) -> nn.Module:
     return model
 
 
-def losses(model: nn.Module, out: Path) -> list[float]:
+def losses(model: nn.Module, out: Path, learning_rate: float) -> list[float]:
     tok = tokenizer()
     text = [f"line {n}: the sum of {n} and {n + 1} is {2 * n + 1}." for n in range(16)]
     rows = [{"input_ids": ids, "labels": ids} for ids in tok([line.ljust(40) for line in text]).input_ids]
-    settings = {"max_steps": STEPS, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "save_strategy": "no"}
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 8, "save_strategy": "no"}
+    settings |= {"learning_rate": learning_rate}
     trainer = Trainer(model, runs.arguments(out, **settings), train_dataset=rows)
     trainer.train()
     return runs.losses(trainer)
+
+
+SLOWER = {"gemma4": 7e-4}
+"""Learning rates of families whose norms after the experts make their rounding as large as what they add."""
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *without_the_like(known())])
@@ -120,7 +125,8 @@ def test_twenty_steps(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) 
     assert groups == GROUPS[family] if family in GROUPS else {"attention", "routed experts"} <= groups
     before = {name: parameter.detach().clone() for name, parameter in trained.items()}
 
-    expected, actual = losses(plain, tmp_path), losses(mine, tmp_path)
+    rate = SLOWER.get(family, 3e-3)
+    expected, actual = losses(plain, tmp_path, rate), losses(mine, tmp_path, rate)
     assert len(expected) == STEPS
     assert actual == pytest.approx(expected, rel=0.005)
     assert expected[-1] < 0.9 * expected[0], "the comparison is of a model that learns"

@@ -108,6 +108,13 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral4": ("Mistral3Config", LATENT | {"model_type": "mistral4", "first_k_dense_replace": 0}),
     "mistral_large4": ("MistralLarge4Config", LATENT | INDEXER),
+    "gemma4": (
+        "Gemma4TextConfig",
+        HEADS
+        | {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0}
+        | {"global_head_dim": 16, "num_global_key_value_heads": 2, "sliding_window": 8, "num_kv_shared_layers": 0}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
     "trinity": (
         "AfmoeConfig",
         HEADS | {"num_experts": 8, "num_shared_experts": 1, "sliding_window": 8, "num_dense_layers": 1},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktft.config import PROJECTIONS
-from ktft.swiglu import SILU, Swiglu
+from ktft.swiglu import GELU_TANH, SILU, Swiglu, clamped_after
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ STACKED = Layout("model.layers.{layer}.mlp.experts.{projection}", names=("gate_u
 DEEPSEEK_V4 = replace(MIXTRAL, stem="layers.{layer}.ffn.experts.{expert}.{projection}")
 
 
+GEMMA = replace(STACKED, stem=STACKED.stem.replace("mlp.", ""))
+STEP = Layout("model.layers.{layer}.moe.{projection}.weight")
+
+
 def in_language_model(layout: Layout) -> Layout:
     """The layout of the text model within a vision-language model."""
     return replace(layout, stem=layout.stem.replace("model.", "model.language_model.", 1))
@@ -199,20 +204,29 @@ class Family:
         starts = (re.escape(stem.format(layer="\0")).replace("\0", r"\d+") for stem in stems)
         return re.compile(rf"^(?:{'|'.join(starts)})experts\.")
 
-    def activation(self, config: Any) -> Swiglu:
-        """The activation of a model with this config (the text model's), which may set `swiglu_alpha`, `swiglu_limit`.
+    def activation(self, config: Any, layer: int = 0) -> Swiglu:
+        """A layer's activation in a model with this config (the text model's), which may set `swiglu_alpha`,
+        `swiglu_limit`, and `swiglu_limits` by layer, which clamp what SiLU has made.
 
         Raises:
-            ValueError: the kernels do not compute this `hidden_act`.
+            ValueError: the kernels do not compute this activation.
         """
-        if (name := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
-            raise ValueError(f"hidden_act is {name!r}; ktft's experts compute 'silu' only")
+        name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"
+        if name in GELU:
+            return GELU_TANH
+        if name not in ("silu", "swish"):
+            known = ", ".join(("silu", *GELU))
+            raise ValueError(f"the experts' activation is {name!r}; ktft's experts compute {known}")
+        if limits := getattr(config, "swiglu_limits", None):
+            return clamped_after(limits[layer] or math.inf)
         own = {
             name: getattr(config, f"swiglu_{name}", None) or getattr(self.swiglu, name) for name in ("alpha", "limit")
         }
         return replace(self.swiglu, **own)
 
 
+GELU = ("gelu_pytorch_tanh",)
+"""Names of `GELU_TANH` in configurations."""
 QWEN_SHARED = ("shared_expert", "shared_expert_gate")
 LINEAR_ATTENTION = ("self_attn", "linear_attn")
 INDEXED = ("gate", "indexer")
@@ -342,6 +356,22 @@ ROWS = (
         "MistralLarge4TextExperts",
         layouts=(replace(MIXTRAL, stem="layers.{layer}.experts.{expert}.{projection}"),),
         without_lora=INDEXED,
+        newest_only=True,
+    ),
+    Family(
+        "Gemma-4",
+        ("gemma4", "gemma4_text"),
+        "Gemma4TextExperts",
+        layouts=(in_language_model(GEMMA), GEMMA),
+        router="router",
+        without_lora=("router",),
+        newest_only=True,
+    ),
+    Family(
+        "Step-3.7",
+        ("step3p7", "step3p7_text"),
+        "Step3p7Experts",
+        layouts=(STEP, in_language_model(STEP)),
         newest_only=True,
     ),
     Family("Trinity", ("afmoe",), "AfmoeExperts", router="router", without_lora=("router",)),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -332,8 +332,7 @@ def swap_experts(
     Raises:
         ValueError: the model has no such module, or the kernels do not support its activation or dimensions.
     """
-    config: Any = model.config
-    swiglu = family.activation(config.get_text_config())
+    text = cast(Any, model.config).get_text_config()
     launch = Launch.of_environment() if part is None else Launch()
     if launch.ranks > 1:
         begin()
@@ -356,7 +355,7 @@ def swap_experts(
             intermediate_size=intermediate_size,
             format=settings.expert_format or DEFAULT_EXPERT_FORMAT,
             name=name,
-            swiglu=swiglu,
+            swiglu=family.activation(text, number),
             biases=family.biases,
             held=held[number],
         )
