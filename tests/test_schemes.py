@@ -103,7 +103,8 @@ def test_every_scheme_is_tested() -> None:
         return {scheme}.union(*(below(each) for each in scheme.__subclasses__()))
 
     tested = {type(scheme_of({"quantization_config": config}, "c")) for _, config in ALL_SCHEMES.values()}
-    assert tested | {Scheme} == below(Scheme), "add it to tests/quantize.py"
+    known = {each for each in below(Scheme) if each.container == "safetensors"}
+    assert tested | {Scheme} == known, "add it to tests/quantize.py"
 
 
 def test_schemes_by_configuration() -> None:
