@@ -109,7 +109,8 @@ def _scales(form: PackedFormat) -> str:
 
 
 def _schemes(scheme: type[Scheme]) -> list[str]:
-    return [scheme.name, *(name for each in scheme.__subclasses__() for name in _schemes(each))]
+    own = [each for each in scheme.__subclasses__() if each.container == "safetensors"]
+    return [scheme.name, *(name for each in own for name in _schemes(each))]
 
 
 def versions() -> str:

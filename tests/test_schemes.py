@@ -104,7 +104,8 @@ def test_every_scheme_is_tested() -> None:
 
     read = [scheme_of({"quantization_config": config}, "c") for _, config in ALL_SCHEMES.values()]
     tested = {type(each) for scheme in read for each in (scheme, *scheme.beside)}
-    assert tested | {Scheme} == below(Scheme), "add it to tests/quantize.py"
+    known = {each for each in below(Scheme) if each.container == "safetensors"}
+    assert tested | {Scheme} == known, "add it to tests/quantize.py"
 
 
 def test_schemes_by_configuration() -> None:

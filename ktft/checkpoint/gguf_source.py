@@ -57,6 +57,7 @@ class GgufScheme(Scheme):
     name: ClassVar[str] = "GGUF"
     parts: ClassVar[Mapping[str, Part]] = {"codes": Part(".weight", TYPES)}
     transposes: ClassVar[bool] = False
+    container: ClassVar[str] = "GGUF"
 
 
 class GgufReader(CheckpointReader):
@@ -68,6 +69,8 @@ class GgufReader(CheckpointReader):
     Raises:
         ValueError: the package gguf is missing; a part is missing, truncated or of another model; a tensor is in two.
     """
+
+    ahead: ClassVar[int] = 8  # fp32 takes twice the memory of what most checkpoints hold
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         require_gguf()

@@ -29,7 +29,6 @@ from ktft.native import ExpertLayer
 logger = logging.getLogger(__name__)
 
 READERS = 8  # threads that read, and unpack or check CRC-32, for which one core would be slower than a disk
-AHEAD = 16  # matrices read before they are packed; far fewer than a layer has
 SHARDS_AT_ONCE = 4
 
 Content = TypeVar("Content")
@@ -291,7 +290,7 @@ class ExpertPlan:
     def load(self, layers: Mapping[int, ExpertLayer]) -> Iterator[int]:
         """Fill these layers, in the order of the bytes on disk. Yields the number of bytes read as they are packed.
 
-        At most `AHEAD` matrices are in memory at once besides the packed ones.
+        At most `CheckpointReader.ahead` matrices are in memory at once besides the packed ones.
 
         Raises:
             ValueError: a value is NaN or Inf, or a file has changed since; the message names file and tensor.
@@ -301,7 +300,7 @@ class ExpertPlan:
             yield from self.load_biases(layers)
             matrices = in_disk_order(self._of(layers.keys()))
             read = partial(Matrix.read, reader=self.reader)
-            for matrix, encoded in zip(matrices, read_ahead(matrices, read, AHEAD), strict=True):
+            for matrix, encoded in zip(matrices, read_ahead(matrices, read, self.reader.ahead), strict=True):
                 for target in matrix.targets:
                     layer = layers[target.layer]
                     part = encoded.take_rows(target.rows)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +80,9 @@ class CheckpointReader:
         ValueError: a file is truncated or not safetensors; a tensor's dtype, shape and place in the file contradict
             each other or another tensor; a tensor is in two shards; the index and the shards disagree.
     """
+
+    ahead: ClassVar[int] = 16
+    """How many matrices are read before they are packed; far fewer than a layer has."""
 
     def __init__(self, files: Sequence[str | os.PathLike[str]]) -> None:
         self.tensors: dict[str, TensorEntry] = {}

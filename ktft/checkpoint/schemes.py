@@ -54,6 +54,7 @@ class Scheme:
             not write (`ktft.checkpoint.addition`).
         dense_bytes: bytes a parameter of what is not a routed expert, as released models in the scheme have it; None if
             that part is plain.
+        container: the kind of files that have it.
     """
 
     name: ClassVar[str] = "plain"
@@ -61,6 +62,7 @@ class Scheme:
     transposes: ClassVar[bool] = True
     rounds_as: ClassVar[str | None] = None
     dense_bytes: ClassVar[int | None] = None
+    container: ClassVar[str] = "safetensors"
 
     @property
     def beside(self) -> tuple[Scheme, ...]:

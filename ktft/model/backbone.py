@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -236,5 +236,5 @@ class _Dequantizing(WeightConverter):
     """Leaves alone what only ends like a scale: DeepSeek-V4 calls scales `scale`, and some parameters too."""
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        backbone: Backbone = self.operations[0].backbone
+        backbone: Backbone = cast(Any, self.operations[0]).backbone
         return (source_key, None) if backbone.is_no_weight(source_key) else super().rename_source_key(source_key)

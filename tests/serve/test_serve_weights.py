@@ -93,6 +93,18 @@ def test_converted_checkpoint_and_experts_from_elsewhere(plain: Path, tmp_path: 
         weights(target, expert_format="int8")
 
 
+def test_experts_from_gguf(plain: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from ggufs import write_gguf
+
+    values = write_gguf(plain, tmp_path / "model.gguf", "qwen3moe", "BF16")
+    dense, layers, told = loaded(plain, expert_checkpoint=str(tmp_path))
+    assert_same(dense, {name: tensor for name, tensor in read_all(plain).items() if ".experts." not in name})
+    names = {f"model.layers.{n}.mlp.experts.{e}.{p}.weight": weight for (n, e, p), weight in values.items()}
+    assert_same(experts_of(layers), names)
+    assert {each.phase for each in told} == {"Packing GGUF experts (bf16)"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
