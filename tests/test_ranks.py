@@ -162,7 +162,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, base: Path) -> No
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, base: Path) -> None:
     """The other process tells which rank it was, and why; the last checkpoint is whole."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "stop": (0, "error")}
-    status, said = torchrun_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, **options))
+    status, said = run_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, **options))
     assert status == 1
     assert "rank 0 on " in said and "failed: MemoryError: no memory left for this test" in said, said[-3000:]
     assert "this process cannot go on because rank 0" in said or "ends because rank 0" in said
