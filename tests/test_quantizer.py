@@ -197,7 +197,7 @@ def test_bad_shards(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; ktft's experts compute 'silu' only"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; ktft's experts compute 'silu' and 'gelu_pytorch_tanh' only"),
         ({"moe_intermediate_size": 48}, "48"),
         (
             {"mlp_only_layers": [0, 1, 2]},

@@ -215,8 +215,8 @@ class Family:
         if name in GELU:
             return GELU_TANH
         if name not in ("silu", "swish"):
-            known = ", ".join(("silu", *GELU))
-            raise ValueError(f"the experts' activation is {name!r}; ktft's experts compute {known}")
+            known = " and ".join(map(repr, ("silu", *GELU)))
+            raise ValueError(f"hidden_act is {name!r}; ktft's experts compute {known} only")
         if limits := getattr(config, "swiglu_limits", None):
             return clamped_after(limits[layer] or math.inf)
         own = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from ktft.checkpoint.encoded import INT4_ZERO, Encoded, pack_nibbles, unpack_nibbles
 
 Shape = tuple[int, ...]
-PLAIN = _FLOAT_SCALES = ("BF16", "F16", "F32")
+PLAIN, _FLOAT_SCALES = ("BF16", "F16", "F32"), ("F32", "BF16", "F16")
 # Scales of activations and of the key-value cache are not needed: ktft computes both in bf16.
 IGNORED = re.compile(r"\.(input_scale|activation_scale|[kv]_scale|[kv]_proj\.output_scale|[kv]_zero_point)$")
 
