@@ -144,6 +144,21 @@ def test_trains_and_its_adapter_loads_again(tiny_checkpoint: Checkpoint, tmp_pat
         torch.testing.assert_close(text_loss(again)[0], text_loss(model.eval())[0])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", known())
+def test_resumes_exactly(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    def losses(resume: str | None = None) -> list[float]:
+        model = adapt(load(tiny_checkpoint(family), "int8"), b_std=0.02)
+        options = {"max_steps": 3, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+        trainer = Trainer(model, arguments(tmp_path, **options), train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    whole = losses()
+    assert len(whole) == 3 and losses(str(tmp_path / "checkpoint-2")) == whole
+
+
 @pytest.mark.parametrize("family", ["qwen3vl", "qwen3_5", "qwen3_5_text"])
 def test_other_layouts_of_the_same_weights(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
     """Experts as save_pretrained writes them, and one tensor an expert: the same model."""
@@ -278,7 +293,7 @@ def test_family_without_a_row(tmp_path: Path, model_type: str) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     stock, mine = load(tmp_path, None), load(tmp_path)
-    assert experts_family(mine).layouts == (layout,)
+    assert experts_family(mine).layouts[0] == layout
     same_choices(stock, mine, list(find_experts(mine)))
     assert_same_logits(stock, mine)
     adapted = adapt(mine, b_std=0.02)
@@ -314,7 +329,7 @@ def test_layouts_and_norms_of_the_newest_transformers() -> None:
             return AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type))
 
     stem = "model.language_model.layers.{layer}.mlp.experts.{expert}.{projection}"
-    assert family_of(on_meta("glm4v_moe")).layouts == (Layout(stem),)
+    assert Layout(stem) in family_of(on_meta("glm4v_moe")).layouts
     with pytest.raises(ValueError, match="a norm after each expert"):
         family_of(on_meta("muse_spark"))
 

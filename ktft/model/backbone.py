@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,5 +236,8 @@ class _Dequantizing(WeightConverter):
     """Leaves alone what only ends like a scale: DeepSeek-V4 calls scales `scale`, and some parameters too."""
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        backbone: Backbone = cast(Any, self.operations[0]).backbone
-        return (source_key, None) if backbone.is_no_weight(source_key) else super().rename_source_key(source_key)
+        (dequantize,) = self.operations
+        assert isinstance(dequantize, _Dequantize)
+        if dequantize.backbone.is_no_weight(source_key):
+            return source_key, None
+        return super().rename_source_key(source_key)

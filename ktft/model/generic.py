@@ -69,7 +69,7 @@ def _derive(model: PreTrainedModel) -> Family:
         f"{model_type} (no row: as transformers lays it out)",
         (model_type,),
         classes[0],
-        layouts=(_layout(model, name),),
+        layouts=_layouts(model, name),
         router=router,
         without_lora=(router,),
     )
@@ -107,8 +107,8 @@ def _problems(module: nn.Module) -> Iterator[str]:
         yield "a norm after each expert"
 
 
-def _layout(model: PreTrainedModel, name: str) -> Layout:
-    """The layout on disk of the experts in module `name`, derived from the conversions by which transformers loads."""
+def _layouts(model: PreTrainedModel, name: str) -> tuple[Layout, ...]:
+    """The layouts on disk of the experts in module `name`, derived from the conversions by which transformers loads."""
     conversions = get_model_conversion_mapping(model)
     stems = {kind: f"{name}.{kind}" for kind in ("gate_up_proj", "down_proj")}
     found: dict[str, list[str]] = {}
@@ -128,27 +128,31 @@ def _layout(model: PreTrainedModel, name: str) -> Layout:
             found[kind] = [start + source.replace("\\.", ".").removesuffix(".weight") for source in sources]
     layer = f".{layer_number(name)}."
     if not found:
-        return Layout(f"{name.replace(layer, '.{layer}.', 1)}.{{projection}}", names=STACKED.names)
-    stems_on_disk = [_on_disk(stem, conversions) for stem in (*found["gate_up_proj"], *found["down_proj"])]
-    prefixes = {stem.rpartition(".")[0] for stem in stems_on_disk}
-    if len(stems_on_disk) != len(PROJECTIONS) or len(prefixes) > 1:
-        raise ValueError(f"cannot tell where checkpoints of {model.config.model_type!r} hold {name}; add a row")
-    prefix = prefixes.pop().replace(layer, ".{layer}.", 1).replace(".*", ".{expert}", 1)
-    gate, up, down = (stem.rpartition(".")[2] for stem in stems_on_disk)
-    return Layout(f"{prefix}.{{projection}}", names=(gate, up, down))
+        return (Layout(f"{name.replace(layer, '.{layer}.', 1)}.{{projection}}", names=STACKED.names),)
+    readable = [_on_disk(stem, conversions) for stem in (*found["gate_up_proj"], *found["down_proj"])]
+    layouts = []
+    for stems_on_disk in zip(*readable, strict=False):
+        prefixes = {stem.rpartition(".")[0] for stem in stems_on_disk}
+        if len(stems_on_disk) != len(PROJECTIONS) or len(prefixes) > 1:
+            raise ValueError(f"cannot tell where checkpoints of {model.config.model_type!r} hold {name}; add a row")
+        prefix = prefixes.pop().replace(layer, ".{layer}.", 1).replace(".*", ".{expert}", 1)
+        gate, up, down = (stem.rpartition(".")[2] for stem in stems_on_disk)
+        layouts.append(Layout(f"{prefix}.{{projection}}", names=(gate, up, down)))
+    return tuple(layouts)
 
 
-def _on_disk(stem: str, conversions: list[Any]) -> str:
-    """The name on disk of what `stem` is in the model: what transformers would save it as, if it reads that back.
+def _on_disk(stem: str, conversions: list[Any]) -> list[str]:
+    """The names on disk of what `stem` is in the model: what transformers would save it as, and the same, if it reads
+    that as it is, as it does the newer names of GLM-4.5V.
 
     Raises:
-        ValueError: transformers' renamings do not tell.
+        ValueError: transformers would read neither.
     """
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     saved = stem
     for renaming in reversed(renamings):
         saved, _ = renaming.reverse_transform().rename_source_key(saved)
-    for name in (saved, stem):  # some reverse transforms add a prefix that is there already
-        if rename_source_key(f"{name}.weight", renamings, [])[0] == f"{stem}.weight":
-            return name
+    names = [*dict.fromkeys((saved, stem))]
+    if read := [name for name in names if rename_source_key(f"{name}.weight", renamings, [])[0] == f"{stem}.weight"]:
+        return read
     raise ValueError(f"cannot tell where checkpoints hold {stem}, which transformers would save as {saved}; add a row")
