@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktft.config import PROJECTIONS
-from ktft.swiglu import GELU_TANH, SILU, Swiglu, clamped_after
+from ktft.swiglu import GELU_TANH, SILU, Swiglu
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,6 @@ DEEPSEEK_V4 = replace(MIXTRAL, stem="layers.{layer}.ffn.experts.{expert}.{projec
 
 
 GEMMA = replace(STACKED, stem=STACKED.stem.replace("mlp.", ""))
-STEP = Layout("model.layers.{layer}.moe.{projection}.weight")
 
 
 def in_language_model(layout: Layout) -> Layout:
@@ -204,9 +202,8 @@ class Family:
         starts = (re.escape(stem.format(layer="\0")).replace("\0", r"\d+") for stem in stems)
         return re.compile(rf"^(?:{'|'.join(starts)})experts\.")
 
-    def activation(self, config: Any, layer: int = 0) -> Swiglu:
-        """A layer's activation in a model with this config (the text model's), which may set `swiglu_alpha`,
-        `swiglu_limit`, and `swiglu_limits` by layer, which clamp what SiLU has made.
+    def activation(self, config: Any) -> Swiglu:
+        """The activation of a model with this config (the text model's), which may set `swiglu_alpha`, `swiglu_limit`.
 
         Raises:
             ValueError: the kernels do not compute this activation.
@@ -217,8 +214,6 @@ class Family:
         if name not in ("silu", "swish"):
             known = " and ".join(map(repr, ("silu", *GELU)))
             raise ValueError(f"hidden_act is {name!r}; ktft's experts compute {known} only")
-        if limits := getattr(config, "swiglu_limits", None):
-            return clamped_after(limits[layer] or math.inf)
         own = {
             name: getattr(config, f"swiglu_{name}", None) or getattr(self.swiglu, name) for name in ("alpha", "limit")
         }
@@ -365,14 +360,6 @@ ROWS = (
         layouts=(in_language_model(GEMMA), GEMMA),
         router="router",
         without_lora=("router",),
-        newest_only=True,
-    ),
-    Family(
-        "Step-3.7",
-        ("step3p7", "step3p7_text"),
-        "Step3p7Experts",
-        layouts=(STEP, in_language_model(STEP)),
-        newest_only=True,
     ),
     Family("Trinity", ("afmoe",), "AfmoeExperts", router="router", without_lora=("router",)),
     Family(

@@ -332,7 +332,7 @@ def swap_experts(
     Raises:
         ValueError: the model has no such module, or the kernels do not support its activation or dimensions.
     """
-    text = cast(Any, model.config).get_text_config()
+    swiglu = family.activation(cast(Any, model.config).get_text_config())
     launch = Launch.of_environment() if part is None else Launch()
     if launch.ranks > 1:
         begin()
@@ -355,7 +355,7 @@ def swap_experts(
             intermediate_size=intermediate_size,
             format=settings.expert_format or DEFAULT_EXPERT_FORMAT,
             name=name,
-            swiglu=family.activation(text, number),
+            swiglu=swiglu,
             biases=family.biases,
             held=held[number],
         )
