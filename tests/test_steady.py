@@ -16,7 +16,7 @@ from contract import make_lora
 from given import Checkpoint
 from host_graphs import record_on_host
 from lanes import no_calibration
-from test_lanes import HIDDEN, INTERMEDIATE, RANK, compare, inputs_for, make_experts
+from test_lanes import HIDDEN, INTERMEDIATE, RANK, ROWS, compare, inputs_for, make_experts
 from torch import Tensor
 from transformers import Trainer
 
@@ -86,7 +86,7 @@ def test_contract(steady: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) 
     monkeypatch.setattr(passes, "IDLE", 1.0)
     monkeypatch.setattr(passes, "_alike", lambda *_: True)  # `compare` has adapters of its own
     experts = make_experts(fmt, nodes=2, placement="stream")
-    warm(experts)
+    warm(experts, ROWS)
     compare(experts, checkpointed(experts))
     assert steady == ["forward", "backward"]
 

@@ -14,14 +14,15 @@ from ktft.device import device_of
 from ktft.model import collected
 from ktft.model.layer_kind import SharedWeights, Unlike, Weights
 from ktft.model.lockstep import Lockstep
+from ktft.model.memory import spare_bytes
 from ktft.model.recording import Recording, Second
 
 logger = logging.getLogger("ktft")
 
 USES = 2
 """The use of a layer with inputs of one shape that is recorded; the ones before compile kernels and fill caches."""
-SHAPES = 8
-"""The most shapes of inputs that are recorded for each kind of layer and each micro-batch of a step."""
+MOST = 32
+"""The most recordings of one kind of layer: one for each shape of input and each micro-batch that goes with others."""
 LARGEST = 32 << 20
 """The most bytes of a layer's input: kernels that compute more keep a GPU busy while the host launches the next."""
 _ROUNDING = 2.0**-5
@@ -74,8 +75,8 @@ class LayerRecorder:
             return None
         self._uses[key, layer] += 1
         if key not in self._recordings:
-            alike = sum(other[:2] == key[:2] for other in self._recordings)
-            if self._uses[key, layer] < USES or alike >= SHAPES:
+            alike = sum(other[0] == kind for other in self._recordings)
+            if self._uses[key, layer] < USES or alike >= MOST or not self._has_room():
                 return None
             found = self._made(layer, weights, key, lambda: self._record(weights, kind, given, spec, slot))
             if found is None:
@@ -86,6 +87,11 @@ class LayerRecorder:
             self._refuse(layer, Unlike("another layer of its kind does something else"))
             return None
         return weights, found
+
+    def _has_room(self) -> bool:
+        """Whether the device has more memory left than training's own fluctuations take."""
+        free = self._device.free_bytes()
+        return free is None or free[0] >= spare_bytes(self._device.memory_reserved())
 
     def second(self, layer: nn.Module, weights: Weights, found: Recording, reached: tuple[bool, ...]) -> Second | None:
         """The second pass of a recording; None if it cannot be recorded."""

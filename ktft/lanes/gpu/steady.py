@@ -8,6 +8,7 @@ streamed experts lie between them. A call's tensors are copied to memory that th
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Piece, piece_rows
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
+
+SIZES = 8
+"""The most sizes of calls that are steady: each needs memory of its own."""
 
 
 class Memory:
@@ -99,6 +103,8 @@ class SteadyLane:
         self._by_device = by_triton(lane.device)
         self._recorded = Recorded(lane.device, on=self._by_device)
         self._memory: dict[tuple[object, ...], Memory] = {}
+        self._uses: Counter[tuple[ExpertLayer, tuple[int, ...]]] = Counter()
+        self._sizes: set[tuple[int, ...]] = set()
         self._lora_grads: dict[tuple[int, int], tuple[Tensor, Any]] = {}
 
     def takes(self, layer: ExpertLayer, tokens: int, top_k: int, lora: ExpertLora | None) -> bool:
@@ -109,7 +115,18 @@ class SteadyLane:
         """
         few = tokens * top_k <= piece_rows(layer.hidden_size, layer.intermediate_size)
         drops = lora is not None and lora.dropout > 0
-        return few and not drops and layer.held.whole and (not self._by_device or is_grouped(self._lane.device))
+        fits = few and not drops and layer.held.whole and (not self._by_device or is_grouped(self._lane.device))
+        return fits and self._comes_again(layer, tokens, top_k)
+
+    def _comes_again(self, layer: ExpertLayer, tokens: int, top_k: int) -> bool:
+        """Whether the layer had calls of this size before, and there is memory for them or some may be made."""
+        size = layer.num_experts, layer.hidden_size, top_k, tokens
+        self._uses[layer, size] += 1
+        known = size in self._sizes
+        if not known and self._uses[layer, size] > 1 and len(self._sizes) < SIZES:
+            self._sizes.add(size)
+            known = True
+        return known
 
     def forward(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
