@@ -15,6 +15,7 @@ from ranks import results, run_jobs
 from tiny import FAMILIES, MORE_FAMILIES
 from torch import Tensor
 from transformers import Trainer
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 STEPS = 4
 """The first runs kernel by kernel, the second records, the others play back."""
@@ -155,3 +156,34 @@ def test_dropout(
     assert_same(usual, recorded)
     other = steps(path, tmp_path / "none", **settings | {"lora_dropout": 0.0})
     assert other[0] != pytest.approx(usual[0], rel=1e-3)
+
+
+def test_a_layer_that_differs_or_cannot_be_recorded(
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    graphs: list[HostGraph],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One differs by its number alone, as no attribute shows; one asks for a number. Both run by themselves."""
+    path, attention = tiny_checkpoint("qwen3moe"), "Qwen3MoeAttention"
+    original = getattr(modeling_qwen3_moe, attention).forward
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, weights = original(self, hidden_states, *args, **kwargs)
+        if self.layer_idx == 1:
+            out = 2 * out
+        if self.layer_idx == 2 and asks:
+            out = out * float(out.detach().abs().sum() > 0)
+        return out, weights
+
+    monkeypatch.setattr(getattr(modeling_qwen3_moe, attention), "forward", forward)
+    for asks in (False, True):
+        del graphs[:]
+        usual = plain(monkeypatch, path, tmp_path / f"plain-{asks}")
+        recorded = steps(path, tmp_path / f"recorded-{asks}")
+        assert max(graph.replays for graph in graphs) > 1
+        assert_same(usual, recorded)
+        assert (
+            "Qwen3MoeDecoderLayer runs kernel by kernel: another layer of its kind does something else" in caplog.text
+        )

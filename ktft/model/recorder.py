@@ -62,12 +62,12 @@ class LayerRecorder:
 
         `slot` is the number of the micro-batch among those that go together.
         """
-        if not self.on or (inputs := _shapes(given)) is None or _most_bytes(given) > LARGEST:
+        if not self.on or layer in self._refused or (inputs := _shapes(given)) is None or _most_bytes(given) > LARGEST:
             return None
         try:
             weights, kind = self._kind(layer)
         except Unlike as why:
-            self._refuse(layer, why)
+            self._refuse(layer, layer, why)
             return None
         whole = (kind, slot, inputs, spec, _autocast(self._device.device.type), tuple(collected.lists()))
         key = self._keys.setdefault(whole, (kind, slot, len(self._keys)))
@@ -84,7 +84,7 @@ class LayerRecorder:
             self._recordings[key] = found
         found = self._recordings[key]
         if weights not in found.checked and not self._agrees(layer, weights, found, given):
-            self._refuse(layer, Unlike("another layer of its kind does something else"))
+            self._refuse(layer, layer, Unlike("another layer of its kind does something else"))
             return None
         return weights, found
 
@@ -101,8 +101,6 @@ class LayerRecorder:
         """A layer's weights, and the number of its kind."""
         known = self._known.get(layer)
         if known is None or known[1].state() != known[0]:
-            if layer in self._refused:
-                raise Unlike("")
             weights = Weights(layer, self._device.device)
             number = self._numbers.setdefault(weights.signature(), len(self._numbers))
             self._known[layer] = known = weights.state(), weights, number
@@ -122,15 +120,14 @@ class LayerRecorder:
             try:
                 return make()
             except (RuntimeError, Unlike) as error:
-                self._refused.add(key)
-                self._refuse(layer, error)
+                self._refuse(key, layer, error)
                 return None
 
-    def _refuse(self, layer: nn.Module, why: Exception) -> None:
-        if str(why) and type(layer) not in self._refused:
-            self._refused.add(type(layer))
+    def _refuse(self, what: object, layer: nn.Module, why: Exception) -> None:
+        """Do not try this again: a layer, or one recording of it."""
+        if type(layer) not in self._refused:
             logger.info("a %s runs kernel by kernel: %s", type(layer).__name__, str(why).partition("\n")[0])
-        self._refused.add(layer)
+        self._refused |= {what, type(layer)}
 
     def _agrees(self, layer: nn.Module, weights: Weights, found: Recording, given: Sequence[Any]) -> bool:
         """Whether a recording of one layer says what another layer of its kind does. Both get the same answer of the
