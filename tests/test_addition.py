@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from contract import relative
-from quantize import ALL_SCHEMES
+from quantize import ALL_SCHEMES, EXPERTS
 from torch import Generator, Tensor
 
 from ktft.checkpoint.addition import ADDERS, add
-from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
+from ktft.checkpoint.schemes import PLAIN_SCHEME, DeepSeekFp4, Scheme, scheme_of
 from ktft.formats import FORMAT_TRAITS
 
 WRITTEN = {name: scheme_of({"quantization_config": config}, "config.json") for name, (_, config) in ALL_SCHEMES.items()}
+ENCODERS = {name: encode for name, (encode, _) in ALL_SCHEMES.items()} | {"fp4": EXPERTS["fp4-fp8"]}
+WRITTEN["fp4"] = next(each for each in WRITTEN["fp4-fp8"].beside if type(each) is DeepSeekFp4)
 WRITTEN = {name: scheme for name, scheme in WRITTEN.items() if type(scheme) in ADDERS}
 SHAPE = (200, 256)  # blocks of 128 are ragged
 
@@ -22,10 +24,11 @@ def weight(seed: int = 0, size: float = 1.0) -> Tensor:
 
 
 def stored(name: str, matrix: Tensor) -> dict[str, Tensor]:
-    tensors, _ = ALL_SCHEMES[name][0](matrix)
+    tensors, _ = ENCODERS[name](matrix)
     if name == "mxfp4":
         return {"codes": tensors["blocks"], "scales": tensors["scales"]}
-    return {role: tensors["weight" + part.suffix] for role, part in WRITTEN[name].parts.items()}
+    parts = {role: part.suffix for role, part in WRITTEN[name].parts.items()}
+    return {role: tensors.get("weight" + suffix, tensors.get(suffix[1:])) for role, suffix in parts.items()}
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

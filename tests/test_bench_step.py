@@ -25,6 +25,7 @@ from benchmarks.step.runners import HfResident, Ktft, token_ids
 from benchmarks.step.worker import serve
 from ktft import native
 from ktft.config import PLACEMENTS
+from ktft.lanes.gpu.residents import STEPS
 
 TINY = "8,2,64,64"
 
@@ -246,7 +247,8 @@ def test_lanes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     memory = {record["placement"]: record["gpu_expert_memory"] for record in records}
     assert memory == {"auto": 1 << 30, "cpu": 0, "stream": 0, "resident": 1 << 30}
     runner = Ktft(job(placement="resident", gpu_expert_memory=1 << 30))
-    runner.step(24)
+    for _ in range(STEPS):
+        runner.step(24)
     assert runner.lanes is not None and runner.lanes.running is not None
     layers = [module.layer for module in runner.model.modules() if type(module).__name__ == "KtftExperts"]
     assert all(len(runner.lanes.running.gpu.held(layer)) == 8 for layer in layers)

@@ -91,10 +91,11 @@ def test_routers_train_whole_and_not_by_lora(tiny_checkpoint: Checkpoint, family
     ids = torch.arange(3, 43).reshape(2, 20)
     with pytest.raises(ValueError, match=f"'{router}' matches the router .*train it whole with additional_target"):
         ktft.get_peft_model(model, lora_config(target_modules=[router]))
-    routers = {name: m for name, m in model.named_modules() if name.endswith(f"mlp.{router}")}
+    place = router if family == "gemma4" else f"mlp.{router}"  # beside its MLP, not within
+    routers = {name: m for name, m in model.named_modules() if name.endswith(place)}
     assert routers
     before = {name: {n: p.detach().clone() for n, p in m.named_parameters()} for name, m in routers.items()}
-    whole = lora_config(target_modules=["experts"], modules_to_save=[f"mlp.{router}"])
+    whole = lora_config(target_modules=["experts"], modules_to_save=[place])
     adapted = ktft.get_peft_model(model, whole)
     adapted.train()(input_ids=ids, labels=ids).loss.backward()
     for name, parameters in before.items():

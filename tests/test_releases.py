@@ -96,6 +96,7 @@ RELEASES = [release for release in RELEASES if release.family in FAMILIES | MORE
 PLAIN_ONLY = {
     "DeepSeek-V2",
     "OLMoE",
+    "Gemma-4",
     "Ernie-4.5-MoE",
     "Kimi-Linear",
     "GLM-4.7-Flash",

@@ -81,7 +81,7 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
             "dense_intermediate_size": 96,
             "shared_intermediate_size": 32,
         }
-        | {"rotary_dim": 8, "swiglu_limit": 1.2, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4}
+        | {"rotary_dim": 8, "swiglu_limit": 1.5, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4}
         | {"index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
         | SPARSE,
     ),
