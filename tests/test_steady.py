@@ -187,3 +187,19 @@ def test_calls_that_differ_are_noticed(steady: list[str], monkeypatch: pytest.Mo
     del steady[:]
     checkpointed(experts)(x, index, weights, lora).float().sum().backward()
     assert not steady
+
+
+def test_sizes_that_come_once_are_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size needs memory of its own, so no more than a few get it."""
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    monkeypatch.setattr("ktft.lanes.gpu.steady.SIZES", 1)
+    experts = make_experts(placement="stream")
+    sizes = [USED, (18, 4, 10, 64, 10), (19, 5, 11, 64, 11)]
+    for rows in sizes:
+        warm(experts, rows)
+    assert not steady
+    warm(experts, sizes[1])
+    assert steady == ["forward", "backward"]
+    warm(experts, sizes[2])
+    warm(experts, sizes[1])
+    assert steady == ["forward", "backward"] * 2
