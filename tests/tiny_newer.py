@@ -177,6 +177,10 @@ DIFFERENT = ("dsv4", "kimi_linear", "minimax_m3")
 """Those whose loading or arithmetic the others share: V4's hashes, clamp and names; joined convolutions; alpha."""
 
 
+SEE_IMAGES = {"qwen3vl", "glm5_next", "kimi_k25", "minimax_m3", "mistral4", "mistral_large4"}
+"""Those that transformers makes no AutoModelForCausalLM of, which `runs.adapted` loads."""
+
+
 def without_the_like(families: Iterable[str]) -> list[Any]:
     """Parameters of a test, of which `make test` leaves out the families of `NEWER` that have nothing of their own."""
     like = NEWER.keys() - {*DIFFERENT}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,9 @@ _NUMBERS = frozenset({"layer_idx", "layer_number"})
 """Attributes that number a layer. Whether something else depends on them shows when a recording is checked."""
 _STATES = ("_active_adapter", "_disable_adapters", "merged_adapters")
 """Private attributes of PEFT's layers that change what they compute."""
+
+
+_PLACE = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Unlike(Exception):
@@ -148,8 +152,10 @@ def _attributes(module: nn.Module) -> Iterator[object]:
 
 
 def _plain(value: object) -> object:
-    """A value that can be compared; of objects it is only their type."""
-    if isinstance(value, bool | int | float | str | torch.dtype | type(None)):
+    """A value that can be compared; of objects it is only their type, and names of modules lack the layer's number."""
+    if isinstance(value, str):
+        return _PLACE.sub("#", value)
+    if isinstance(value, bool | int | float | torch.dtype | type(None)):
         return value
     if isinstance(value, functools.partial):
         return _plain(value.func)

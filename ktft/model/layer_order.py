@@ -141,6 +141,8 @@ class LayerOrder:
             BaseException: what the first of them raised.
         """
         self.recorder.begin()
+        for layer in self._layers:
+            _run_without_checkpoint(layer)
         batches = [_MicroBatch(self._layers, self.recorder, slot) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
         results = self.lockstep.run(going, states)
@@ -173,6 +175,20 @@ class LayerOrder:
                 send_back(ends)
         for call in calls:
             call.finish()
+
+
+def _run_without_checkpoint(layer: nn.Module) -> None:
+    """Make a layer that is run here leave checkpointing to its call: newer versions of transformers checkpoint a
+    layer's `forward`, within what `call_layer` takes the place of.
+    """
+    checkpoint = layer.__dict__.get("_gradient_checkpointing_func")
+    if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
+        layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint, checkpoint)
+
+
+def _checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's checkpoint of a function, unless the call of a layer runs it."""
+    return original(function, *args, **kwargs) if current() is None else function(*args, **kwargs)
 
 
 def _in(batch: _MicroBatch, work: Callable[[], Result]) -> Result:
