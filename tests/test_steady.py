@@ -99,9 +99,13 @@ def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) 
     def step(experts: KtftExperts, lora: ExpertLora | None = lora) -> None:
         checkpointed(experts)(x, index, weights, lora).float().sum().backward()
 
-    idle = make_experts(placement="stream")
-    warm(idle, (17, 3, 0, 64, 9))
-    step(idle)  # a fifth of the copies would be to no avail
+    for share, expected in ((passes.IDLE, []), (1.0, ["forward", "backward"])):
+        monkeypatch.setattr(passes, "IDLE", share)
+        idle = make_experts(placement="stream")
+        for _ in range(2):
+            warm(idle, (17, 3, 0, 64, 9))  # a fifth of the copies would be to no avail
+        assert steady == expected
+    del steady[:]
     step(make_experts(placement="stream"))  # nothing was decided before
     on_cpu = make_experts(placement="cpu")
     warm(on_cpu)

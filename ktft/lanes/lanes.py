@@ -30,6 +30,12 @@ from ktft.native import ExpertLayer
 logger = logging.getLogger("ktft")
 
 
+def tell_hooks(tensor: Tensor) -> None:
+    """Call the hooks that autograd would, after a gradient that it has not seen was added to the tensor's."""
+    for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(tensor)
+
+
 class Lanes:
     """The lanes of one model. They run on the device of the first hidden states that come from a GPU.
 
@@ -175,50 +181,22 @@ class DeviceLanes:
             fits = self._steady.takes(layer, tokens, top_k, lora)
             return fits and self._passes.stay_on_gpu(layer, tokens, lora)
 
-    def steady_forward(
-        self,
-        layer: ExpertLayer,
-        number: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        lora: ExpertLora | None,
-    ) -> Tensor:
-        """A steady forward of decoder layer `number`; the other arguments are those of `SteadyLane.forward`."""
-        with self._steady_spans(layer, number, top_k_index.numel(), len(PROJECTIONS)):
-            out = self._steady.forward(layer, hidden, top_k_index, top_k_weights, lora)
-        self._prefetch_all(layer, Work.FORWARD)
-        return out
-
-    def steady_backward(
-        self,
-        layer: ExpertLayer,
-        number: int,
-        hidden: Tensor,
-        grad_output: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        lora: ExpertLora | None,
-        lora_grads: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """A steady backward of decoder layer `number`; the other arguments are those of `SteadyLane.backward`."""
-        given = hidden, grad_output, top_k_index, top_k_weights, lora, lora_grads
-        with self._steady_spans(layer, number, top_k_index.numel(), 2 * len(PROJECTIONS) - 1):
-            grads = self._steady.backward(layer, *given)
-        self._prefetch_all(layer, Work.BACKWARD)
-        return grads
-
     @contextlib.contextmanager
-    def _steady_spans(self, layer: ExpertLayer, number: int, rows: int, products: int) -> Iterator[None]:
-        """A block whose work on the GPU has a span, and copies to it if it needs any."""
+    def steady_pass(self, layer: ExpertLayer, number: int, rows: int, work: Work) -> Iterator[SteadyLane]:
+        """A block that gives the GPU a steady pass of decoder layer `number`, with so many rows.
+
+        Its work has a span, and so have copies to the GPU if it needs any. After it, those for the next pass begin.
+        """
         streamed = layer.num_experts - len(self.gpu.held(layer))
         moved = layer.packed_bytes * streamed / layer.num_experts
+        products = len(PROJECTIONS) if work == Work.FORWARD else 2 * len(PROJECTIONS) - 1  # gate and up come again
         flops = 2 * products * rows * layer.hidden_size * layer.intermediate_size
         where = Where.STREAM if streamed else Where.RESIDENT
         copies = spans.device("copy_in", number, self.gpu.transfer.into, bytes=moved)
         at_work = spans.device(where, number, self.gpu.transfer.compute(), bytes=layer.packed_bytes, flops=flops)
         with copies if streamed else contextlib.nullcontext(), at_work:
-            yield
+            yield self._steady
+        self._prefetch_all(layer, work)
 
     @contextlib.contextmanager
     def _given_to_gpu(self, run: Pass, products: int) -> Iterator[None]:
@@ -304,8 +282,7 @@ class DeviceLanes:
                     parameter.grad = grad.to(parameter.dtype)
                 else:
                     parameter.grad += grad
-                for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-                    hook(parameter)
+                tell_hooks(parameter)
 
     # --- steps of training --------------------------------------------------------------------------------------------
 

@@ -114,15 +114,19 @@ class LanedExperts:
     ) -> Tensor | None:
         """The output of a call whose passes are steady, forward and backward; None if they are not."""
         layer, number = self.layer, self.number
-        given = hidden.detach(), index, weights.detach().float(), lora
+
+        def forward() -> Tensor:
+            with lanes.steady_pass(layer, number, index.numel(), Work.FORWARD) as lane:
+                return lane.forward(layer, hidden.detach(), index, weights.detach().float(), lora)
+
         if again:
             if not lanes.is_steady(layer, len(hidden), index.shape[1], lora):
                 return None
             # A copy, since a recorded layer overwrites its tensors before the host has them
-            index = index.to(torch.int64, copy=True)
-            routing = lanes.crossing.to_host(index, hidden.sum(1, dtype=torch.float32))
-            out = lanes.steady_forward(layer, number, *given)
-            self.kept.linked[link] = SteadyKept(out, out._version, index, routing, state_of(lora))
+            copied = index.to(torch.int64, copy=True)
+            routing = lanes.crossing.to_host(copied, hidden.sum(1, dtype=torch.float32))
+            out = forward()
+            self.kept.linked[link] = SteadyKept(out, out._version, copied, routing, state_of(lora))
             return out
         kept = self.kept.linked.get(link)
         if not isinstance(kept, SteadyKept):
@@ -131,7 +135,7 @@ class LanedExperts:
         lanes.compare(kept.top_k_index, index)
         out = kept.out
         if out._version != kept.version or kept.state != state_of(lora):
-            out = lanes.steady_forward(layer, number, *given)
+            out = forward()
         call = SteadyCall(lanes, layer, number, lora, record, kept.routing, out.detach(), partial(_room, lanes))
         parameters = lora.parameters() if lora is not None else []
         call.owes = lanes.may_owe(parameters)

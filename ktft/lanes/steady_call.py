@@ -15,6 +15,7 @@ from ktft.lanes.gpu.crossing import Arriving
 from ktft.lanes.lanes import DeviceLanes
 from ktft.lanes.record import Record
 from ktft.lanes.routes import rows_of
+from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
@@ -48,8 +49,9 @@ class SteadyCall:
         """The gradients of hidden states, routing weights and LoRA's tensors. LoRA's may be in flight until `wait`."""
         parameters = self.lora.parameters() if self.lora is not None else []
         grads = self.room([each.shape for each in parameters])
-        given = hidden, grad_output.to(hidden.dtype), index, weights
-        of_hidden, of_weights = self.lanes.steady_backward(self.layer, self.number, *given, self.lora, grads)
+        given = hidden, grad_output.to(hidden.dtype), index, weights, self.lora, grads
+        with self.lanes.steady_pass(self.layer, self.number, index.numel(), Work.BACKWARD) as lane:
+            of_hidden, of_weights = lane.backward(self.layer, *given)
         self._look(index, weights, hidden, grad_output)
         if self.owes:
             self.lanes.owe(self.wait, parameters, grads)

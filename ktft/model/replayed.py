@@ -12,6 +12,7 @@ from torch.utils import _pytree
 
 from ktft import spans
 from ktft.device import device_of
+from ktft.lanes.lanes import tell_hooks
 from ktft.model import collected
 from ktft.model.layer_call import PlainCall, autocast_of, trains
 from ktft.model.layer_kind import Weights
@@ -190,5 +191,4 @@ def _add_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
     for tensor, grad in pairs:
         if tensor.grad is None:
             tensor.grad = grad.clone()
-        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(tensor)
+        tell_hooks(tensor)
