@@ -35,7 +35,7 @@ from ktft.train.run_report_page import page_of
 from ktft.train.run_times import TIMES
 
 FAMILIES = {"qwen3moe": "int8", "dsv3": "bf16", "gpt_oss": "int8"}
-STEPS = 8
+STEPS = 20
 
 
 def job(base: Path, output: Path, processes: int, together: int, **options: Any) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def test_two_and_three_processes_train_like_one(tmp_path: Path) -> None:
     def jobs(processes: int, together: int, *runs: tuple[Path, str, dict[str, Any]]) -> list[dict[str, Any]]:
         return [job(base, tmp_path / f"{name}-{processes}", processes, together, **more) for base, name, more in runs]
 
-    three = [(bases["qwen3moe"], "three", {"max_steps": 4, "generate": True}), (bases["qwen3moe"], "saved3", saved)]
-    families.append((odd, "odd", {"max_steps": 4}))
+    three = [(bases["qwen3moe"], "three", {"max_steps": 6, "generate": True}), (bases["qwen3moe"], "saved3", saved)]
+    families.append((odd, "odd", {"max_steps": 6}))
     tokens = {"base": str(bases["dsv3"]), "tokens": [5, 0, 3]}
     launched(3, tmp_path, *jobs(3, 3, *three), tokens | {"output": str(tmp_path / "layer")})
     shutil.copytree(tmp_path / "saved3-3" / "checkpoint-2", tmp_path / "from3" / "checkpoint-2")
