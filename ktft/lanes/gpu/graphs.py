@@ -20,8 +20,8 @@ class Recorded:
 
     def __init__(self, device: torch.device, on: bool = True) -> None:
         self._device = device_of(device)
-        self._pool = self._device.graph_pool()
         self._on = on and self._device.records_graphs
+        self._pool = self._device.graph_pool() if self._on else None
         self._graphs: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
