@@ -18,6 +18,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_FORMATS = tuple(FORMAT_TRAITS)
 DEFAULT_EXPERT_FORMAT = "int8"
 ACTIVATIONS = ("retain", "recompute")
+PER_EXPERT, SHARED_OUTER = EXPERT_LORA = ("per_expert", "shared_outer")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")
 LANE_BYTES = 3 << 29
 """Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
@@ -119,7 +120,8 @@ class Settings:
             CPU or the GPU; `resident` runs those that stay on the GPU there and all others on the CPU. Without a GPU
             `auto` is `cpu`.
         gpu_expert_memory: bytes of GPU memory for experts that stay there, also given as `8G`; `auto` takes what
-            training leaves.
+            training leaves, and gives it back before a batch that needs more. None is `auto` where `placement` may use
+            such experts, and 0 where it is `cpu` or `stream`.
         micro_batches_together: how many of the micro-batches of an optimizer step go through each layer together, so
             that an expert is needed once for all of them; `auto` takes as many as memory allows. With 1 each goes
             through the whole model before the next.
@@ -127,6 +129,9 @@ class Settings:
             launches, if its activations are checkpointed.
         expert_routing: a file with the tokens that each expert got in an earlier run, by which several processes share
             the experts so that each gets about as many; None leaves neighbours to different processes.
+        expert_lora: whether a new adapter gives each expert matrices of its own (`per_expert`), or one A for gate, one
+            for up and one B for down to all experts of a layer (`shared_outer`). None is `per_expert` for a new
+            adapter and takes a saved one as it is; a value refuses to train a saved adapter of the other form.
 
     Raises:
         ValueError: a value is not accepted, or two values contradict each other.
@@ -140,10 +145,11 @@ class Settings:
     verify_checksums: bool = True
     isa: str | None = None
     placement: str = "auto"
-    gpu_expert_memory: int | str = 0
+    gpu_expert_memory: int | str = None  # type: ignore[assignment]  # never None once it is made
     micro_batches_together: int | str = "auto"
     cuda_graphs: bool = True
     expert_routing: str | None = None
+    expert_lora: str | None = None
 
     @property
     def needs_gpu(self) -> str:
@@ -157,6 +163,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in SETTINGS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
+        if self.gpu_expert_memory is None or (self.placement == "cpu" and self.gpu_expert_memory == "auto"):
+            object.__setattr__(self, "gpu_expert_memory", 0 if self.placement in ("cpu", "stream") else "auto")
         if self.placement == "cpu" and self.gpu_expert_memory != 0:
             raise ValueError(
                 f"placement is 'cpu', but gpu_expert_memory is {self.gpu_expert_memory!r}: no expert would use it; set "
@@ -215,10 +223,10 @@ def _check_expert_routing(value: Any) -> Any:
     return value
 
 
-def _check_gpu_expert_memory(value: Any) -> int | str:
+def _check_gpu_expert_memory(value: Any) -> int | str | None:
     """A text is a size as a person writes it; a whole number is a number of bytes."""
-    if value == "auto":
-        return "auto"
+    if value is None or value == "auto":
+        return value
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if not isinstance(value, str):
@@ -246,6 +254,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     ),
     "cuda_graphs": _flag("cuda_graphs"),
     "expert_routing": _check_expert_routing,
+    "expert_lora": _one_of("expert_lora", (None, *EXPERT_LORA)),
 }
 
 

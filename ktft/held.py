@@ -22,12 +22,17 @@ class HeldExperts:
     Checkpoints, adapters and routers number experts as the model does. A layer, its LoRA tensors and its lanes hold
     only these experts and number them from 0.
 
+    Attributes:
+        zero: how many numbers from `num_experts` on the router also gives: experts without weights, which whoever calls
+            the layer computes. The layer adds nothing for them.
+
     Raises:
         ValueError: the layer does not have these experts, or there is none.
     """
 
     numbers: tuple[int, ...]
     num_experts: int
+    zero: int = 0
 
     def __post_init__(self) -> None:
         known = range(self.num_experts)
@@ -86,6 +91,11 @@ class HeldExperts:
         return self.count == self.num_experts
 
     @property
+    def every_route(self) -> bool:
+        """Whether every route leads to an expert that is held."""
+        return self.whole and not self.zero
+
+    @property
     def share(self) -> float:
         """The share of the layer's experts, at most 1."""
         return self.count / self.num_experts
@@ -96,13 +106,15 @@ class HeldExperts:
         return _places(self)
 
     def local(self, top_k_index: Tensor) -> Tensor:
-        """The routes with the layer's own numbers of experts, and `ELSEWHERE` where another process has the expert.
+        """The routes with the layer's own numbers of experts, and `ELSEWHERE` where another process has the expert,
+        or it has no weights.
 
         A number that no expert of the model has becomes one that the layer refuses.
         """
-        if self.whole:
+        if self.every_route:
             return top_k_index
-        return _table(self, top_k_index.device)[(top_k_index.long() + 1).clamp(0, self.num_experts + 1)]
+        last = self.num_experts + self.zero + 1
+        return _table(self, top_k_index.device)[(top_k_index.long() + 1).clamp(0, last)]
 
     def __str__(self) -> str:
         """The numbers in few words."""
@@ -126,8 +138,8 @@ def _places(held: HeldExperts) -> dict[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _table(held: HeldExperts, on: device) -> Tensor:
-    """`[num_experts + 2]` int64: place of each number from -1 to `num_experts`."""
+    """`[num_experts + zero + 2]` int64: place of each number from -1 to `num_experts + zero`."""
     import torch  # not at the top, because plans need no torch
 
     places = [held.places.get(number, ELSEWHERE) for number in range(held.num_experts)]
-    return torch.tensor([_WRONG, *places, _WRONG], device=on)
+    return torch.tensor([_WRONG, *places, *[ELSEWHERE] * held.zero, _WRONG], device=on)

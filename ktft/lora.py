@@ -12,6 +12,12 @@ MAX_RANK = 256
 """The largest rank that the kernels take (`kMaxRank` in csrc/moe/layer.cc)."""
 
 
+NOT_SHARED = (
+    "expert_lora is 'shared_outer', and {}: each process would train a shared matrix of its own. Set expert_lora: "
+    "per_expert, or start one process, which has all experts"
+)
+
+
 @dataclass(frozen=True)
 class LoraPair:
     """The adapters of one projection of every expert: W x + scaling · B (A x), Hu et al. 2021 (arXiv 2106.09685).

@@ -4,7 +4,7 @@ tests compare the kernels with it.
 For token t with experts e_1..e_k and routing weights w_1..w_k:
 
     g = x W_gᵀ + b_g + s_g (drop(x) A_gᵀ) B_gᵀ    and likewise for u
-    h = SiLU(g) · u, or the formula of `Swiglu`
+    h = SiLU(g) · u, or the formula of `Swiglu`; max(u, 0)² where experts have no gate
     y_t = Σ_j w_j (h W_dᵀ + b_d + s_d (drop(h) A_dᵀ) B_dᵀ)
 
 Only some families have biases.
@@ -25,7 +25,7 @@ def moe(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     up: Tensor,
     down: Tensor,
     lora: ExpertLora | None = None,
@@ -38,7 +38,7 @@ def moe(
         hidden_states: `[T, H]`, any float dtype.
         top_k_index: `[T, k]`, integer expert numbers.
         top_k_weights: `[T, k]`, float.
-        gate, up: `[E, I, H]`; down: `[E, H, I]`: frozen weights.
+        gate, up: `[E, I, H]`; down: `[E, H, I]`: frozen weights. The gate is ignored if the activation has none.
         lora: adapters of the three projections; LoRA dropout is not applied here.
         biases: projection -> `[E, out_features]`, frozen; None where the family has none.
 
@@ -48,7 +48,9 @@ def moe(
     matrices = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
 
     def project(x: Tensor, expert: int, name: str) -> Tensor:
-        y = F.linear(x, matrices[name][expert].float(), biases[name][expert].float() if biases else None)
+        weight = matrices[name]
+        assert weight is not None
+        y = F.linear(x, weight[expert].float(), biases[name][expert].float() if biases else None)
         pair = lora.pairs.get(name) if lora is not None else None
         if pair is not None:
             y = y + pair.scaling * F.linear(F.linear(x, pair.a[expert].float()), pair.b[expert].float())
@@ -59,8 +61,12 @@ def moe(
     for expert in top_k_index.unique().tolist():
         token, slot = torch.where(top_k_index == expert)
         rows = x[token]
-        g = project(rows, expert, "gate_proj").clamp(max=swiglu.gate_most)
-        u = project(rows, expert, "up_proj").clamp(-swiglu.limit, swiglu.limit)
-        h = g * torch.sigmoid(swiglu.alpha * g + swiglu.cubic * g**3) * (u + swiglu.shift)
+        u = project(rows, expert, "up_proj")
+        if swiglu.gated:
+            g = project(rows, expert, "gate_proj").clamp(max=swiglu.gate_most)
+            u = u.clamp(-swiglu.limit, swiglu.limit)
+            h = g * torch.sigmoid(swiglu.alpha * g + swiglu.cubic * g**3) * (u + swiglu.shift)
+        else:
+            h = F.relu(u).square()
         out = out.index_add(0, token, project(h, expert, "down_proj") * weights[token, slot, None])
     return out.to(hidden_states.dtype)

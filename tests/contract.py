@@ -98,15 +98,20 @@ def make_weights(hidden: int, intermediate: int) -> dict[tuple[int, str], Tensor
 
 
 def make_layer(hidden: int, intermediate: int, *args, weights=None, **options) -> native.ExpertLayer:
-    """`empty_layer` with `make_weights` or other weights loaded."""
+    """`empty_layer` with `make_weights` or other weights loaded, of the projections that it has."""
     layer = empty_layer(hidden, intermediate, *args, **options)
-    for key, weight in (weights or make_weights(hidden, intermediate)).items():
-        layer.load(*key, weight)
+    for (expert, name), weight in (weights or make_weights(hidden, intermediate)).items():
+        if name in layer.projections:
+            layer.load(expert, name, weight)
     return layer
 
 
-def dequantized(layer: native.ExpertLayer) -> list[Tensor]:
-    return [torch.stack([layer.dequantize(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS]
+def dequantized(layer: native.ExpertLayer) -> list[Tensor | None]:
+    """Gate, up and down; None for a gate that the experts do not have."""
+    return [
+        torch.stack([layer.dequantize(e, name) for e in range(EXPERTS)]) if name in layer.projections else None
+        for name in PROJECTIONS
+    ]
 
 
 def make_lora(
@@ -182,7 +187,7 @@ def make_gated(
     hidden: int, intermediate: int, fmt: str, isa: str, threads: int = 1, nodes: int = 1, swiglu: Swiglu = TIGHT
 ):
     layer = make_layer(hidden, intermediate, fmt, isa, threads, nodes, swiglu=swiglu, biases=True)
-    for expert, name in itertools.product(range(EXPERTS), PROJECTIONS):
+    for expert, name in itertools.product(range(EXPERTS), layer.projections):
         layer.load_bias(expert, name, torch.randn(hidden if name == "down_proj" else intermediate))
     return layer
 
@@ -194,7 +199,7 @@ def small_lora(*args, **kwargs) -> ExpertLora:
 
 
 def biases(layer: native.ExpertLayer) -> dict[str, Tensor]:
-    return {name: torch.stack([layer.bias(e, name) for e in range(EXPERTS)]) for name in PROJECTIONS}
+    return {name: torch.stack([layer.bias(e, name) for e in range(EXPERTS)]) for name in layer.projections}
 
 
 def gated_oracle(layer: native.ExpertLayer):
@@ -220,8 +225,10 @@ def dropout_mask(lora: ExpertLora, projection: str, route: int, cols: int) -> np
     return (z ^ np.uint32(key >> 32)) >= np.uint32(np.float32(lora.dropout) * 2.0**32)
 
 
-def dropout_oracle(x: Tensor, index: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, lora: ExpertLora):
-    """`reference.moe` with dropout."""
+def dropout_oracle(
+    x: Tensor, index: Tensor, weights: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, lora: ExpertLora
+):
+    """`reference.moe` with dropout: of SiLU's experts, or of those without a gate."""
 
     def project(x: Tensor, routes: Tensor, expert: int, name: str, weight: Tensor) -> Tensor:
         if (pair := lora.pairs.get(name)) is None:
@@ -234,6 +241,7 @@ def dropout_oracle(x: Tensor, index: Tensor, weights: Tensor, gate: Tensor, up: 
     for expert in index.unique().tolist():
         token, slot = torch.where(index == expert)
         rows, routes = x[token], token * TOP_K + slot
-        h = F.silu(project(rows, routes, expert, "gate_proj", gate)) * project(rows, routes, expert, "up_proj", up)
+        h = project(rows, routes, expert, "up_proj", up)
+        h = F.relu(h) ** 2 if gate is None else F.silu(project(rows, routes, expert, "gate_proj", gate)) * h
         out = out.index_add(0, token, project(h, routes, expert, "down_proj", down) * weights[token, slot, None])
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import commands
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from stock import matrices
+from stock import matrices, stacked
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -74,7 +75,7 @@ def merged_by_hand(plain: Path, adapter: Path) -> Any:
 
 def write_into(model: Any, adapter: Path, scaling: Callable[[str], float]) -> Any:
     """Write W + s B A and modules that were trained whole into a stock model, by their names alone."""
-    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors = standard(load_file(adapter / "adapter_model.safetensors"))
     for key, tensor in tensors.items():
         name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         if key.endswith(".lora_A.weight"):
@@ -84,13 +85,25 @@ def write_into(model: Any, adapter: Path, scaling: Callable[[str], float]) -> An
     return model
 
 
+def standard(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's tensors with what experts share under the standard name of each."""
+    found = {}
+    for name, tensor in tensors.items():
+        if shared := re.fullmatch(r"(.+\.experts)\.([a-z]+_proj\.lora_[AB]\.weight)", name):
+            numbers = {each.removeprefix(f"{shared[1]}.").split(".")[0] for each in tensors if shared[1] in each}
+            found |= {f"{shared[1]}.{e}.{shared[2]}": tensor[0] for e in numbers if e.isdecimal()}
+        else:
+            found[name] = tensor
+    return found
+
+
 def weight_of(model: nn.Module, name: str) -> Tensor:
     """A view of a weight of stock transformers, `[out, in]`, by the name that PEFT has for it."""
     if ".experts." not in name:
         return model.get_parameter(f"{name}.weight").data
     experts, expert, projection = name.rsplit(".", 2)
     module = model.get_submodule(experts)
-    return matrices(module, module.gate_up_proj.data, module.down_proj.data)[projection][int(expert)]
+    return matrices(module, *(parameter.data for parameter in stacked(module)))[projection][int(expert)]
 
 
 def names_of(adapter: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import ktft
 from ktft.config import PROJECTIONS
+from ktft.model.experts import is_transposed
 
-VISION = r".*\.(visual|vision_tower|multi_modal_projector|mm_projector)\..*"
+VISION = r"(.*\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector)(\..*)?"
 IDS = torch.arange(3, 67).reshape(4, 16)
 
 
@@ -43,19 +45,39 @@ def same_choices(stock: nn.Module, mine: nn.Module, experts: list[str]) -> None:
         chosen[name] = (args[1], args[2].detach())
         return args[0], *chosen[name]
 
-    for name in experts:
+    routers = {name.replace(".experts", ".router") for name in experts if not takes_choices(stock.get_submodule(name))}
+    for name in (name for name in experts if takes_choices(stock.get_submodule(name))):
         stock.get_submodule(name).register_forward_pre_hook(lambda _, args, n=name: choose(n, args))
         mine.get_submodule(name).register_forward_pre_hook(lambda _, args, n=name: (args[0], *chosen[n]))
     for name, module in stock.named_modules():
-        if name.endswith(".indexer"):
-            module.register_forward_hook(lambda _, __, out, n=name: chosen.update({n: out}))
+        if name.endswith(".indexer") or name in routers:
+            module.register_forward_hook(lambda _, __, out, n=name: chosen.update({n: _detached(out)}) or chosen[n])
             mine.get_submodule(name).register_forward_hook(lambda _, __, out, n=name: chosen[n])
+
+
+def stacked(module: nn.Module) -> tuple[Any, Any]:
+    """A stock module's stacked gate and up, or up alone; and down."""
+    return getattr(module, "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"), module.down_proj
+
+
+def _detached(out: Any) -> Any:
+    return tuple(map(_detached, out)) if isinstance(out, tuple) else out.detach()
+
+
+def takes_choices(experts: nn.Module) -> bool:
+    """Whether stock experts are called with the router's choices; Llama-4's are not."""
+    return len(inspect.signature(experts.forward).parameters) > 1
 
 
 def matrices(module: nn.Module, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     """Projection -> `[E, out, in]`, views into a stock module's stacked tensors."""
-    if module.is_transposed:  # gpt-oss, whose gates and ups alternate
-        return {"gate_proj": gate_up.mT[:, ::2], "up_proj": gate_up.mT[:, 1::2], "down_proj": down.mT}
+    if not hasattr(module, "gate_up_proj"):
+        return {"up_proj": gate_up, "down_proj": down}
+    if is_transposed(module):
+        gate_up, down = gate_up.mT, down.mT
+    if hasattr(module, "gate_up_proj_bias"):  # gpt-oss, whose gates and ups alternate
+        return {"gate_proj": gate_up[:, ::2], "up_proj": gate_up[:, 1::2], "down_proj": down}
+    gate_up = gate_up[: len(down)]  # LongCat's has rows for experts that compute nothing
     return dict(zip(PROJECTIONS, (*gate_up.chunk(2, dim=1), down), strict=True))
 
 

@@ -38,7 +38,10 @@ def test_defaults() -> None:
         ({"threads": None, "kt_weight_path": None}, Settings()),
         ({"placement": "stream"}, Settings(placement="stream")),
         ({"gpu_expert_memory": "8G"}, Settings(gpu_expert_memory=8 << 30)),
-        ({"gpu_expert_memory": 0, "placement": "cpu"}, Settings(placement="cpu")),
+        ({"gpu_expert_memory": 0}, Settings(gpu_expert_memory=0)),
+        ({"gpu_expert_memory": "auto"}, Settings()),
+        ({"gpu_expert_memory": 0, "placement": "stream"}, Settings(placement="stream")),
+        ({"gpu_expert_memory": "auto", "placement": "cpu"}, Settings(placement="cpu")),
         ({"gpu_expert_memory": "auto"} | RESIDENT, Settings(gpu_expert_memory="auto", **RESIDENT)),
     ],
 )
@@ -83,7 +86,10 @@ def test_amxint4_is_noted_as_another_format() -> None:
         ({"gpu_expert_memory": "24"}, "24 without a unit is 24 bytes"),
         ({"gpu_expert_memory": -1}, "gpu_expert_memory is -1; give a size"),
         ({"placement": "cpu", "gpu_expert_memory": "4G"}, "placement is 'cpu', but gpu_expert_memory is 4294967296"),
-        (RESIDENT, "placement is 'resident', but gpu_expert_memory is 0: no expert would be on the GPU"),
+        (
+            RESIDENT | {"gpu_expert_memory": 0},
+            "placement is 'resident', but gpu_expert_memory is 0: no expert would be",
+        ),
         ({"kt_lora_rank": 8}, "kt_config.kt_lora_rank: set lora_rank at the top level"),
         ({"enabled": False}, "set use_kt: false"),
         ({"kt_tp_enabled": "no"}, "kt_config.kt_tp_enabled: 'no' is neither true nor false"),

@@ -65,6 +65,7 @@ def stock(checkpoint: Path, adapter: Path) -> Any:
         ("dsv2", PATTERNS),
         ("dsv3", HEAD),
         ("gpt_oss", PATTERNS),
+        ("nemotron", {"rank_pattern": {"up_proj": 2}}),
         ("qwen3moe", {"target_modules": ["experts"]}),
         ("dsv3", {"target_modules": r".*experts\.\d+\.up_proj"}),
         ("dsv2", {"target_modules": ["down_proj", "q_proj"], "rank_pattern": {"self_attn.q_proj": 3}}),

@@ -284,7 +284,7 @@ def test_checks_are_bounded(model: Any, tmp_path: Path, monkeypatch: pytest.Monk
     """After the window no parameter is read, and gradients are at logged steps only."""
     sums, looks = [], []
     original, look = guards._bits, gradients.GradientWatch._look
-    monkeypatch.setattr(guards, "_bits", lambda each: sums.append(each.name) or original(each))
+    monkeypatch.setattr(guards, "_bits", lambda every, *rest: sums.extend(every) or original(every, *rest))
 
     def spy(self: gradients.GradientWatch, each: Any, parameter: Tensor) -> None:
         looks.append(self.on)

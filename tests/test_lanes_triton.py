@@ -27,7 +27,7 @@ from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lora import ExpertLora
-from ktft.swiglu import GELU_TANH, Swiglu, clamped_after
+from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
 
 __all__ = ["bf16_in_the_interpreter", "toy"]
 
@@ -72,6 +72,18 @@ def test_biases_and_other_activations(swiglu: Swiglu) -> None:
     layer = make_gated(64, 160, "mxfp4", native.default_isa(), swiglu=swiglu)
     lora = small_lora(64, 160, 8, torch.float32)
     assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=gated_oracle(layer), forward=LANE))
+
+
+@pytest.mark.parametrize("fmt", ["k4", "bf16"])
+def test_experts_without_a_gate(fmt: str) -> None:
+    layer = make_layer(64, 160, fmt, native.default_isa(), nodes=2, swiglu=RELU2)
+    lora = make_lora(64, 160, 20, torch.float32, RELU2.projections, dropout=0.1, seed=5)
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=dropout_oracle, forward=LANE))
+    lora = make_lora(64, 160, 8, torch.float32, RELU2.projections)
+    steady = Lane(DEVICE, triton_ops, chunk=3, steady=True)
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 64), oracle=gated_oracle(layer), forward=steady))
+    layer = make_gated(64, 160, fmt, native.default_isa(), swiglu=RELU2)
+    assert_contract(compare(layer, None, *inputs_for(ROWS, 64), oracle=gated_oracle(layer), forward=LANE))
 
 
 @pytest.mark.parametrize("name", PROJECTIONS[:2])

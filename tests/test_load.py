@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktft import native
-from ktft.checkpoint.families import Family, Layout
+from ktft.checkpoint.families import Family
+from ktft.checkpoint.layouts import Layout
 from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.reader import SINGLE_NAME, CheckpointReader
 from ktft.config import PROJECTIONS

@@ -91,7 +91,8 @@ def test_routers_train_whole_and_not_by_lora(tiny_checkpoint: Checkpoint, family
     ids = torch.arange(3, 43).reshape(2, 20)
     with pytest.raises(ValueError, match=f"'{router}' matches the router .*train it whole with additional_target"):
         ktft.get_peft_model(model, lora_config(target_modules=[router]))
-    place = router if family == "gemma4" else f"mlp.{router}"  # beside its MLP, not within
+    places = {"gemma4": router, "nemotron": f"mixer.{router}", "llama4": f"feed_forward.{router}"}
+    place = places.get(family, f"mlp.{router}")  # Gemma: beside its MLP
     routers = {name: m for name, m in model.named_modules() if name.endswith(place)}
     assert routers
     before = {name: {n: p.detach().clone() for n, p in m.named_parameters()} for name, m in routers.items()}
@@ -221,3 +222,30 @@ def test_dropout_of_the_yaml_reaches_all_layers(train_yaml: TrainYaml, run_exp: 
         names = [name for name in one if part in name and "lora_B" in name]
         assert any(not torch.equal(one[name], without[name]) for name in names)
         assert any(not torch.equal(one[name], other[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({"target_modules": ["experts"], "layers_to_transform": [1]}, {1}),
+        ({"target_modules": ["experts"], "layers_to_transform": [0, 1], "layers_pattern": ["layers"]}, {0, 1}),
+        ({"target_modules": [r".*layers\.(0|1)\.mlp\.experts.*"]}, {0, 1}),
+        ({"target_modules": "all-linear", "exclude_modules": r".*layers\.0\.mlp\.experts.*"}, {1, 2}),
+    ],
+)
+def test_experts_of_some_layers(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, options: dict[str, Any], layers: set[int]
+) -> None:
+    model = ktft.get_peft_model(load(tiny_checkpoint("qwen3moe")), lora_config(init_lora_weights=False, **options))
+    model.save_pretrained(tmp_path)
+    names = [name for name in load_file(tmp_path / "adapter_model.safetensors") if ".experts." in name]
+    assert {int(name.split(".layers.")[1].split(".")[0]) for name in names} == layers
+    again = ktft.load_adapter(load(tiny_checkpoint("qwen3moe")), tmp_path)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_layers_that_leave_nothing_are_named(tiny_checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=r"layers_to_transform=\[7\].* the layers are numbers 0 to 2"):
+        ktft.get_peft_model(
+            load(tiny_checkpoint("qwen3moe")), lora_config(target_modules=["experts"], layers_to_transform=[7])
+        )

@@ -92,9 +92,9 @@ def test_adapters_are_those_that_training_makes(tiny_checkpoint: Checkpoint, fam
     model = load(path, "int8")
     packed = sum(experts.layer.packed_bytes for experts in find_experts(model).values())
     others = sum({id(t): t.numel() for t in (*model.parameters(), *model.buffers())}.values())
-    sees_images = any(name.endswith(("visual", "vision_tower")) for name, _ in model.named_modules())
+    sees_images = any(name.endswith(("visual", "vision_tower", "vision_model")) for name, _ in model.named_modules())
     # LLaMA-Factory leaves these alone
-    excluded = r".*\b(visual|vision_tower|multi_modal_projector)\..*" if sees_images else None
+    excluded = r".*\b(visual|vision_tower|vision_model|multi_modal_projector)\..*" if sees_images else None
     lora = LoraConfig(r=4, target_modules=sorted(linear_names(model)), exclude_modules=excluded)
     model = ktft.get_peft_model(model, lora)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

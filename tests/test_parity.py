@@ -10,7 +10,7 @@ import torch
 from given import Checkpoint
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from stock import VISION, load, matrices
+from stock import VISION, load, matrices, stacked
 from tiny import FAMILIES, tokenizer, write_checkpoint
 from tiny_newer import NEWER, known, without_the_like
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class TorchExperts(nn.Module):
     def __init__(self, stock: nn.Module, swiglu: Swiglu) -> None:
         super().__init__()
         self.swiglu = swiglu
-        for name, weight in matrices(stock, stock.gate_up_proj.detach(), stock.down_proj.detach()).items():
+        for name, weight in matrices(stock, *(parameter.detach() for parameter in stacked(stock))).items():
             self.register_buffer(name, weight.clone())
             experts, fan_out, fan_in = weight.shape
             self.register_parameter(f"lora_A_{name}", nn.Parameter(torch.zeros(experts, RANK, fan_in)))
@@ -54,10 +54,33 @@ class TorchExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         pairs = {
             name: LoraPair(getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}"), ALPHA / RANK)
-            for name in PROJECTIONS
+            for name in self.swiglu.projections
         }
-        weights = (getattr(self, name) for name in PROJECTIONS)
+        weights = (getattr(self, name, None) for name in PROJECTIONS)
         return reference.moe(hidden_states, top_k_index, top_k_weights, *weights, ExpertLora(pairs), self.swiglu)
+
+
+class TorchScaledExperts(TorchExperts):
+    """The same for Llama-4's call: rows of every token for each expert, which have their scores already."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        experts = len(self.down_proj)
+        index = torch.arange(experts).repeat_interleave(len(hidden_states) // experts)
+        return super().forward(hidden_states, index[:, None], torch.ones(len(index), 1))
+
+
+class TorchZeroExperts(TorchExperts):
+    """The same with LongCat's experts that compute nothing."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        zero = top_k_index >= len(self.down_proj)
+        assert zero.any() and not zero.all()
+        routed = super().forward(hidden_states, top_k_index.masked_fill(zero, 0), top_k_weights * ~zero)
+        return routed + hidden_states * (top_k_weights * zero).sum(dim=1, keepdim=True)
+
+
+IN_TORCH = {"llama4": TorchScaledExperts, "longcat": TorchZeroExperts}
+"""Families whose experts are called in another way, or are not all like `TorchExperts`."""
 
 
 def ktft_model(path: Path, family: str) -> nn.Module:
@@ -72,13 +95,13 @@ def ktft_model(path: Path, family: str) -> nn.Module:
     return model
 
 
-def torch_model(path: Path, ktft_model: nn.Module) -> nn.Module:
+def torch_model(path: Path, ktft_model: nn.Module, family: str) -> nn.Module:
     """Stock transformers and peft, `TorchExperts` for the routed experts, and the LoRA of `ktft_model`."""
     model, row = load(path, None), experts_family(ktft_model)
-    swiglu = next(iter(find_experts(ktft_model).values())).layer.swiglu
+    swiglus = {each.layer.name: each.layer.swiglu for each in find_experts(ktft_model).values()}
     for name, module in list(model.named_modules()):
         if type(module).__name__ in row.experts_classes:
-            model.set_submodule(name, TorchExperts(module, swiglu))
+            model.set_submodule(name, IN_TORCH.get(family, TorchExperts)(module, swiglus[name]))
     adapted = ktft_model.base_model.model.named_modules()
     dense = [name for name, m in adapted if isinstance(m, BaseTunerLayer) and not name.endswith(".experts")]
     model_type, model.config.model_type = model.config.model_type, "stock"  # for some, PEFT rewrites targets by name
@@ -118,7 +141,7 @@ def test_twenty_steps(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) 
     if "index_topk" in NEWER.get(family, ("", {}))[1]:
         path = write_checkpoint(family, tmp_path / "model", index_topk=64)
     mine = ktft_model(path, family)
-    plain = torch_model(path, mine)
+    plain = torch_model(path, mine, family)
     row = experts_family(mine)
     trained = {name: parameter for name, parameter in mine.named_parameters() if parameter.requires_grad}
     groups = {group_of(name, row) for name in trained}

@@ -25,10 +25,10 @@ BIG = ("--ram", "768G", "--gpu", "80G", "--cores", "32", "--bandwidth", "230G")
 
 @pytest.fixture
 def lanes_of(recipe: Recipes) -> Callable[..., dict[str, Any]]:
-    """`lanes_of(*options, **kt_config)`: the row of k4, and what is told beside it."""
+    """`lanes_of(*options, **kt_config)`: the row of k4, without residents by default, and what is told beside it."""
 
     def ask(*options: str, settings: dict[str, Any] | None = None, **kt_config: Any) -> dict[str, Any]:
-        path = recipe(kt_config={"expert_format": "k4"} | kt_config, **settings or {})
+        path = recipe(kt_config={"expert_format": "k4", "gpu_expert_memory": 0} | kt_config, **settings or {})
         told = plan(DEEPSEEK, path, *BIG, *options)
         return by_format(told)["k4"] | {name: told[name] for name in ("notes", "machine", "assumptions")}
 
@@ -95,6 +95,7 @@ def test_forced_lanes_and_residents(lanes_of: Callable[..., dict[str, Any]]) -> 
     assert some["step_seconds"] < without["step_seconds"]
     assert some["lanes"]["row_shares"]["resident"] > 24 * GIB / sum(some["packed_bytes"])
     every = lanes_of(gpu_expert_memory="auto", placement="resident")
+    assert every["vram"] == lanes_of(gpu_expert_memory=None, placement="resident")["vram"]  # by default
     others = every["vram_bytes"] - every["vram"]["resident experts"]
     assert every["vram"]["resident experts"] > 5 * GIB
     assert every["machine"]["gpu"]["memory_bytes"] - every["vram_bytes"] == pytest.approx(others / 4, abs=2)
@@ -109,7 +110,8 @@ def test_residents_that_do_not_fit(recipe: Recipes) -> None:
 
 
 def test_checkpointing_beside_a_gpu_keeps_outputs_and_not_activations(recipe: Recipes) -> None:
-    recipes = (recipe(cutoff_len=512, disable_gradient_checkpointing=disabled) for disabled in (False, True))
+    streams = {"kt_config": {"gpu_expert_memory": 0}, "cutoff_len": 512}
+    recipes = (recipe(disable_gradient_checkpointing=disabled, **streams) for disabled in (False, True))
     kept, retained = (by_format(plan(DEEPSEEK, path, *BIG[:3], "192G"))["k4"] for path in recipes)
     assert kept["vram"]["expert outputs"] == 58 * 512 * 7168 * 2 and not retained["vram"]["expert outputs"]
     assert kept["ram"]["expert activations"] < retained["ram"]["expert activations"]

@@ -155,7 +155,7 @@ def test_dropout(
     path, settings = tiny_checkpoint("dsv3"), {"micro_batches": 2, "lora_dropout": 0.3}
     usual = plain(monkeypatch, path, tmp_path / "plain", **settings)
     recorded = steps(path, tmp_path / "recorded", **settings)
-    assert graphs
+    assert max(graph.replays for graph in graphs) > 1
     assert_same(usual, recorded)
     other = steps(path, tmp_path / "none", **settings | {"lora_dropout": 0.0})
     assert other[0] != pytest.approx(usual[0], rel=1e-3)

@@ -90,6 +90,8 @@ RELEASES = [
     Release("kimi_k25", "int4-32", "int4", is_expert, {"ignore": [*NOT_EXPERTS, "re:vision_tower.*"]}),
     block_fp8("glm5_2", "lm_head", "model.layers.*.self_attn.indexer.weights_proj"),
     block_fp8("mimo", "lm_head"),
+    # One tensor for the gates of all experts, one for their ups, one for their downs
+    block_fp8("step", "lm_head", chosen=lambda name: is_linear(name) and "vision_model" not in name),
 ]
 RELEASES = [release for release in RELEASES if release.family in FAMILIES | MORE_FAMILIES]
 
@@ -107,7 +109,10 @@ PLAIN_ONLY = {
     "Ling-3",
     "Mistral-4",
     "Mistral-Large-4",
+    "Nemotron-3",
     "Trinity",
+    "Llama-4",
+    "LongCat-Flash",
     "Qwen3.8-Flash-Next",
 }
 """Families of which BF16 releases alone are tested: `test_families.py`."""

@@ -7,9 +7,10 @@ import torch
 from contract import EXPERTS, make_layer
 
 from ktft import native
-from ktft.device import device_of
+from ktft.device import Device, device_of
+from ktft.lanes.gpu import residents as residents_module
 from ktft.lanes.gpu.lane import GpuLane
-from ktft.lanes.gpu.residents import Residents, free_for_residents
+from ktft.lanes.gpu.residents import Residents, TrainingResidents, free_for_residents
 from ktft.native import ExpertLayer
 from ktft.native.cuda import Rows, copy_on_host
 
@@ -61,12 +62,18 @@ def test_the_first_step_fills_the_arena_with_the_experts_of_most_tokens() -> Non
     assert_blocks_are_the_layers(residents, both)
 
 
-def test_experts_without_tokens_take_no_place() -> None:
+def test_experts_without_tokens_take_places_that_are_left() -> None:
+    """In training, where the routing changes; a profile of an earlier run says what will be asked for."""
     both = layers("int8", "int8")
+    for places, expected in ((3, [{0, 1, 4}, set()]), (10, [set(range(5)), set(range(5))])):
+        residents = Residents(GpuLane("cpu"), places * block(both[0]), both)
+        residents.observe(both[0], [0, 5, 0, 0, 1])
+        residents.adapt()
+        assert held(residents, both) == expected
+        assert_blocks_are_the_layers(residents, both)
     residents = Residents(GpuLane("cpu"), 10 * block(both[0]), both)
     residents.start({both[0]: [0, 5, 0, 0, 1]})
     assert held(residents, both) == [{1, 4}, set()]
-    assert_blocks_are_the_layers(residents, both)
 
 
 def test_changes_are_few_and_not_back_and_forth() -> None:
@@ -132,3 +139,44 @@ def test_auto_takes_what_torch_may_take(monkeypatch: pytest.MonkeyPatch) -> None
     assert free_for_residents(lane) == (16 - 2) << 30
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 30 << 30)  # before the limit was set
     assert free_for_residents(lane) == 0
+
+
+def test_residents_go_before_a_step_that_needs_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, lane = layers("k4", "k4"), GpuLane("cpu")
+    one, used = block(both[0]), [30]  # blocks that training itself takes, of 100
+
+    class Gpu(Device):
+        def memory_reserved(self) -> int:
+            return used[0] * one + bytes_of_residents(lane)
+
+        def free_bytes(self) -> tuple[int, int]:
+            return 100 * one - self.memory_reserved(), 100 * one
+
+    monkeypatch.setattr(residents_module, "device_of", lambda _: Gpu(lane.device))
+    monkeypatch.setattr(
+        residents_module, "free_for_residents", lambda _: max(0, (98 - used[0]) * one - bytes_of_residents(lane))
+    )
+    training = TrainingResidents(lane, "auto")
+
+    def step(tokens: int) -> int:
+        """How many experts stay on the GPU during a step."""
+        training.make_room(tokens, 2 * tokens)
+        there = bytes_of_residents(lane) // one
+        for layer in both:
+            training.observe(layer, [1] * EXPERTS)
+        training.end_step(both)
+        return there
+
+    every = 2 * EXPERTS
+    assert [step(8) for _ in range(4)] == [0, 0, every, every]
+    assert step(20) == every  # 45 more blocks are free
+    used[0] = 80
+    assert step(40) == 0
+    assert step(40) == every  # what is free now is still enough for all
+    used[0] = 94
+    assert step(80) == 0
+    assert [step(80), step(20)] == [4, 4]
+
+
+def bytes_of_residents(lane: GpuLane) -> int:
+    return lane.residents.bytes if lane.residents is not None else 0

@@ -49,7 +49,7 @@ class Block(nn.Module):
 def test_once_and_the_same(shared_first: bool) -> None:
     plain = Block(shared_first)
     block = copy.deepcopy(plain)
-    block.ahead = shared_ahead(block, ("shared_experts",))
+    block.ahead = shared_ahead(block, ("shared_experts",), SIZE)
     assert block.ahead is not None
     for _ in range(3):
         x = torch.randn(1, 5, SIZE)
@@ -65,7 +65,7 @@ def test_once_and_the_same(shared_first: bool) -> None:
 
 def test_what_was_changed_meanwhile_is_computed_again() -> None:
     block = Block()
-    ahead = shared_ahead(block, ("shared_experts",))
+    ahead = shared_ahead(block, ("shared_experts",), SIZE)
     assert ahead is not None
     x = torch.randn(1, 5, SIZE)
     with torch.no_grad():
@@ -78,15 +78,20 @@ def test_what_was_changed_meanwhile_is_computed_again() -> None:
 
 
 def test_a_block_without_shared_experts() -> None:
-    assert shared_ahead(nn.Module(), ("shared_experts",)) is None
-    assert shared_ahead(nn.Module(), ()) is None
+    assert shared_ahead(nn.Module(), ("shared_experts",), SIZE) is None
+    assert shared_ahead(nn.Module(), (), SIZE) is None
+
+
+def test_shared_experts_with_another_input_wait_for_the_block() -> None:
+    """Routed experts may work on a narrower projection, of which the shared ones cannot be computed."""
+    assert shared_ahead(Block(), ("shared_experts",), SIZE // 2) is None
 
 
 def test_inference_mode() -> None:
     """Its tensors have no version that would tell of a change, so the block computes its shared experts itself."""
     plain = Block()
     block = copy.deepcopy(plain)
-    block.ahead = shared_ahead(block, ("shared_experts",))
+    block.ahead = shared_ahead(block, ("shared_experts",), SIZE)
     with torch.inference_mode():
         x = torch.randn(1, 5, SIZE)
         assert torch.equal(block(x), plain(x))

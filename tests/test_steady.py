@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from ktft import native
+from ktft.config import EXPERT_LORA
 from ktft.lanes import passes
 from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lora import ExpertLora
@@ -83,7 +84,6 @@ def warm(experts: KtftExperts, rows: tuple[int, ...] = USED) -> None:
 @pytest.mark.parametrize("fmt", native.FORMATS)
 def test_contract(steady: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
     """One of five experts gets no token, and its gradients are zero."""
-    monkeypatch.setattr(passes, "IDLE", 1.0)
     monkeypatch.setattr(passes, "_alike", lambda *_: True)  # `compare` has adapters of its own
     experts = make_experts(fmt, nodes=2, placement="stream")
     warm(experts, ROWS)
@@ -99,11 +99,11 @@ def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) 
     def step(experts: KtftExperts, lora: ExpertLora | None = lora) -> None:
         checkpointed(experts)(x, index, weights, lora).float().sum().backward()
 
-    for share, expected in ((passes.IDLE, []), (1.0, ["forward", "backward"])):
-        monkeypatch.setattr(passes, "IDLE", share)
+    for seconds, expected in ((0, []), (passes.IDLE, ["forward", "backward"])):
+        monkeypatch.setattr(passes, "IDLE", seconds)
         idle = make_experts(placement="stream")
         for _ in range(2):
-            warm(idle, (17, 3, 0, 64, 9))  # a fifth of the copies would be to no avail
+            warm(idle, (17, 3, 0, 64, 9))  # the copy of one would be to no avail
         assert steady == expected
     del steady[:]
     step(make_experts(placement="stream"))  # nothing was decided before
@@ -137,8 +137,9 @@ def test_bad_values_are_found_in_backward(steady: list[str], monkeypatch: pytest
     assert steady == ["forward", "backward"]
 
 
+@pytest.mark.parametrize("form", EXPERT_LORA)
 def test_training(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, steady: list[str], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoint, tmp_path: Path, steady: list[str], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """The losses, the weights and the counted tokens are those of passes that wait for the host."""
     monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
@@ -147,7 +148,7 @@ def test_training(
     path = tiny_checkpoint("qwen3moe")
 
     def train(name: str, **kt_config: Any) -> tuple[list[float], dict[str, Tensor], Any]:
-        settings = {"placement": "stream", "expert_format": "int8"} | kt_config
+        settings = {"placement": "stream", "expert_format": "int8", "expert_lora": form} | kt_config
         model = randomize(runs.adapted(path, settings=settings), std=0.05)
         torch.manual_seed(1)
         data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 100, (6, 64))]

@@ -79,6 +79,7 @@ def assert_same(usual: dict[str, Tensor], together: dict[str, Tensor], most: flo
 BY_DEFAULT = {
     *(("dsv3", True), ("gpt_oss", True), ("qwen3_5", True)),
     *(("glm5", False), ("mixtral", False), ("qwen3moe", False)),
+    *(("llama4", True), ("longcat", True)),
 }
 CASES = [
     pytest.param(family, on, marks=() if (family, on) in BY_DEFAULT else pytest.mark.full)

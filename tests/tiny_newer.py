@@ -115,9 +115,42 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
         | {"global_head_dim": 16, "num_global_key_value_heads": 2, "sliding_window": 8, "num_kv_shared_layers": 0}
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
+    "nemotron": (
+        "NemotronHConfig",
+        HEADS
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 32, "n_group": 1}
+        | {"hybrid_override_pattern": "ME*E-E"}  # Mamba, experts, attention, experts, a dense layer, experts
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8}
+        | {"moe_latent_size": 32, "moe_intermediate_size": 96, "routed_scaling_factor": 8.0},  # they matter to logits
+    ),
+    "step": (
+        "Step3p7Config",
+        HEADS
+        | {"n_routed_experts": 8, "share_expert_dim": 32, "sliding_window": 8, "num_sliding_attention_heads": 2}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "moe_router_scaling_factor": 1.5}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limits": [0.0, 0.0, 1.2]},
+    ),
     "trinity": (
         "AfmoeConfig",
         HEADS | {"num_experts": 8, "num_shared_experts": 1, "sliding_window": 8, "num_dense_layers": 1},
+    ),
+    "llama4": (
+        "Llama4Config",
+        HEADS
+        | {"num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 96, "intermediate_size_mlp": 48}
+        | {
+            "moe_layers": [0, 2],
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 1, 0],
+            "attn_scale": 0.1,
+            "floor_scale": 4,
+        },
+    ),
+    "longcat": (
+        "LongcatFlashConfig",
+        {key: value for key, value in LATENT.items() if key not in ("n_group", "topk_group", "n_shared_experts")}
+        | {"num_layers": 2, "num_hidden_layers": 4, "moe_topk": 3, "num_experts_per_tok": 3, "zero_expert_num": 4}
+        | {"expert_ffn_hidden_size": 32, "ffn_hidden_size": 96, "head_dim": 8},
     ),
     "qwen4": (
         "Qwen4ExpConfig",
@@ -173,11 +206,14 @@ def known() -> dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]:
     }
 
 
-DIFFERENT = ("dsv4", "kimi_linear", "minimax_m3")
-"""Those whose loading or arithmetic the others share: V4's hashes, clamp and names; joined convolutions; alpha."""
+DIFFERENT = ("dsv4", "kimi_linear", "minimax_m3", "nemotron", "step", "llama4", "longcat")
+"""Those whose loading or arithmetic the others share: V4's hashes, clamp and names; joined convolutions; alpha. And
+those with their own: no gate, and between layers with other names; limits by layer, in a layout without `experts`;
+scaled inputs; experts that compute nothing.
+"""
 
 
-SEE_IMAGES = {"qwen3vl", "glm5_next", "kimi_k25", "minimax_m3", "mistral4", "mistral_large4"}
+SEE_IMAGES = {"qwen3vl", "glm5_next", "kimi_k25", "minimax_m3", "mistral4", "mistral_large4", "step"}
 """Those that transformers makes no AutoModelForCausalLM of, which `runs.adapted` loads."""
 
 

@@ -126,9 +126,10 @@ void add_pair(Lora& lora, Projection p, Address a, Dtype a_dtype, Address b, Dty
                                 .grad_b = at<float>(grad_b)};
 }
 
-py::tuple layer_memory_of(int hidden, int intermediate, bool biases, const std::array<int, kProjections>& ranks,
-                          int64_t rows, double experts, int threads, int nodes, Keep keep) {
-  CallDims dims{.shape = {.experts = 0, .hidden = hidden, .intermediate = intermediate},
+py::tuple layer_memory_of(int hidden, int intermediate, bool gated, bool biases,
+                          const std::array<int, kProjections>& ranks, int64_t rows, double experts, int threads,
+                          int nodes, Keep keep) {
+  CallDims dims{.shape = {.experts = 0, .hidden = hidden, .intermediate = intermediate, .gated = gated},
                 .widths = {},
                 .biases = biases,
                 .counts = RowCounts::expected(rows, experts)};
@@ -151,14 +152,14 @@ void bind_moe(py::module_& m) {
       .value("retain", Keep::kActivations);
   m.def(
       "packed_bytes",
-      [](int experts, int hidden, int intermediate, const std::string& format, bool biases, int nodes) {
-        return PackedExperts::packed_bytes(
-            MoeLayer::checked({.experts = experts, .hidden = hidden, .intermediate = intermediate}, "experts"),
-            format_from_name(format), biases, nodes);
+      [](int experts, int hidden, int intermediate, bool gated, const std::string& format, bool biases, int nodes) {
+        const ExpertShape shape{.experts = experts, .hidden = hidden, .intermediate = intermediate, .gated = gated};
+        return PackedExperts::packed_bytes(MoeLayer::checked(shape, "experts"), format_from_name(format), biases,
+                                           nodes);
       },
-      "experts"_a, "hidden"_a, "intermediate"_a, "format"_a, "biases"_a, "nodes"_a);
-  m.def("layer_memory", &layer_memory_of, "hidden"_a, "intermediate"_a, "biases"_a, "ranks"_a, "rows"_a, "experts"_a,
-        "threads"_a, "nodes"_a, "keep"_a);
+      "experts"_a, "hidden"_a, "intermediate"_a, "gated"_a, "format"_a, "biases"_a, "nodes"_a);
+  m.def("layer_memory", &layer_memory_of, "hidden"_a, "intermediate"_a, "gated"_a, "biases"_a, "ranks"_a, "rows"_a,
+        "experts"_a, "threads"_a, "nodes"_a, "keep"_a);
   py::class_<Lora>(m, "Lora")
       .def(py::init([](float dropout, uint64_t seed, uint64_t first_route, Address elsewhere) {
              return Lora{
@@ -207,7 +208,8 @@ void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_
                   .top_k = top_k});
 }
 
-// What PackedSlice of ktft/native/packed.py says of each node. A block begins with gate's tiles.
+// What PackedSlice of ktft/native/packed.py says of each node. A block begins with gate's tiles, even where there are
+// none.
 py::list slices(const MoeLayer& layer) {
   const PackedExperts& weights = layer.weights();
   py::list all;
@@ -230,15 +232,20 @@ void bind_layer(py::module_& m) {
   py::class_<MoeLayer>(m, "MoeLayer")
       .def(py::init([](std::shared_ptr<Runtime> runtime, int experts, int hidden, int intermediate,
                        const std::string& format, float alpha, float limit, float shift, float cubic, float gate_limit,
-                       bool biases, const std::string& name) {
-             return std::make_unique<MoeLayer>(
-                 std::move(runtime), ExpertShape{.experts = experts, .hidden = hidden, .intermediate = intermediate},
-                 format_from_name(format),
-                 Swiglu{.alpha = alpha, .limit = limit, .shift = shift, .cubic = cubic, .gate_limit = gate_limit},
-                 biases, name);
+                       bool gated, bool biases, const std::string& name) {
+             const ExpertShape shape{
+                 .experts = experts, .hidden = hidden, .intermediate = intermediate, .gated = gated};
+             const Swiglu swiglu{.alpha = alpha,
+                                 .limit = limit,
+                                 .shift = shift,
+                                 .cubic = cubic,
+                                 .gate_limit = gate_limit,
+                                 .gated = gated};
+             return std::make_unique<MoeLayer>(std::move(runtime), shape, format_from_name(format), swiglu, biases,
+                                               name);
            }),
            "runtime"_a, "experts"_a, "hidden"_a, "intermediate"_a, "format"_a, "alpha"_a, "limit"_a, "shift"_a,
-           "cubic"_a, "gate_limit"_a, "biases"_a, "name"_a)
+           "cubic"_a, "gate_limit"_a, "gated"_a, "biases"_a, "name"_a)
       .def("load", &load, "expert"_a, "projection"_a, "data"_a, "encoding"_a, "rows"_a, "cols"_a, "scales"_a,
            "block_rows"_a, "block_cols"_a, "zeros"_a, NoGil())
       .def("load_bias", [](MoeLayer& layer, int e, Projection p, Address values,
@@ -322,6 +329,7 @@ void bind_optim(py::module_& m) {
            }),
            "dtype"_a, "rows"_a, "cols"_a, "data"_a);
   m.def("row_norms", &row_norms, "runtime"_a, "tensors"_a, NoGil());
+  m.def("row_bits", &row_bits, "runtime"_a, "tensors"_a, NoGil());
   m.def("scale", &scale, "runtime"_a, "tensors"_a, "factor"_a, NoGil());
   m.def("adam", &adam, "runtime"_a, "tensors"_a, NoGil());
 }

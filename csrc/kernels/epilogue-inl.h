@@ -189,8 +189,46 @@ void swiglu_of(const SwigluArgs& a) {
   V::drain();
 }
 
+// max(up, 0)^2 of one piece, and up for backward.
+template <class V>
+void relu2_piece(const SwigluArgs& a, int rows, const float* up, const Affine& out, bf16* h, bf16* saved) {
+  alignas(64) bf16 spare[kPieceElements];
+  const auto square = [](typename V::F value) {
+    const typename V::F u = V::max(value, V::zero());
+    return V::mul(u, u);
+  };
+  if constexpr (kHasTiles<V>) {
+    const auto at = [&](int k, int t) { return apply_turned<V>(up + k * 16 + t, out, k); };
+    for (int k = 0; k < 32; k += 2)
+      for (int t = 0; t < 16; t += V::kWidth)
+        V::store_pairs(h + k * 16 + 2 * t, square(at(k, t)), square(at(k + 1, t)));
+    if (saved) narrow_turned<V>(at, spare);
+    if (a.tokens <= kFewRows) few_rows<V>(a.tokens, h, h + a.strip);
+  } else {
+    for (int i = 0; i < rows * 32; i += V::kWidth) {
+      const typename V::F u = apply<V>(up + i, affine_at(out, i % 32));
+      V::store(h + i, square(u));
+      if (saved) V::store(spare + i, u);
+    }
+  }
+  if (saved) stream_lines<V>(rows, spare, saved, 32);
+}
+
+template <class V>
+void relu2(const SwigluArgs& a) {
+  for (int t = 0; t < a.tokens; t += kTileRows)
+    for (int col = 0; col < a.cols; col += 32) {
+      const int64_t out = t / kTileRows * a.strip + col * kTileRows;
+      relu2_piece<V>(a, kHasTiles<V> ? kTileRows : std::min(kTileRows, a.tokens - t),
+                     a.up + result_piece(col / 32, t / kTileRows, a.tokens), affine_at(a.up_out, col), a.h + out,
+                     a.saved_up ? a.saved_up + out : nullptr);
+    }
+  V::drain();
+}
+
 template <class V>
 void swiglu(const SwigluArgs& a) {
+  if (!a.function.gated) return relu2<V>(a);
   a.function.cubic ? swiglu_of<V, true>(a) : swiglu_of<V, false>(a);
 }
 
@@ -237,7 +275,40 @@ void swiglu_backward_of(const SwigluBackwardArgs& a) {
 }
 
 template <class V>
+void relu2_backward(const SwigluBackwardArgs& a) {
+  using F = typename V::F;
+  const F two = V::set1(2.f);
+  for (int t = 0; t < pad_rows(a.tokens); t += kTileRows) {
+    const int rows = std::clamp(a.tokens - t, 0, kTileRows);
+    F dot[kTileRows];
+    for (int col = 0; col < a.cols; col += 32) {
+      if (col % kDotCols == 0)
+        for (F& sum : dot) sum = V::zero();
+      const float* const dh = a.dh + result_piece(col / 32, t / kTileRows, a.tokens);
+      const int64_t out = t / kTileRows * a.strip + col * kTileRows;
+      for (int r = 0; r < rows; r++) {
+        const F weight = V::mul(V::set1(a.weights[t + r]), two);
+        for (int j = 0; j < 32; j += V::kWidth) {
+          const int64_t at = out + r * 32 + j;
+          const F u = V::max(V::load(a.up + at), V::zero()), grad = V::load(dh + r * 32 + j), h = V::mul(u, u);
+          dot[r] = V::fma(grad, h, dot[r]);
+          F dup = V::mul(V::mul(grad, weight), u);
+          if (a.up_scale) dup = V::mul(dup, V::load(a.up_scale + col + j));
+          V::store(a.dup + at, dup);
+          if (a.h) V::store(a.h + at, h);
+        }
+      }
+      for (bf16* piece : {a.dup, a.h})
+        if (piece) std::memset(piece + out + rows * 32, 0, size_t(kTileRows - rows) * 32 * sizeof(bf16));
+      float* const sums = a.weight_grads + col / kDotCols * a.weight_grads_stride + t;
+      for (int r = 0; r < rows; r++) sums[r] = V::sum(dot[r]);
+    }
+  }
+}
+
+template <class V>
 void swiglu_backward(const SwigluBackwardArgs& a) {
+  if (!a.function.gated) return relu2_backward<V>(a);
   a.function.cubic ? swiglu_backward_of<V, true>(a) : swiglu_backward_of<V, false>(a);
 }
 

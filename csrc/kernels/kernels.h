@@ -94,19 +94,21 @@ static inline Affine affine_at(const PackedMatrix& w, int row) { return affine_a
 // The activation between gate, up and down. Its arguments are clamped first:
 //   h = g sigmoid(alpha g + cubic g^3) (u + shift),  g = min(gate, gate_limit), u = max(min(up, limit), -limit)
 // SiLU(gate) * up has alpha 1, no limits and no shift. gpt-oss has alpha 1.702, limits 7 and shift 1. The cubic term
-// makes tanh's GELU, since (1 + tanh(x)) / 2 = sigmoid(2 x).
+// makes tanh's GELU, since (1 + tanh(x)) / 2 = sigmoid(2 x). Without a gate, h = max(up, 0)^2.
 struct Swiglu {
   float alpha = 1, limit = std::numeric_limits<float>::infinity(), shift = 0, cubic = 0, gate_limit = limit;
+  bool gated = true;
 };
 
-// Turns gate and up, two results of one forward call, into h, the X of the down projection.
+// Turns gate and up, two results of one forward call, into h, the X of the down projection. Without a gate, all that
+// is gate's is null or ignored, as it is in backward.
 struct SwigluArgs {
   Swiglu function;
   int tokens, cols;
   const float *gate, *up;  // results
   Affine gate_out, up_out;
   bf16* h;                      // the first piece of the first strip, in pack_forward's layout
-  bf16 *saved_gate, *saved_up;  // for swiglu_backward: values before clamping, in pack_rows' layout; or null
+  bf16 *saved_gate, *saved_up;  // for swiglu_backward: values before clamping, in pack_rows' layout; or both null
   int64_t strip;                // elements from one strip to the next, in all three
 };
 

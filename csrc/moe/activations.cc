@@ -45,8 +45,9 @@ Activations place_activations(const Call& call, Saved* saved) {
     Saved::PerNode* const keep = saved ? &saved->nodes[n] : nullptr;
     Activations::PerNode out;
     out.h = node.h.get<bf16>(sizes.h, id);
-    if (keep || sizes.gate) {
-      out.gate = place<bf16>(call, keep ? &keep->gate : nullptr, node.gate, gate_up_size(call.dims, n), id);
+    if (keep || sizes.up) {
+      if (call.weights.shape().gated)
+        out.gate = place<bf16>(call, keep ? &keep->gate : nullptr, node.gate, gate_up_size(call.dims, n), id);
       out.up = place<bf16>(call, keep ? &keep->up : nullptr, node.up, gate_up_size(call.dims, n), id);
     }
     if (call.pair(Projection::kDown)) {

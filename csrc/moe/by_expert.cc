@@ -73,7 +73,8 @@ Activations expert_gate_up(const Call& call, const PackedLora& lora, const Token
     own.int8_x = take_int8(memory, rows, call.weights.shape().hidden);
     own.nodes[0].int8_h = take_int8(memory, rows, width);
   }
-  for (const Projection p : kGateUp) own.low_rank[int(p)] = take_low_rank(call, p, act.low_rank[int(p)], rows, memory);
+  for (const Projection p : call.weights.shape().inputs())
+    own.low_rank[int(p)] = take_low_rank(call, p, act.low_rank[int(p)], rows, memory);
   const ForwardSteps steps{call, lora, own, x};
   each_chunk_of(local, scratch, [&](const RowChunk& chunk) { steps.gather_x(hidden, chunk, bad, scratch); });
   each_block_of(gate_up_blocks(call, 0), scratch, [&](int block) { steps.gate_up_block(0, local, block, scratch); });
@@ -109,10 +110,10 @@ void backward_by_expert(const Call& call, bool recompute, const Gradients& at, c
     const size_t used = memory.used();
     if (recompute) expert_gate_up(call, lora, hidden, at.act, rows, local, bad, memory, scratch);
     memory.reset(used);
-    kept.gate += activation_elements(rows.packed, width);
+    if (kept.gate) kept.gate += activation_elements(rows.packed, width);
     kept.up += activation_elements(rows.packed, width);
     if (call.pair(Projection::kDown)) kept.h = take(memory, rows, width);
-    for (const Projection p : kGateUp) {
+    for (const Projection p : call.weights.shape().inputs()) {
       node.grad[int(p)] = take(memory, rows, width);
       node.low_rank[int(p)] = take_low_rank(call, p, node.low_rank[int(p)], rows, memory);
     }

@@ -85,6 +85,8 @@ void MoeLayer::check_lora(const Lora* lora) const {
              ", it must be in [0, 1)");
   for (int p = 0; p < kProjections; p++)
     if (const LoraPair* pair = lora->pair(Projection(p))) {
+      KTFT_CHECK(weights_.shape().rows(Projection(p)), name_, ": LoRA is on ", kNames[p],
+                 ", which these experts do not have");
       KTFT_CHECK(pair->rank() >= 1 && pair->rank() <= kMaxRank, name_, ": LoRA rank is ", pair->rank(),
                  ", it must be 1 to ", kMaxRank);
       check_matrix(name_, "A", pair->a, pair->rank(), weights_.shape().cols(Projection(p)));

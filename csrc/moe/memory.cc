@@ -81,13 +81,17 @@ Buffers<size_t> workspace_sizes(const CallDims& dims, CallWork work, bool by_exp
     NodeBuffers<size_t> node;
     node.h = activation_bytes(packed, width);
     node.y = size_t(counts.rows) * hidden * sizeof(bf16);
-    if (work & kKeepsGateUp) node.gate = node.up = gate_up_size(dims, int(n));
+    if (work & kKeepsGateUp) {
+      node.up = gate_up_size(dims, int(n));
+      node.gate = dims.shape.gated ? node.up : 0;
+    }
     if (dims.int8) {
       node.h_codes = int8_codes_size(packed, width);
       node.h_scales = size_t(packed) * sizeof(float);
     }
     if (work & kGradients) {
-      node.grad[0] = node.grad[1] = activation_bytes(packed, width);
+      node.grad[1] = activation_bytes(packed, width);
+      node.grad[0] = dims.shape.gated ? node.grad[1] : 0;
       node.weight_grads = size_t(counts.rows) * ceil_div(width, kDotCols) * sizeof(float);
     }
     for (int p = 0; p < kProjections; p++) set_low_rank(node, p, Projection(p) == kDown);
@@ -149,7 +153,7 @@ LayerMemory layer_memory(const CallDims& dims, int threads, Keep keep) {
   if (!retained) return memory;
   for (Projection p : kGateUp) memory.retained += low_rank_size(dims, p);
   for (int n = 0; n < int(dims.widths.size()); n++)
-    memory.retained += 2 * gate_up_size(dims, n) + low_rank_size(dims, kDown);
+    memory.retained += dims.shape.inputs().size() * gate_up_size(dims, n) + low_rank_size(dims, kDown);
   return memory;
 }
 

@@ -1,6 +1,7 @@
 #include "moe/steps.h"
 
 #include <algorithm>
+#include <span>
 
 #include "moe/w8a8.h"
 
@@ -57,7 +58,7 @@ void ForwardSteps::gather_x(const TokenRows& tokens, const RowChunk& chunk, std:
   const int token = gather_chunk(call, tokens, {.pass = Pass::kForward, .check = true}, chunk, rows, scratch);
   if (token >= 0) bad = token;
   if (call.int8) quantize(call, rows, hidden, chunk, act.int8_x);
-  for (const Projection p : kGateUp)
+  for (const Projection p : call.weights.shape().inputs())
     if (const LoraPair* pair = call.pair(p)) {
       scratch.reset();
       low_rank_product(call, Pass::kForward, lora.a(call, p, chunk.slot, 0), pair->rank(),
@@ -67,18 +68,21 @@ void ForwardSteps::gather_x(const TokenRows& tokens, const RowChunk& chunk, std:
 
 void ForwardSteps::gate_up_block(int node, const RowChunk& rows, int block, Scratch& scratch) const {
   const PackedExperts& w = call.weights;
-  const int width = w.width(node), col = block * call.block / 2, cols = std::min(call.block / 2, width - col);
+  const std::span<const Projection> inputs = w.shape().inputs();
+  const int width = w.width(node), count = int(inputs.size()), most = call.block / count, col = block * most,
+            cols = std::min(most, width - col);
   GemmArgs args{
-      .terms = {}, .count = 2, .out_count = cols, .tokens = rows.rows, .scratch = scratch.take<char>(kGemmScratch)};
+      .terms = {}, .count = count, .out_count = cols, .tokens = rows.rows, .scratch = scratch.take<char>(kGemmScratch)};
   PackedMatrix matrix[2], b[2];
-  for (int p = 0; p < 2; p++) {
-    matrix[p] = w.matrix(node, rows.expert, kGateUp[p]);
-    args.terms[p] = term_at(col, matrix[p], x ? x + activation_elements(rows.packed, w.shape().hidden) : nullptr,
+  for (int i = 0; i < count; i++) {
+    const Projection p = inputs[i];
+    matrix[i] = w.matrix(node, rows.expert, p);
+    args.terms[i] = term_at(col, matrix[i], x ? x + activation_elements(rows.packed, w.shape().hidden) : nullptr,
                             results(scratch, rows, cols));
-    if (const LoraPair* pair = call.pair(kGateUp[p])) {
-      b[p] = lora.b(call, kGateUp[p], rows.slot, node);
-      args.terms[p].lora = &b[p];
-      args.terms[p].low_rank = act.low_rank[p].operand_at(rows, pair->rank());
+    if (const LoraPair* pair = call.pair(p)) {
+      b[i] = lora.b(call, p, rows.slot, node);
+      args.terms[i].lora = &b[i];
+      args.terms[i].low_rank = act.low_rank[int(p)].operand_at(rows, pair->rank());
     }
   }
   product(call, args, act.int8_x, rows, scratch);
@@ -88,12 +92,12 @@ void ForwardSteps::gate_up_block(int node, const RowChunk& rows, int block, Scra
                      .tokens = rows.rows,
                      .cols = cols,
                      .gate = args.terms[0].c,
-                     .up = args.terms[1].c,
+                     .up = args.terms[count - 1].c,
                      .gate_out = affine_at(matrix[0], col),
-                     .up_out = affine_at(matrix[1], col),
+                     .up_out = affine_at(matrix[count - 1], col),
                      .h = out.h + at,
                      .saved_gate = out.gate ? out.gate + at : nullptr,
-                     .saved_up = out.gate ? out.up + at : nullptr,
+                     .saved_up = out.up ? out.up + at : nullptr,
                      .strip = strip_elements(width)});
 }
 
@@ -157,18 +161,19 @@ void BackwardSteps::intermediate_block(int node, const RowChunk& rows, int block
   for (int t = 0; t < rows.rows; t++) weights[t] = call.row_weight(rows.begin + t);
   const size_t to = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
   const auto scale = [&](Projection p) { return affine_at(w.matrix(node, rows.expert, p), col).scale; };
+  const auto from = [to](bf16* place) { return place ? place + to : nullptr; };
   const Activations::PerNode& in = at.act.nodes[node];
   const Gradients::PerNode& out = at.nodes[node];
   call.vec().swiglu_backward({.function = call.swiglu,
                               .tokens = rows.rows,
                               .cols = cols,
                               .dh = dh,
-                              .gate = in.gate + to,
+                              .gate = from(in.gate),
                               .up = in.up + to,
                               .gate_scale = scale(Projection::kGate),
                               .up_scale = scale(Projection::kUp),
                               .weights = weights,
-                              .dgate = out.grad[0] + to,
+                              .dgate = from(out.grad[0]),
                               .dup = out.grad[1] + to,
                               .h = pair ? in.h + to : nullptr,
                               .strip = strip_elements(width),
@@ -182,29 +187,32 @@ void BackwardSteps::hidden_block(int node, const RowChunk& rows, int block, Scra
   const Gradients::PerNode& in = at.nodes[node];
   float* const c = results(scratch, rows, cols);
   char* const gemm = scratch.take<char>(kGemmScratch);
-  GemmArgs args{.terms = {}, .count = 2, .out_count = cols, .tokens = rows.rows, .scratch = gemm};
+  const std::span<const Projection> inputs = w.shape().inputs();
+  const int count = int(inputs.size());
+  GemmArgs args{.terms = {}, .count = count, .out_count = cols, .tokens = rows.rows, .scratch = gemm};
   PackedMatrix matrix[2], a[2];
   const bool drops = call.lora && call.lora->drops();
-  for (int p = 0; p < 2; p++) {
-    matrix[p] = w.matrix(node, rows.expert, kGateUp[p]);
-    args.terms[p] = term_at(col, matrix[p], in.grad[p] + activation_elements(rows.packed, w.width(node)), c);
-    if (const LoraPair* pair = call.pair(kGateUp[p])) {
-      a[p] = lora.a(call, kGateUp[p], rows.slot, node);
-      args.terms[p].lora = drops ? nullptr : &a[p];
-      args.terms[p].low_rank = in.low_rank[p].operand_at(rows, pair->rank());
+  for (int i = 0; i < count; i++) {
+    const Projection p = inputs[i];
+    matrix[i] = w.matrix(node, rows.expert, p);
+    args.terms[i] = term_at(col, matrix[i], in.grad[int(p)] + activation_elements(rows.packed, w.width(node)), c);
+    if (const LoraPair* pair = call.pair(p)) {
+      a[i] = lora.a(call, p, rows.slot, node);
+      args.terms[i].lora = drops ? nullptr : &a[i];
+      args.terms[i].low_rank = in.low_rank[int(p)].operand_at(rows, pair->rank());
     }
   }
   count_weights(call, Pass::kBackward, args);
   run_gemm(call, w.format(), Pass::kBackward, args);
-  for (int p = 0; p < 2; p++)
-    if (drops && call.pair(kGateUp[p]))
-      add_dropped_lora(call, kGateUp[p], a[p], args.terms[p].low_rank, rows, col, cols, col, c, gemm, scratch);
+  for (int i = 0; i < count; i++)
+    if (drops && call.pair(inputs[i]))
+      add_dropped_lora(call, inputs[i], a[i], args.terms[i].low_rank, rows, col, cols, col, c, gemm, scratch);
   call.vec().store_rows(Pass::kBackward, rows.rows, cols, c, {}, in.dx + size_t(rows.begin) * hidden + col, hidden);
 }
 
 void BackwardSteps::grad_low_rank(int node, const RowChunk& chunk, Scratch& scratch) const {
   const Gradients::PerNode& in = at.nodes[node];
-  for (const Projection p : kGateUp)
+  for (const Projection p : call.weights.shape().inputs())
     if (const LoraPair* pair = call.pair(p)) {
       scratch.reset();
       low_rank_product(call, Pass::kBackward, lora.b(call, p, chunk.slot, node), pair->rank(),
@@ -213,7 +221,9 @@ void BackwardSteps::grad_low_rank(int node, const RowChunk& chunk, Scratch& scra
     }
 }
 
-int gate_up_blocks(const Call& call, int node) { return ceil_div(call.weights.width(node), call.block / 2); }
+int gate_up_blocks(const Call& call, int node) {
+  return ceil_div(call.weights.width(node), call.block / int(call.weights.shape().inputs().size()));
+}
 
 int intermediate_blocks(const Call& call, int node) { return ceil_div(call.weights.width(node), call.block); }
 

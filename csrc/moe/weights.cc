@@ -67,7 +67,7 @@ size_t PackedExperts::bytes() const {
 PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) const {
   const Slice& s = slices_[node];
   char* base = s.memory.data() + s.expert_bytes * expert;
-  const ExpertShape sliced{.experts = 1, .hidden = shape_.hidden, .intermediate = s.width};
+  const ExpertShape sliced{.experts = 1, .hidden = shape_.hidden, .intermediate = s.width, .gated = shape_.gated};
   PackedMatrix m{.format = format_,
                  .rows = sliced.rows(projection),
                  .cols = sliced.cols(projection),
@@ -82,6 +82,7 @@ PackedMatrix PackedExperts::matrix(int node, int expert, Projection projection) 
 
 bool PackedExperts::load(Pool& pool, int expert, Projection projection, const SourceMatrix& source) {
   const int rows = shape_.rows(projection), cols = shape_.cols(projection);
+  KTFT_CHECK(rows, "these experts have no gate");
   KTFT_CHECK(source.rows == rows && source.cols == cols, "its shape is [", source.rows, ", ", source.cols,
              "], the model's config says [", rows, ", ", cols, "]");
   std::vector<int> units(pool.nodes(), 0);

@@ -2,6 +2,7 @@
 // rows of gate and up, and columns of down, from begin(n) on. The nodes' partial results add up to the layer's.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -13,9 +14,16 @@ namespace ktft {
 
 struct ExpertShape {
   int experts, hidden, intermediate;
+  bool gated = true;
 
-  // Of one expert's matrix: gate and up are [intermediate, hidden], down is [hidden, intermediate].
-  int rows(Projection p) const { return p == Projection::kDown ? hidden : intermediate; }
+  // Of one expert's matrix: gate and up are [intermediate, hidden], down is [hidden, intermediate]. A gate that experts
+  // lack has no rows.
+  int rows(Projection p) const {
+    if (p == Projection::kGate && !gated) return 0;
+    return p == Projection::kDown ? hidden : intermediate;
+  }
+  // The projections of the layer's input.
+  std::span<const Projection> inputs() const { return std::span(kGateUp).subspan(gated ? 0 : 1); }
   int cols(Projection p) const { return p == Projection::kDown ? intermediate : hidden; }
 };
 
@@ -29,7 +37,7 @@ class PackedExperts {
   int nodes() const { return int(slices_.size()); }
   int begin(int node) const { return slices_[node].begin; }
   int width(int node) const { return slices_[node].width; }
-  // The blocks of a node's experts, with all three matrices of each, are contiguous.
+  // The blocks of a node's experts, with all matrices of each, are contiguous.
   size_t expert_bytes(int node) const { return slices_[node].expert_bytes; }
   size_t bytes() const;
   // The widths of the slices when there are `nodes` nodes; fewer slices if there are too few columns for all.

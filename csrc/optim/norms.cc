@@ -29,6 +29,14 @@ double squares(const T* at, int64_t count) {
   return total;
 }
 
+template <class Word>
+int64_t bits(const void* data, int64_t begin, int64_t count) {
+  const Word* const at = static_cast<const Word*>(data) + begin;
+  uint64_t total = 0;
+  for (int64_t i = 0; i < count; i++) total += at[i];
+  return int64_t(total);
+}
+
 template <class T>
 void multiply(T* at, int64_t count, float factor) {
   for (int64_t i = 0; i < count; i++) store(at + i, load(at[i]) * factor);
@@ -64,29 +72,43 @@ void by_parts(Runtime& runtime, const std::vector<RowTensor>& tensors, const Cou
   });
 }
 
-}  // namespace
-
-std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors) {
-  std::vector<double> sums;
+// Returns for each row the sum of what `work(tensor, first element, elements)` returns for its parts.
+template <class Sum, class Work>
+std::vector<Sum> by_rows(Runtime& runtime, const std::vector<RowTensor>& tensors, const Work& work) {
+  std::vector<Sum> sums, totals;
   std::vector<int64_t> row_of;
-  std::vector<float> norms;
   by_parts(
       runtime, tensors,
       [&](int64_t parts, int64_t rows) {
         sums.resize(size_t(parts));
         row_of.resize(size_t(parts));
-        norms.resize(size_t(rows));
+        totals.resize(size_t(rows));
       },
       [&](const RowTensor& tensor, int64_t begin, int64_t count, int64_t row, int part) {
         row_of[size_t(part)] = row;
-        sums[size_t(part)] = tensor.dtype == Dtype::kF32
-                                 ? squares(static_cast<const float*>(tensor.data) + begin, count)
-                                 : squares(static_cast<const bf16*>(tensor.data) + begin, count);
+        sums[size_t(part)] = work(tensor, begin, count);
       });
-  std::vector<double> totals(norms.size());
   for (size_t part = 0; part < sums.size(); part++) totals[size_t(row_of[part])] += sums[part];
-  for (size_t row = 0; row < norms.size(); row++) norms[row] = float(std::sqrt(totals[row]));
+  return totals;
+}
+
+}  // namespace
+
+std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors) {
+  const auto totals = by_rows<double>(runtime, tensors, [](const RowTensor& tensor, int64_t begin, int64_t count) {
+    return tensor.dtype == Dtype::kF32 ? squares(static_cast<const float*>(tensor.data) + begin, count)
+                                       : squares(static_cast<const bf16*>(tensor.data) + begin, count);
+  });
+  std::vector<float> norms;
+  for (const double total : totals) norms.push_back(float(std::sqrt(total)));
   return norms;
+}
+
+std::vector<int64_t> row_bits(Runtime& runtime, const std::vector<RowTensor>& tensors) {
+  return by_rows<int64_t>(runtime, tensors, [](const RowTensor& tensor, int64_t begin, int64_t count) {
+    return tensor.dtype == Dtype::kF32 ? bits<uint32_t>(tensor.data, begin, count)
+                                       : bits<uint16_t>(tensor.data, begin, count);
+  });
 }
 
 void scale(Runtime& runtime, const std::vector<RowTensor>& tensors, float factor) {

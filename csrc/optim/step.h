@@ -18,6 +18,9 @@ struct RowTensor {
 // in an order that does not depend on the number of threads.
 std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors);
 
+// Returns the sum over the bits of each row's elements, in order: 0 for zeros, and another number after any one update.
+std::vector<int64_t> row_bits(Runtime& runtime, const std::vector<RowTensor>& tensors);
+
 // Multiplies all elements, in fp32.
 void scale(Runtime& runtime, const std::vector<RowTensor>& tensors, float factor);
 

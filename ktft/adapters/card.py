@@ -10,7 +10,9 @@ from ktft.adapters.below import stands_on
 from ktft.adapters.files import absolute
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.adapters.several import base_adapters_of
-from ktft.checkpoint.families import GROUPS, SEPARATE, group_of
+from ktft.checkpoint.families import GROUPS, group_of
+from ktft.checkpoint.layouts import SEPARATE
+from ktft.config import SHARED_OUTER
 from ktft.model.experts import experts_family
 
 NEW_CARD = "---\nlibrary_name: peft\n---\n# LoRA adapter\n\n"
@@ -32,6 +34,11 @@ In PEFT on transformers 4.57, where each expert is a module, as it is:
 ```python
 model = PeftModel.from_pretrained(model, "THIS_DIRECTORY")
 ```"""
+
+_SHARED = """
+> **Do not load this directory with PEFT.** All experts of a layer share a part of their LoRA (`expert_lora: \
+shared_outer`), in tensors whose names PEFT does not know. SGLang and Megatron-Bridge do. An ordinary copy, in which
+> each expert has its own: `ktft export THIS_DIRECTORY --to vllm OUT`, for PEFT on transformers 4.57 too."""
 
 _STACKED = """
 > **On transformers 5, do not load this directory with PEFT.** Its experts are stacked tensors there. PEFT 0.18 finds no
@@ -61,7 +68,8 @@ def update_card(file: Path, model: Any) -> None:
 
 def _section(model: Any) -> str:
     layers = [module for module in model.modules() if isinstance(module, KtftExpertsLora)]
-    tensors = sum(2 * len(ranks) * layer.experts.num_experts for layer in layers for ranks in layer.ranks.values())
+    stacks = (t for layer in layers for name in layer.lora_A for *_, t in layer.tensors(name))
+    tensors = sum(map(len, stacks))
     base = absolute(model.config.name_or_path) or "BASE_MODEL"
     lines = [f"Base model: `{base}` ({model.config.model_type})", "", "## What was trained", *_counts(model), ""]
     if layers:
@@ -69,7 +77,10 @@ def _section(model: Any) -> str:
     if below := list(base_adapters_of(model).values()):
         lines += [f"The adapter was {stands_on(below)}.", ""]
     lines.append(_LOADING.format(base=base))
-    if layers and experts_family(model).layouts[0] == SEPARATE:  # other families have other names there, or no modules
+    forms = {form for layer in layers for name, form in layer.forms.items() if name not in base_adapters_of(model)}
+    if SHARED_OUTER in forms:
+        lines.append(_SHARED)
+    elif layers and experts_family(model).layouts[0] == SEPARATE:  # others have other names there, or no modules
         lines.append(_MODULES)
     lines.append(_STACKED.format(tensors=tensors) if layers else _ELSEWHERE)
     return "\n".join(lines)

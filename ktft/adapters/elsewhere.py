@@ -10,7 +10,8 @@ from torch import nn
 
 from ktft.adapters.export_serving import SGLANG, VLLM, ServerRules
 from ktft.adapters.lora import KtftExpertsLora
-from ktft.checkpoint.families import SEPARATE, Family
+from ktft.checkpoint.families import Family
+from ktft.checkpoint.layouts import SEPARATE
 from ktft.config import PROJECTIONS
 from ktft.model.experts import experts_family
 

@@ -26,7 +26,7 @@ from ktft.config import PROJECTIONS
 from ktft.model.meta import meta_model
 from ktft.versions import is_at_least, version_of
 
-PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """The names of transformers' stacked parameters, and the projections that each one holds."""
 
 
@@ -75,7 +75,7 @@ class Stacked:
 
     def rows(self, projection: str) -> slice:
         """The parameter's outputs that belong to this projection."""
-        if self.parameter == "down_proj":
+        if len(PARAMETERS[self.parameter]) == 1:
             return slice(None)
         number = PARAMETERS[self.parameter].index(projection)
         if self.adapter.experts[self.experts].family.layouts[0].interleaved:
@@ -142,6 +142,8 @@ def _stacked(adapter: SavedAdapter, model: Any) -> Iterator[Stacked]:
     for name in adapter.experts:
         module = model.get_submodule(name)
         for parameter, projections in PARAMETERS.items():
+            if parameter == ("up_proj" if "gate_proj" in adapter.experts[name].projections else "gate_up_proj"):
+                continue
             if not set(projections) & set(adapter.expert_projections(name)):
                 continue
             weight = getattr(module, parameter, None)

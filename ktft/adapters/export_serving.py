@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ktft.adapters.files import LazyTensor
 from ktft.adapters.saved import FROZEN, Place, SavedAdapter, int_if_whole
-from ktft.checkpoint.families import SEPARATE
+from ktft.checkpoint.layouts import SEPARATE
 from ktft.config import PROJECTIONS
 from ktft.model.experts import experts_family
 
@@ -74,7 +74,7 @@ def even_out(adapter: SavedAdapter, server: ServerRules) -> tuple[dict[str, Any]
             factor = place.scaling / scaling if kind == "lora_B" else 1.0
             stored = place.tensor(kind) if name in adapter.places else None
             own = dtype if stored is None else adapter.dtype(place)
-            tensors[place.tensor(kind)] = _padded(adapter, stored, shape, factor, own)
+            tensors[place.standard(kind)] = _padded(adapter, stored, shape, factor, own)
     config = adapter.config.to_dict() | {
         "r": r,
         "lora_alpha": int_if_whole(scaling * r),
@@ -131,7 +131,7 @@ def _check(adapter: SavedAdapter, server: ServerRules) -> None:
 def _missing(adapter: SavedAdapter, server: ServerRules) -> Iterator[Place]:
     """Yield the modules without LoRA that need it because the server fuses them with modules that have it."""
     for name, module in adapter.experts.items():
-        for expert, projection in product(range(module.num_experts), PROJECTIONS):
+        for expert, projection in product(range(module.num_experts), module.projections):
             if f"{name}.{expert}.{projection}" not in adapter.places:
                 yield adapter.expert_place(name, expert, projection)
     for place in list(adapter.places.values()):

@@ -159,6 +159,9 @@ def adapter_tensors(
         if adapter_name in layer.lora_A:
             for kind, projection, _ in layer.tensors(adapter_name):
                 stacked, held = state_dict[f"{name}.{kind}.{adapter_name}.{projection}"], layer.experts.held
+                if layer.is_shared(kind, adapter_name, projection):
+                    tensors[f"{name}.{projection}.{kind}.weight"] = stacked
+                    continue
                 numbers: Sequence[int] = held.numbers
                 if layer.whole:  # of all ranks
                     stacked, numbers = layer.whole[kind, adapter_name, projection], range(held.num_experts)
@@ -183,7 +186,7 @@ def names_elsewhere(layers: Mapping[str, KtftExpertsLora], adapter_name: str) ->
         f"{name}.{expert}.{projection}.{kind}.weight"
         for name, layer in layers.items()
         if adapter_name in layer.lora_A
-        for kind, projection, _ in layer.tensors(adapter_name)
+        for kind, projection, _ in layer.stacks(adapter_name)
         for expert in set(range(layer.experts.held.num_experts)) - set(layer.experts.held.numbers)
     }
 

@@ -59,7 +59,7 @@ def _gather(layer: KtftExpertsLora, together: Ranks) -> None:
     """Fill `layer.whole`; on ranks that do not write, with empty tensors."""
     held = together.gather(layer.experts.held)
     for adapter in layer.lora_A:
-        for kind, projection, tensor in layer.tensors(adapter):
+        for kind, projection, tensor in layer.stacks(adapter):
             layer.whole[kind, adapter, projection] = _whole(tensor.detach(), held, together)
 
 

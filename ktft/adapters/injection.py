@@ -18,6 +18,8 @@ from ktft.adapters.lora import EXPERT_TENSOR, KtftExpertsLora, check_options
 from ktft.adapters.reach import check_method, reach_of, resolve
 from ktft.adapters.several import check_name
 from ktft.adapters.tensor_parallel import check_request, dividing
+from ktft.config import PER_EXPERT, SHARED_OUTER
+from ktft.lora import NOT_SHARED
 from ktft.model.experts import KtftExperts, find_experts
 
 INSTEAD = {
@@ -29,9 +31,12 @@ INSTEAD = {
 _AS_SAVED = "_ktft_as_saved"
 
 
-def as_saved(config: Any) -> Any:
-    """Mark a configuration as that of a saved adapter: its targets are matched as they are, by PEFT's rule."""
-    setattr(config, _AS_SAVED, True)
+def as_saved(config: Any, form: str) -> Any:
+    """Mark a configuration as that of a saved adapter: its targets are matched as they are, by PEFT's rule.
+
+    `form` is the saved LoRA's on experts, one of `EXPERT_LORA`.
+    """
+    setattr(config, _AS_SAVED, form)
     return config
 
 
@@ -47,28 +52,31 @@ def inject_adapter(
         raise ValueError(f"ktft's experts take adapters from PEFT's LoraModel, not {type(tuner).__name__}")
     if kwargs.get("state_dict") is not None:
         raise ValueError("ktft's experts take no LoRA from a state_dict's names; give target_modules")
-    if not vars(config).pop(_AS_SAVED, False):
+    form = vars(config).pop(_AS_SAVED, None)
+    if form is None:
         resolve(model, config)
+        form = next(iter(find_experts(model).values())).expert_lora or PER_EXPERT
     check_request(model, config)
-    with _reaching_experts(model, config, adapter_name), dividing(model, adapter_name):
+    with _reaching_experts(model, config, adapter_name, form), dividing(model, adapter_name):
         return original(tuner, model, adapter_name, *args, **kwargs)
 
 
 @contextmanager
-def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Iterator[None]:
+def _reaching_experts(model: nn.Module, config: Any, adapter_name: str, form: str) -> Iterator[None]:
     """Make `config` also name ktft's modules and their layer class while PEFT puts layers into the model."""
     check_name(model, adapter_name)
     reach = reach_of(model, config)
     ranks = {model.get_submodule(name): own for name, own in reach.ranks.items()}
     if ranks:
         check_options(vars(config))  # before PEFT has changed any module
+        _check_whole(model, form)
 
     def create(target: KtftExperts, name: str, **kwargs: Any) -> KtftExpertsLora:
-        return KtftExpertsLora(target, name, ranks[target], **kwargs)
+        return KtftExpertsLora(target, name, ranks[target], form, **kwargs)
 
     for module, own in ranks.items():
         if isinstance(module, KtftExpertsLora):
-            module.ranks[adapter_name] = own
+            module.ranks[adapter_name], module.forms[adapter_name] = own, form
     own_modules = config._custom_modules and dict(config._custom_modules)
     config._register_custom_module({KtftExperts: create})
     config.target_modules = reach.modules
@@ -76,6 +84,16 @@ def _reaching_experts(model: nn.Module, config: Any, adapter_name: str) -> Itera
         yield
     finally:
         config.target_modules, config._custom_modules = reach.standard, own_modules
+
+
+def _check_whole(model: nn.Module, form: str) -> None:
+    """Refuse LoRA that all experts share in a process that does not hold all of them."""
+    for name, module in find_experts(model).items():
+        if form == SHARED_OUTER and not module.held.whole:
+            held = module.held
+            raise ValueError(
+                NOT_SHARED.format(f"this process holds {held.count} of the {held.num_experts} experts of {name}")
+            )
 
 
 def keep_targets(original: Callable[..., None], peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
@@ -15,7 +16,9 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from ktft.config import PROJECTIONS
+from ktft.adapters.shared import Spreads, is_shared
+from ktft.config import PER_EXPERT, PROJECTIONS
+from ktft.late import settle
 from ktft.lora import MAX_RANK, ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts
 
@@ -43,10 +46,12 @@ UNMERGED = (
     "LLaMA-Factory with use_kt: true and adapter_name_or_path"
 )
 
-EXPERT_TENSOR = re.compile(rf"(\.\d+\.(?:{'|'.join(PROJECTIONS)})\.lora_[AB])(\.weight)$")
-"""The end of the standard name of one expert's LoRA, in two parts: the adapter's name stands between them."""
+EXPERT_TENSOR = re.compile(rf"(\.(?:\d+|experts)\.(?:{'|'.join(PROJECTIONS)})\.lora_[AB])(\.weight)$")
+"""The end of the standard name of one expert's LoRA, or of what all experts share, in two parts: the adapter's name
+stands between them."""
 
-_EXPERT_KEY = re.compile(rf"(\d+)\.({'|'.join(PROJECTIONS)})\.lora_([AB])\.([^.]+)\.weight")
+_ALL = -1  # in place of an expert's number: all of them
+_EXPERT_KEY = re.compile(rf"(?:(\d+)\.)?({'|'.join(PROJECTIONS)})\.lora_([AB])\.([^.]+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -94,23 +99,35 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     For each adapter and targeted projection it holds `lora_A.<adapter>.<projection>` `[E, r, in]` and `lora_B...`
     `[E, out, r]`, where E counts the experts that the process holds. They are fp32 unless cast, and always on the CPU.
     On disk each expert has its standard name, `<expert>.<projection>.lora_A.weight`, which `load_state_dict` accepts.
+    What all experts share is `[1, ...]` here and on disk; see `ktft.adapters.shared`.
 
-    `ranks` are the first adapter's, by projection; `kwargs` are PEFT's LoRA options, which `check_options` may refuse.
+    `ranks` and `form` are the first adapter's: ranks by projection, and one of `EXPERT_LORA`; `kwargs` are PEFT's LoRA
+    options, which `check_options` may refuse.
 
     Attributes:
+        forms: adapter -> one of `EXPERT_LORA`.
         whole: (`lora_A` or `lora_B`, adapter, projection) -> the stack of all experts, while `gathered` has it.
     """
 
-    def __init__(self, base_layer: KtftExperts, adapter_name: str, ranks: dict[str, Rank], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        base_layer: KtftExperts,
+        adapter_name: str,
+        ranks: dict[str, Rank],
+        form: str = PER_EXPERT,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         with warnings.catch_warnings():  # PEFT remarks that it does not know the type
             warnings.simplefilter("ignore", UserWarning)
             LoraLayer.__init__(self, base_layer)
-        self.ranks = {adapter_name: ranks}
+        self.ranks, self.forms = {adapter_name: ranks}, {adapter_name: form}
+        self._spreads = Spreads()
         self.whole: dict[tuple[str, str, str], Tensor] = {}
         self._active_adapter = [adapter_name]
         self.update_layer(adapter_name, **kwargs)
         self.register_load_state_dict_pre_hook(_stack_experts)
+        self.register_state_dict_pre_hook(lambda *_: settle())
 
     @property
     def experts(self) -> KtftExperts:
@@ -144,21 +161,37 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         base = self.experts
         wide, narrow = base.hidden_size, base.intermediate_size
         fan_in, fan_out = (narrow, wide) if projection == "down_proj" else (wide, narrow)
-        a = nn.Parameter(torch.empty(base.num_experts, r, fan_in, dtype=torch.float32, device="cpu"))
-        b = nn.Parameter(torch.zeros(base.num_experts, fan_out, r, dtype=torch.float32, device="cpu"))
-        # Values are drawn for experts elsewhere too, so that those here do not depend on who holds the others
-        spare_a, spare_b = torch.empty(r, fan_in, device="cpu"), torch.empty(fan_out, r, device="cpu")
-        for number in range(base.held.num_experts):
-            place = base.held.places.get(number)
-            expert_a, expert_b = (spare_a, spare_b) if place is None else (a.data[place], b.data[place])
-            if init == "gaussian":
+        shared = [self.is_shared(kind, adapter_name, projection) for kind in KINDS]
+        of_a, of_b = (1 if each else base.num_experts for each in shared)
+        a = nn.Parameter(torch.empty(of_a, r, fan_in, dtype=torch.float32, device="cpu"))
+        b = nn.Parameter(torch.zeros(of_b, fan_out, r, dtype=torch.float32, device="cpu"))
+        drawn = (self._drawn(each.data, one) for each, one in zip((a, b), shared, strict=True))
+        for expert_a, expert_b in itertools.zip_longest(*drawn):
+            if expert_a is not None and init == "gaussian":
                 nn.init.normal_(expert_a, std=1 / r)
-            else:
+            elif expert_a is not None:
                 nn.init.kaiming_uniform_(expert_a, a=math.sqrt(5))
-            if init is False:
+            if expert_b is not None and init is False:
                 nn.init.kaiming_uniform_(expert_b, a=math.sqrt(5))
         for kind, parameter in zip(KINDS, (a, b), strict=True):
             self.stacked(kind, adapter_name)[projection] = parameter
+
+    def _drawn(self, stack: Tensor, shared: bool) -> Iterator[Tensor]:
+        """Yield the matrices that get values, one by one, in the order in which these are drawn.
+
+        Values are drawn for experts elsewhere too, so that those here do not depend on who holds the others.
+        """
+        if shared:
+            yield stack[0]
+            return
+        held, spare = self.experts.held, torch.empty_like(stack[0])
+        for number in range(held.num_experts):
+            place = held.places.get(number)
+            yield spare if place is None else stack[place]
+
+    def is_shared(self, kind: str, adapter_name: str, projection: str) -> bool:
+        """Whether an adapter's `lora_A` or `lora_B` of a projection is one matrix for all experts."""
+        return is_shared(self.forms[adapter_name], projection, kind)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' forward with the active adapter, if one is active and adapters are not disabled."""
@@ -214,7 +247,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         return cast(nn.Dropout, self.lora_dropout[adapter_name]).p
 
     def _pair(self, adapter_name: str, projection: str) -> LoraPair:
-        a, b = (self.stacked(kind, adapter_name)[projection] for kind in KINDS)
+        a, b = (cast(nn.Parameter, self.stacked(kind, adapter_name)[projection]) for kind in KINDS)
         if a.device.type != "cpu" or b.device.type != "cpu":
             raise ValueError(
                 f"expert LoRA {adapter_name}.{projection} is on {a.device}, but it is computed on the CPU; load the "
@@ -224,11 +257,19 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         rslora = self.use_rslora[adapter_name]
         common = Rank(self.r[adapter_name], self.lora_alpha[adapter_name]).scaling(rslora)
         own = self.ranks[adapter_name][projection].scaling(rslora)
-        return LoraPair(a, b, own if common == 0 else self.scaling[adapter_name] * own / common)
+        a_each, b_each = (
+            self._spreads.of((kind, adapter_name, projection), each, self.experts.num_experts)
+            if self.is_shared(kind, adapter_name, projection)
+            else each
+            for kind, each in zip(KINDS, (a, b), strict=True)
+        )
+        return LoraPair(a_each, b_each, own if common == 0 else self.scaling[adapter_name] * own / common)
 
     def stacked(self, kind: str, adapter_name: str) -> CpuParameters:
-        """Projection -> stacked tensor of `lora_A` or `lora_B`."""
-        return cast(CpuParameters, getattr(self, kind)[adapter_name])
+        """Projection -> stacked tensor of `lora_A` or `lora_B`, which no optimizer writes any more."""
+        found = cast(CpuParameters, getattr(self, kind)[adapter_name])
+        settle(found.values())
+        return found
 
     def tensors(self, adapter_name: str) -> Iterator[tuple[str, str, Tensor]]:
         """Yield kind (`lora_A` or `lora_B`), projection and stacked tensor for all that an adapter has here."""
@@ -236,9 +277,17 @@ class KtftExpertsLora(nn.Module, LoraLayer):
             for projection, tensor in self.stacked(kind, adapter_name).items():
                 yield kind, projection, tensor
 
+    def stacks(self, adapter_name: str) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield of `tensors` those that have a row for each expert, without what the experts share."""
+        for kind, projection, tensor in self.tensors(adapter_name):
+            if not self.is_shared(kind, adapter_name, projection):
+                yield kind, projection, tensor
+
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self.ranks.pop(adapter_name, None)
+        self.forms.pop(adapter_name, None)
+        self._spreads.drop(adapter_name)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Adapters stay on the CPU."""
@@ -265,7 +314,8 @@ def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: s
         match = _EXPERT_KEY.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if match is not None:
             expert, projection, kind, adapter = match.groups()
-            found.setdefault((f"lora_{kind}", adapter, projection), {})[int(expert)] = key
+            number = _ALL if expert is None else int(expert)
+            found.setdefault((f"lora_{kind}", adapter, projection), {})[number] = key
     for (kind, adapter, projection), keys in found.items():
         adapters = getattr(layer, kind)
         if adapter not in adapters or projection not in adapters[adapter]:
@@ -273,6 +323,16 @@ def _stack_experts(layer: KtftExpertsLora, state_dict: dict[str, Any], prefix: s
                 f"{next(iter(keys.values()))}: the model has no adapter {adapter!r} with {projection} on the experts "
                 f"of {prefix.rstrip('.')}; load adapters with ktft.load_adapter"
             )
+        shared = layer.is_shared(kind, adapter, projection)
+        if shared != (keys.keys() == {_ALL}):
+            raise ValueError(
+                f"{next(iter(keys.values()))} is {'one matrix for all' if _ALL in keys else 'that of one'} of the "
+                f"experts of {prefix.rstrip('.')}, the model's adapter {adapter!r} has expert_lora: "
+                f"{layer.forms[adapter]}; set the form that the tensors have"
+            )
+        if shared:
+            state_dict[f"{prefix}{kind}.{adapter}.{projection}"] = state_dict.pop(keys[_ALL])
+            continue  # torch compares the shape
         for expert in keys.keys() & set(range(held.num_experts)) - set(held.numbers):
             state_dict.pop(keys.pop(expert))  # another process holds this expert
         if sorted(keys) != list(held.numbers):

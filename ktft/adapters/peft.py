@@ -25,6 +25,7 @@ from ktft.adapters.injection import as_saved
 from ktft.adapters.lora import UNMERGED, KtftExpertsLora
 from ktft.adapters.reach import check_method
 from ktft.adapters.several import SeveralAdapters, trainability_kept
+from ktft.adapters.shared import check_form
 from ktft.adapters.tensor_parallel import with_whole_shapes
 from ktft.adapters.whole_modules import take_precision
 from ktft.model.experts import find_experts
@@ -74,7 +75,8 @@ def load_adapter(
         _require_experts(model)
         config = files.read_config(directory)
         config.inference_mode = not is_trainable
-        adapted = peft_get_peft_model(adapted, as_saved(config), adapter_name=adapter_name)
+        form = _saved_form(model, directory, is_trainable, adapter_name)
+        adapted = peft_get_peft_model(adapted, as_saved(config, form), adapter_name=adapter_name)
     try:
         adapted.load_adapter(str(directory), adapter_name, is_trainable=is_trainable, **options)
     except ValueError:
@@ -102,8 +104,10 @@ class KtftPeftMixin(SeveralAdapters):
         hub = {key: kwargs.pop(key) for key in files.HUB_KEYS if key in kwargs}
         directory = files.local_directory(model_id, **hub)
         config, new = files.read_config(directory), adapter_name not in self.peft_config
+        trains = args[:1] == (True,) or bool(kwargs.get("is_trainable"))
+        form = _saved_form(self, directory, trains, adapter_name)
         if new:
-            self.add_adapter(adapter_name, as_saved(config))
+            self.add_adapter(adapter_name, as_saved(config, form))
         try:
             layers = expert_layers(self)
             expected = files.adapter_tensors(self, layers, adapter_name, with_whole_shapes(self, self.state_dict()))
@@ -118,7 +122,7 @@ class KtftPeftMixin(SeveralAdapters):
             result = super().load_adapter(str(directory), adapter_name, *args, **kwargs)
             if result.unexpected_keys:
                 raise ValueError(_left_out(directory, result.unexpected_keys))
-            if args[:1] == (True,) or kwargs.get("is_trainable"):  # else training would go on from rounded values
+            if trains:  # else training would go on from rounded values
                 take_precision(self, adapter_name, directory / SAFETENSORS_WEIGHTS_NAME)
             return result
         except ValueError:
@@ -201,6 +205,19 @@ class KtftPeftMixin(SeveralAdapters):
 def expert_layers(model: nn.Module) -> dict[str, KtftExpertsLora]:
     """Module name -> layer, for the routed experts that have LoRA."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExpertsLora)}
+
+
+def _saved_form(model: Any, directory: Path, trains: bool, adapter_name: str) -> str:
+    """The form of a saved adapter's LoRA on experts.
+
+    Refuses it if the model has that adapter in another form, or would train it further where the setting names another.
+    """
+    layers = expert_layers(model).values()
+    present = next((layer.forms[adapter_name] for layer in layers if adapter_name in layer.forms), None)
+    asked = next(iter(find_experts(model).values())).expert_lora if trains else None
+    with files.open_tensors(directory) as file:
+        check_form(directory, file.tensors, present, adapter_name)
+        return check_form(directory, file.tensors, asked, adapter_name)
 
 
 def _require_experts(model: Any) -> None:

@@ -15,9 +15,8 @@ from torch import nn
 
 from ktft.adapters.lora import Rank
 from ktft.adapters.whole_modules import check_modules_to_save
-from ktft.config import PROJECTIONS
 from ktft.lora import MAX_RANK
-from ktft.model.experts import KtftExperts, experts_family
+from ktft.model.experts import KtftExperts, experts_family, find_experts, layer_of
 
 _REGEX = set(r"\*+?()[]|^$")
 
@@ -25,13 +24,15 @@ _REGEX = set(r"\*+?()[]|^$")
 def linear_names(model: Any) -> set[str]:
     """The last parts of the names of what LoRA can train: without the output layer and the family's `without_lora`.
 
-    The last two parts where the last is the name of one of the latter too.
+    The last two parts where the last is the name of one of the latter too, or of a module that is not linear.
     """
     unused = set(experts_family(model).without_lora)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     paths = [n.split(".") for n, m in _adaptable(model).items() if isinstance(m, nn.Linear) and m is not output]
     taken = {path[-1] for path in paths if unused & set(path)}
-    trained = [path for path in paths if not unused & set(path)] + [["experts", name] for name in PROJECTIONS]
+    taken |= {n.rpartition(".")[2] for n, m in _adaptable(model).items() if not isinstance(m, nn.Linear)}
+    names = {name: None for each in find_experts(model).values() for name in each.projections}
+    trained = [path for path in paths if not unused & set(path)] + [["experts", name] for name in names]
     return {".".join(path[-2:]) if path[-1] in taken else path[-1] for path in trained}
 
 
@@ -65,12 +66,16 @@ def resolve(model: Any, config: Any) -> None:
 
 def _spelled_out(model: Any, targets: Collection[str]) -> set[str]:
     """Expand targets such as `experts.down_proj`, one projection of the routed experts only, to standard names."""
-    counts = {name: each.held.num_experts for name, each in _adaptable(model).items() if isinstance(each, KtftExperts)}
+    found = {name: each for name, each in _adaptable(model).items() if isinstance(each, KtftExperts)}
     spelled: set[str] = set()
     for target in targets:
         module, _, projection = target.rpartition(".")
-        experts = [count for name, count in counts.items() if f".{name}".endswith(f".{module}") and module]
-        numbers = range(max(experts)) if experts and projection in PROJECTIONS else None
+        experts = [
+            each.held.num_experts
+            for name, each in found.items()
+            if f".{name}".endswith(f".{module}") and module and projection in each.projections
+        ]
+        numbers = range(max(experts)) if experts else None
         spelled |= {target} if numbers is None else {f"{module}.{number}.{projection}" for number in numbers}
     return spelled
 
@@ -80,8 +85,13 @@ def _check_request(model: Any, config: Any) -> None:
     modules = _adaptable(model)
     targets = config.target_modules
     known = f"it has {', '.join(sorted(linear_names(model)))}, and experts for the routed experts alone"
-    experts = [name for name, module in modules.items() if isinstance(module, KtftExperts)]
-    standard = [f"{name}{number}.{p}" for name in experts for number in ("", ".0") for p in PROJECTIONS]
+    standard = [
+        f"{name}{number}.{projection}"
+        for name, module in modules.items()
+        if isinstance(module, KtftExperts)
+        for number in ("", ".0")
+        for projection in module.projections
+    ]
     if not targets:
         raise ValueError(f"target_modules is {targets!r}: name what LoRA shall train in the model; {known}")
     for target in [targets] if isinstance(targets, str) else sorted(targets):
@@ -143,16 +153,23 @@ def reach_of(model: Any, config: Any) -> Reach:
         config.layers_pattern = ["layers"]  # without it, PEFT mistakes an expert's number for its layer's
     modules: set[str] = set()
     ranks: dict[str, dict[str, Rank]] = {}
-    direct: dict[str, int] = {}
+    direct: dict[str, KtftExperts] = {}
     for name, module in _adaptable(model).items():
         match = check_target_module_exists(config, name)
         if isinstance(module, KtftExperts):
             if match:
-                direct[name] = module.held.num_experts
+                direct[name] = module
             if not isinstance(match, _ExcludedModule) and (own := _expert_ranks(config, name, module, bool(match))):
                 ranks[name] = own
         elif match:
             modules.add(name)
+    if not modules and not ranks and (config.layers_to_transform is not None or config.exclude_modules):
+        numbers = sorted({number for name in _adaptable(model) if (number := layer_of(name)) is not None})
+        raise ValueError(
+            f"target_modules match modules of the model, but none is left by layers_to_transform="
+            f"{config.layers_to_transform}, layers_pattern={config.layers_pattern} and exclude_modules="
+            f"{config.exclude_modules!r}; the layers are numbers {numbers[0]} to {numbers[-1]} of lists named layers"
+        )
     check_modules_to_save(model, config, _adaptable(model), modules)
     return Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
 
@@ -160,7 +177,7 @@ def reach_of(model: Any, config: Any) -> Reach:
 def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> dict[str, Rank]:
     """Projection -> rank, for the projections of one layer's experts that the config targets."""
     ranks: dict[str, Rank] = {}
-    for projection in PROJECTIONS:
+    for projection in experts.projections:
         keys = [f"{name}.{expert}.{projection}" for expert in range(experts.held.num_experts)]
         targeted = [key for key in keys if whole or check_target_module_exists(config, key)]
         if not targeted:
@@ -193,14 +210,15 @@ def rank_of(config: Any, module: str) -> Rank:
     )
 
 
-def _standard_targets(targets: set[str] | str, direct: dict[str, int]) -> set[str] | str:
+def _standard_targets(targets: set[str] | str, direct: dict[str, KtftExperts]) -> set[str] | str:
     """`target_modules` that other software can read: `experts`, a module only in ktft, is expanded to each expert."""
     if not direct:
         return targets
+    projections = {name: None for each in direct.values() for name in each.projections}
     if isinstance(targets, str):
-        return rf"(?:{targets})|(?:{targets})\.\d+\.(?:{'|'.join(PROJECTIONS)})"
+        return rf"(?:{targets})|(?:{targets})\.\d+\.(?:{'|'.join(projections)})"
     standard: set[str] = set()
     for target in targets:
-        counts = {count for name, count in direct.items() if name == target or name.endswith(f".{target}")}
-        standard |= {f"{target}.{e}.{p}" for e in range(max(counts)) for p in PROJECTIONS} if counts else {target}
+        counts = {each.held.num_experts for name, each in direct.items() if f".{name}".endswith(f".{target}")}
+        standard |= {f"{target}.{e}.{p}" for e in range(max(counts)) for p in projections} if counts else {target}
     return standard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,9 +19,10 @@ from ktft.adapters.below import BELOW, Below
 from ktft.adapters.deltas import Delta, LoraDelta, Replacement
 from ktft.adapters.lora import KINDS, UNSUPPORTED
 from ktft.adapters.reach import rank_of, reach_of
+from ktft.adapters.shared import form_of, is_shared
 from ktft.checkpoint.files import CRC32
 from ktft.checkpoint.reader import DTYPES
-from ktft.config import PROJECTIONS
+from ktft.config import PER_EXPERT, PROJECTIONS, SHARED_OUTER
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.experts import KtftExperts
 from ktft.model.shape import shape_of
@@ -55,7 +57,8 @@ def int_if_whole(value: float) -> float | int:
 class Place:
     """A linear map that has LoRA or could have it: its name in the model, its LoRA rank and scaling, and its sizes.
 
-    For a projection of a routed expert, `experts` is the name of the module that holds the layer's routed experts.
+    For a projection of a routed expert, `experts` is the name of the module that holds the layer's routed experts, and
+    `form` tells which of its matrices it shares with the layer's other experts, one of `EXPERT_LORA`.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Place:
     fan_in: int
     fan_out: int
     experts: str | None = None
+    form: str = PER_EXPERT
 
     @property
     def leaf(self) -> str:
@@ -71,12 +75,24 @@ class Place:
         return self.name.rpartition(".")[2]
 
     def tensor(self, kind: str) -> str:
-        """The name on disk of this place's `lora_A` or `lora_B`."""
+        """The name on disk of the tensor that has this place's `lora_A` or `lora_B`."""
+        return f"{PREFIX}{self.experts}.{self.leaf}.{kind}.weight" if self.shares(kind) else self.standard(kind)
+
+    def standard(self, kind: str) -> str:
+        """The name of this place's `lora_A` or `lora_B` in an adapter that shares no matrix."""
         return f"{PREFIX}{self.name}.{kind}.weight"
 
     def shape(self, kind: str) -> tuple[int, int]:
         """The shape of this place's `lora_A` or `lora_B`."""
         return (self.r, self.fan_in) if kind == "lora_A" else (self.fan_out, self.r)
+
+    def stored(self, kind: str) -> tuple[int, ...]:
+        """The shape on disk of the tensor that has this place's `lora_A` or `lora_B`."""
+        return (1, *self.shape(kind)) if self.shares(kind) else self.shape(kind)
+
+    def shares(self, kind: str) -> bool:
+        """Whether this place's `lora_A` or `lora_B` is that of all experts of the layer."""
+        return self.experts is not None and is_shared(self.form, self.leaf, kind)
 
 
 class SavedAdapter:
@@ -88,6 +104,7 @@ class SavedAdapter:
         below: the adapters that this one was trained on top of; see `ktft.adapters.below`.
         places: every module with LoRA, by name.
         experts: the modules of routed experts with LoRA, by name.
+        form: of the LoRA on them, one of `EXPERT_LORA`.
         whole: names of the model's tensors that the adapter holds whole (`modules_to_save`).
 
     Raises:
@@ -108,6 +125,8 @@ class SavedAdapter:
         self._checksums = metadata.get(CRC32, {})
         self.below: Below = metadata.get(files.RECORD, {}).get(BELOW, [])
         self.base, (_, self.model) = base, shape_of(base)
+        self.file = files.open_tensors(self.directory)
+        self.form = form_of(self.file.tensors)
         reach = reach_of(self.model, self.config)
         self.experts = {name: self._experts(name) for name in reach.ranks}
         places = [self.linear_place(name) for name in sorted(reach.modules - reach.ranks.keys())]
@@ -117,10 +136,11 @@ class SavedAdapter:
         self.places = {place.name: place for place in places}
         whole = dict(_tensors_in(self.model, self.config.modules_to_save or ()))
         self.whole = tuple(whole)
-        self.file = files.open_tensors(self.directory)
+        # One expert after another asks for the same one
+        self._shared = functools.lru_cache(maxsize=len(KINDS))(self._read_shared)
         files.check_fit(
             self.file,
-            {place.tensor(kind): torch.empty(place.shape(kind), device="meta") for place in places for kind in KINDS}
+            {place.tensor(kind): torch.empty(place.stored(kind), device="meta") for place in places for kind in KINDS}
             | {PREFIX + name: tensor for name, tensor in whole.items()},
         )
 
@@ -145,7 +165,7 @@ class SavedAdapter:
 
     def _place(self, name: str, fan_in: int, fan_out: int, experts: str | None = None) -> Place:
         rank = rank_of(self.config, name)
-        return Place(name, rank.r, rank.scaling(self.config.use_rslora), fan_in, fan_out, experts)
+        return Place(name, rank.r, rank.scaling(self.config.use_rslora), fan_in, fan_out, experts, self.form)
 
     def _experts(self, name: str) -> KtftExperts:
         module = self.model.get_submodule(name)
@@ -173,8 +193,16 @@ class SavedAdapter:
         return DTYPES[self.file.tensors[place.tensor(KINDS[0])].dtype]
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor by its name on disk. Raises ValueError if it is damaged or holds NaN or Inf."""
+        """Read a tensor by its name on disk. Raises ValueError if it is damaged or holds NaN or Inf.
+
+        A matrix that experts share is given as each of them has it, without the dimension that the file has for them.
+        """
+        if form_of([name]) == SHARED_OUTER:
+            return self._shared(name)
         return files.read_checked(self.file, name, self._checksums)
+
+    def _read_shared(self, name: str) -> Tensor:
+        return files.read_checked(self.file, name, self._checksums)[0]
 
     def check_values(self) -> Iterator[int]:
         """Read and check every tensor once, as `read` does. Yields each tensor's size in bytes."""

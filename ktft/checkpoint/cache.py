@@ -25,7 +25,7 @@ from ktft.checkpoint.files import CRC32, NewTensor, read_json, to_json
 from ktft.checkpoint.identity import describe_file, difference, identify, read_prelude
 from ktft.checkpoint.load import READERS, LayerShape, read_ahead
 from ktft.checkpoint.reader import CONFIG_NAME, TensorEntry, read_header
-from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.config import EXPERT_FORMATS
 from ktft.native import ExpertLayer
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def layer_tensors(layer: ExpertLayer) -> dict[NewTensor, tuple[int, str]]:
     `[out_features]`.
     """
     tensors = {}
-    for place in product(range(layer.held.num_experts), PROJECTIONS):
+    for place in product(range(layer.held.num_experts), layer.projections):
         stem, nbytes = "{}.{}".format(*place), layer.canonical_bytes(place[1])
         tensors[NewTensor(f"{stem}.packed", "U8", (nbytes,), nbytes)] = place
         if layer.biases:

@@ -4,136 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ktft.config import PROJECTIONS
-from ktft.swiglu import GELU_TANH, SILU, Swiglu
-
-
-@dataclass(frozen=True)
-class ExpertSource:
-    """Where a checkpoint holds one projection of one expert.
-
-    Attributes:
-        stem: the tensor's name without the suffix of a quantization scheme: the plain tensor of one expert is called
-            `stem.weight`, a stacked one `stem`.
-        expert: index into the first dimension of a stacked tensor; None if every expert has its own tensor.
-        rows: the rows of the `[out_features, in_features]` matrix that are this projection, if gate and up share one.
-        bias: what the name of a stacked bias has after the stem.
-        transposed: whether it is stored as `[in_features, out_features]`; None: it is if it does not fit untransposed.
-    """
-
-    stem: str
-    expert: int | None = None
-    rows: slice = field(default_factory=lambda: slice(None))
-    transposed: bool | None = False
-    bias: str = "_bias"
-
-    @property
-    def tensor(self) -> str:
-        """The name of the plain weight."""
-        return self.stem if self.expert is not None else f"{self.stem}.weight"
-
-    @property
-    def bias_tensor(self) -> str:
-        """The name of the bias, a vector that is stacked like the weight; `rows` of it are this projection's."""
-        return f"{self.stem}{self.bias}" if self.expert is not None else f"{self.stem}.bias"
-
-    def is_transposed(self, stored: tuple[int, ...], shape: tuple[int, int]) -> bool:
-        """Whether a matrix stored with this shape must be transposed to get `shape`.
-
-        Raises:
-            ValueError: the matrix fits neither way, or not the way that the layout says.
-        """
-        transposed = stored != shape if self.transposed is None else self.transposed
-        expected = shape[::-1] if transposed else shape
-        if stored != expected:
-            raise ValueError(f"has matrices {list(stored)}, the model's config needs {list(expected)}")
-        return transposed
-
-    def take(self, tensor: Any, shape: tuple[int, int]) -> Any:
-        """The projection `[out_features, in_features]`, a view into a plain tensor.
-
-        Args:
-            tensor: the tensor that the property `tensor` names.
-            shape: the shape of the matrix that holds the projection, from `Layout.matrix_shape`.
-        """
-        matrix = tensor if self.expert is None else tensor[self.expert]
-        return (matrix.T if self.is_transposed(tuple(matrix.shape), shape) else matrix)[self.rows]
-
-    def take_bias(self, tensor: Any) -> Any:
-        """The bias `[out_features]`, a view into the tensor that `bias_tensor` names."""
-        return (tensor if self.expert is None else tensor[self.expert])[self.rows]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How checkpoints name a family's expert tensors, and how gate and up are arranged in them.
-
-    Attributes:
-        stem: as `ExpertSource.stem`, with the fields {layer}, {projection} and, if every expert has its own tensors,
-            {expert}.
-        names: the names of gate, up and down in the stem. Gate and up have the same name if they share a matrix.
-        interleaved: a shared matrix has gate in its even rows and up in its odd rows; otherwise gate is the first half.
-        transposed, bias: as those of `ExpertSource`.
-    """
-
-    stem: str
-    names: tuple[str, str, str] = PROJECTIONS
-    interleaved: bool = False
-    transposed: bool | None = False
-    bias: str = "_bias"
-
-    @property
-    def stacked(self) -> bool:
-        """Whether one tensor holds all experts of a layer."""
-        return "{expert}" not in self.stem
-
-    def source(self, layer: int, expert: int, projection: str, intermediate_size: int) -> ExpertSource:
-        """Where the checkpoint holds one expert's projection."""
-        gate, up, _ = self.names
-        rows = slice(None)
-        if gate == up and projection != "down_proj":
-            number = PROJECTIONS.index(projection)
-            halves = slice(number * intermediate_size, (number + 1) * intermediate_size)
-            rows = slice(number, None, 2) if self.interleaved else halves
-        name = self.names[PROJECTIONS.index(projection)]
-        stem = self.stem.format(layer=layer, expert=expert, projection=name)
-        return ExpertSource(stem, expert if self.stacked else None, rows, self.transposed, self.bias)
-
-    def matrix_shape(self, projection: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
-        """The shape `[out_features, in_features]` of the matrix that holds a projection, alone or with another one."""
-        if projection == "down_proj":
-            return hidden_size, intermediate_size
-        return intermediate_size * (2 if self.names[0] == self.names[1] else 1), hidden_size
-
-    def pattern(self) -> re.Pattern[str]:
-        """Matches the start of the name of any tensor of a routed expert in this layout, its bias and scales too."""
-        start = self.stem.format(layer="\0", expert="\1", projection="\2")
-        names = "|".join(dict.fromkeys(self.names))
-        pattern = re.escape(start).replace("\0", r"\d+").replace("\1", r"\d+").replace("\2", f"(?:{names})")
-        return re.compile(pattern + r"(?![A-Za-z0-9])")
-
-
-SEPARATE = Layout("model.layers.{layer}.mlp.experts.{expert}.{projection}")
-MIXTRAL = Layout("model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}", names=("w1", "w3", "w2"))
-STACKED = Layout("model.layers.{layer}.mlp.experts.{projection}", names=("gate_up_proj", "gate_up_proj", "down_proj"))
-
-DEEPSEEK_V4 = replace(MIXTRAL, stem="layers.{layer}.ffn.experts.{expert}.{projection}")
-
-
-GEMMA = replace(STACKED, stem=STACKED.stem.replace("mlp.", ""))
-
-
-def in_language_model(layout: Layout) -> Layout:
-    """The layout of the text model within a vision-language model."""
-    return replace(layout, stem=layout.stem.replace("model.", "model.language_model.", 1))
-
-
-def beside_vision(layout: Layout, layers: str = "layers") -> Layout:
-    """The layout of a text model that lies beside the vision model instead of within one model."""
-    return replace(layout, stem=layout.stem.replace("model.layers.", f"language_model.model.{layers}.", 1))
+from ktft.checkpoint.layouts import (
+    DEEPSEEK_V4,
+    GEMMA,
+    LLAMA,
+    LLAMA_STACKED,
+    MIXTRAL,
+    NEMOTRON,
+    SEPARATE,
+    STACKED,
+    STEP,
+    Layout,
+    beside_vision,
+    in_language_model,
+)
+from ktft.swiglu import GELU_TANH, RELU2, SILU, Swiglu, clamped_after
 
 
 @dataclass(frozen=True)
@@ -160,8 +48,12 @@ class Family:
             transformers differ, the names are separated by |.
         layouts: how its checkpoints hold the experts; several if releases and re-saved checkpoints differ.
         swiglu: the activation that `hidden_act: silu` means; its alpha and limit are replaced by the config's
-            `swiglu_alpha` and `swiglu_limit`.
+            `swiglu_alpha` and `swiglu_limit`. Of experts without a gate it is `RELU2`.
+        clamps_after: whether a limit clamps what SiLU returns instead of its argument.
         biases: whether the experts' projections have biases.
+        call: how a block calls its experts, if not as transformers 5 usually does; `ktft.model.calls` has a row for it.
+        zero_experts: the setting for the number of experts without weights, which return their input; None: no model of
+            the family has such experts.
         attention, shared_experts, router: module names, as they appear in parameter names.
         without_lora: modules on which LoRA would get no gradient and could not be trained: forward reads the router's
             weight directly, or uses only the indices that a module returns. Also linear modules whose forward is not
@@ -177,7 +69,10 @@ class Family:
     experts_class: str
     layouts: tuple[Layout, ...] = (SEPARATE,)
     swiglu: Swiglu = SILU
+    clamps_after: bool = False
     biases: bool = False
+    call: str | None = None
+    zero_experts: str | None = None
     attention: tuple[str, ...] = ("self_attn",)
     shared_experts: tuple[str, ...] = ("shared_experts",)
     router: str = "gate"
@@ -198,30 +93,65 @@ class Family:
 
     def expert_pattern(self) -> re.Pattern[str]:
         """Matches the name of any tensor that belongs to routed experts, in any layout."""
-        stems = dict.fromkeys(layout.stem.partition("experts.")[0] for layout in self.layouts)
-        starts = (re.escape(stem.format(layer="\0")).replace("\0", r"\d+") for stem in stems)
-        return re.compile(rf"^(?:{'|'.join(starts)})experts\.")
+        return re.compile(rf"^(?:{'|'.join(dict.fromkeys(layout.family_pattern() for layout in self.layouts))})")
 
-    def activation(self, config: Any) -> Swiglu:
-        """The activation of a model with this config (the text model's), which may set `swiglu_alpha`, `swiglu_limit`.
+    def zero_experts_of(self, config: Any) -> int:
+        """How many experts without weights a model with this config (the text model's) has in each layer."""
+        return (getattr(config, self.zero_experts, None) or 0) if self.zero_experts else 0
+
+    def activation(self, config: Any, layer: int) -> Swiglu:
+        """The activation of the experts in a layer of a model with this config, the text model's.
+
+        The config may set `swiglu_alpha`, and `swiglu_limit` or, by layer, `swiglu_limits`.
 
         Raises:
             ValueError: the kernels do not compute this activation.
         """
-        name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"
-        if name in GELU:
-            return GELU_TANH
-        if name not in ("silu", "swish"):
-            known = " and ".join(map(repr, ("silu", *GELU)))
-            raise ValueError(f"hidden_act is {name!r}; ktft's experts compute {known} only")
-        own = {
-            name: getattr(config, f"swiglu_{name}", None) or getattr(self.swiglu, name) for name in ("alpha", "limit")
-        }
-        return replace(self.swiglu, **own)
+        key = next((key for key in ACTIVATION_KEYS if getattr(config, key, None)), ACTIVATION_KEYS[0])
+        name, known = getattr(config, key, None) or "silu", (UNGATED, GATED)[self.swiglu.gated]
+        if name not in known:
+            raise ValueError(
+                f"{key} is {name!r}; ktft computes the experts of {self.name} with {' and '.join(map(repr, known))} "
+                "only: give a model whose config.json has one of these"
+            )
+        base = known[name] or self.swiglu
+        if base is not self.swiglu or not base.gated:
+            return base
+        limit = _limit(config, layer) or self.swiglu.limit
+        alpha = getattr(config, "swiglu_alpha", None) or self.swiglu.alpha
+        return clamped_after(limit) if self.clamps_after else replace(self.swiglu, alpha=alpha, limit=limit)
 
 
-GELU = ("gelu_pytorch_tanh",)
-"""Names of `GELU_TANH` in configurations."""
+def _limit(config: Any, layer: int) -> float | None:
+    """The limit that a config sets for a layer's activation; None or 0 if it sets none.
+
+    Raises:
+        ValueError: it is no limit, or there is none for the layer in a list by layers.
+    """
+    key, found = "swiglu_limit", getattr(config, "swiglu_limit", None)
+    if limits := getattr(config, "swiglu_limits", None):
+        key = f"swiglu_limits[{layer}]"
+        if not isinstance(limits, list | tuple) or layer >= len(limits):
+            raise ValueError(
+                f"swiglu_limits is {limits!r}, which has none for layer {layer}: config.json must list one for each of "
+                f"the {config.num_hidden_layers} layers, or null where nothing is clamped"
+            )
+        found = limits[layer]
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 0:
+        raise ValueError(f"{key} is {found!r}; config.json must have a positive number there, or null for no limit")
+    return float(found)
+
+
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+"""The config keys, across families, for the experts' activation."""
+GATED: dict[str, Swiglu | None] = {"silu": None, "swish": None, "gelu_pytorch_tanh": GELU_TANH}
+"""The activations of experts with a gate, by their names in configurations; None: the family's own."""
+UNGATED: dict[str, Swiglu | None] = {"relu2": RELU2}
+"""The activations of experts without a gate."""
+SCALED_INPUTS = "scaled inputs"
+"""A `call` of experts on every token for each of them, its hidden state times the router's score, without weights."""
 QWEN_SHARED = ("shared_expert", "shared_expert_gate")
 LINEAR_ATTENTION = ("self_attn", "linear_attn")
 INDEXED = ("gate", "indexer")
@@ -361,6 +291,24 @@ ROWS = (
         router="router",
         without_lora=("router",),
     ),
+    Family(
+        "Nemotron-3",
+        ("nemotron_h",),
+        "NemotronHExperts",
+        layouts=(NEMOTRON, replace(NEMOTRON, stem=NEMOTRON.stem.replace("backbone.", "model."))),
+        swiglu=RELU2,
+        attention=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj"),
+        # Mamba's kernels on a GPU multiply by out_proj's weight themselves
+        without_lora=("gate", "out_proj"),
+    ),
+    Family(
+        "Step-3.7",
+        ("step3p7", "step3p5"),
+        "Step3p7Experts",
+        layouts=(STEP, in_language_model(STEP)),
+        clamps_after=True,
+        newest_only=True,
+    ),
     Family("Trinity", ("afmoe",), "AfmoeExperts", router="router", without_lora=("router",)),
     Family(
         "Qwen3.8-Flash-Next",
@@ -371,6 +319,26 @@ ROWS = (
         shared_experts=QWEN_SHARED,
         without_lora=INDEXED,
         newest_only=True,
+    ),
+    Family(
+        "Llama-4",
+        ("llama4", "llama4_text"),
+        "Llama4TextExperts",
+        # FP8 releases have one tensor an expert
+        layouts=(beside_vision(LLAMA_STACKED), beside_vision(LLAMA), LLAMA_STACKED, LLAMA),
+        call=SCALED_INPUTS,
+        shared_experts=("shared_expert",),
+        router="router",
+        without_lora=("router",),
+    ),
+    Family(
+        "LongCat-Flash",
+        ("longcat_flash",),
+        "LongcatFlashExperts",
+        zero_experts="zero_expert_num",
+        shared_experts=(),
+        router="router",
+        without_lora=("router",),
     ),
 )
 

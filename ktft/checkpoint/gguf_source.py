@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ktft.checkpoint.families import Family, Layout
+from ktft.checkpoint.families import Family
 from ktft.checkpoint.identity import identify_shard
+from ktft.checkpoint.layouts import Layout
 from ktft.checkpoint.load import ExpertPlan, LayerShape, any_match
 from ktft.checkpoint.reader import DTYPES, CheckpointReader
 from ktft.checkpoint.schemes import PLAIN, Part, Scheme

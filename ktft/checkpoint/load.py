@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ktft.checkpoint.encoded import Encoded
-from ktft.checkpoint.families import ExpertSource, Family
+from ktft.checkpoint.families import Family
+from ktft.checkpoint.layouts import ExpertSource
 from ktft.checkpoint.reader import CheckpointReader, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
-from ktft.config import PROJECTIONS
 from ktft.held import ELSEWHERE, HeldExperts
 from ktft.native import ExpertLayer
 
@@ -45,6 +45,8 @@ class LayerShape(Protocol):
     def intermediate_size(self) -> int: ...
     @property
     def biases(self) -> bool: ...
+    @property
+    def projections(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class ExpertPlan:
     def _match_biases(self, number: int, shape: LayerShape) -> list[str]:
         lacking: list[str] = []
         held = shape.held
-        for expert, projection in product(range(held.num_experts), PROJECTIONS):
+        for expert, projection in product(range(held.num_experts), shape.projections):
             source = self._layout.source(number, expert, projection, shape.intermediate_size)
             name = source.bias_tensor
             entry = self.reader.tensors.get(name)
@@ -252,7 +254,7 @@ class ExpertPlan:
         lacking: list[str] = []
         held = shape.held
         for expert in range(held.num_experts):
-            for projection in PROJECTIONS:
+            for projection in shape.projections:
                 source = self._layout.source(number, expert, projection, shape.intermediate_size)
                 key = (source.stem, source.expert)
                 if key not in found:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from ktft.checkpoint.encoded import Encoded
-from ktft.config import PROJECTIONS
 from ktft.native import ExpertLayer
 
 REPORT = "quantization_error.json"
@@ -29,7 +28,7 @@ class ErrorMeter:
 
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
-        self._squares: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in PROJECTIONS}
+        self._squares: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in layer.projections}
 
     format: str
 

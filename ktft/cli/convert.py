@@ -125,13 +125,14 @@ def _conversion(source: Path, target: Path, settings: Settings) -> Conversion:
 
 
 def _error_table(layers: Mapping[int, Mapping[str, ProjectionError]]) -> Table:
-    table = Table("layer", *PROJECTIONS, "worst expert", title="Relative RMS error against the source, %", box=None)
+    projections = next(iter(layers.values()), PROJECTIONS)
+    table = Table("layer", *projections, "worst expert", title="Relative RMS error against the source, %", box=None)
     for number, errors in layers.items():
         name = max(errors, key=lambda projection: errors[projection].worst_relative_rms)
         worst = errors[name]
         table.add_row(
             str(number),
-            *(f"{100 * errors[projection].relative_rms:.3f}" for projection in PROJECTIONS),
+            *(f"{100 * errors[projection].relative_rms:.3f}" for projection in projections),
             f"{worst.worst_expert} {name} {100 * worst.worst_relative_rms:.3f}",
         )
     return table

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ktft.cli import verify_server
 from ktft.cli.progress import show
-from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, PROJECTIONS, Settings
+from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, Settings
 from ktft.formats import FORMAT_TRAITS
 from ktft.system import available_memory, readable
 from ktft.verify.problem import Problem, percent
@@ -252,7 +252,7 @@ def _layer_table(report: VerifyReport) -> Table:
 def _weights(errors: Mapping[str, ProjectionError] | None) -> str:
     if errors is None:
         return "not compared"
-    name = max(PROJECTIONS, key=lambda name: errors[name].worst_relative_rms)
+    name = max(errors, key=lambda name: errors[name].worst_relative_rms)
     error = errors[name]
     return f"{percent(error.relative_rms)} {name}\nexpert {error.worst_expert}: {percent(error.worst_relative_rms)}"
 

@@ -8,13 +8,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from ktft import spans
-from ktft.config import PROJECTIONS, Settings
+from ktft.config import Settings
 from ktft.device import ACCELERATORS, device_of
 from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
@@ -26,6 +26,7 @@ from ktft.lanes.routes import Routes
 from ktft.lanes.terms import Where, Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
+from ktft.native.optim import remember_row_norms
 
 logger = logging.getLogger("ktft")
 
@@ -34,6 +35,24 @@ def tell_hooks(tensor: Tensor) -> None:
     """Call the hooks that autograd would, after a gradient that it has not seen was added to the tensor's."""
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(tensor)
+
+
+def _add(
+    layer: ExpertLayer, wait: Callable[[], None], parameters: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[Tensor]:
+    """Add gradients, once they are there. Returns the parameters that got some."""
+    wait()
+    changed = []
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = grad.to(parameter.dtype)
+        else:
+            parameter.grad += grad
+        changed.append(parameter)
+    remember_row_norms(layer.runtime, [each.grad for each in changed if each.grad is not None])
+    return changed
 
 
 class Lanes:
@@ -96,6 +115,11 @@ class Lanes:
         for kept in self.kept:  # of passes whose backward never came
             kept.clear()
 
+    def make_room(self, tokens: int, together: int) -> None:
+        """The next step has so many tokens in one micro-batch, and so many that go through layers together."""
+        if self.running is not None:
+            self.running.make_room(tokens, together)
+
     def end_step(self) -> None:
         """A step is over: learn from its time, and make the residents or let them follow the routing."""
         if self.running is not None:
@@ -122,7 +146,8 @@ class DeviceLanes:
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
         self.links = True
         self._differences: Tensor | None = None
-        self._owed: list[tuple[Callable[[], None], Sequence[Tensor], Sequence[Tensor]]] = []
+        self._owed: list[Future[list[Tensor]]] = []
+        self._gradients = ThreadPoolExecutor(1, "ktft-gradients")
         self._mutex = threading.RLock()
 
     # --- one pass -----------------------------------------------------------------------------------------------------
@@ -148,7 +173,7 @@ class DeviceLanes:
 
     def forward(self, run: Pass, routes: Routes, hidden: Tensor, top_k_weights: Tensor, out: Tensor) -> None:
         """Give the GPU its experts of a forward; the arguments are those of `GpuLane.forward`."""
-        with self._given_to_gpu(run, len(PROJECTIONS)):
+        with self._given_to_gpu(run, len(run.layer.projections)):
             if run.on_gpu:
                 self.gpu.forward(run.layer, run.on_gpu, routes, hidden, top_k_weights, run.lora, out)
         self._end(run, 1)
@@ -169,7 +194,7 @@ class DeviceLanes:
         lora_grads: Sequence[Tensor],
     ) -> None:
         """Give the GPU its experts of a backward; the arguments are those of `GpuLane.backward`."""
-        with self._given_to_gpu(run, 2 * len(PROJECTIONS) - 1):  # gate and up are computed again
+        with self._given_to_gpu(run, 2 * len(run.layer.projections) - 1):  # gate and up are computed again
             if run.on_gpu:
                 given = routes, hidden, grad_output, top_k_weights
                 self.gpu.backward(run.layer, run.on_gpu, *given, run.lora, grad_hidden, grad_weights, lora_grads)
@@ -189,7 +214,8 @@ class DeviceLanes:
         """
         streamed = layer.num_experts - len(self.gpu.held(layer))
         moved = layer.packed_bytes * streamed / layer.num_experts
-        products = len(PROJECTIONS) if work == Work.FORWARD else 2 * len(PROJECTIONS) - 1  # gate and up come again
+        each = len(layer.projections)
+        products = each if work == Work.FORWARD else 2 * each - 1  # gate and up come again
         flops = 2 * products * rows * layer.hidden_size * layer.intermediate_size
         where = Where.STREAM if streamed else Where.RESIDENT
         copies = spans.device("copy_in", number, self.gpu.transfer.into, bytes=moved)
@@ -250,9 +276,14 @@ class DeviceLanes:
         looked_at = torch.is_anomaly_enabled() or any(not p.is_leaf or p._backward_hooks for p in parameters)
         return bool(parameters) and not looked_at
 
-    def owe(self, wait: Callable[[], None], parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Take gradients of LoRA, fp32, that are in host memory once `wait` returns, until `deliver`."""
-        self._owed.append((wait, parameters, grads))
+    def owe(
+        self, layer: ExpertLayer, wait: Callable[[], None], parameters: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> None:
+        """Take gradients of a layer's LoRA, fp32, that are in host memory once `wait` returns.
+
+        Another thread adds them to those that their parameters have, and takes their norms by expert. `deliver` waits.
+        """
+        self._owed.append(self._gradients.submit(_add, layer, wait, parameters, grads))
 
     def compare(self, first: Tensor, again: Tensor) -> None:
         """Note how often the second of a layer's two calls routes a token to another expert than the first."""
@@ -260,7 +291,7 @@ class DeviceLanes:
         self._differences = here if self._differences is None else self._differences + here
 
     def deliver(self) -> None:
-        """Wait for all gradients that are owed, and add them to those that their parameters have.
+        """Wait until all gradients that are owed are with those that their parameters have, and tell their hooks.
 
         If a call that was run again was not the same, calls are no longer trusted to be: their outputs are searched for
         by their inputs, and computed again if they are not found.
@@ -273,16 +304,11 @@ class DeviceLanes:
                 "%d experts of tokens were others when checkpointing ran their layer again, since its kernels round "
                 "differently; from now on such layers compute their experts again", count,
             )  # fmt: skip
-        for wait, parameters, grads in owed:
-            wait()
-            for parameter, grad in zip(parameters, grads, strict=True):
-                if not parameter.requires_grad:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = grad.to(parameter.dtype)
-                else:
-                    parameter.grad += grad
+        for each in owed:
+            for parameter in each.result():
                 tell_hooks(parameter)
+        if owed:
+            self.gpu.finish()  # it lets go of what was in flight
 
     # --- steps of training --------------------------------------------------------------------------------------------
 
@@ -291,13 +317,18 @@ class DeviceLanes:
         with self._mutex:
             self._residents.observe(layer, counts)
 
+    def make_room(self, tokens: int, together: int) -> None:
+        with self._mutex:
+            self._residents.make_room(tokens, together)
+
     def forget(self) -> None:
         with self._mutex:
             self._passes.forget()
             self.gpu.forget()
 
     def begin_step(self) -> None:
-        self._owed.clear()  # of a step that failed
+        while self._owed:  # of a step that failed
+            self._owed.pop().exception()
         with self._mutex:
             self._passes.begin_step()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ktft import spans
-from ktft.config import PROJECTIONS
 from ktft.lanes.gpu.crossing import Arriving
 from ktft.lanes.kept import Inputs, KeptOutputs, OwnRows, state_of
 from ktft.lanes.lanes import DeviceLanes, Lanes
@@ -222,7 +222,7 @@ class _Call:
         here = only(self.inputs.top_k_index, run.placement.cpu, layer.num_experts)
         (hidden,) = arriving.wait()
         out = self.lanes.crossing.pinned(hidden.shape, hidden.dtype)
-        with run.cpu_span(len(PROJECTIONS)):
+        with run.cpu_span(len(layer.projections)):
             _, saved = layer.forward(hidden, here, self.inputs.top_k_weights, self.lora, activation, out=out)
         run.cpu_seconds = time.perf_counter() - run.began
         return out, saved if activation == "retain" else None
@@ -292,7 +292,7 @@ class _Call:
             self.wait()
         lanes.observe(layer, counts)
         if self.record is not None:
-            self.record.count(self.inputs.top_k_index)
+            self.record.add(counts, len(self.inputs.top_k_index))
             if self.record.watching:
                 self.record.count_reached(index, weights, grad_output)
         pairs = zip(lora_grads, parameters, strict=True)
@@ -306,12 +306,25 @@ class _Call:
         elsewhere[run.on_gpu] = True
         saved = layer.prepare(here) if again else self.saved
         grad_output, hidden = arriving.wait()
-        with run.cpu_span(len(PROJECTIONS) + (2 if again else 0)):
+        each = len(layer.projections)
+        with run.cpu_span(2 * each - 1 if again else each):
             given = saved, grad_output, hidden, here, self.inputs.top_k_weights, self.lora
             grad_hidden = self.lanes.crossing.pinned(hidden.shape, hidden.dtype)
             found = layer.backward(*given, elsewhere=elsewhere, lora_grads=lora_grads, grad_hidden=grad_hidden)
         run.cpu_seconds = time.perf_counter() - run.began
         return found
+
+    def arrival(self) -> Callable[[], None]:
+        """A function that waits until LoRA's gradients are in host memory."""
+        zeroed, arrived = self.zeroed, self.lanes.gpu.arrival()
+        self.zeroed = None
+
+        def wait() -> None:
+            if zeroed is not None:
+                zeroed.result()
+            arrived()
+
+        return wait
 
     def wait(self) -> None:
         """Wait until LoRA's gradients are in host memory."""
@@ -374,7 +387,7 @@ class _Laned(torch.autograd.Function):
         grads = call.backward(grad_outputs[0], hidden_states, top_k_index, top_k_weights, waited_for)
         if call.owes:
             assert call.lora is not None
-            call.lanes.owe(call.wait, call.lora.parameters(), grads.lora)
+            call.lanes.owe(call.owner.layer, call.arrival(), call.lora.parameters(), grads.lora)
             return None, grads.hidden_states, None, grads.top_k_weights, *(None for _ in grads.lora)
         return None, grads.hidden_states, None, grads.top_k_weights, *grads.lora
 
@@ -400,4 +413,6 @@ def _zero_idle(lora_grads: list[Tensor], counts: Sequence[int]) -> None:
     """Zero the gradients of experts without rows. The native backward does this if the CPU has experts of its own."""
     idle = [expert for expert, rows in enumerate(counts) if rows == 0]
     for grad in lora_grads:
-        grad.numpy()[idle] = 0  # numpy stays in this thread
+        size = grad[0].nbytes
+        for expert in idle:  # ctypes gives up Python's lock meanwhile
+            ctypes.memset(grad.data_ptr() + expert * size, 0, size)

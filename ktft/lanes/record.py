@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -49,10 +50,14 @@ class Record:
     def count(self, top_k_index: Tensor) -> None:
         """Add the chosen experts of a micro-batch, `[T, k]` on the CPU; `ELSEWHERE` is not counted."""
         flat = top_k_index.numpy().reshape(-1)
-        found = np.bincount(flat[flat >= 0], minlength=len(self.tokens))
+        self.add(np.bincount(flat[flat >= 0], minlength=len(self.tokens)).tolist(), len(top_k_index))
+
+    def add(self, counts: Sequence[int], tokens: int) -> None:
+        """Add a micro-batch of so many tokens, whose pairs by expert are known."""
+        found = torch.tensor(counts, dtype=torch.int64)
         with _COUNTING:
-            self.tokens += torch.from_numpy(found)
-            self.rows += len(top_k_index)
+            self.tokens += found
+            self.rows += tokens
 
     def count_reached(self, top_k_index: Tensor, top_k_weights: Tensor, grad_output: Tensor) -> None:
         """Add the pairs of `[T, k]` that the loss depends on, by the gradient `[T, H]` of the output.

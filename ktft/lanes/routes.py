@@ -135,21 +135,21 @@ def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tenso
 
 
 def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
-    """How many routes each expert has in `[T, k]`, in host memory. Only a layer with a part of its experts takes
-    `ELSEWHERE`.
+    """How many routes each expert has in `[T, k]`, in host memory. Only a layer that some routes pass
+    by takes `ELSEWHERE`.
 
     Raises:
         ValueError: an expert number is out of range.
     """
     # numpy, because torch's threads spin for milliseconds after a large tensor, beside the thread that launches kernels
     flat = top_k_index.numpy().reshape(-1)
-    if not layer.held.whole:
+    if not layer.held.every_route:
         flat = flat[flat != ELSEWHERE]
-    wrong = flat[(flat < 0) | (flat >= layer.num_experts)]
-    if wrong.size:
+    lowest, highest = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
+    if lowest < 0 or highest >= layer.num_experts:
         raise ValueError(
-            f"{layer.name}: a token is routed to expert {wrong[0]}, but the layer's experts are 0 to "
-            f"{layer.num_experts - 1}"
+            f"{layer.name}: a token is routed to expert {lowest if lowest < 0 else highest}, but the layer's experts "
+            f"are 0 to {layer.num_experts - 1}"
         )
     counts: list[int] = np.bincount(flat, minlength=layer.num_experts).tolist()
     return counts

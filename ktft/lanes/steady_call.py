@@ -54,7 +54,7 @@ class SteadyCall:
             of_hidden, of_weights = lane.backward(self.layer, *given)
         self._look(index, weights, hidden, grad_output)
         if self.owes:
-            self.lanes.owe(self.wait, parameters, grads)
+            self.lanes.owe(self.layer, self.lanes.gpu.arrival(), parameters, grads)
             return of_hidden, of_weights.to(weights.dtype), *(None for _ in grads)
         if torch.is_anomaly_enabled() or any(each.dtype != torch.float32 for each in parameters):
             self.wait()  # autograd itself reads gradients that it must cast, or search for NaN
@@ -67,9 +67,10 @@ class SteadyCall:
             on_host, sums = self.routing.wait()
         if not np.isfinite(sums.numpy()).all() and not torch.isfinite(hidden).all():
             raise ValueError(not_finite(self.layer.name, hidden))
-        self.lanes.observe(self.layer, rows_of(self.layer, on_host))
+        counts = rows_of(self.layer, on_host)
+        self.lanes.observe(self.layer, counts)
         if self.record is not None:
-            self.record.count(on_host)
+            self.record.add(counts, len(on_host))
             if self.record.watching:
                 self.record.count_reached(index, weights, grad_output)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ktft import spans
-from ktft.config import PROJECTIONS
 from ktft.lanes.record import Record
 from ktft.lanes.routes import rows_of
 from ktft.lora import ExpertLora
@@ -35,9 +34,10 @@ class _Moe(torch.autograd.Function):
         with spans.span("cpu", number) as span:
             out, saved = layer.forward(hidden, index, weights, lora, activation if needs_backward else "none")
             rows_of(layer, index)  # refuses what only the layer's own callers may say: that a row is computed elsewhere
-            note_work(span, layer, index, len(PROJECTIONS))
+            note_work(span, layer, index, len(layer.projections))
         ctx.layer, ctx.lora, ctx.record, ctx.saved = layer, lora, record, saved
-        ctx.products = len(PROJECTIONS) + (2 if activation == "recompute" else 0)
+        each = len(layer.projections)
+        ctx.products = 2 * each - 1 if activation == "recompute" else each
         # save_for_backward lets autograd notice an in-place change of a tensor that backward still needs
         ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, *ab)
         return out.to(hidden_states.device)
@@ -64,7 +64,7 @@ class _Moe(torch.autograd.Function):
 def note_work(span: spans.Span, layer: ExpertLayer, top_k_index: Tensor, products: int) -> None:
     """Record the bytes and FLOPs of `products` products with the chosen experts' matrices, without LoRA."""
     if spans.RECORDER.on:
-        share = products / len(PROJECTIONS)
+        share = products / len(layer.projections)
         counts = torch.bincount(top_k_index[top_k_index >= 0], minlength=layer.num_experts)
         span.bytes = share * layer.packed_bytes * int(counts.count_nonzero()) / layer.num_experts
         span.flops = products * 2 * int(counts.sum()) * layer.hidden_size * layer.intermediate_size

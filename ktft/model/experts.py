@@ -62,7 +62,7 @@ class KtftExperts(nn.Module):
             the output is the sum over that part only.
         tp_size: how many of these processes, neighbours by number, have the same tokens.
         together: the setting `micro_batches_together`.
-        cuda_graphs: the setting of this name.
+        cuda_graphs, expert_lora: the settings of these names.
         place: where in a step the model is; None if nobody needs to know.
     """
 
@@ -80,9 +80,11 @@ class KtftExperts(nn.Module):
         self.tp_size = 1
         self.together: int | str = "auto"
         self.cuda_graphs = True
+        self.expert_lora: str | None = None
         self.place: StepPlace | None = None
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size
         self.intermediate_size = layer.intermediate_size
+        self.projections = layer.projections
         self.weight: Tensor
         self.register_buffer("weight", torch.empty(0), persistent=False)
         self.register_load_state_dict_pre_hook(_refuse_lora)
@@ -92,13 +94,19 @@ class KtftExperts(nn.Module):
     ) -> Tensor:
         """Map hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]`.
 
-        See `routed_experts` for their dtypes. Micro-batches in lockstep are computed together, with the LoRA of the
-        first: they differ by the seed of dropout only.
+        See `routed_experts` for their dtypes. Experts without weights return their input. Micro-batches in lockstep
+        are computed together, with the LoRA of the first: they differ by the seed of dropout only.
         """
+        given = hidden_states, top_k_weights
         if (member := lockstep.current()) is not None:
-            given = hidden_states, top_k_weights
-            return member.meet_cut((id(self), lora is None), given, (top_k_index, lora, member.link), self._together)
-        return self._all_experts(hidden_states, top_k_index, top_k_weights, lora, self.shared)
+            out = member.meet_cut((id(self), lora is None), given, (top_k_index, lora, member.link), self._together)
+        else:
+            out = self._all_experts(hidden_states, top_k_index, top_k_weights, lora, self.shared)
+        # Of processes that hold parts, which are added up, one adds what is nobody's
+        if self.held.zero and (self.number is not None or self.held.numbers[0] == 0):
+            zero = top_k_weights.masked_fill(top_k_index < self.held.num_experts, 0).sum(dim=-1, keepdim=True)
+            out = out + (hidden_states * zero).to(out.dtype)
+        return out
 
     def _together(self, values: list[tuple[Tensor, Tensor, Tensor, ExpertLora | None, object]]) -> Sequence[Tensor]:
         """The outputs of several micro-batches."""
@@ -227,22 +235,36 @@ def layer_number(name: str) -> int:
     return number
 
 
+def is_transposed(stock: nn.Module) -> bool:
+    """Whether stacked experts of transformers are `[E, in, out]`. Those with a forward of their own do not say so."""
+    if (gate_up := getattr(stock, "gate_up_proj", None)) is None:
+        return bool(getattr(stock, "is_transposed", False))
+    return bool(gate_up.shape[2] != stock.get_parameter("down_proj").shape[1])
+
+
 def expert_modules(model: nn.Module, family: Family) -> list[tuple[int, str, tuple[int, int, int]]]:
     """Layer number, module name and (num_experts, hidden_size, intermediate_size) of transformers' stacked experts.
 
     The model may be on the meta device.
 
     Raises:
-        ValueError: the model has no experts of the family's classes.
+        ValueError: the model has no experts of the family's classes, or two lists of layers with them.
     """
-    found = []
+    found: list[tuple[int, str, tuple[int, int, int]]] = []
+    config: Any = model.config
     for name, module in model.named_modules():
         if type(module).__name__ in family.experts_classes:
             experts, rows, cols = module.get_parameter("down_proj").shape
-            sizes = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
+            sizes = (cols, rows) if is_transposed(module) else (rows, cols)
             found.append((layer_number(name), name, (experts, *sizes)))
+            if len({number for number, _, _ in found}) < len(found):
+                others = [other for number, other, _ in found if number == found[-1][0]]
+                raise ValueError(
+                    f"{type(model).__name__} (model_type {config.model_type!r}) has routed experts in two lists of "
+                    f"layers, {' and '.join(others)}, and ktft numbers layers in one; train it without ktft (in "
+                    "LLaMA-Factory use_kt: false)"
+                )
     if not found:
-        config: Any = model.config
         foreign = next((type(m).__name__ for n, m in model.named_modules() if n.endswith(".experts")), None)
         if foreign is not None:
             raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,50 +16,16 @@ from ktft.model import collected
 from ktft.model.lockstep import Cut, RandomState, current
 
 
-class LayerCall(Protocol):
-    """A call on its way, forward and backward. It runs in lockstep with those of other micro-batches.
+@dataclass
+class PlainCall:
+    """A call that runs the layer's own code, forward and backward, in lockstep with those of other micro-batches.
 
     Attributes:
         layer: the decoder layer.
-        random: the random numbers that the layer begins with.
-    """
-
-    layer: nn.Module
-    random: RandomState
-
-    @property
-    def reached(self) -> bool:
-        """Whether a gradient has come to one of its outputs."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether `again` must come before the way back."""
-
-    @property
-    def experts(self) -> int:
-        """How often it called routed experts, since `again` if that must come."""
-
-    def first(self) -> Any:
-        """Run the layer for the first time, without gradients if it is checkpointed. Returns leaves as its outputs."""
-
-    def again(self) -> None:
-        """Run the layer again, with gradients."""
-
-    def to_experts(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Go backward to one of the experts. Returns their output and its gradient, if they get one."""
-
-    def finish(self) -> None:
-        """Go backward to the layer's inputs, once its experts did."""
-
-
-@dataclass
-class PlainCall:
-    """A call that runs the layer's own code.
-
-    Attributes:
         given: the flat arguments, of which those with gradients are leaves.
         results: the leaves that the model got in place of the outputs: first those returned, then those collected.
         made: the outputs themselves, in the same order; None until the layer has been run with gradients.
+        random: the random numbers that the layer begins with.
         link: what the experts know the call by, if it is run again.
     """
 
@@ -76,17 +42,21 @@ class PlainCall:
 
     @property
     def reached(self) -> bool:
+        """Whether a gradient has come to one of its outputs."""
         return any(leaf.grad is not None for leaf in self.results)
 
     @property
     def waits(self) -> bool:
+        """Whether `again` must come before the way back."""
         return self.made is None
 
     @property
     def experts(self) -> int:
+        """How often it called routed experts, since `again` if that must come."""
         return len(self.cuts)
 
     def first(self) -> Any:
+        """Run the layer for the first time, without gradients if it is checkpointed. Returns leaves as its outputs."""
         again = is_checkpointed(self.layer)
         member = current()
         assert member is not None
@@ -113,6 +83,7 @@ class PlainCall:
         return _pytree.tree_unflatten(flat, spec)
 
     def again(self) -> None:
+        """Run the layer again, with gradients."""
         member = current()
         assert member is not None
         member.cuts, member.link = self.cuts, self.link
@@ -136,6 +107,7 @@ class PlainCall:
         return outputs + [end for cut in self.cuts for end in cut.reached()]
 
     def to_experts(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        """Go backward to one of the experts. Returns their output and its gradient, if they get one."""
         if number >= len(self.cuts) or not (ends := self._ends()):
             return []
         cut, (tensors, grads) = self.cuts[number], zip(*ends, strict=True)
@@ -143,6 +115,7 @@ class PlainCall:
         return [] if grad is None else [(cut.out, grad)]
 
     def finish(self) -> None:
+        """Go backward to the layer's inputs, once its experts did."""
         if ends := self._ends():
             send_back(ends)
 

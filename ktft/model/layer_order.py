@@ -23,10 +23,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ktft.model import collected
 from ktft.model.experts import decoder_lists, find_experts
-from ktft.model.layer_call import LayerCall, PlainCall, is_checkpointed, send_back
+from ktft.model.layer_call import PlainCall, is_checkpointed, send_back
 from ktft.model.lockstep import Lockstep, RandomState, current
 from ktft.model.recorder import LayerRecorder
-from ktft.model.replayed import ReplayedCall
+from ktft.model.replayed import ReplayedCall, ReplayedLayer
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,7 @@ class _MicroBatch:
     layers: dict[nn.Module, int]
     recorder: LayerRecorder
     slot: int
-    calls: list[LayerCall] = field(default_factory=list)
+    calls: list[PlainCall | ReplayedCall] = field(default_factory=list)
     leaves: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,14 +87,19 @@ class _MicroBatch:
         given = [self._leaf(each) if isinstance(each, Tensor) and each.requires_grad else each for each in flat]
         member = current()
         assert member is not None
-        if self.recorder.on:  # recordings of layers have their weights in the same memory
-            member.meet(("layer", len(self.calls)), None, lambda values: values)
         found = self.recorder.recording(layer, given, spec, self.slot) if is_checkpointed(layer) else None
-        call: LayerCall = PlainCall(layer, given, spec)
+        call = None
         if found is not None:
             call = ReplayedCall(self.recorder, self.layers[layer], layer, given, spec, found)
-        out = call.first()
-        self.calls.append(call)
+        if self.recorder.on and member.meet(("layer", len(self.calls)), call, _play):
+            assert call is not None
+            if call.recording.draws:
+                self.recorder.lockstep.set_random_state(call.random)
+            self.calls.append(call)
+            return call.out
+        plain = PlainCall(layer, given, spec)
+        out = plain.first()
+        self.calls.append(plain)
         return out
 
     def _leaf(self, tensor: Tensor) -> Tensor:
@@ -166,15 +171,32 @@ class LayerOrder:
                 batch.calls.pop()
                 batch.pass_on(number)
 
-    def _backward(self, calls: Sequence[LayerCall]) -> None:
+    def _backward(self, calls: Sequence[PlainCall | ReplayedCall]) -> None:
         calls = [call for call in calls if call.reached]
-        again = [call for call in calls if call.waits]
+        replayed = [call for call in calls if isinstance(call, ReplayedCall)]
+        together = bool(replayed) and len(replayed) == len(calls) and ReplayedLayer.may_be(replayed)
+        if together and all(call.find_second() for call in replayed):
+            ReplayedLayer(replayed).backward()
+            return
+        plain = [call.plain() if isinstance(call, ReplayedCall) else call for call in calls]
+        again = [call for call in plain if call.waits]
         self.lockstep.run([call.again for call in again], [call.random for call in again])
-        for number in reversed(range(max((call.experts for call in calls), default=0))):
-            if ends := [end for call in calls for end in call.to_experts(number)]:
+        for number in reversed(range(max((call.experts for call in plain), default=0))):
+            if ends := [end for call in plain for end in call.to_experts(number)]:
                 send_back(ends)
-        for call in calls:
+        for call in plain:
             call.finish()
+
+
+def _play(calls: Sequence[ReplayedCall | None]) -> list[bool]:
+    """Run the first pass of a layer's calls if all can be replayed. Returns, for each of them, whether they were.
+
+    Otherwise each runs kernel by kernel, so that the experts still run once for all.
+    """
+    together = ReplayedLayer.may_be(calls)
+    if together:
+        ReplayedLayer([call for call in calls if call is not None]).first()
+    return [together] * len(calls)
 
 
 def _run_without_checkpoint(layer: nn.Module) -> None:

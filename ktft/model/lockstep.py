@@ -88,7 +88,9 @@ class Member:
         self.asked: _Asked | None = None
         self.answer: Any = None
         self._lockstep, self._alone = lockstep, alone
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = threading.Lock(), threading.Lock()  # released by who may go on; a semaphore is slower
+        self._go.acquire()
+        self._back.acquire()
 
     def meet(self, key: Hashable, value: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait for all others. `act` gets the values of those that wait with the same key, in their order.
@@ -163,7 +165,8 @@ class Member:
     def abandon(self) -> None:
         """Let it end by an exception where it waits."""
         self.abandoned = True
-        self._go.release()
+        with contextlib.suppress(RuntimeError):  # it has not yet begun to wait
+            self._go.release()
 
 
 class Lockstep:
@@ -193,6 +196,16 @@ class Lockstep:
             yield
         finally:
             self.set_random_state(before)
+
+    @contextlib.contextmanager
+    def standing_for(self, link: Hashable) -> Iterator[None]:
+        """A block in which this thread is a callable without others to wait for. `link` is that of the `Member`."""
+        before, _thread.member = current(), Member(self, RandomState(), alone=True)
+        _thread.member.link = link
+        try:
+            yield
+        finally:
+            _thread.member = before
 
     def enter_thread(self) -> None:
         """Make the device the current one of a new thread, as torch keeps that by thread too. Count its spans."""

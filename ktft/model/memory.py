@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ktft import config, native
-from ktft.config import PROJECTIONS
+from ktft.config import SHARED_OUTER
 from ktft.lanes.gpu.lane import CHUNK_BYTES
 from ktft.model.shape import ModelShape, MoeShape
+from ktft.native.repeated import distinct_rows
 
 FP32, BF16 = 4, 2
 ADAM_STATES = 2  # fp32 moments per parameter
@@ -52,11 +53,28 @@ class Adapter:
     count: int = 1
     layer: int | None = None
     projection: str | None = None  # set for routed experts only
+    shared: int = 0  # features of the side whose matrix all experts share; 0 if each has its own
 
     @property
     def parameters(self) -> int:
         """The number of parameters of A and B together."""
+        return self.spread - (self.count - 1) * self.rank * self.shared
+
+    @property
+    def spread(self) -> int:
+        """The number of elements that the kernels and lanes take, with a matrix for each expert."""
         return self.count * self.rank * (self.in_features + self.out_features)
+
+    @property
+    def spread_bytes(self) -> int:
+        """Memory of a shared matrix spread over all experts, beside the parameter."""
+        row = self.rank * self.shared * FP32
+        return distinct_rows(self.count, row) * row
+
+    @property
+    def spread_grads(self) -> int:
+        """Memory of each expert's gradient of a shared matrix, before they are summed."""
+        return self.count * self.rank * self.shared * FP32
 
 
 @dataclass(frozen=True)
@@ -143,7 +161,7 @@ def packed_per_node(moes: Iterable[MoeShape], expert_format: str, nodes: int) ->
     total = [0] * nodes
     for moe in moes:
         dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
-        sizes = native.packed_bytes(*dims, expert_format, nodes, moe.biases)
+        sizes = native.packed_bytes(*dims, expert_format, nodes, moe.biases, moe.gated)
         for node, size in enumerate(sizes):
             total[node] += size
     return tuple(total)
@@ -162,6 +180,7 @@ def expert_buffers(
         moe.hidden_size,
         moe.intermediate_size,
         biases=moe.biases,
+        gated=moe.gated,
         ranks={a.projection: a.rank for a in adapters if a.projection},
         rows=tokens * moe.top_k,
         experts=active_experts(moe, tokens),
@@ -267,8 +286,10 @@ def footprint(
     place |= dense
     if work is None:
         return Footprint(packed, ram, vram)
-    ram["expert LoRA"] = sum(a.parameters for a in work.on_experts()) * FP32
-    ram["its gradients and moments"] = work.training_bytes(work.on_experts()) - ram["expert LoRA"]
+    lora = work.on_experts()
+    own, summed = sum(a.parameters for a in lora) * FP32, sum(a.spread_grads for a in lora)
+    ram["expert LoRA"] = own + sum(a.spread_bytes for a in lora)
+    ram["its gradients and moments"] = work.training_bytes(lora) - own + (summed if gpu else 0)
     place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
     on: dict[str, Any] = {"threads": threads, "nodes": nodes, "activation": work.expert_activation(gpu=gpu)}
     buffers = [
@@ -278,8 +299,9 @@ def footprint(
     retained = max(kept) if work.checkpointing else sum(kept)
     largest = max(layer.workspace for layer in buffers)
     io = 6 * work.expert_tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients in transit
-    layer_grads = [sum(a.parameters for a in work.on_experts(n)) for n in shape.moe]
-    second = work.accumulation > 1  # a further pass's gradients exist beside those they are added to
+    layer_grads = [sum(a.spread for a in work.on_experts(n)) for n in shape.moe]
+    # A further pass's gradients exist beside those they are added to, and each expert's before they are summed
+    second = work.accumulation > 1 or summed > 0
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
     place["activations"] = torch_activations(shape, work, gpu=gpu)
     if work.ranks > 1:  # hidden states, outputs and their gradients of all ranks, of one layer
@@ -323,7 +345,7 @@ def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
     """Bytes of the lanes' buffers, which all layers share; `packed` as in `lane_chunk`."""
 
     def of_layer(number: int, moe: MoeShape) -> int:
-        lora = sum(a.parameters for a in work.on_experts(number))
+        lora = sum(a.spread for a in work.on_experts(number))
         experts, each = lane_chunk(moe, lora, packed, residents=bool(work.gpu_expert_memory))
         return experts * each
 
@@ -338,11 +360,17 @@ def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -
     return min(max(size, 0), packed_bytes)
 
 
-def expert_adapters(moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]]) -> list[Adapter]:
-    """The LoRA on routed experts that `ranks` describes: layer -> projection -> rank."""
+def expert_adapters(
+    moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]], form: str | None = None
+) -> list[Adapter]:
+    """The LoRA on routed experts that `ranks` describes: layer -> projection -> rank. `form` is one of `EXPERT_LORA`.
+
+    What experts share are the matrices on the side of the hidden states.
+    """
+    shared = {layer: each.hidden_size if form == SHARED_OUTER else 0 for layer, each in moe.items()}
     return [
-        Adapter(*each.projection(name), ranks[layer][name], each.num_experts, layer, name)
+        Adapter(*each.projection(name), ranks[layer][name], each.num_experts, layer, name, shared[layer])
         for layer, each in moe.items()
-        for name in PROJECTIONS
+        for name in each.projections
         if name in ranks.get(layer, {})
     ]

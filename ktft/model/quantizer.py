@@ -30,12 +30,14 @@ from ktft.checkpoint.load import ExpertPlan, any_match
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.routing_profile import Routing
 from ktft.checkpoint.schemes import IGNORED
-from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, Settings, emulate_gpu, unknown_key
+from ktft.config import DEFAULT_EXPERT_FORMAT, SETTINGS, SHARED_OUTER, Settings, emulate_gpu, unknown_key
 from ktft.device import accelerator, accelerators
 from ktft.held import HeldExperts
 from ktft.lanes.decide.placer import usable_placement
 from ktft.lanes.lanes import Lanes
+from ktft.lora import NOT_SHARED
 from ktft.model.backbone import Backbone
+from ktft.model.calls import call_usually
 from ktft.model.experts import KtftExperts, expert_modules, find_experts
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
@@ -79,10 +81,11 @@ class KtftConfig(QuantizationConfigMixin):
         verify_checksums: bool = Settings.verify_checksums,
         isa: str | None = Settings.isa,
         placement: str = Settings.placement,
-        gpu_expert_memory: int | str = Settings.gpu_expert_memory,
+        gpu_expert_memory: int | str | None = Settings.gpu_expert_memory,
         micro_batches_together: int | str = Settings.micro_batches_together,
         cuda_graphs: bool = Settings.cuda_graphs,
         expert_routing: str | None = Settings.expert_routing,
+        expert_lora: str | None = Settings.expert_lora,
         reserve_bytes: int | Mapping[str, int] = 0,
         part: Sequence[int] | None = None,
         quant_method: str = "ktft",
@@ -103,6 +106,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.micro_batches_together = micro_batches_together
         self.cuda_graphs = cuda_graphs
         self.expert_routing = expert_routing
+        self.expert_lora = expert_lora
         self.reserve_bytes = reserve_bytes
         self.part = None if part is None else (int(part[0]), int(part[1]))
         _ = self.settings  # checks the values
@@ -187,7 +191,10 @@ class KtftHfQuantizer(HfQuantizer):
             logger.info("every process loads the weights around its experts: cpu_ram_efficient_loading is off")
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map puts modules on disk, which ktft cannot do; give a device_map without 'disk'")
-        usable_placement(self.quantization_config.settings, cuda=_has_gpu())
+        settings, launch = self.quantization_config.settings, Launch.of_environment()
+        usable_placement(settings, cuda=_has_gpu())
+        if settings.expert_lora == SHARED_OUTER and launch.ranks > 1 and self.quantization_config.part is None:
+            raise ValueError(NOT_SHARED.format(f"{launch.ranks} processes share the experts"))
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Drop the experts' entries: the module returns complete outputs, which the plan would reduce once more."""
@@ -283,6 +290,7 @@ class LoadPlan:
             packed.check_model(self.model_type, self.layers)
             packed.check_source(checkpoint.files)
         ignored = [*(model._keys_to_ignore_on_load_unexpected or []), *_prediction_layers(model.config)]
+        ignored += _zero_experts(self.layers)
         self._ignored = ignored
         self.backbone = Backbone(model, checkpoint, self.family.expert_pattern(), ignored)
         self.experts: ExpertPlan | PackedCache
@@ -332,7 +340,8 @@ def swap_experts(
     Raises:
         ValueError: the model has no such module, or the kernels do not support its activation or dimensions.
     """
-    swiglu = family.activation(cast(Any, model.config).get_text_config())
+    config, found = cast(Any, model.config).get_text_config(), expert_modules(model, family)
+    swiglus = {number: family.activation(config, number) for number, *_ in found}
     launch = Launch.of_environment() if part is None else Launch()
     if launch.ranks > 1:
         begin()
@@ -345,8 +354,8 @@ def swap_experts(
     native.check_machine(settings.threads, settings.numa_nodes)
     runtime = native.runtime(threads, settings.numa_nodes, settings.isa)
     experts: dict[int, KtftExperts] = {}
-    found = expert_modules(model, family)
     held = _shares({number: sizes[0] for number, _, sizes in found}, settings, launch, part)
+    zero = family.zero_experts_of(cast(Any, model.config).get_text_config())
     for number, name, (num_experts, hidden_size, intermediate_size) in found:
         layer = native.ExpertLayer(
             runtime,
@@ -355,18 +364,24 @@ def swap_experts(
             intermediate_size=intermediate_size,
             format=settings.expert_format or DEFAULT_EXPERT_FORMAT,
             name=name,
-            swiglu=swiglu,
+            swiglu=swiglus[number],
             biases=family.biases,
-            held=held[number],
+            held=replace(held[number], zero=zero),
         )
         experts[number] = KtftExperts(layer, family, settings.activation)
         experts[number].number = number if launch.ranks > 1 else None
         experts[number].together = settings.micro_batches_together
         experts[number].cuda_graphs = settings.cuda_graphs
+        experts[number].expert_lora = settings.expert_lora
+        block = model.get_submodule(name.rpartition(".")[0])
         if lanes is not None:
-            block = model.get_submodule(name.rpartition(".")[0])
-            experts[number].run_in(lanes, number, shared_ahead(block, family.shared_experts))
+            # Another call gives the experts other rows than the shared experts get
+            names = family.shared_experts if family.call is None else ()
+            experts[number].run_in(lanes, number, shared_ahead(block, names, hidden_size))
         model.set_submodule(name, experts[number])
+        call_usually(block, family)
+        if not block._non_persistent_buffers_set:  # transformers would initialize stock experts through their block
+            block._is_hf_initialized = True  # type: ignore[assignment]
     if lanes is not None:
         fuse_norms(model)
         fuse_rotary(model)
@@ -402,6 +417,13 @@ def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
     files = CheckpointReader.from_directory(directory).files
     model = meta_model(AutoConfig.from_pretrained(directory))
     return LoadPlan(model, [str(file) for file in files], settings)
+
+
+def _zero_experts(layers: Mapping[int, native.ExpertLayer]) -> list[str]:
+    """Patterns of the names of experts without weights, which in transformers have gates and ups that nothing reads."""
+    held = next(iter(layers.values())).held
+    numbers = "|".join(map(str, range(held.num_experts, held.num_experts + held.zero)))
+    return [rf"\.experts\.(?:{numbers})\."] if numbers else []
 
 
 def _prediction_layers(config: PreTrainedConfig) -> list[str]:

@@ -42,6 +42,7 @@ class LayerRecorder:
         self.lockstep, self._device = lockstep, device_of(next(layers[0].parameters()).device)
         self.on = record and self._device.records_graphs
         self._known: dict[nn.Module, tuple[tuple[object, ...], Weights, int]] = {}
+        self._current: set[nn.Module] = set()  # the layers that are known not to have changed since `begin`
         self._numbers: dict[tuple[object, ...], int] = {}  # of kinds, by signature
         self._kinds: dict[int, SharedWeights] = {}
         self._recordings: dict[tuple[int, int, int], Recording] = {}
@@ -54,6 +55,7 @@ class LayerRecorder:
         """Micro-batches begin to go through the layers; the optimizer may have changed weights before."""
         for kind in self._kinds.values():
             kind.forget()
+        self._current.clear()
 
     def recording(
         self, layer: nn.Module, given: Sequence[Any], spec: Any, slot: int
@@ -100,10 +102,13 @@ class LayerRecorder:
     def _kind(self, layer: nn.Module) -> tuple[Weights, int]:
         """A layer's weights, and the number of its kind."""
         known = self._known.get(layer)
+        if known is not None and layer in self._current:
+            return known[1], known[2]
         if known is None or known[1].state() != known[0]:
             weights = Weights(layer, self._device.device)
             number = self._numbers.setdefault(weights.signature(), len(self._numbers))
             self._known[layer] = known = weights.state(), weights, number
+        self._current.add(layer)
         return known[1], known[2]
 
     def _record(self, weights: Weights, kind: int, given: Sequence[Any], spec: Any, slot: int) -> Recording:

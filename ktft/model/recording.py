@@ -29,20 +29,28 @@ from ktft.model.layer_kind import SharedWeights, Unlike, Weights
 
 
 class _Graphs:
-    """Records a pass in parts, each of which `replay` plays back by its number."""
+    """Records a pass in parts; with `rehearse` nothing is recorded, and all runs.
 
-    def __init__(self, device: Device, pool: Any) -> None:
+    What is recorded must have run in the same thread before: libraries load kernels and choose among them on first use,
+    which a recording does not allow.
+    """
+
+    def __init__(self, device: Device, pool: Any, rehearse: bool = False) -> None:
         self._device, self._pool, self.parts = device, pool, list[Any]()
-        self._open = False
+        self._open, self._rehearse = False, rehearse
 
     def begin(self) -> None:
         """The next part begins."""
+        if self._rehearse:
+            return
         self.parts.append(self._device.new_graph(self._pool))
         self.parts[-1].begin()
         self._open = True
 
     def end(self) -> None:
         """The part is complete."""
+        if self._rehearse:
+            return
         self._open = False
         self.parts[-1].end()
 
@@ -138,6 +146,9 @@ class Recording:
     Args:
         weights: of the layer that is recorded.
         given, spec: the flat arguments of its call; tensors that take gradients are leaves.
+
+    Attributes:
+        draws: whether playing it back draws random numbers; None before it was tried.
     """
 
     def __init__(self, kind: SharedWeights, weights: Weights, given: Sequence[Any], spec: Any, pool: Any) -> None:
@@ -147,6 +158,10 @@ class Recording:
         self._held: list[tuple[Tensor, int] | None] = [None] * len(given)
         self._seconds: dict[tuple[bool, ...], Second] = {}
         self.checked: set[Weights] = {weights}
+        self.draws: bool | None = None
+        kind.hold(weights)
+        self.take(given)
+        self._record_first(weights, rehearse=True)
         self.first = self._record_first(weights)
 
     def take(self, given: Sequence[Any]) -> None:
@@ -165,6 +180,8 @@ class Recording:
     def second(self, weights: Weights, reached: tuple[bool, ...]) -> Second:
         """The second pass, if gradients come to these of the outputs."""
         if reached not in self._seconds:
+            self.kind.hold(weights)
+            self._record_second(weights, reached, rehearse=True)
             self._seconds[reached] = self._record_second(weights, reached)
         return self._seconds[reached]
 
@@ -176,14 +193,14 @@ class Recording:
             flat = _pytree.tree_leaves(nn.Module.__call__(layer, *args, **kwargs))
         return asked.args, Outputs(flat, None, lists).every
 
-    def _record_first(self, weights: Weights) -> First:
-        asked, graphs = Asked(), _Graphs(self._device, self._pool)
+    def _record_first(self, weights: Weights, rehearse: bool = False) -> First:
+        asked, graphs = Asked(), _Graphs(self._device, self._pool, rehearse)
         with torch.no_grad():
             outputs = self._record(weights, asked, graphs)
         return First(graphs.parts, asked, outputs)
 
-    def _record_second(self, weights: Weights, reached: tuple[bool, ...]) -> Second:
-        asked, graphs = Asked(answer=self.first.asked.answer), _Graphs(self._device, self._pool)
+    def _record_second(self, weights: Weights, reached: tuple[bool, ...], rehearse: bool = False) -> Second:
+        asked, graphs = Asked(answer=self.first.asked.answer), _Graphs(self._device, self._pool, rehearse)
         given = [each for each in self.given if isinstance(each, Tensor) and each.requires_grad]
         with torch.enable_grad():
             outputs = self._record(weights, asked, graphs).floating
@@ -222,7 +239,7 @@ class Recording:
             graphs.begin()
             flat, spec = _pytree.tree_flatten(nn.Module.__call__(weights.layer, *args, **kwargs))
             graphs.end()
-        if not torch.equal(before, torch.get_rng_state()):
+        if kind != "cpu" and not torch.equal(before, torch.get_rng_state()):
             raise Unlike("it draws random numbers on the CPU")
         return Outputs(flat, spec, lists)
 

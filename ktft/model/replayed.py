@@ -1,9 +1,9 @@
-"""One micro-batch's call of a decoder layer, by recordings of its kernels."""
+"""Calls of a decoder layer, by recordings of its kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,15 +16,22 @@ from ktft.lanes.lanes import tell_hooks
 from ktft.model import collected
 from ktft.model.layer_call import PlainCall, autocast_of, trains
 from ktft.model.layer_kind import Weights
-from ktft.model.lockstep import RandomState, current
 from ktft.model.recorder import LayerRecorder
 from ktft.model.recording import Asked, Outputs, Recording, Second
 
 
 class ReplayedCall:
-    """A call that plays back what was recorded, around the experts, which run as always.
+    """One micro-batch's call, which plays back what was recorded around the experts. `ReplayedLayer` runs it.
 
-    The arguments are those of `LayerRecorder.recording`, and what it found. `number` is the layer's.
+    The arguments are those of `LayerRecorder.recording`, and what it found. `number` is the layer's. Make it in the
+    thread of the micro-batch, with its random numbers.
+
+    Attributes:
+        layer: the decoder layer.
+        before: the random numbers that the layer begins with.
+        random: those that come next in its present pass.
+        link: what the experts know the call by, in both passes.
+        out: what the model gets, after the first pass.
     """
 
     def __init__(
@@ -36,128 +43,62 @@ class ReplayedCall:
         spec: Any,
         found: tuple[Weights, Recording],
     ) -> None:
-        self.layer, self.given, self.random = layer, given, RandomState()
-        self._recorder, self._number, self._spec, (self._weights, self._recording) = recorder, number, spec, found
-        self._link = object()
+        self.layer, self.given, self.link, self.out = layer, given, object(), None
+        self.recorder, self.weights, self.recording = recorder, *found
+        self.random = recorder.lockstep.random_state()
+        self.lists = collected.lists()
+        self.second: Second | None = None
+        self._number, self._spec, self.before = number, spec, self.random
+        self._contexts = list(autocast_of(given))
+        self._marks = {key: len(found) for key, found in self.lists.items()}
         self._results: list[Tensor] = []
-        self._contexts: list[Callable[[], AbstractContextManager[Any]]] = []
-        self._marks: dict[Any, int] = {}
-        self._second: Second | None = None
-        self._plain: PlainCall | None = None  # takes over if the second pass cannot be recorded
-        self._leaves: list[Any] = []  # what the experts got in the second pass
-        self._out: Tensor | None = None  # and what they made of it
-        self._device = device_of(self._recording.kind.tensors[0].device)
+        self._device = device_of(self.recording.kind.tensors[0].device)
 
     @property
     def reached(self) -> bool:
+        """Whether a gradient has come to one of its outputs."""
         return any(leaf.grad is not None for leaf in self._results)
 
-    @property
-    def waits(self) -> bool:
-        return True
+    def plain(self) -> PlainCall:
+        """The call that takes over if its second pass cannot be recorded."""
+        return PlainCall(
+            self.layer, self.given, self._spec, self._results,
+            random=self.before, contexts=self._contexts, marks=self._marks, link=self.link,
+        )  # fmt: skip
 
-    @property
-    def experts(self) -> int:
-        return self._plain.experts if self._plain is not None else int(self._out is not None)
-
-    def first(self) -> Any:
-        member = current()
-        assert member is not None
-        self.random, self._contexts, member.link = member.random_state(), list(autocast_of(self.given)), self._link
-        first, lists = self._recording.first, collected.lists()
-        self._marks = {key: len(found) for key, found in lists.items()}
-        with torch.no_grad():
-            self._begin(first.graphs)
-            if first.asked.answer is not None:
-                self._answer(first.asked, first.asked.leaves())
-                self._play(first.graphs[1])
-            member.link = None
-            return self._leave(first.outputs, lists)
-
-    def again(self) -> None:
-        member = current()
-        assert member is not None
-        member.link = self._link
+    def find_second(self) -> bool:
+        """Get the recording of the second pass, for the outputs that gradients have come to. Returns whether there is
+        one.
+        """
+        reached = tuple(leaf.grad is not None for leaf in self._results)
         with ExitStack() as stack:
+            stack.enter_context(self.recorder.lockstep.standing_for(self.link))  # a layer that is run here
             for context in self._contexts:
                 stack.enter_context(context())
-            self._again()
+            self.second = self.recorder.second(self.layer, self.weights, self.recording, reached)
+        self.random = self.before
+        return self.second is not None
 
-    def _again(self) -> None:
-        reached = tuple(leaf.grad is not None for leaf in self._results)
-        second = self._recorder.second(self.layer, self._weights, self._recording, reached)
-        if second is None:
-            self._plain = PlainCall(
-                self.layer, self.given, self._spec, self._results,
-                random=self.random, contexts=self._contexts, marks=self._marks, link=self._link,
-            )  # fmt: skip
-            self._plain.again()
-            return
-        self._second = second
-        self._begin(second.graphs)
-        if second.asked.answer is not None:
-            self._leaves = second.asked.leaves()
-            self._out = self._answer(second.asked, self._leaves)
-            self._play(second.graphs[1])
-
-    def to_experts(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        if self._plain is not None:
-            return self._plain.to_experts(number)
-        second = self._second
-        if second is None or number > 0 or self._out is None:
-            return []
-        self._take_grads(second)
-        self._play(second.graphs[2])
-        if second.to_answer is None or not self._out.requires_grad:
-            return []
-        return [(self._out, second.to_answer)]
-
-    def finish(self) -> None:
-        if self._plain is not None:
-            self._plain.finish()
-            return
-        second = self._second
-        assert second is not None
-        with torch.no_grad():
-            if self._out is None:
-                self._take_grads(second)
-            asked = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-            for memory, leaf in zip(second.from_asked, asked, strict=True):
-                if leaf.grad is None:
-                    memory.zero_()
-                else:
-                    memory.copy_(leaf.grad)
-            self._leaves, self._out = [], None
-            self._recording.kind.hold(self._weights)
-            self._play(second.graphs[-1])
-            leaves = [each for each in self.given if isinstance(each, Tensor) and each.requires_grad]
-            _add_grads(leaves, second.to_given)
-            _add_grads(self._weights.trained, second.to_weights)
-
-    def _begin(self, graphs: Sequence[Any]) -> None:
+    def begin(self, graphs: Sequence[Any]) -> None:
         """Play back the part up to the experts."""
-        self._recording.kind.hold(self._weights)
-        self._recording.take(self.given)
-        self._play(graphs[0])
+        self.recording.kind.hold(self.weights)
+        self.recording.take(self.given)
+        self.play(graphs[0])
 
-    def _play(self, graph: Any) -> None:
+    def play(self, graph: Any) -> None:
+        """Play back a part, with the call's own random numbers if it draws any."""
         with spans.device("attention", self._number, self._device.current_stream()):
+            if self.recording.draws is False:
+                graph.replay()
+                return
+            lockstep = self.recorder.lockstep
+            lockstep.set_random_state(self.random)
             graph.replay()
+            self.random = lockstep.random_state()
 
-    def _answer(self, asked: Asked, leaves: list[Any]) -> Tensor:
-        """Call the experts, and put their answer where the recording reads it."""
-        assert self._weights.entry is not None and asked.answer is not None
-        args, kwargs = _pytree.tree_unflatten(leaves, asked.spec)
-        out: Tensor = self._weights.entry(*args, **kwargs)
-        if out.shape != asked.answer.shape or out.dtype != asked.answer.dtype:
-            raise TypeError(f"routed experts gave {out.dtype} {list(out.shape)}, where their hidden states are "
-                            f"{asked.answer.dtype} {list(asked.answer.shape)}")  # fmt: skip
-        with torch.no_grad():
-            asked.answer.copy_(out)
-        return out
-
-    def _leave(self, outputs: Outputs, lists: dict[Any, list[Any]]) -> Any:
-        """Copies of the outputs, as the model gets them. Those that may get gradients are leaves."""
+    def leave(self) -> None:
+        """Keep copies of the outputs, as the model gets them. Those that may get gradients are leaves."""
+        outputs: Outputs = self.recording.first.outputs
         trained = trains(self.layer, self.given)
 
         def copy(each: Any) -> Any:
@@ -170,16 +111,148 @@ class ReplayedCall:
 
         flat = [copy(each) for each in outputs.flat]
         for key, found in outputs.lists.items():
-            lists[key] += [copy(each) for each in found]
-        return _pytree.tree_unflatten(flat, outputs.spec)
+            self.lists[key] += [copy(each) for each in found]
+        self.out = _pytree.tree_unflatten(flat, outputs.spec)
+        if self.recording.draws is None:
+            pairs = zip(self.before, self.random, strict=True)
+            self.recording.draws = not all(torch.equal(one, other) for one, other in pairs)
 
-    def _take_grads(self, second: Second) -> None:
+    def take_grads(self) -> None:
         """Copy the gradients of the outputs to the recording's memory."""
+        assert self.second is not None
         with torch.no_grad():
-            for memory, at in zip(second.grads, second.ends, strict=True):
+            for memory, at in zip(self.second.grads, self.second.ends, strict=True):
                 grad = self._results[at].grad
                 assert grad is not None
                 memory.copy_(grad)
+
+    def finish(self, from_experts: Sequence[Tensor | None]) -> None:
+        """Go backward to the layer's inputs. The gradients are those of what the experts got."""
+        second = self.second
+        assert second is not None
+        with torch.no_grad():
+            for memory, grad in zip(second.from_asked, from_experts, strict=True):
+                if grad is None:
+                    memory.zero_()
+                else:
+                    memory.copy_(grad)
+            self.recording.kind.hold(self.weights)
+            self.play(second.graphs[-1])
+            leaves = [each for each in self.given if isinstance(each, Tensor) and each.requires_grad]
+            _add_grads(leaves, second.to_given)
+            _add_grads(self.weights.trained, second.to_weights)
+
+
+class ReplayedLayer:
+    """The calls of one layer by several micro-batches, whose experts run once on the tokens of all.
+
+    All of it runs in one thread, since nothing in it is the model's own code but the experts.
+    """
+
+    def __init__(self, calls: Sequence[ReplayedCall]) -> None:
+        self._calls, self._weights, self._lockstep = calls, calls[0].weights, calls[0].recorder.lockstep
+
+    @staticmethod
+    def may_be(calls: Sequence[ReplayedCall | None]) -> bool:
+        """Whether these are calls of one layer, and what they give to the experts can be joined."""
+        first = calls[0]
+        if first is None:
+            return False
+        parts = [call.recording.first.asked for call in calls if call is not None and call.weights is first.weights]
+        return len(parts) == len(calls) and (len(parts) == 1 or _may_join(parts))
+
+    def first(self) -> None:
+        """Run the first pass of all."""
+        with self._lockstep.random_numbers(self._lockstep.random_state()), torch.no_grad():
+            for call in self._calls:
+                call.begin(call.recording.first.graphs)
+            parts = [call.recording.first.asked for call in self._calls]
+            if parts[0].answer is not None:
+                self._answer(parts, _joined(parts))
+                for call in self._calls:
+                    call.play(call.recording.first.graphs[1])
+            for call in self._calls:
+                call.leave()
+
+    def backward(self) -> None:
+        """Run the second pass of all, for which `ReplayedCall.find_second` found recordings, and the way back."""
+        with self._lockstep.random_numbers(self._lockstep.random_state()):
+            seconds = [call.second for call in self._calls if call.second is not None]
+            parts = [second.asked for second in seconds]
+            for call, second in zip(self._calls, seconds, strict=True):
+                call.begin(second.graphs)
+            grads: list[list[Tensor | None]] = [[] for _ in parts]
+            if parts[0].answer is None:
+                for call in self._calls:
+                    call.take_grads()
+            else:
+                grads = self._through_experts(parts, seconds)
+            for call, own in zip(self._calls, grads, strict=True):
+                call.finish(own)
+
+    def _through_experts(self, parts: Sequence[Asked], seconds: Sequence[Second]) -> list[list[Tensor | None]]:
+        """The experts' second pass, and their way back. Returns the gradients of what they got, for each call."""
+        leaves = _joined(parts)
+        out = self._answer(parts, leaves)
+        for call, second in zip(self._calls, seconds, strict=True):
+            call.play(second.graphs[1])
+            call.take_grads()
+            call.play(second.graphs[2])
+        if out.requires_grad and any(second.to_answer is not None for second in seconds):
+            pairs = zip(seconds, parts, strict=True)
+            grads = [torch.zeros_like(part.answer) if s.to_answer is None else s.to_answer for s, part in pairs]  # type: ignore[arg-type]
+            torch.autograd.backward([out], [grads[0] if len(grads) == 1 else torch.cat(grads)])
+        asked = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        split = [[None] * len(parts) if leaf.grad is None else leaf.grad.split(_rows(parts)) for leaf in asked]
+        return [list(own) for own in zip(*split, strict=True)] if split else [[] for _ in parts]
+
+    def _answer(self, parts: Sequence[Asked], leaves: list[Any]) -> Tensor:
+        """Call the experts, and put their answer where the recordings read it."""
+        answers = [part.answer for part in parts if part.answer is not None]
+        assert self._weights.entry is not None and len(answers) == len(parts)
+        args, kwargs = _pytree.tree_unflatten(leaves, parts[0].spec)
+        link, numbers = tuple(call.link for call in self._calls), self._calls[0].before
+        with self._lockstep.standing_for(link), self._lockstep.random_numbers(numbers):
+            out: Tensor = self._weights.entry(*args, **kwargs)
+        rows = _rows(parts)
+        if out.shape != (sum(rows), *answers[0].shape[1:]) or out.dtype != answers[0].dtype:
+            raise TypeError(f"routed experts gave {out.dtype} {list(out.shape)}, where their hidden states are "
+                            f"{answers[0].dtype} {[sum(rows), *answers[0].shape[1:]]}")  # fmt: skip
+        with torch.no_grad():
+            torch._foreach_copy_(answers, list(out.split(rows)))
+        return out
+
+
+def _rows(parts: Sequence[Asked]) -> list[int]:
+    """The number of tokens that each call has for the experts."""
+    return [len(next(each for each in part.args if isinstance(each, Tensor))) for part in parts]
+
+
+def _may_join(parts: Sequence[Asked]) -> bool:
+    """Whether all arguments are the same, or tensors with a row for each token."""
+    if any(part.spec != parts[0].spec or (part.answer is None) != (parts[0].answer is None) for part in parts):
+        return False
+    for values in zip(*(part.args for part in parts), strict=True):
+        if all(isinstance(each, Tensor) for each in values):
+            kinds = {(each.dtype, each.shape[1:], each.requires_grad) for each in values}
+            if len(kinds) > 1 or [len(each) if each.dim() else None for each in values] != _rows(parts):
+                return False
+        elif any(isinstance(each, Tensor) or each != values[0] for each in values):
+            return False
+    return True
+
+
+def _joined(parts: Sequence[Asked]) -> list[Any]:
+    """What the experts get for all calls, cut off from the recordings, ready to take gradients where these do."""
+    if len(parts) == 1:
+        return parts[0].leaves()
+    every = []
+    for values in zip(*(part.args for part in parts), strict=True):
+        first = values[0]
+        if isinstance(first, Tensor):
+            first = torch.cat([each.detach() for each in values]).requires_grad_(first.requires_grad)
+        every.append(first)
+    return every
 
 
 def _add_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

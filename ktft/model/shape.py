@@ -13,6 +13,7 @@ from ktft.held import HeldExperts
 from ktft.model.experts import KtftExperts, expert_modules, layer_of
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
+from ktft.swiglu import projections
 
 # The config keys, across families, for the number of experts that a token is routed to.
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -27,6 +28,7 @@ class MoeShape:
     hidden_size: int
     intermediate_size: int
     biases: bool = False
+    gated: bool = True
     part: HeldExperts | None = None  # which of the model's experts these are; None if they are all of them
 
     @property
@@ -34,9 +36,14 @@ class MoeShape:
         return self.part or HeldExperts.of(self.num_experts)
 
     @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections that each expert has."""
+        return projections(self.gated)
+
+    @property
     def parameters(self) -> int:
         """The number of parameters in all experts' weights, without biases."""
-        return 3 * self.num_experts * self.hidden_size * self.intermediate_size
+        return len(self.projections) * self.num_experts * self.hidden_size * self.intermediate_size
 
     def projection(self, name: str) -> tuple[int, int]:
         """(in_features, out_features) of one expert's projection."""
@@ -104,7 +111,8 @@ def empty_experts(
     shapes = {}
     for number, name, (experts, hidden_size, intermediate_size) in expert_modules(model, family):
         held = HeldExperts.of(experts, part) if ranks == 1 else HeldExperts.share_of(experts, 0, ranks)
-        shapes[number] = MoeShape(held.count, top_k, hidden_size, intermediate_size, family.biases, held)
+        sizes = held.count, top_k, hidden_size, intermediate_size
+        shapes[number] = MoeShape(*sizes, family.biases, family.swiglu.gated, held)
         model.set_submodule(name, KtftExperts(shapes[number], family))
     return shapes
 

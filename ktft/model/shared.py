@@ -50,7 +50,14 @@ def _same(before: Tensor, now: Tensor) -> bool:
     return before.data_ptr() == now.data_ptr() and before.numel() == now.numel() and now.is_contiguous()
 
 
-def shared_ahead(block: nn.Module, names: tuple[str, ...]) -> Ahead | None:
-    """Wrap the shared experts, named by the first of `names`, of a block with routed experts; None if it has none."""
+def shared_ahead(block: nn.Module, names: tuple[str, ...], hidden_size: int) -> Ahead | None:
+    """Wrap the shared experts, named by the first of `names`, of a block whose routed experts take so many columns.
+
+    Returns None if the block has no shared experts, or if these take another width: the routed experts then work on a
+    projection of the hidden states, as Nemotron-3's do with `moe_latent_size`.
+    """
     module = getattr(block, names[0], None) if names else None
-    return Ahead(module) if isinstance(module, nn.Module) else None
+    if not isinstance(module, nn.Module):
+        return None
+    first = next((each for each in module.modules() if isinstance(each, nn.Linear)), None)
+    return Ahead(module) if first is None or first.in_features == hidden_size else None

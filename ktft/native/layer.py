@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktft.config import PROJECTIONS
 from ktft.held import HeldExperts
 from ktft.lora import ExpertLora
 from ktft.native.encodings import check_codes
@@ -40,6 +39,7 @@ class ExpertLayer:
     Args:
         runtime: the threads and NUMA nodes to use.
         num_experts, hidden_size, intermediate_size: the sizes of the model's layer; the last two are multiples of 32.
+        swiglu: the activation, which says whether experts have a gate projection.
         format: one of `FORMATS`.
         name: the layer's name in error messages.
         biases: whether the projections have biases, which `load_bias` then fills.
@@ -81,9 +81,15 @@ class ExpertLayer:
             swiglu.shift,
             swiglu.cubic,
             swiglu.gate_most,
+            swiglu.gated,
             biases,
             name,
         )
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections that each expert has, in the order of `PROJECTIONS`."""
+        return self.swiglu.projections
 
     @property
     def packed_bytes(self) -> int:
@@ -207,7 +213,7 @@ class ExpertLayer:
         return [
             (expert, name)
             for expert in range(self.num_experts)
-            for name in PROJECTIONS
+            for name in self.projections
             if not all(is_loaded(expert, NATIVE_PROJECTIONS[name]) for is_loaded in filled)
         ]
 

@@ -40,14 +40,20 @@ def topology() -> dict[str, Any]:
 
 
 def packed_bytes(
-    num_experts: int, hidden_size: int, intermediate_size: int, format: str, nodes: int, biases: bool = False
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    format: str,
+    nodes: int,
+    biases: bool = False,
+    gated: bool = True,
 ) -> list[int]:
     """Bytes of one layer's experts on each NUMA node. There are fewer entries if there are too few columns for all.
 
     Raises:
         ValueError: the kernels cannot take the dimensions, or the format is unknown.
     """
-    return list(core.packed_bytes(num_experts, hidden_size, intermediate_size, format, biases, nodes))
+    return list(core.packed_bytes(num_experts, hidden_size, intermediate_size, gated, format, biases, nodes))
 
 
 class LayerMemory(NamedTuple):
@@ -68,6 +74,7 @@ def layer_memory(
     nodes: int,
     activation: str,
     biases: bool = False,
+    gated: bool = True,
 ) -> LayerMemory:
     """The memory that a layer's calls will take, computed by the code that allocates it.
 
@@ -80,9 +87,8 @@ def layer_memory(
     """
     by_projection = [ranks.get(name, 0) for name in PROJECTIONS]
     keep = getattr(core.Keep, activation)
-    return LayerMemory(
-        *core.layer_memory(hidden_size, intermediate_size, biases, by_projection, rows, experts, threads, nodes, keep)
-    )
+    shape = hidden_size, intermediate_size, gated, biases
+    return LayerMemory(*core.layer_memory(*shape, by_projection, rows, experts, threads, nodes, keep))
 
 
 def kernels() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,37 @@ def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
     norms = core.row_norms(runtime.handle, [_rows(tensor) for tensor in tensors])
     found = torch.tensor(norms, dtype=torch.float32, device="cpu")
     return list(found.split([len(tensor) for tensor in tensors]))
+
+
+def row_bits(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sum over the bits of each row of each tensor `[rows, elements]`, int64 `[rows]`: 0 for zeros.
+
+    Raises:
+        ValueError: as `row_norms`.
+    """
+    if not tensors:
+        return []
+    found = torch.tensor(core.row_bits(runtime.handle, [_rows(tensor) for tensor in tensors]), device="cpu")
+    return list(found.split([len(tensor) for tensor in tensors]))
+
+
+_known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+"""The norms of rows by the id of a tensor, with the version of the tensor that they are of."""
+
+
+def remember_row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> None:
+    """Take the norms of the rows of each `[rows, ...]` now, for `known_row_norms`."""
+    own = [each for each in tensors if takes(each) and each.numel()]
+    for each, norms in zip(own, row_norms(runtime, [each.flatten(1) for each in own]), strict=True):
+        if id(each) not in _known:
+            weakref.finalize(each, _known.pop, id(each), None)
+        _known[id(each)] = weakref.ref(each), each._version, norms
+
+
+def known_row_norms(tensor: Tensor) -> Tensor | None:
+    """What `row_norms` gives for the tensor's rows, if that is known and the tensor has not changed since."""
+    known = _known.get(id(tensor))
+    return known[2] if known is not None and known[0]() is tensor and known[1] == tensor._version else None
 
 
 def scale(runtime: Runtime, tensors: Sequence[Tensor], factor: float) -> None:

@@ -108,6 +108,8 @@ class PackedSlice:
         """A slice from the native core's description, in which an offset of -1 means that there is none."""
         found = {}
         for name, (rows, cols, tiles, strip_bytes, scales, bias) in zip(PROJECTIONS, matrices, strict=True):
+            if not rows:  # a gate that the experts do not have
+                continue
             outside = (None if offset < 0 else offset for offset in (scales, bias))
             found[name] = PackedMatrix(rows, cols, tiles, strip_bytes, *outside)
         return cls(address, expert_bytes, begin, width, found)

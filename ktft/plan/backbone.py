@@ -47,7 +47,7 @@ def timed_layers(model: Any, shape: ModelShape, work: Workload, device: torch.de
         Untimed: there is too little memory, or the model's code does not run without the rest of the model.
     """
     kinds: dict[str, list[int]] = {}
-    for number, layer in enumerate(model.get_decoder().layers):
+    for number, layer in enumerate(_stack(model).layers):
         kinds.setdefault(_kind(layer), []).append(number)
     batch = max(min(work.batch, _LARGEST // work.sequence), 1)
     _require_memory(shape, replace(work, batch=batch), device)
@@ -78,6 +78,12 @@ def _require_memory(shape: ModelShape, work: Workload, device: torch.device) -> 
         raise Untimed(f"it would take {readable(needed)} of memory, {readable(available)} are available")
 
 
+def _stack(model: Any) -> Any:
+    """The module with the list of decoder layers. A model that sees images may give one with a head as its decoder."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else decoder.model
+
+
 def _kind(layer: nn.Module) -> str:
     """A key that is equal for layers that take the same time."""
     attributes = [getattr(module, "layer_type", None) or getattr(module, "sliding_window", None)
@@ -87,7 +93,7 @@ def _kind(layer: nn.Module) -> str:
 
 def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> nn.Module:
     """A copy of the decoder with layer `number` only, on `device`, with random weights and the recipe's LoRA."""
-    decoder = copy.deepcopy(model.get_decoder())
+    decoder = copy.deepcopy(_stack(model))
     config, layers = decoder.config, decoder.config.num_hidden_layers
     for key, value in vars(config).items():  # lists with an item per layer, such as layer_types
         if isinstance(value, list) and len(value) == layers:

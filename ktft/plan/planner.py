@@ -11,8 +11,9 @@ import torch
 
 from ktft import native
 from ktft.adapters.reach import linear_names
-from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.config import EXPERT_FORMATS, PROJECTIONS, SHARED_OUTER
 from ktft.device import accelerator
+from ktft.lora import NOT_SHARED
 from ktft.model.memory import (
     FP32,
     Adapter,
@@ -60,7 +61,9 @@ class Planner:
         if machine.gpu is None and recipe.settings.needs_gpu:
             cure = "set placement: auto" if machine.measured else "describe one with --gpu, for instance --gpu 24G"
             raise ValueError(f"{recipe.settings.needs_gpu}, but the machine has no GPU; {cure}")
-        self._adapters: dict[tuple[str, int], tuple[Adapter, ...]] = {}
+        if recipe.settings.expert_lora == SHARED_OUTER and together.ranks > 1:
+            raise ValueError(NOT_SHARED.format(f"{together.ranks} processes share the experts"))
+        self._adapters: dict[tuple[str, int, str | None], tuple[Adapter, ...]] = {}
         self.work = self._workload(recipe)
         self._on_gpu = machine.gpu is not None and not recipe.use_cpu
         self.formats = (source.expert_format,) if source.expert_format else EXPERT_FORMATS
@@ -74,7 +77,7 @@ class Planner:
             self._experts = {name: self._expert_rate(name, self._moe, lora) for name in self.formats}
 
     def _workload(self, recipe: Recipe) -> Workload:
-        key = (recipe.lora_target, recipe.lora_rank)
+        key = (recipe.lora_target, recipe.lora_rank, recipe.settings.expert_lora)
         if key not in self._adapters:
             self._adapters[key] = recipe.adapters(self.source.shape, self.source.model)
         work = recipe.workload(self._adapters[key], weight_bytes_of(self.source.config))
@@ -230,6 +233,9 @@ class Planner:
             yield [self._one_by_one()]
         lengths = takewhile(lambda n: n >= _LEAST_CUTOFF, (recipe.cutoff_len >> n for n in count(1)))
         yield [(f"cutoff_len: {length}", replace(recipe, cutoff_len=length)) for length in lengths]
+        if lora_on_experts and recipe.settings.expert_lora is None and self.together.ranks == 1:
+            settings = replace(recipe.settings, expert_lora=SHARED_OUTER)
+            yield [("kt_config.expert_lora: shared_outer", replace(recipe, settings=settings))]
         if recipe.lora_rank > 4 and lora_on_experts:
             yield [("lora_rank: 4", replace(recipe, lora_rank=4))]
         names = linear_names(self.source.model)

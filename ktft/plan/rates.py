@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from ktft import native
-from ktft.config import PROJECTIONS
 from ktft.formats import FORMAT_TRAITS
 from ktft.lora import ExpertLora, LoraPair
 from ktft.model.memory import Adapter, Workload, active_experts
 from ktft.model.shape import ModelShape, MoeShape
 from ktft.plan.description import Machine
+from ktft.swiglu import RELU2, SILU
 
 # The shares of P that forward and backward reach, from docs/dev/kernel-log.md. AMX with int8 reaches 42 and 36% at the
 # deepseek-v3 shape, and 32 and 24% at the qwen3-30b-a3b shape, whose experts are small. AVX-512-BF16 reaches H over P
@@ -85,7 +85,7 @@ class OtherRates:
 
 def expert_flops(moe: MoeShape, tokens: int) -> float:
     """FLOPs of the base products in one pass."""
-    return 6.0 * tokens * moe.top_k * moe.held.share * moe.hidden_size * moe.intermediate_size
+    return 2.0 * len(moe.projections) * tokens * moe.top_k * moe.held.share * moe.hidden_size * moe.intermediate_size
 
 
 # --- from tables ------------------------------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ def timed_expert_rate(
     activation: str,
 ) -> ExpertRate:  # fmt: skip
     """Time a layer with as many of these experts as is quick, and as many rows per expert as in training."""
-    matrix = moe.hidden_size * moe.intermediate_size
-    experts = max(min(moe.num_experts, _LARGEST_LAYER // (3 * matrix)), 2)
+    matrix, each = moe.hidden_size * moe.intermediate_size, len(moe.projections)
+    experts = max(min(moe.num_experts, _LARGEST_LAYER // (each * matrix)), 2)
     per_expert = tokens * moe.top_k / active_experts(moe, tokens)
-    most = machine.flops * 0.25 * _SECONDS / (6.0 * experts * matrix)
+    most = machine.flops * 0.25 * _SECONDS / (2.0 * each * experts * matrix)
     rows = max(round(min(per_expert, most)), 1)
     layer = native.ExpertLayer(
         runtime,
@@ -130,9 +130,10 @@ def timed_expert_rate(
         hidden_size=moe.hidden_size,
         intermediate_size=moe.intermediate_size,
         format=expert_format,
+        swiglu=SILU if moe.gated else RELU2,
     )
     start = time.perf_counter()
-    for name in PROJECTIONS:
+    for name in moe.projections:
         inputs, outputs = moe.projection(name)
         weight = torch.randn(outputs, inputs).to(torch.bfloat16)
         for expert in range(experts):
@@ -152,9 +153,9 @@ def timed_expert_rate(
         layer.backward(saved, x, x, index, weights, lora)
         return middle - begin, time.perf_counter() - middle
 
-    flops = 6.0 * count * top_k * matrix
+    flops = 2.0 * each * count * top_k * matrix
     forward, backward = (flops / seconds for seconds in medians(once))
-    return ExpertRate(forward, backward, 2 * 3 * experts * matrix / packing)
+    return ExpertRate(forward, backward, 2 * each * experts * matrix / packing)
 
 
 def _lora(moe: MoeShape, experts: int, adapters: list[Adapter]) -> ExpertLora | None:

@@ -125,7 +125,7 @@ def _expert_bytes(moe: MoeShape, scheme: Scheme, plain: int) -> int:
     if scheme is PLAIN_SCHEME:
         return moe.parameters * plain
     hidden, inner = moe.hidden_size, moe.intermediate_size
-    matrices = 2 * _matrix_bytes(scheme, inner, hidden) + _matrix_bytes(scheme, hidden, inner)
+    matrices = (len(moe.projections) - 1) * _matrix_bytes(scheme, inner, hidden) + _matrix_bytes(scheme, hidden, inner)
     return moe.num_experts * matrices
 
 

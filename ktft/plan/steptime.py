@@ -94,12 +94,12 @@ def simulated_lanes(
     assert gpu is not None
     for number, moe in shape.moe.items():
         dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
-        packed = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases))
-        lora = sum(a.parameters for a in work.on_experts(number))
+        packed = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases, moe.gated))
+        lora = sum(a.spread for a in work.on_experts(number))
         top_k = max(round(moe.top_k * moe.held.share), 1)  # routes of a token that end here
         each = packed // moe.num_experts, lora // moe.num_experts
         experts, _ = lane_chunk(moe, lora, packed / moe.parameters, residents=resident > 0)
-        kinds[LayerKind(moe.num_experts, top_k, *dims[1:], *each), 2 * experts] += 1
+        kinds[LayerKind(moe.num_experts, top_k, *dims[1:], *each, len(moe.projections)), 2 * experts] += 1
     retained = work.expert_activation(gpu=True) == "retain"
     again = 0.0 if retained or machine.measured else 2 / 3
     hardware = Hardware(

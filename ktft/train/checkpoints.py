@@ -337,7 +337,7 @@ def _load_around_adapter(path: Path, model: nn.Module) -> None:
 
 def _require_same_run(path: Path, sealed: dict[str, Any], trainer: Any) -> None:
     if problem := manifest.other_parameters(sealed["parameters"], trainer.model):
-        cure = "set lora_target (target_modules), lora_rank and the model as they were"
+        cure = "set lora_target (target_modules), lora_rank, expert_lora and the model as they were"
         raise ValueError(f"{path} cannot be resumed: {problem}; {cure}, {_ANEW.format(path)}")
     now = manifest.run_facts(trainer.model, trainer.args.optim)
     for key, value in sealed["run"].items():

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from ktft import native, system
+from ktft.adapters.peft import expert_layers
 from ktft.device import accelerators
 from ktft.model.experts import experts_family
 from ktft.train.report import Report
@@ -132,6 +133,9 @@ def _lora(model: nn.Module) -> dict[str, dict[str, Any]]:
             for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
                 if getattr(config, key, None):
                     found[adapter][key] = getattr(config, key)
+            forms = {layer.forms[adapter] for layer in expert_layers(model).values() if adapter in layer.forms}
+            if forms:
+                found[adapter]["expert_lora"] = forms.pop()
     return found
 
 

@@ -18,7 +18,7 @@ from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import GROUPS, group_of
 from ktft.model.experts import experts_family
 from ktft.native import Runtime
-from ktft.native.optim import row_norms, scale, takes
+from ktft.native.optim import known_row_norms, row_norms, scale, takes
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_sharded, local
 
@@ -53,7 +53,7 @@ def trained_parameters(model: nn.Module) -> dict[str, Trained]:
     stacks: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, KtftExpertsLora):
-            stacks |= {id(t): name for adapter in module.lora_A for *_, t in module.tensors(adapter)}
+            stacks |= {id(t): name for adapter in module.lora_A for *_, t in module.stacks(adapter)}
     late = (".lora_A.", ".lora_embedding_B.")
     return {
         name: Trained(name, p, group_of(name, family), any(kind in name for kind in late), stacks.get(id(p)))
@@ -86,8 +86,12 @@ class GradientWatch:
         if self._norms is not None:
             return
         gradients = [(each, each.parameter.grad) for each in self._complete.values()]
-        rows = {each.name: each.rows(gradient) for each, gradient in gradients if gradient is not None}
-        self._norms = dict(zip(rows, norms(self._runtime, list(rows.values())), strict=True))
+        pairs = [(each, gradient) for each, gradient in gradients if gradient is not None]
+        known = {e.name: known_row_norms(gradient) for e, gradient in pairs if e.layer is not None}
+        rows = {e.name: e.rows(gradient) for e, gradient in pairs if known.get(e.name) is None}
+        found = dict(zip(rows, norms(self._runtime, list(rows.values())), strict=True))
+        # In the order of backward
+        self._norms = {e.name: found[e.name] if e.name in found else known[e.name] for e, _ in pairs}  # type: ignore[misc]
 
     def take(self) -> dict[str, Tensor]:
         """Name -> norms on the CPU, `[experts]` or `[1]`, of the gradients since the last call."""
@@ -151,36 +155,42 @@ def clip_grad_norm(
     ranks: Ranks | None = None,
     split: Collection[int] = (),
     pieces: Collection[int] = (),
-) -> Tensor:
+    later: Collection[int] = (),
+) -> tuple[Tensor, float]:
     """`torch.nn.utils.clip_grad_norm_` to the norm `most`, which does not write gradients that need no clipping.
 
     Args:
         ranks: the processes that hold the experts together, all of which must call it; None if this one has them all.
         split: ids of the parameters of which other ranks have other rows, beside those sharded by FSDP2.
         pieces: ids of the parameters of which other ranks of the tensor parallel group have other pieces.
+        later: ids of the parameters whose gradients the caller clips.
 
     Returns:
-        The norm before clipping, of all ranks' gradients, on the first gradient's device.
+        The norm before clipping, of all ranks' gradients, on the first gradient's device; and the factor of clipping,
+        at most 1.
     """
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     grads = [local(grad) for _, grad in found]
     if not grads and ranks is None:
-        return torch.tensor(0.0)
-    squares = [norm.double() ** 2 for norm in norms(runtime, [grad.reshape(1, -1) for grad in grads])]
+        return torch.tensor(0.0), 1.0
+    known = [known_row_norms(grad) for grad in grads]
+    others = norms(runtime, [grad.reshape(1, -1) for grad, own in zip(grads, known, strict=True) if own is None])
+    rest = iter(others)
+    squares = [((next(rest) if own is None else own).double() ** 2).sum() for own in known]
     # Of parameters that every rank has, of those split over all ranks, and of those in pieces that replicas have too
     here = torch.zeros(3, dtype=torch.float64)
     for (parameter, _), square in zip(found, squares, strict=True):
         divided = id(parameter) in split or is_sharded(parameter)
-        here[1 if divided else 2 if id(parameter) in pieces else 0] += square[0]
+        here[1 if divided else 2 if id(parameter) in pieces else 0] += square
     if ranks is not None:
         here[1:] = ranks.sum(here[1:].clone())
         here[2] /= ranks.dp_size
     total = here.sum().sqrt().float()
-    if not grads:
-        return total
     factor = float(most / (total + 1e-6))
-    if not factor >= 1:  # NaN included
-        scale(runtime, [grad for grad in grads if takes(grad)], factor)
-        if others := [grad for grad in grads if not takes(grad)]:
-            torch._foreach_mul_(others, factor)
-    return total.to(grads[0].device)
+    if not grads or factor >= 1:
+        return total.to(grads[0].device) if grads else total, 1.0
+    now = [grad for (parameter, _), grad in zip(found, grads, strict=True) if id(parameter) not in later]
+    scale(runtime, [grad for grad in now if takes(grad)], factor)  # also by NaN
+    if on_gpu := [grad for grad in now if not takes(grad)]:
+        torch._foreach_mul_(on_gpu, factor)
+    return total.to(grads[0].device), factor

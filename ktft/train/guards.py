@@ -11,13 +11,17 @@ parameters, in the window. The guards keep numbers for each expert and tensor, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ktft.checkpoint.families import GROUPS
+from ktft.late import settle
+from ktft.native import Runtime
+from ktft.native import runtime as default_runtime
+from ktft.native.optim import row_bits, takes
 from ktft.train.dead import NOT_SAVED, LifeSigns, Look
 from ktft.train.gradients import Trained, group_norms
 from ktft.train.report import logger
@@ -76,6 +80,7 @@ class Guards:
     """The checks of one run. Call `before_step` and `after_step` around the optimizer's step, in order."""
 
     parameters: dict[str, Trained]
+    runtime: Runtime = field(default_factory=default_runtime)
     life: LifeSigns = field(default_factory=lambda: LifeSigns(None))
     proofs: dict[str, GroupProof] = field(default_factory=dict)  # group -> what has been seen of it
     steps: int = 0  # finished ones in the window
@@ -85,6 +90,7 @@ class Guards:
     _bits: dict[str, Tensor] = field(default_factory=dict)
     _moved: dict[str, Tensor] = field(default_factory=dict)  # layer -> whether a B of each expert moved
     _step: Step | None = None
+    _unchecked: Step | None = None  # the last step of which the updates are still to be checked
     _rates: dict[int, float] = field(default_factory=dict)
     _overflow: str | None = None
 
@@ -105,8 +111,10 @@ class Guards:
     def before_step(self, step: Step) -> None:
         """Check gradients.
 
-        Raises GuardError if one holds NaN or Inf, a group or an expert has none, or the run no longer learns.
+        Raises GuardError if one holds NaN or Inf, a group or an expert has none, or the run no longer learns, or if a
+        parameter did not move in the step before.
         """
+        self._check_updates()
         self._step, self._overflow = None, None
         every = torch.cat([torch.zeros(1), *step.norms.values()])
         broken = None
@@ -126,12 +134,12 @@ class Guards:
         if self.closed_step is None and any(rate > 0 for rate in step.rates.values()):
             self._step = step
             if not self._bits:
-                self._bits = {name: _bits(each) for name, each in self.parameters.items()}
+                self._bits = self._bits_now()
 
     def after_step(self, number: int, skipped: bool) -> None:
-        """Check within the window that parameters moved.
+        """Remember within the window to check that parameters moved. They may still be on their way.
 
-        Raises GuardError if one did not, or if a gradient scaler skips all steps.
+        Raises GuardError if a gradient scaler skips all steps.
         """
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped > MAX_SKIPPED:
@@ -145,8 +153,7 @@ class Guards:
             self._fail(f"step {number}: the gradient of {self._overflow} held NaN or Inf, and the step was not skipped")
         step, self._step = self._step, None
         if step is not None:
-            self._rates = step.rates
-            self._check_updates(step)
+            self._rates, self._unchecked = step.rates, step
             self.steps += 1
             if self.steps == WINDOW:
                 self.close(number)
@@ -156,6 +163,7 @@ class Guards:
 
         Raises GuardError if a group had no gradient, or the group or LoRA's A in it was not updated.
         """
+        self._check_updates()
         if self.closed_step is not None or self.steps < 3:
             return
         self.closed_step = number
@@ -186,6 +194,8 @@ class Guards:
 
     def check_finite(self, number: int) -> None:
         """Check all trained parameters before they are saved. Raises GuardError if one holds NaN or Inf."""
+        self._check_updates()
+        settle()
         for name, each in self.parameters.items():
             rows = each.rows(each.parameter)
             finite = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).isfinite()
@@ -236,9 +246,17 @@ class Guards:
             return _CUT
         return f"there was one at step {proof.gradient_step}. {self.life.blame()}. {NOT_SAVED}"
 
-    def _check_updates(self, step: Step) -> None:
+    def _bits_now(self) -> dict[str, Tensor]:
+        settle()
+        return dict(zip(self.parameters, _bits(self.parameters.values(), self.runtime), strict=True))
+
+    def _check_updates(self) -> None:
+        step, self._unchecked = self._unchecked, None
+        if step is None:
+            return
+        now = self._bits_now()
         for name, each in self.parameters.items():
-            before, after = self._bits[name], _bits(each)
+            before, after = self._bits[name], now[name]
             self._bits[name], moved = after, after != before
             norm = step.norms.get(name, torch.zeros(len(after)))
             if each.layer is not None and not each.late:
@@ -288,9 +306,14 @@ class Guards:
         raise GuardError(message)
 
 
-def _bits(each: Trained) -> Tensor:
-    """A sum over the bits of each row, int64 on the CPU. It is 0 for zeros and changes with any update."""
-    rows = each.rows(each.parameter)
+def _bits(parameters: Iterable[Trained], runtime: Runtime) -> list[Tensor]:
+    """The sum over the bits of each parameter's rows, int64 on the CPU: 0 for zeros, another after any one update."""
+    rows = [each.rows(each.parameter) for each in parameters]
+    by_kernel = iter(row_bits(runtime, [each for each in rows if takes(each)]))
+    return [next(by_kernel) if takes(each) else _bits_in_torch(each) for each in rows]
+
+
+def _bits_in_torch(rows: Tensor) -> Tensor:
     words = rows.view(_BITS[rows.element_size()])
     parts = words.split(max(_PIECE // len(words), 1), dim=1)  # torch widens all it sums to int64 at once
     return torch.stack([part.sum(1, dtype=torch.int64) for part in parts]).sum(0).to("cpu")

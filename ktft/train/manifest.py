@@ -16,6 +16,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ktft.adapters.peft import expert_layers
 from ktft.adapters.tensor_parallel import shards_of, whole_vector
 from ktft.checkpoint.files import read_json, sync_tree, to_json, write_whole
 from ktft.held import HeldExperts
@@ -163,10 +164,21 @@ def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
             vectors.update(name.encode() + value.detach().float().cpu().numpy().tobytes())
     return {
         "expert_format": next(iter(find_experts(model).values())).layer.format,
+        "expert_lora": ", ".join(sorted(trained_forms(model))) or "none",
         "optim": optim.removesuffix("_fused"),
         "base model (SHA-256 of its norms)": vectors.hexdigest(),
         # An adapter's tensors do not show its scaling.
         **{name: json.dumps(getattr(config, name), sort_keys=True) for name in _STRENGTH if config is not None},
+    }
+
+
+def trained_forms(model: nn.Module) -> set[str]:
+    """The forms, of `EXPERT_LORA`, that the trained LoRA on routed experts has."""
+    return {
+        layer.forms[adapter]
+        for layer in expert_layers(model).values()
+        for adapter in layer.forms
+        if any(tensor.requires_grad for *_, tensor in layer.tensors(adapter))
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from transformers import TrainingArguments
 
 from ktft import native
 from ktft.lanes.gpu.lane import adapters_at_rest
+from ktft.late import settle, write_later
 from ktft.model.experts import find_experts
-from ktft.native.optim import adamw, takes
+from ktft.native.optim import adamw, scale, takes
 from ktft.ranks.sharded import local
 from ktft.versions import version_of
 
+_TOGETHER = 6
+"""Parameters that are updated at once while others may already be used: the LoRA of one layer's experts."""
 _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -32,11 +36,17 @@ class AdamW(torch.optim.AdamW):
     Args:
         runtime: threads for the CPU parameters; None uses the process's default. The others are torch's.
 
+    Attributes:
+        later: ids of CPU parameters which `step` only begins to update: `ktft.late.settle` waits for them.
+        grad_factor: what the next step multiplies their gradients by, before it uses them.
+
     Raises:
         ValueError: a parameter group, or a state to load, with amsgrad, maximize, capturable or differentiable.
     """
 
     _runtime: native.Runtime | None = None
+    later: frozenset[int] = frozenset()
+    grad_factor = 1.0
 
     def __init__(
         self,
@@ -61,7 +71,13 @@ class AdamW(torch.optim.AdamW):
         """See `torch.optim.Optimizer`; accepts the state dict of any `torch.optim.AdamW`."""
         for group in state_dict["param_groups"]:
             _refuse_flags(group)
+        settle()
         super().load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `torch.optim.Optimizer`."""
+        settle()
+        return super().state_dict()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -71,27 +87,36 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step_on_cpu(group, [p for p in group["params"] if takes(local(p))])
+            own = [p for p in group["params"] if takes(local(p))]
+            now, later = ([p for p in own if (id(p) in self.later) == late] for late in (False, True))
+            with adapters_at_rest():
+                for update in self._updates(group, now, max(len(now), 1)):
+                    update()
+            for update in self._updates(group, later, _TOGETHER, self.grad_factor):
+                write_later(update.args[0], update)
             self._step_in_torch(group, [p for p in group["params"] if not takes(local(p))])
+        self.grad_factor = 1.0
         return loss
 
-    def _step_on_cpu(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _updates(
+        self, group: dict[str, Any], params: list[Tensor], together: int, factor: float = 1.0
+    ) -> Iterator[partial[None]]:
+        """Updates of so many CPU parameters each, which are the first argument of each."""
         params, grads, exp_avgs, exp_avg_sqs, _, steps, _ = self._with_state(group, params)
         for step in steps:
             step += 1
-        with adapters_at_rest():
-            adamw(
-                self._runtime or native.runtime(),
-                params,
-                grads,
-                exp_avgs,
-                exp_avg_sqs,
-                [float(step) for step in steps],
-                lr=float(group["lr"]),
-                betas=(float(group["betas"][0]), float(group["betas"][1])),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
+        numbers = [float(step) for step in steps]
+        own = {
+            "lr": float(group["lr"]),
+            "betas": (float(group["betas"][0]), float(group["betas"][1])),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+        }
+        for at in range(0, len(params), together):
+            piece: tuple[Any, ...] = tuple(
+                each[at : at + together] for each in (params, grads, exp_avgs, exp_avg_sqs, numbers)
             )
+            yield partial(_update, *piece, runtime=self._runtime or native.runtime(), factor=factor, own=own)
 
     def _step_in_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         *lists, has_complex = self._with_state(group, params)
@@ -108,6 +133,14 @@ class AdamW(torch.optim.AdamW):
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group({**group, "params": params}, *lists)
         return *([local(tensor) for tensor in each] for each in lists), has_complex
+
+
+def _update(
+    params: list[Tensor], grads: list[Tensor], *lists: Any, runtime: native.Runtime, factor: float, own: dict[str, Any]
+) -> None:
+    if factor != 1:
+        scale(runtime, grads, factor)
+    adamw(runtime, params, grads, *lists, **own)
 
 
 def _refuse_flags(group: dict[str, Any]) -> None:

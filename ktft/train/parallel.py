@@ -39,7 +39,7 @@ def split_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for layer in expert_layers(model).values()
         if layer.experts.number is not None
         for adapter in layer.lora_A
-        for _, _, tensor in layer.tensors(adapter)
+        for _, _, tensor in layer.stacks(adapter)
     }
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
 

@@ -104,7 +104,7 @@ class Recipe:
             for linear in shape.linears
             if linear.name in reach.modules
         )
-        return (*expert_adapters(shape.moe, ranks), *others)
+        return (*expert_adapters(shape.moe, ranks, self.settings.expert_lora), *others)
 
 
 def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:

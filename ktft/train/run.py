@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ktft.adapters.tensor_parallel import shards_of
 from ktft.config import trace_file
 from ktft.lanes.lanes import Lanes
 from ktft.lanes.record import Record
+from ktft.late import settle
 from ktft.model.experts import find_experts, layer_number
 from ktft.native import Runtime
 from ktft.ranks.group import Ranks
@@ -31,14 +32,18 @@ from ktft.train.facts import Told, facts_of
 from ktft.train.gradients import GradientWatch, clip_grad_norm, group_norms, rates_of, trained_parameters
 from ktft.train.guards import ROUTED, Guards, Step
 from ktft.train.manifest import MANIFEST, checkpoints
+from ktft.train.optimizer import AdamW
 from ktft.train.parallel import average_gradients, over_ranks, ranks_of, split_parameters, summed, with_shards
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import OwnTimes, Since, memory_now, times_of
 from ktft.train.step_order import TOKENS, StepOrder
 from ktft.train.trace import Trace
+from ktft.train.unchanged import CountedOnce
 
 FINISHED = "finished"
+_KNOWN = ("transformers", "llamafactory", "ktft")
+"""Packages whose trainers and callbacks read weights through `state_dict` alone."""
 UNLOGGED_INTERVAL = 10
 """Steps between two checks of the gradients when `logging_strategy` is not `steps`."""
 
@@ -59,6 +64,7 @@ class Run:
     report: RunReport
     attention: AttentionSpans
     trace: Trace | None
+    counted: CountedOnce
     runtime: Runtime
     lanes: Lanes | None = None
     ranks: Ranks | None = None
@@ -74,6 +80,7 @@ class Run:
     began: float = 0.0
     optimizer: spans.Span | None = None
     order: StepOrder | None = None
+    later: frozenset[int] = frozenset()  # ids of the parameters whose update may still go on in the next step
 
     @classmethod
     def of(
@@ -94,11 +101,12 @@ class Run:
         shorten(model)
         return cls(
             records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
-            guards=Guards(parameters, LifeSigns(vocabulary_of(model))),
+            guards=Guards(parameters, runtime, LifeSigns(vocabulary_of(model))),
             watch=GradientWatch(parameters, runtime),
             report=RunReport(facts, list(map(layer_number, experts)), tokens),
             attention=AttentionSpans(model),
             trace=trace,
+            counted=CountedOnce(model),
             runtime=runtime,
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
             ranks=ranks_of(model),
@@ -138,6 +146,9 @@ class Run:
             groups = None if self.ranks is None else self.norms
             step = Step(number, norms, reached, rates_of(optimizer.param_groups), scaler is not None, loss, groups)
             self.guards.before_step(step)
+        own = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(own, AdamW):
+            own.later = self.later
         self.optimizer = spans.span("optimizer").begin()
 
     def end_step(self, number: int, skipped: bool) -> None:
@@ -167,6 +178,19 @@ class Run:
             record.tokens.zero_()
             record.rows = 0
 
+    def may_end_later(self, trainer: Any) -> frozenset[int]:
+        """The parameters that the optimizer may update while the next step has begun: the LoRA of experts, which are
+        used one layer after the other. None, if somebody may look at them who does not know of it.
+        """
+        optimizer = getattr(trainer.optimizer, "optimizer", None)
+        if self.ranks is not None or self.lanes is None or self.lanes.running is None or type(optimizer) is not AdamW:
+            return frozenset()
+        hooks = (optimizer._optimizer_step_post_hooks, optimizer._optimizer_step_pre_hooks)
+        known = all(type(each).__module__.split(".")[0] in _KNOWN for each in trainer.callback_handler.callbacks)
+        if not known or type(trainer).__module__.split(".")[0] not in _KNOWN or any(hooks) or trainer.optimizer.scaler:
+            return frozenset()
+        return frozenset(id(each.parameter) for each in self.guards.parameters.values() if each.layer is not None)
+
     def note_ranks(self) -> None:
         """Record what each rank did, for the report. All ranks must call it."""
         if self.ranks is not None:
@@ -174,10 +198,13 @@ class Run:
 
     def end(self, model: nn.Module, how: str) -> None:
         """Stop counting and checking; `how` is the reason, for the report."""
+        with suppress(BaseException) if how != FINISHED else nullcontext():
+            settle()
         self.report.spans.add(spans.RECORDER.stop(wait=how == FINISHED))
         if self.trace is not None:
             self.trace.close()
         self.attention.close()
+        self.counted.close()
         self.watch.close()
         restore(model)
         for module in find_experts(model).values():
@@ -339,7 +366,11 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
     run.watch.measure()
     trainer.accelerator.unscale_gradients()
     pieces = {id(each.parameter) for name, each in run.guards.parameters.items() if name in run.shards}
-    return clip_grad_norm(model.parameters(), trainer.args.max_grad_norm, run.runtime, run.ranks, run.split, pieces)
+    most = trainer.args.max_grad_norm
+    total, factor = clip_grad_norm(model.parameters(), most, run.runtime, run.ranks, run.split, pieces, later=run.later)
+    if run.later:
+        trainer.optimizer.optimizer.grad_factor = factor
+    return total
 
 
 def batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -360,6 +391,7 @@ def training_step(
     # The loss is divided by the step's number of batches or tokens; accelerate would divide it once more, since
     # transformers before 5.5.4 also gives it the number of batches
     trainer.accelerator.gradient_accumulation_steps = 1
+    run.later = run.may_end_later(trainer)
     order = run.order = run.order or StepOrder(trainer, run.ranks)
     loss = order.run(trainer, inputs, lambda batch: original(trainer, model, batch, *args, **kwargs))
     if run.ranks is not None and trainer.accelerator.sync_gradients and (run.ranks.tp_size > 1 or order.shared):

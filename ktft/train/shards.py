@@ -44,7 +44,7 @@ def held_rows(model: nn.Module) -> dict[str, HeldExperts]:
         id(tensor): layer.experts.held
         for layer in expert_layers(model).values()
         for adapter in layer.lora_A
-        for _, _, tensor in layer.tensors(adapter)
+        for _, _, tensor in layer.stacks(adapter)
     }
     return {name: held[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in held}
 

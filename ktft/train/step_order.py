@@ -24,6 +24,7 @@ from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
 from ktft.system import available_memory
+from ktft.train.unchanged import training_mode
 
 _logger = logging.getLogger("ktft")
 TOKENS = "_ktft_tokens_together"
@@ -49,6 +50,7 @@ class StepOrder:
     def __init__(self, trainer: Any, together: Ranks | None) -> None:
         self._experts = list(find_experts(trainer.model).values())
         self.layers: LayerOrder | None = None
+        self._lanes = next((each.laned.lanes for each in self._experts if each.laned is not None), None)
         self._alone = False  # whether the layers also run one micro-batch
         self.count: int | None = None
         self.tokens: int | None = getattr(trainer, TOKENS, None)
@@ -72,6 +74,15 @@ class StepOrder:
         """Take the micro-batches of the next optimizer step."""
         self.step, self.groups = list(step), []
         self._set_place(None)
+        sizes = [_tokens_of(batch) for batch in self.step]
+        if self._lanes is not None and sizes:
+            self._lanes.make_room(max(sizes), max(max(sizes), min(sum(sizes), self._together_at_most(sizes))))
+
+    def _together_at_most(self, sizes: Sequence[int]) -> int:
+        """The most tokens of a step with micro-batches of these sizes that go through a layer together."""
+        if self.count is not None:
+            return self.count * max(sizes)
+        return self.tokens if self.tokens is not None else sum(sizes)
 
     def run(self, trainer: Any, batch: Any, train: Callable[[Any], Tensor]) -> Tensor:
         """Train a micro-batch by `train`, now or together with others. Returns the loss of what is trained now."""
@@ -96,7 +107,8 @@ class StepOrder:
         if self.layers is None or (len(group) == 1 and not self._alone):
             with self._lockstep.random_numbers(states[0]):
                 return works[0]()
-        with trainer.accelerator.no_sync(trainer.model_wrapped):  # DDP's graph ends at each layer
+        # DDP's graph ends at each layer
+        with trainer.accelerator.no_sync(trainer.model_wrapped), training_mode(trainer.model_wrapped):
             return torch.stack(self.layers.run(works, states)).sum()
 
     def _set_place(self, place: StepPlace | None) -> None:

@@ -55,7 +55,7 @@ class ContractError:
 def random_lora(layer: ExpertLayer, generator: torch.Generator) -> ExpertLora:
     """Random adapters on all projections, scaled so that their products are about as large as the experts' inputs."""
     pairs = {}
-    for name in PROJECTIONS:
+    for name in layer.projections:
         fan_in, fan_out = layer.hidden_size, layer.intermediate_size
         if name == "down_proj":
             fan_in, fan_out = fan_out, fan_in
@@ -84,8 +84,8 @@ def check_contract(
     alone = _Call(layer, lora, _each_expert(layer.num_experts, tokens, generator), ACTIVATIONS[0], generator)
     mixed = _Call(layer, lora, _some_experts(layer.num_experts, top_k, tokens, generator), ACTIVATIONS[1], generator)
     for expert in range(layer.num_experts):
-        weights = {name: layer.dequantize(expert, name)[None] for name in PROJECTIONS}
-        biases = {name: layer.bias(expert, name)[None] for name in PROJECTIONS} if layer.biases else None
+        weights = {name: layer.dequantize(expert, name)[None] for name in layer.projections}
+        biases = {name: layer.bias(expert, name)[None] for name in layer.projections} if layer.biases else None
         for call in (alone, mixed):
             call.add_reference(expert, weights, biases)
     errors = []
@@ -172,7 +172,8 @@ class _Call:
             for name, pair in self.lora.items()
         }
         index = torch.zeros(len(token), 1, dtype=torch.int64)
-        gate, up, down = (weights[name] for name in PROJECTIONS)
+        gate, up, down = (weights.get(name) for name in PROJECTIONS)
+        assert up is not None and down is not None
         out = reference.moe(x, index, routing, gate, up, down, ExpertLora(pairs), self.layer.swiglu, biases)
         leaves = [x, routing, *(tensor for pair in pairs.values() for tensor in (pair.a, pair.b))]
         grads = torch.autograd.grad(out, leaves, self.grad_output[token])

@@ -20,11 +20,13 @@ from transformers import AutoConfig
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.adapters.peft import load_adapter
 from ktft.checkpoint.encoded import Encoded
+from ktft.checkpoint.families import Family
 from ktft.checkpoint.load import ExpertPlan
 from ktft.config import PROJECTIONS, Settings
 from ktft.formats import FORMAT_TRAITS
 from ktft.lora import ExpertLora
-from ktft.model.experts import KtftExperts, expert_modules, find_experts, layer_number
+from ktft.model.calls import taking_the_usual_call
+from ktft.model.experts import KtftExperts, expert_modules, find_experts, is_transposed, layer_number
 from ktft.model.meta import auto_class, meta_model
 from ktft.model.quantizer import KtftConfig
 from ktft.native import ExpertLayer
@@ -156,7 +158,7 @@ def whole_bytes(layers: dict[int, ExpertLayer], directory: Path) -> int:
     """Memory that `verify_whole` needs: all weights in fp32 and the packed experts."""
     model = meta_model(AutoConfig.from_pretrained(directory))
     packed = sum(
-        layer.num_experts * sum(layer.canonical_bytes(name) for name in PROJECTIONS) for layer in layers.values()
+        layer.num_experts * sum(layer.canonical_bytes(name) for name in layer.projections) for layer in layers.values()
     )
     return packed + 4 * sum(parameter.numel() for parameter in model.parameters())
 
@@ -207,7 +209,7 @@ def _put_stock(model: Any, directory: Path) -> dict[int, StockExperts]:
     modules = {name: own.get_submodule(name) for _, name, _ in expert_modules(own, family)}
     stock = {}
     for name, (experts, adapter) in places.items():
-        each = StockExperts(modules[experts.layer.name], experts.layer, adapter)
+        each = StockExperts(modules[experts.layer.name], family, experts.layer, adapter)
         model.set_submodule(name, each.module)
         stock[layer_number(name)] = each
     return stock
@@ -299,7 +301,8 @@ class Choices:
                 stack.callback(module.register_forward_pre_hook(lambda _, args, n=number: before(n, args)).remove)
                 stack.callback(module.register_forward_hook(lambda _, __, out, n=number: after(n, out)).remove)
             for name, module in model.named_modules():
-                if name.rpartition(".")[2] in self.others:
+                # A linear layer that LoRA leaves alone chooses nothing: its output is the model's to compute
+                if name.rpartition(".")[2] in self.others and not isinstance(module, nn.Linear):
                     stack.callback(module.register_forward_hook(lambda _, __, out, n=name: choose(n, out)).remove)
             yield
 
@@ -317,28 +320,30 @@ class StockExperts:
     """One layer's stacked experts in fp32, taking weights as `ExpertLayer` does.
 
     Args:
-        module: transformers' experts module, on meta.
+        stacked: transformers' experts module, on meta.
+        family: the model's.
         lora: the adapter that `merge` merges into the weights.
     """
 
     format = "fp32"
 
-    def __init__(self, module: nn.Module, layer: ExpertLayer, lora: ExpertLora | None) -> None:
-        self.module = module.to_empty(device="cpu").float().requires_grad_(False).eval()
+    def __init__(self, stacked: nn.Module, family: Family, layer: ExpertLayer, lora: ExpertLora | None) -> None:
+        self.stacked = stacked.to_empty(device="cpu").float().requires_grad_(False).eval()
+        self.module = taking_the_usual_call(self.stacked, family)
+        self._interleaved = family.layouts[0].interleaved
         self.layer, self.lora = layer, lora
 
     def _pick(self, stem: str, projection: str) -> Tensor:
         """One projection's part of a stacked tensor, with out_features before any in_features."""
-        stacked: Tensor = self.module.get_parameter(
-            ("down_proj" if projection == "down_proj" else "gate_up_proj") + stem
-        )
-        transposed = bool(getattr(self.module, "is_transposed", False))
+        alone = projection == "down_proj" or not self.layer.swiglu.gated
+        stacked: Tensor = self.stacked.get_parameter((projection if alone else "gate_up_proj") + stem)
+        transposed = is_transposed(self.stacked)
         if transposed and stacked.dim() == 3:
             stacked = stacked.mT
-        if projection == "down_proj":
+        if alone:
             return stacked
         number = PROJECTIONS.index(projection)
-        return stacked[:, number::2] if transposed else stacked.chunk(2, dim=1)[number]
+        return stacked[:, number::2] if self._interleaved else stacked.chunk(2, dim=1)[number]
 
     def load(self, expert: int, projection: str, weight: Tensor, scales: Tensor | None = None, **more: Any) -> bool:
         """Copy one weight. The arguments are those of `ExpertLayer.load`."""
@@ -356,7 +361,7 @@ class StockExperts:
     def load_packed(self) -> None:
         """Copy the dequantized weights and the biases of the packed layer."""
         for expert in range(self.layer.num_experts):
-            for projection in PROJECTIONS:
+            for projection in self.layer.projections:
                 self.load(expert, projection, self.layer.dequantize(expert, projection))
                 if self.layer.biases:
                     self.load_bias(expert, projection, self.layer.bias(expert, projection))
@@ -364,5 +369,5 @@ class StockExperts:
     def merge(self) -> None:
         """Add the adapter to the weights."""
         for projection, pair in self.lora.pairs.items() if self.lora is not None else ():
-            for expert, weight in enumerate(self._pick("", projection)):
+            for expert, weight in zip(range(self.layer.num_experts), self._pick("", projection), strict=False):
                 weight += pair.scaling * pair.b[expert].detach().float() @ pair.a[expert].detach().float()

@@ -32,8 +32,10 @@ from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import Operations, has_triton
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes, lay_out
+from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
 
 ISA = native.default_isa()
+ACTIVATIONS = {"GELU": GELU_TANH, "clamped after SiLU": clamped_after(7.0), "no gate": RELU2}
 ROWS = (300, 17, 0, 65, 128)
 Case = tuple[native.ExpertLayer, Any, tuple[Any, ...], Callable[..., Any]]
 
@@ -66,12 +68,19 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         lora = kernels.small_lora(160, 288, 8, torch.float32)
         return layer, lora, kernels.inputs_for(ROWS, 160), kernels.gated_oracle(layer)
 
+    def activated(fmt: str, swiglu: Swiglu) -> Case:
+        layer = kernels.make_layer(160, 288, fmt, ISA, nodes=2, swiglu=swiglu)
+        lora = kernels.small_lora(160, 288, 8, torch.float32, names=layer.projections)
+        return layer, lora, kernels.inputs_for(ROWS, 160), kernels.gated_oracle(layer)
+
     bf16 = torch.bfloat16
     for fmt in EXPERT_FORMATS:
         yield f"{fmt} no LoRA", functools.partial(plain, fmt, 160, 288, 0, 3, bf16)
         yield f"{fmt} r=8", functools.partial(plain, fmt, 512, 384, 8, 1, bf16)
         yield f"{fmt} r=33 dropout", functools.partial(dropping, fmt)
         yield f"{fmt} gpt-oss", functools.partial(gpt_oss, fmt)
+        for name, swiglu in ACTIVATIONS.items():
+            yield f"{fmt} {name}", functools.partial(activated, fmt, swiglu)
     yield "int8 r=256", functools.partial(plain, "int8", 256, 128, 256, 1, bf16)
     yield "int8 r=1 fp16", functools.partial(plain, "int8", 64, 160, 1, 2, torch.float16)
     yield "int8 r=16 fp32", functools.partial(plain, "int8", 64, 160, 16, 2, torch.float32)

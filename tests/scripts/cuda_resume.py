@@ -1,4 +1,4 @@
-"""Resume training on a GPU in a new process and compare all bits: `python tests/scripts/cuda_resume.py`.
+"""Resume training on a GPU in a new process and compare all bits: `python tests/scripts/cuda_resume.py [PLACEMENT]`.
 
 A tiny model trains eight steps with attention on CUDA, in torch's deterministic mode, with LoRA dropout on attention
 and experts and two batches a step; then a new process resumes from step 3. Losses, adapter, optimizer, scheduler and
@@ -62,10 +62,10 @@ def losses(output: Path) -> list[tuple[float, ...]]:
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
         train(*sys.argv[1:5])
         return 0
-    return max(map(resumed, PLACEMENTS))
+    return max(map(resumed, sys.argv[1:] or PLACEMENTS))
 
 
 def resumed(placement: str) -> bool:

@@ -248,6 +248,7 @@ def train(args: argparse.Namespace) -> None:
     large = train_large.arguments(
         ["--directory", str(args.directory), "--layers", str(args.layers or 6), "--cutoff", str(args.cutoff)]
         + ["--steps", str(args.warm + 2 * args.steps + 2), "--format", args.format[0], "--placement", args.placement[0]]
+        + ["--micro-batches", str(args.micro_batches), "--gpu-expert-memory", args.gpu_expert_memory]
         + (["--hidden-size", "64", "--intermediate-size", "64", "--experts", "8", "--top-k", "2"] if args.tiny else [])
         + (["--vocabulary", "320"] if args.tiny else [])
     )
@@ -256,7 +257,8 @@ def train(args: argparse.Namespace) -> None:
         train_large.write_checkpoint(large, args.directory / "model")
     train_large.write_data(large, args.directory / "data")
     settings = train_large.settings(large, args.directory)
-    title = f"ktft train {large.format} {large.placement}, {large.layers} layers, {large.cutoff} tokens"
+    many = f"{large.micro_batches} x " if large.micro_batches > 1 else ""
+    title = f"ktft train {large.format} {large.placement}, {large.layers} layers, {many}{large.cutoff} tokens"
     print(f"\n=== {title}", flush=True)
 
     from llamafactory.train.tuner import run_exp
@@ -307,6 +309,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="directory for stacks and traces")
     parser.add_argument("--directory", type=Path, help="of train: for checkpoint, data and adapter")
     parser.add_argument("--cutoff", type=int, default=2048, help="of train: tokens a step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of train: micro-batches a step")
+    parser.add_argument("--gpu-expert-memory", default="0", help="of train")
     parser.add_argument("--tiny", action="store_true", help="of train: a tiny model, to try this script")
     args = parser.parse_args()
     args.tokens, args.format = args.tokens or [512], args.format or ["k4"]

@@ -18,7 +18,9 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
+import string
 import subprocess
 import sys
 import time
@@ -160,10 +162,11 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
 
 
 def write_data(args: argparse.Namespace, path: Path) -> None:
-    """Write a data set whose rows are longer than the cutoff."""
+    """Write a data set whose rows are longer than the cutoff: random letters, so that tokens go to many experts."""
     path.mkdir(parents=True, exist_ok=True)
     rows = args.steps * args.batch * args.micro_batches * args.gpus
-    answers = ["".join(f"{row * step % 9973} " for step in range(args.cutoff)) for row in range(rows)]
+    draw = random.Random(0)
+    answers = ["".join(draw.choices(string.ascii_letters + string.digits + " ", k=args.cutoff)) for _ in range(rows)]
     samples = [{"instruction": f"count {row}", "input": "", "output": text} for row, text in enumerate(answers)]
     (path / "sft.json").write_text(json.dumps(samples))
     (path / "dataset_info.json").write_text(json.dumps({"sft": {"file_name": "sft.json"}}))
@@ -191,7 +194,7 @@ def settings(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "save_strategy": "no",
         "bf16": on_gpu,
         "use_cpu": False,
-    }
+    } | yaml.safe_load("{" + ", ".join(args.factory) + "}")
     return factory_settings(root / "model", root / "data", root / "out", **own)
 
 
@@ -244,13 +247,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a step")
     parser.add_argument("--setting", action="append", default=[], help="of kt_config, as 'cuda_graphs: false'")
+    parser.add_argument("--factory", action="append", default=[], help="of LLaMA-Factory, as 'stage: pt'")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--format", default="k4")
     parser.add_argument("--placement", default="auto")
-    parser.add_argument("--gpu-expert-memory", default="0")
+    parser.add_argument("--gpu-expert-memory", default="auto")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of activations")
     parser.add_argument("--vram", type=float, default=24.0, help="GB that torch may take")
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="checksums on loading")

@@ -15,6 +15,8 @@ from ktft.adapters.files import write_adapter
 from ktft.adapters.lora import KINDS
 from ktft.adapters.reach import planned_reach, rank_of
 from ktft.adapters.saved import PREFIX
+from ktft.adapters.shared import SHARED
+from ktft.config import PER_EXPERT, SHARED_OUTER
 from ktft.model.experts import KtftExperts
 from ktft.model.shape import shape_of
 
@@ -26,9 +28,13 @@ def random_adapter(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     below: Below = (),
+    form: str = PER_EXPERT,
     **options: Any,
 ) -> Path:
-    """Save an adapter of a base model. Its B has standard deviation `std`; `options` are LoraConfig's."""
+    """Save an adapter of a base model. Its B has standard deviation `std`; `options` are LoraConfig's.
+
+    `form` is that of the LoRA on experts: what they share is drawn once.
+    """
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | options)
     base_config = AutoConfig.from_pretrained(base)
     model: Any = shape_of(base_config)[1]
@@ -52,6 +58,10 @@ def random_adapter(
                 fans = sizes[::-1] if projection == "down_proj" else sizes
                 for expert in range(module.num_experts):
                     add(f"{name}.{expert}.{projection}", *fans)
+                if form == SHARED_OUTER:
+                    end = f"{projection}.{SHARED[projection]}.weight"
+                    own = [tensors.pop(f"{PREFIX}{name}.{expert}.{end}") for expert in range(module.num_experts)]
+                    tensors[f"{PREFIX}{name}.{end}"] = own[0][None]
     for name, module in model.named_modules():
         for suffix in config.modules_to_save or ():
             if name.endswith(suffix):

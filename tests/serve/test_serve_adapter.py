@@ -72,6 +72,16 @@ def test_every_kind_of_module_takes_effect(qwen: Served, base: Path, tmp_path: P
     assert told["ranks"] == [2, 4, 8] and told["name"] == adapter.name
 
 
+def test_what_experts_share_takes_effect(qwen: Served, base: Path, tmp_path: Path) -> None:
+    """Every expert gets the matrix that the file has once."""
+    qwen.set_adapter(None)
+    plain = qwen.logprobs()
+    adapter = random_adapter(base, tmp_path / "a", std=0.3, form="shared_outer", target_modules=["experts", "o_proj"])
+    told = qwen.set_adapter(adapter)
+    assert error_of_effect(qwen, base, adapter, plain) < 0.1
+    assert told is not None and told["tensors"]["routed experts"] == 3 * (3 + 3 * 8)
+
+
 # --- swapping ---------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ class LayerKind:
     intermediate_size: int
     expert_bytes: int  # of one packed expert
     lora_parameters: int = 0  # of one expert, over all projections; they are copied in fp32
+    projections: int = 3  # of one expert
 
     @classmethod
     def of(cls, layer: ExpertLayer, top_k: int, lora: ExpertLora | None) -> LayerKind:
@@ -39,12 +40,13 @@ class LayerKind:
         pairs = lora.pairs.values() if lora is not None else ()
         parameters = sum(pair.a[0].numel() + pair.b[0].numel() for pair in pairs)
         dims = layer.hidden_size, layer.intermediate_size
-        return cls(layer.num_experts, top_k, *dims, layer.packed_bytes // layer.num_experts, parameters)
+        each = layer.packed_bytes // layer.num_experts, parameters, len(layer.projections)
+        return cls(layer.num_experts, top_k, *dims, *each)
 
     @property
     def row_flops(self) -> float:
         """FLOPs of one row's base products in forward. All FLOP/s here count these, whatever else a pass computes."""
-        return 6.0 * self.hidden_size * self.intermediate_size
+        return 2.0 * self.projections * self.hidden_size * self.intermediate_size
 
 
 @dataclass(frozen=True)

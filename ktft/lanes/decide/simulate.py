@@ -53,7 +53,7 @@ class Hardware:
         hidden, inner = _ROW_BYTES[work]
         row = _PRODUCTS[work] * kind.row_flops / (self.gpu_flops * PRODUCT_SHARE)
         row += (hidden * kind.hidden_size + inner * kind.intermediate_size) / memory
-        weights = 3 * kind.hidden_size * kind.intermediate_size * BF16
+        weights = kind.projections * kind.hidden_size * kind.intermediate_size * BF16
         expert = (kind.expert_bytes + weights * (1 + _READS[work])) / memory
         return Rate(kind.row_flops / row, kind.expert_bytes / expert, _GPU_CALL[work])
 

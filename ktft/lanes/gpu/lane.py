@@ -204,6 +204,19 @@ class GpuLane:
         self.settle()
         del returning  # they had to live until here, whichever thread's they are
 
+    def arrival(self) -> Callable[[], None]:
+        """A function that waits until the gradients of all calls so far are in host memory, and of no later ones."""
+        event = device_of(self.device).event(blocking=True)
+        with self.mutex:
+            returning = list(self._returning)
+            event.record(self.transfer.out)
+
+        def wait() -> None:
+            event.synchronize()
+            returning.clear()  # they had to live until here
+
+        return wait
+
     def settle(self) -> None:
         """Wait until all calls so far have copied LoRA's tensors, which may change then."""
         self._arrived.synchronize()

@@ -114,7 +114,7 @@ class Residents:
                     f"{layer.name} has {len(part.share)} experts, the earlier run's counts are of {len(tokens)}"
                 )
             part.share = torch.tensor(tokens, dtype=torch.float32) / max(1, sum(tokens))
-        self._replace(0)
+        self._replace(0, asked=True)
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
         """Count the tokens that each expert got in a micro-batch."""
@@ -137,17 +137,24 @@ class Residents:
         self._before = self._transfer.copied_bytes
         return moved
 
-    def _replace(self, swaps: int) -> int:
-        """Fill free blocks, then exchange at most `swaps` residents; returns the bytes that are copied."""
+    def _replace(self, swaps: int, asked: bool = False) -> int:
+        """Fill free blocks, then exchange at most `swaps` residents; returns the bytes that are copied.
+
+        `asked`: only experts for which some token asked take free blocks.
+        """
+        if not any(part.share.any() for part in self._layers.values()):
+            return 0
         outside: list[tuple[float, int, ExpertLayer, int]] = []
         inside: list[tuple[float, int, ExpertLayer, int]] = []
         with self._lane.mutex:
             for number, (layer, part) in enumerate(self._layers.items()):
                 for expert, share in enumerate(part.share.tolist()):
                     (inside if expert in part.slots else outside).append((share, number, layer, expert))
-            # Equal shares go by the order of layers and experts
-            most = heapq.nsmallest(len(self._free) + swaps, outside, key=lambda each: (-each[0], each[1], each[3]))
-            comers = [comer for comer in most if comer[0] > 0]
+            # Equal shares go by the order of layers and experts. Those that no token asks for come last, but if there
+            # is room for all of a layer, nobody needs to know whether one does
+            comers = heapq.nsmallest(len(self._free) + swaps, outside, key=lambda each: (-each[0], each[1], each[3]))
+            if asked:
+                comers = [comer for comer in comers if comer[0] > 0]
             # In the order of experts, so that neighbours are copied together
             first = sorted(comers[: len(self._free)], key=lambda each: (each[1], each[3]))
             coming = [(layer, expert, self._free.pop()) for _, _, layer, expert in first]
@@ -188,14 +195,35 @@ STEPS = 2
 class TrainingResidents:
     """The residents of a training run. They are made after its first `STEPS` steps.
 
-    They may take `memory` bytes; 0 is for none, `auto` for what training leaves.
+    They may take `memory` bytes; 0 is for none, `auto` for what training leaves. Then they go before a step that needs
+    more memory than those before, and smaller ones are made after it.
     """
 
     def __init__(self, lane: GpuLane, memory: int | str) -> None:
         self._lane, self._memory = lane, memory
         self._residents: Residents | None = None
         self._steps = 0
+        self._most = (0, 0)  # tokens of a step so far: of one micro-batch, and in all
         self._counted: list[tuple[ExpertLayer, Sequence[int]]] = []
+
+    def make_room(self, tokens: int, together: int) -> None:
+        """Before a step with so many tokens in one micro-batch, and so many that go together: take no memory that it
+        probably needs.
+        """
+        before, self._most = self._most, (max(tokens, self._most[0]), max(together, self._most[1]))
+        if self._residents is None or self._memory != "auto" or 0 in before:
+            return
+        grows = max(now / then for now, then in zip(self._most, before, strict=True))
+        room = free_for_residents(self._lane)
+        used = device_of(self._lane.device).memory_reserved() - self._residents.bytes
+        if (grows - 1) * used > room + used // 4:
+            logger.info(
+                "%s of GPU memory no longer hold resident experts, because the next step has %s tokens, and none "
+                "before had more than %s", readable(self._residents.bytes), f"{max(tokens, together):,}",
+                f"{max(before):,}",
+            )  # fmt: skip
+            self._lane.hold(None)
+            self._residents = None
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
         """Count a trained micro-batch's rows by expert."""
@@ -212,8 +240,10 @@ class TrainingResidents:
         if self._residents is None:
             budget = free_for_residents(self._lane) if self._memory == "auto" else int(self._memory)
             if self._memory == "auto" and budget < max(layer.packed_bytes // layer.num_experts for layer in layers):
-                logger.info("gpu_expert_memory: auto found no room for resident experts beside what training needs")
+                if device_of(self._lane.device).free_bytes() is not None:
+                    logger.info("gpu_expert_memory: auto found no room for experts that stay on the GPU")
                 self._memory = 0
+                self._counted.clear()
                 return
             self._residents = Residents(self._lane, budget, layers)
             logger.info("%s of GPU memory hold resident experts", readable(self._residents.bytes))

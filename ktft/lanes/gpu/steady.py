@@ -115,7 +115,7 @@ class SteadyLane:
         """
         few = tokens * top_k <= piece_rows(layer.hidden_size, layer.intermediate_size)
         drops = lora is not None and lora.dropout > 0
-        fits = few and not drops and layer.held.whole and (not self._by_device or is_grouped(self._lane.device))
+        fits = few and not drops and layer.held.every_route and (not self._by_device or is_grouped(self._lane.device))
         return fits and self._comes_again(layer, tokens, top_k)
 
     def _comes_again(self, layer: ExpertLayer, tokens: int, top_k: int) -> bool:

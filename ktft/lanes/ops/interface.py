@@ -24,7 +24,7 @@ class Operations(Protocol):
     """What an implementation, which is a module, must have.
 
     A piece has n rows of G experts; some at its end may be no rows, and nothing is done for them. A matrix has the
-    outputs of M projections side by side (2 for gate and up, 1 for down) and N inputs; its adapters have P places. A
+    outputs of M projections side by side (2 for gate and up, else 1) and N inputs; its adapters have P places. A
     scale is fp32 `[G, outputs]`, in formats that have one. Activations are bf16 and contiguous. `[n, N+]` means rows of
     N columns and more: two parts of P places, which are added up, and columns for biases if there are any. Sums are
     fp32, in an order that is the same in every call.
@@ -78,7 +78,7 @@ class Operations(Protocol):
         """
 
     def swiglu(self, gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
-        """out `[n, I+]` = the activation of scale · gate_up `[n, 2 I]`."""
+        """out `[n, I+]` = the activation of scale · gate_up `[n, 2 I]`, or `[n, I]` where experts have no gate."""
 
     def swiglu_backward(
         self,
@@ -92,7 +92,7 @@ class Operations(Protocol):
         h: Tensor,
         grad_weights: Tensor,
     ) -> None:
-        """gate_up `[n, 2 I]`, which lacks its scale, becomes scale · its gradient; h `[n, I+]` the activation.
+        """gate_up, as in `swiglu`, which lacks its scale, becomes scale · its gradient; h `[n, I+]` the activation.
 
         grad_h `[n, I+]` is h's gradient without the routing weights `[T, k]`. Their gradient <grad_h, h> is added to
         grad_weights fp32 `[T, k]`, as are the first two columns of `more` if given.

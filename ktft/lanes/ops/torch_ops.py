@@ -175,7 +175,15 @@ def _activation(
     return gate, up, sigmoid, up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
 
 
+def _up(up: Tensor, scale: Tensor | None, piece: Piece) -> Tensor:
+    """max(up, 0) in fp32, for experts without a gate."""
+    return (up.float() if scale is None else up.float() * _of_rows(scale, piece)).relu_()
+
+
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
+    if not swiglu.gated:
+        out[:, : gate_up.shape[1]] = _up(gate_up, scale, piece).square_()
+        return
     gate, _, sigmoid, up = _activation(gate_up, scale, piece, swiglu)
     out[:, : up.shape[1]] = gate.clamp(max=swiglu.gate_most) * sigmoid * up
 
@@ -191,6 +199,9 @@ def swiglu_backward(
     h: Tensor,
     grad_weights: Tensor,
 ) -> None:
+    if not swiglu.gated:
+        _relu2_backward(gate_up, scale, grad_h, more, piece, weights, h, grad_weights)
+        return
     routes = piece.row_route
     gate, up, sigmoid, shifted = _activation(gate_up, scale, piece, swiglu)
     clamped = gate.clamp(max=swiglu.gate_most)
@@ -205,6 +216,25 @@ def swiglu_backward(
     grad_up = torch.where(up.abs() <= swiglu.limit, grad * clamped * sigmoid, 0)
     both = torch.cat((grad_gate, grad_up), dim=1)
     gate_up.copy_(both if scale is None else both * _of_rows(scale, piece))
+
+
+def _relu2_backward(
+    up: Tensor,
+    scale: Tensor | None,
+    grad_h: Tensor,
+    more: Tensor | None,
+    piece: Piece,
+    weights: Tensor,
+    h: Tensor,
+    grad_weights: Tensor,
+) -> None:
+    """`swiglu_backward` of experts without a gate."""
+    routes, above = piece.row_route, _up(up, scale, piece)
+    active, grad = above.square(), grad_h[:, : up.shape[1]].float()
+    grad_weights.view(-1)[routes] += (grad * active).sum(1) + (0 if more is None else more[:, :2].float().sum(1))
+    h[:, : up.shape[1]] = active
+    grad = 2 * grad * weights.view(-1)[routes][:, None] * above
+    up.copy_(grad if scale is None else grad * _of_rows(scale, piece))
 
 
 def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:

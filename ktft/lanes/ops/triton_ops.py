@@ -76,6 +76,58 @@ def _swiglu(
     tl.store(out + row.to(tl.int64) * out_row + col, h.to(tl.bfloat16), mask=col < width)
 
 
+@triton.jit
+def _load_up(up, scale, expert, col, width, SCALED: tl.constexpr):
+    """max(up, 0) of one row, times its scale, in fp32; and this scale."""
+    value = tl.load(up + col, mask=col < width, other=0).to(tl.float32)
+    own = tl.load(scale + expert * width + col, mask=col < width, other=0) if SCALED else 1.0
+    return tl.maximum(value * own, 0), own
+
+
+@short
+@triton.jit(**UNSPECIALIZED)
+def _relu2(
+    up, out, out_row, scale, ends, experts, width,
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row >= tl.load(ends + experts - 1):
+        return
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    expert = _expert(ends, row, experts, EXPERTS)
+    u, _ = _load_up(up + row.to(tl.int64) * width, scale, expert, col, width, SCALED)
+    tl.store(out + row.to(tl.int64) * out_row + col, (u * u).to(tl.bfloat16), mask=col < width)
+
+
+@short
+@triton.jit(**UNSPECIALIZED)
+def _relu2_backward(
+    up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, ends, routes, experts, width,
+    MORE: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row >= tl.load(ends + experts - 1):
+        return
+    expert = _expert(ends, row, experts, EXPERTS)
+    route = tl.load(routes + row)
+    weight = 2 * tl.load(weights + route)
+    row = row.to(tl.int64)
+    up += row * width
+    dots = tl.zeros((COLS,), tl.float32)
+    for c in range(0, width, COLS):
+        col = c + tl.arange(0, COLS)
+        inside = col < width
+        u, own = _load_up(up, scale, expert, col, width, SCALED)
+        grad = tl.load(grad_h + row * grad_row + col, mask=inside, other=0).to(tl.float32)
+        dots += grad * u * u
+        tl.store(up + col, (grad * weight * u * own).to(tl.bfloat16), mask=inside)
+        tl.store(out + row * out_row + col, (u * u).to(tl.bfloat16), mask=inside)
+    dot = tl.sum(dots, 0)
+    if MORE:
+        dot += tl.load(more + row * grad_row).to(tl.float32) + tl.load(more + row * grad_row + 1).to(tl.float32)
+    tl.store(grad_weights + route, tl.load(grad_weights + route) + dot)
+
+
 @short
 @triton.jit(**UNSPECIALIZED)
 def _swiglu_backward(
@@ -155,6 +207,13 @@ def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> N
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
+    if not swiglu.gated:
+        width = gate_up.shape[1]
+        _relu2[(piece.rows, cdiv(width, COLS))](
+            gate_up, out, out.stride(0), scale, piece.ends, piece.experts, width,
+            SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+        )  # fmt: skip
+        return
     width = gate_up.shape[1] // 2
     _swiglu[(piece.rows, cdiv(width, COLS))](
         gate_up, out, out.stride(0), scale, piece.ends, piece.experts, width,
@@ -174,6 +233,13 @@ def swiglu_backward(
     h: Tensor,
     grad_weights: Tensor,
 ) -> None:
+    if not swiglu.gated:
+        _relu2_backward[(piece.rows,)](
+            gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
+            piece.ends, piece.row_route, piece.experts, gate_up.shape[1],
+            MORE=more is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+        )  # fmt: skip
+        return
     _swiglu_backward[(piece.rows,)](
         gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
         piece.ends, piece.row_route, piece.experts, gate_up.shape[1] // 2,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktft.config import PROJECTIONS
 from ktft.lanes.ops.dropout import Dropout
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
@@ -125,7 +124,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class ChunkWeights:
-    """G decoded experts: gate and up, whose outputs lie one above the other, and down."""
+    """G decoded experts: gate and up, whose outputs lie one above the other, and down. Without gates, up alone."""
 
     gate_up: ChunkMatrix
     down: ChunkMatrix
@@ -146,8 +145,9 @@ class ChunkWeights:
             return ChunkMatrix(names, values, a, scale, places, layer.biases)
 
         hidden, intermediate = layer.hidden_size, layer.intermediate_size
-        gate_up = matrix(PROJECTIONS[:2], 2 * intermediate, hidden)
-        return cls(gate_up, matrix(PROJECTIONS[2:], hidden, intermediate))
+        *first, last = layer.projections
+        gate_up = matrix(first, len(first) * intermediate, hidden)
+        return cls(gate_up, matrix([last], hidden, intermediate))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> ChunkWeights:
         return ChunkWeights(self.gate_up.changed(change), self.down.changed(change))

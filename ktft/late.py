@@ -1,0 +1,58 @@
+"""Writes to tensors in host memory that go on after the call which asked for them, in the order in which they were
+asked for.
+
+Whoever reads or writes such a tensor calls `settle` before. An error of a write is raised there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+_mutex = threading.Lock()
+_pending: dict[int, Future[None]] = {}  # by the id of a tensor, which its write keeps alive
+_pool: ThreadPoolExecutor | None = None
+
+
+def write_later(tensors: Iterable[Tensor], write: Callable[[], Any]) -> None:
+    """Begin a write to these tensors, which `write` must refer to."""
+    global _pool
+    with _mutex:
+        _pool = _pool or ThreadPoolExecutor(1, "ktft-late")
+        future = _pool.submit(write)
+        _pending.update((id(each), future) for each in tensors)
+
+
+def settle(tensors: Iterable[Tensor] | None = None) -> None:
+    """Wait until nothing writes to these tensors any more, or to any.
+
+    Raises:
+        BaseException: what a write raised.
+    """
+    if not _pending:
+        return
+    with _mutex:
+        ids = list(_pending) if tensors is None else [each for each in map(id, tensors) if each in _pending]
+        waiting = list(dict.fromkeys(_pending[each] for each in ids))
+    try:
+        for future in waiting:
+            future.result()
+    finally:  # until here, another thread that asks waits as well
+        with _mutex:
+            for each in [each for each, future in _pending.items() if future in waiting and future.done()]:
+                del _pending[each]
+
+
+def _begin_anew() -> None:
+    """A forked process has none of the threads; nobody there may wait for them."""
+    global _pool, _mutex
+    _pool, _mutex = None, threading.Lock()
+    _pending.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
