@@ -219,10 +219,10 @@ def test_memory_is_unlocked_when_it_has_no_address_on_the_device(fake: Fake, mak
     assert fake.calls[0].split()[1] == fake.calls[2].split()[1]
 
 
-def big_job() -> tuple[ExpertLayer, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def big_job(tokens: int = TOKENS) -> tuple[ExpertLayer, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """It takes far longer than it takes to submit the next."""
-    x, index, weights = inputs_for((32, 32), 512)
-    call = x.detach()[:TOKENS], index[:TOKENS], weights.detach()[:TOKENS]
+    x, index, weights = inputs_for((tokens, tokens), 512)
+    call = x.detach()[:tokens], index[:tokens], weights.detach()[:tokens]
     return make_layer(512, 768, "bf16", native.default_isa(), 1), call
 
 
@@ -239,13 +239,14 @@ def test_a_job_that_was_not_waited_for_is_done_before_the_next(make: Make, way: 
 
 def test_a_slot_in_use_is_an_error(fake: Fake, make: Make) -> None:
     """Replays of a graph on streams that nothing orders would overwrite what is being computed."""
-    layer, call = big_job()
-    host = make(layer, "host_functions", hidden_size=512)
+    tokens = 1024  # tens of milliseconds of one thread: a replay that is held up still comes before the job's end
+    layer, call = big_job(tokens)
+    host = make(layer, "host_functions", hidden_size=512, max_tokens=tokens)
     with fake.capture():
         host.submit(layer, *call)
     for _ in range(20):
         fake.replay()
-    host.wait(layer, TOKENS)
+    host.wait(layer, tokens)
     with pytest.raises(HostExpertsError, match="its slot was submitted to while the job before was not done"):
         host.check()
 
