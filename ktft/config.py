@@ -20,6 +20,8 @@ DEFAULT_EXPERT_FORMAT = "int8"
 ACTIVATIONS = ("retain", "recompute")
 PER_EXPERT, SHARED_OUTER = EXPERT_LORA = ("per_expert", "shared_outer")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")
+DENSE_FORMATS = ("bf16", "fp8", "int8", "k4")
+DENSE_PLACEMENTS = ("auto", "gpu", "host")
 LANE_BYTES = 3 << 29
 """Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
 
@@ -132,6 +134,11 @@ class Settings:
         expert_lora: whether a new adapter gives each expert matrices of its own (`per_expert`), or one A for gate, one
             for up and one B for down to all experts of a layer (`shared_outer`). None is `per_expert` for a new
             adapter and takes a saved one as it is; a value refuses to train a saved adapter of the other form.
+        dense_format: the format of the frozen linear weights outside the routed experts, one of `DENSE_FORMATS`; `fp8`
+            keeps FP8 weights of the checkpoint as they are. None takes the most exact that fits.
+        dense_placement: where these weights are: `gpu`; or `host`, from where each layer's are copied to the GPU as it
+            comes, once a step; `auto` is `gpu` if they fit there. Without a GPU they are in memory.
+        gpu_memory: bytes of GPU memory that the process may use, also given as `22G`; None is all of the GPU.
 
     Raises:
         ValueError: a value is not accepted, or two values contradict each other.
@@ -150,6 +157,9 @@ class Settings:
     cuda_graphs: bool = True
     expert_routing: str | None = None
     expert_lora: str | None = None
+    dense_format: str | None = None
+    dense_placement: str = "auto"
+    gpu_memory: int | None = None
 
     @property
     def needs_gpu(self) -> str:
@@ -158,6 +168,8 @@ class Settings:
             return f"placement is {self.placement!r}"
         if isinstance(self.gpu_expert_memory, int) and self.gpu_expert_memory:
             return f"gpu_expert_memory is {self.gpu_expert_memory} bytes"
+        if self.dense_placement == "host":
+            return "dense_placement is 'host'"
         return ""
 
     def __post_init__(self) -> None:
@@ -240,6 +252,18 @@ def _check_gpu_expert_memory(value: Any) -> int | str | None:
 _GPU_EXPERT_MEMORY = "give a size, for instance 8G, or auto, or 0"
 
 
+def _check_gpu_memory(value: Any) -> int | None:
+    """A text is a size as a person writes it; a whole number is a number of bytes."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    try:
+        if not isinstance(value, str) or (size := parse_size(value)) <= 0:
+            raise ValueError("not a size above zero")
+    except ValueError as error:
+        raise ValueError(f"gpu_memory is {value!r}; give a size, for instance 22G ({error})") from None
+    return size
+
+
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "expert_format": _one_of("expert_format", (None, *EXPERT_FORMATS)),
     "threads": _count("threads"),
@@ -255,6 +279,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "cuda_graphs": _flag("cuda_graphs"),
     "expert_routing": _check_expert_routing,
     "expert_lora": _one_of("expert_lora", (None, *EXPERT_LORA)),
+    "dense_format": _one_of("dense_format", (None, *DENSE_FORMATS)),
+    "dense_placement": _one_of("dense_placement", DENSE_PLACEMENTS),
+    "gpu_memory": _check_gpu_memory,
 }
 
 
@@ -343,6 +370,7 @@ _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts t
 KT_KEYS: dict[str, KtKey] = {
     **{name: KtKey(name) for name in SETTINGS},
     "gpu_expert_memory": KtKey("gpu_expert_memory", _written_size),
+    "gpu_memory": KtKey("gpu_memory", _written_size),
     # These keys of KTransformers have a meaning in ktft.
     "kt_expert_weight_format": KtKey("expert_format", _format, remarks=_AMXINT4),
     "kt_backend": KtKey("expert_format", _format, remarks=_AMXINT4),

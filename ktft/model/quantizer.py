@@ -86,6 +86,9 @@ class KtftConfig(QuantizationConfigMixin):
         cuda_graphs: bool = Settings.cuda_graphs,
         expert_routing: str | None = Settings.expert_routing,
         expert_lora: str | None = Settings.expert_lora,
+        dense_format: str | None = Settings.dense_format,
+        dense_placement: str = Settings.dense_placement,
+        gpu_memory: int | str | None = Settings.gpu_memory,
         reserve_bytes: int | Mapping[str, int] = 0,
         part: Sequence[int] | None = None,
         quant_method: str = "ktft",
@@ -107,6 +110,9 @@ class KtftConfig(QuantizationConfigMixin):
         self.cuda_graphs = cuda_graphs
         self.expert_routing = expert_routing
         self.expert_lora = expert_lora
+        self.dense_format = dense_format
+        self.dense_placement = dense_placement
+        self.gpu_memory = gpu_memory
         self.reserve_bytes = reserve_bytes
         self.part = None if part is None else (int(part[0]), int(part[1]))
         _ = self.settings  # checks the values
