@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +73,7 @@ class DenseWeights:
         if module.format == PLAIN:
             packed = weight.dequantize().to(module.dtype).cpu().contiguous().view(torch.uint8).flatten()
         else:
-            given = {key: each.cpu() if isinstance(each, Tensor) else each for key, each in _codes(weight).items()}
-            packed = pack_dense(self._runtime, module.format, given.pop("weight"), given.pop("scales"), **given)
+            packed = pack_dense(self._runtime, module.format, **_arguments(weight))
         if id(module) in self._hosted:
             module.host = packed
             return packed.new_empty(0, device=device)
@@ -95,12 +95,12 @@ class DenseWeights:
         return sum(module.nbytes for layer in self._layers for module in layer)
 
 
-def _codes(weight: Encoded) -> dict[str, object]:
-    """The arguments of `pack_dense`. transformers hands over E4M3 codes widened to a floating-point type."""
+def _arguments(weight: Encoded) -> dict[str, Any]:
+    """What `pack_dense` takes. transformers hands over E4M3 codes widened to a floating-point type."""
     given = weight.load_arguments()
     if weight.native_format == "fp8":
         given["weight"] = weight.values.to(torch.float8_e4m3fn)
-    return given
+    return {name: each.cpu() if isinstance(each, Tensor) else each for name, each in given.items()}
 
 
 def _changes(model: nn.Module, name: str, format: str) -> bool:

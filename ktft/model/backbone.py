@@ -160,7 +160,9 @@ class Backbone:
         """The name of the module whose weight of this name is packed."""
         modules = () if self.dense is None else self.dense.modules
         stem = name.removesuffix(".weight")
-        return next((each for each in (stem, stem.removeprefix(self._base), self._base + stem) if each in modules), None)
+        return next(
+            (each for each in (stem, stem.removeprefix(self._base), self._base + stem) if each in modules), None
+        )
 
     def is_no_weight(self, name: str) -> bool:
         """Whether this is the name of a plain tensor in the model, such as a bias, even if it ends like a scale's."""
