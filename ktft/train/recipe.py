@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from ktft.adapters.reach import linear_names, planned_reach
 from ktft.checkpoint.hub import require_found
-from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, emulate_gpu, other_hub, parse_kt_config
+from ktft.config import DEFAULT_EXPERT_FORMAT, Settings, emulate_gpu, other_hub
+from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
 from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
 from ktft.model.shape import ModelShape, shape_of
 from ktft.model.shortage import PACKED, WEIGHTS, by_cause
