@@ -23,6 +23,7 @@ import ktft
 from ktft import native
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.config import DENSE_FORMATS, Settings
+from ktft.dense.embedding import to_device, to_host
 from ktft.dense.formats import dense_bytes, layout, may_pack
 from ktft.dense.linear import PackedLinear
 from ktft.dense.stream import DenseStream
@@ -239,6 +240,26 @@ def test_a_module_that_is_trained_is_an_ordinary_copy(tiny_checkpoint: Checkpoin
     data = runs.DATA[:4]
     Trainer(model, runs.arguments(tmp_path, max_steps=2, save_strategy="no"), train_dataset=data).train()
     assert not torch.equal(copied.weight, before)
+
+
+def test_the_embeddings_wait_in_host_memory(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """While a model is trained, its rows are the same, and nobody takes the place of the table for the table."""
+    model = load(tiny_checkpoint("dsv3"), torch.float32, dense_placement="host").requires_grad_(False)
+    module, ids = model.get_input_embeddings(), torch.randint(0, 300, (2, 7))
+    table, rows = module.weight.detach().clone(), module(ids)
+    embedding = to_host(model)
+    assert embedding is module and torch.equal(module(ids), rows)
+    assert module.weight.shape == table.shape and module.weight.untyped_storage().nbytes() == table[0].nbytes
+    assert module.weight.isnan().all() and torch.equal(model.state_dict()["model.embed_tokens.weight"], table)
+    to_device(embedding)
+    assert type(module) is nn.Embedding and torch.equal(module.weight, table)
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], table) and torch.equal(module(ids), rows)
+
+    module.weight.requires_grad_()
+    assert to_host(model) is None
+    assert to_host(load(tiny_checkpoint("dsv3"), torch.float32).requires_grad_(False)) is None
+    tied = load(tiny_checkpoint("qwen3moe"), torch.float32, dense_placement="host").requires_grad_(False)
+    assert tied.config.tie_word_embeddings and to_host(tied) is None
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
