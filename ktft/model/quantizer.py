@@ -248,6 +248,10 @@ class KtftHfQuantizer(HfQuantizer):
                 )
             self.pre_quantized = True  # otherwise transformers casts integers and scales to the model's dtype
 
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether what is read has another shape than the model's weight: its packed bytes."""
+        return self._plan is not None and self._plan.backbone.packs(param_name)
+
     def get_weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """The conversions that dequantize the weights around the experts."""
         return [] if self._plan is None else self._plan.backbone.conversions()

@@ -58,9 +58,11 @@ def _decode(
         row_scale = tl.load(floats + expert * block_floats + mine_scales + strip * 16 + tl.arange(0, 16))
     if GROUPED:
         code, factor, column, i, here = groups(codes, halves, source, first, cols, SCALES, TILE, COLS)
-        low, high = value_of(code & 15, CODES, TABLE, UNIT) * factor, value_of(code >> 4, CODES, TABLE, UNIT) * factor
+        # Rounded to bf16, as the products of experts take them, before a row's scale
+        low = (value_of(code & 15, CODES, TABLE, UNIT) * factor).to(tl.bfloat16)
+        high = (value_of(code >> 4, CODES, TABLE, UNIT) * factor).to(tl.bfloat16)
         if FOLDED:
-            low, high = low * row_scale[:, None, None], high * row_scale[:, None, None]
+            low, high = low.to(tl.float32) * row_scale[:, None, None], high.to(tl.float32) * row_scale[:, None, None]
         place = to + tl.arange(0, ROWS)[:, None, None] * out_row + column + i
         tl.store(place, low.to(out.dtype.element_ty), mask=here)
         tl.store(place + 16, high.to(out.dtype.element_ty), mask=here)
