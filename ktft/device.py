@@ -179,6 +179,10 @@ class Device:
         """Bytes that torch's allocator holds, for present tensors and for reuse by later ones."""
         return 0
 
+    def memory_allocated(self) -> int:
+        """Bytes of present tensors."""
+        return 0
+
     def peak_bytes(self) -> tuple[int, int]:
         """The most bytes that tensors took at once so far, and the bytes that torch could still take then."""
         return 0, 0
@@ -325,6 +329,9 @@ class Cuda(Device):
 
     def memory_reserved(self) -> int:
         return torch.cuda.memory_reserved(self.index)
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.index)
 
     def peak_bytes(self) -> tuple[int, int]:
         peak, (free, limit) = torch.cuda.max_memory_allocated(self.index), self._free_and_limit()

@@ -105,6 +105,22 @@ class KeptOutputs:
                     return kept.out.detach(), kept.routes
         return None
 
+    def take_all(self) -> list[tuple[Hashable, Any]]:
+        """Remove all that is kept, each with its link or None, oldest first. Each has `out` and its `version`."""
+        with self._mutex:
+            found = [*((None, kept) for kept in self._kept), *self.linked.items()]
+            self._kept.clear()
+            self.linked.clear()
+        return found
+
+    def put_back(self, link: Hashable, kept: Any) -> None:
+        """Keep what `take_all` removed."""
+        with self._mutex:
+            if link is None:
+                self._kept.append(kept)
+            else:
+                self.linked[link] = kept
+
     def clear(self) -> None:
         with self._mutex:
             self._kept.clear()
