@@ -78,6 +78,12 @@ class KeptOutputs:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the outputs."""
+        with self._mutex:
+            return sum(kept.out.nbytes for kept in (*self._kept, *self.linked.values()))
+
     def keep(self, inputs: Inputs, routes: Routes, lora: ExpertLora | None, out: Tensor, link: Hashable = None) -> None:
         """Keep an output `[T, H]`, on any device, and its rows."""
         kept = Kept(inputs, routes, lora, state_of(lora), out, out._version)

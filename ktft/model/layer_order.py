@@ -111,6 +111,13 @@ class _MicroBatch:
         self.calls.append(plain)
         return out
 
+    @property
+    def waiting(self) -> int:
+        """Bytes of the inputs and outputs of layers that wait for backward on the device."""
+        found = (each for call in self.calls for each in (*call.given, *call.results))
+        tensors = {each.data_ptr(): each.nbytes for each in found if isinstance(each, Tensor) and each.requires_grad}
+        return sum(tensors.values())
+
     def _send_away(self) -> None:
         """The last call needs nothing more of what waits for its backward, and the model has gone on."""
         number = len(self.calls) - 1
@@ -156,6 +163,7 @@ class LayerOrder:
 
     Attributes:
         away: takes what waits for backward, once it is switched on.
+        waiting: bytes that waited for backward on the device when the last group failed.
     """
 
     def __init__(self, model: nn.Module, lockstep: Lockstep, record: bool = True) -> None:
@@ -166,7 +174,7 @@ class LayerOrder:
         laned = {layer: [each.laned for each in find_experts(layer).values()] for layer in layers}
         self._kept = {layer: [each.kept for each in found if each is not None] for layer, found in laned.items()}
         self.lockstep, self.recorder = lockstep, LayerRecorder(layers, lockstep, record)
-        self.away = Away(device_of(next(layers[0].parameters()).device))
+        self.away, self.waiting = Away(device_of(next(layers[0].parameters()).device)), 0
 
     @property
     def records(self) -> bool:
@@ -187,13 +195,15 @@ class LayerOrder:
         self.away.begin()
         for layer in self._layers:
             _run_without_checkpoint(layer)
-        batches = [
-            _MicroBatch(self._layers, self.recorder, slot, self.away, self._kept) for slot in range(len(works))
-        ]
+        batches = [_MicroBatch(self._layers, self.recorder, slot, self.away, self._kept) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
         try:
             results = self.lockstep.run(going, states)
             self._go_back(batches)
+        except BaseException:
+            kept = {id(each): each.bytes for found in self._kept.values() for each in found}
+            self.waiting = sum(batch.waiting for batch in batches) + sum(kept.values())
+            raise
         finally:
             self.away.end()
         for lanes in {module.laned.lanes for module in self._experts if module.laned is not None}:

@@ -40,6 +40,7 @@ from ktft.model.backbone import Backbone
 from ktft.model.calls import call_usually
 from ktft.model.experts import KtftExperts, expert_modules, find_experts
 from ktft.model.generic import family_of
+from ktft.model.gpu_memory import hold_gpu_memory
 from ktft.model.meta import meta_model
 from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
@@ -228,6 +229,8 @@ class KtftHfQuantizer(HfQuantizer):
         for module in find_experts(model).values():
             module.tp_size = tp_size
         check_memory(model, self._plan, given.reserve_bytes, kwargs.get("device_map"))
+        on_gpu = given.settings.dense_placement != "host"
+        hold_gpu_memory(given.settings.gpu_memory, _dense_bytes(model) if on_gpu else 0)
         if self._plan.backbone.conversions():
             if tp_size > 1:
                 raise ValueError(
@@ -262,12 +265,17 @@ def check_memory(
     reserve = {"reserve_bytes": reserve_bytes} if isinstance(reserve_bytes, int) else reserve_bytes
     causes = {PACKED: sum(layer.packed_bytes for layer in plan.layers.values())} | dict(reserve)
     if all(str(place) == "cpu" for place in places):
-        causes[WEIGHTS] = sum(tensor.nbytes for tensor in model.state_dict().values())
+        causes[WEIGHTS] = _dense_bytes(model)
     what = f"the model in expert_format {plan.expert_format}"
     what = f"{what} and training" if reserve_bytes else what
     if (processes := Launch.of_environment().local_ranks) > 1:  # they load at the same time
         what, causes = f"{what}, in {processes} processes,", {name: size * processes for name, size in causes.items()}
     require_memory(what, causes)
+
+
+def _dense_bytes(model: nn.Module) -> int:
+    """Bytes of the weights outside the routed experts."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 class LoadPlan:
