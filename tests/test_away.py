@@ -69,6 +69,7 @@ class Watched:
     Attributes:
         freed: number of a layer's call -> whether the device's memory of each tensor that went was freed by then.
         fetched: copies back from the host.
+        late: those of them that did not begin before their layer's turn came.
         used: bytes of host memory, after each group.
         slabs: where the host memory was, after each group.
         last: the `Away` of the last training.
@@ -76,10 +77,11 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.freed: dict[int, list[bool]] = {}
-        self.fetched, self.used, self.slabs = 0, list[int](), list[list[int]]()
+        self.fetched = self.late = 0
+        self.used, self.slabs = list[int](), list[list[int]]()
         self.last: Any = None
         memory: dict[int, list[StorageWeakRef]] = {}
-        copy, release, fetch, end = Away._copy, Away.release, Away.fetch, Away.end
+        copy, release, fetch, back, end = Away._copy, Away.release, Away.fetch, Away.back, Away.end
 
         def copying(this: Away, number: int, places: Any, source: Tensor, leaf: bool) -> bool:
             memory.setdefault(number, []).append(StorageWeakRef(source.untyped_storage()))
@@ -95,6 +97,11 @@ class Watched:
             fetch(this, number)
             self.fetched += sum(each.target is not before[id(each)] for each in this._sent.get(number, []))
 
+        def coming_back(this: Away, number: int) -> None:
+            before = self.fetched
+            back(this, number)
+            self.late += self.fetched - before
+
         def ending(this: Away) -> None:
             end(this)
             memory.clear()
@@ -102,7 +109,8 @@ class Watched:
             self.used.append(this.host.bytes)
             self.slabs.append([slab.data_ptr() for slab in this.host._slabs])
 
-        for name, wrapper in (("_copy", copying), ("release", releasing), ("fetch", fetching), ("end", ending)):
+        wrappers = {"_copy": copying, "release": releasing, "fetch": fetching, "back": coming_back, "end": ending}
+        for name, wrapper in wrappers.items():
             monkeypatch.setattr(Away, name, wrapper)
 
 
@@ -163,7 +171,7 @@ def test_same_training(
     # Of the first layer's input, the model keeps the embedding; those at the top are needed again at once
     assert set(watched.freed) >= set(range(1, LAYERS - 2)) and all(map(all, watched.freed.values()))
     experts = 1  # their outputs are one tensor for all micro-batches
-    assert watched.fetched >= STEPS * (LAYERS - 3) * (MICRO_BATCHES + experts)
+    assert watched.fetched >= STEPS * (LAYERS - 3) * (MICRO_BATCHES + experts) and not watched.late
     assert watched.used[-1] and len(set(map(tuple, watched.slabs[-STEPS:]))) == 1
 
 

@@ -20,7 +20,7 @@ from ktft.model.away import HOST_SHARE, away_bytes, host_bytes
 from ktft.model.experts import StepPlace, decoder_lists, find_experts
 from ktft.model.layer_order import LayerOrder, obstacle
 from ktft.model.lockstep import Lockstep
-from ktft.model.memory import spare_bytes, waiting_bytes
+from ktft.model.memory import SPARE_SHARE, spare_bytes, waiting_bytes
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
@@ -137,7 +137,8 @@ class StepOrder:
             self.tokens = self._room(trainer.model, max(sizes))
             setattr(trainer, TOKENS, self.tokens)
             _tell(self.tokens, sizes)
-        if self.layers is not None and (wanted := min(sum(sizes), self._together_at_most(sizes))) > self._most:
+        wanted = min(sum(sizes), self._together_at_most(sizes))
+        if self.layers is not None and wanted > self._most * (1 + SPARE_SHARE):
             self._most = wanted
             self._choose_place(trainer.model, max(sizes), wanted)
         group: list[int] = []
@@ -161,8 +162,9 @@ class StepOrder:
         return fitting if self.ranks is None else min(fit for (fit,) in self.ranks.numbers(fitting))
 
     def _choose_place(self, model: nn.Module, most: int, tokens: int) -> None:
-        """Let what waits for backward go to host memory, if so many tokens together do not fit otherwise. It fits where
-        it did before, so this is asked again only for more tokens.
+        """Let what waits for backward go to host memory, if so many tokens together do not fit otherwise.
+
+        This is asked again only for more tokens than the memory that was left free then can hold.
         """
         assert self.layers is not None
         each, (room, is_gpu) = _token_bytes(model), _room_of(model)
