@@ -8,6 +8,7 @@ are calls of CUDA's driver, in `ktft.native.cuda`.
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,9 @@ class HostEvent:
 
 _HOST_STREAM = HostStream()
 
+OUTSIDE = 600 << 20
+"""Bytes of a GPU that a process takes beside what its tensors do: the driver's, the kernels' and those of libraries."""
+
 
 class Device:
     """The interface to a device, implemented for the CPU; the class of an accelerator overrides every method.
@@ -82,6 +86,11 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.index = device, device.index
+        self._held_to: int | None = None
+
+    @staticmethod
+    def prepare() -> None:
+        """Set up what must be set up before this process first uses a device of this type, unless the user did."""
 
     @staticmethod
     def is_available() -> bool:
@@ -169,14 +178,32 @@ class Device:
         """
         raise NotImplementedError("the CPU records no graphs")
 
+    def hold_to(self, size: int | None) -> None:
+        """From now on, let this process use so many bytes of the device in all; None takes such a limit back. An
+        allocation past it raises torch.OutOfMemoryError.
+        """
+        self._held_to = size
+
+    def total_bytes(self) -> int | None:
+        """The bytes that the device has, whoever uses them; None for the CPU."""
+        return None
+
     def free_bytes(self) -> tuple[int, int] | None:
         """The bytes that are free and the bytes in all, within the limit that torch has; None for the CPU, for which
-        there is `ktft.system.available_memory`.
+        there is `ktft.system.available_memory`, unless it stands in for a GPU with a limit.
         """
-        return None
+        return None if self._held_to is None else (self._held_to, self._held_to)
 
     def memory_reserved(self) -> int:
         """Bytes that torch's allocator holds, for present tensors and for reuse by later ones."""
+        return 0
+
+    def memory_allocated(self) -> int:
+        """Bytes of present tensors."""
+        return 0
+
+    def graph_bytes(self) -> int:
+        """Bytes that belong to graphs."""
         return 0
 
     def peak_bytes(self) -> tuple[int, int]:
@@ -246,6 +273,15 @@ class Cuda(Device):
     runs_triton = True
     records_graphs = True
     collectives = "nccl"
+
+    @staticmethod
+    def prepare() -> None:
+        """Let torch's pieces of memory grow in place: then a tensor fits wherever enough is free, in one piece or not.
+        torch reads this when it first uses CUDA.
+        """
+        chosen = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+        if torch.cuda.is_available() and not torch.cuda.is_initialized() and not chosen:
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
     @staticmethod
     def is_available() -> bool:
@@ -319,12 +355,37 @@ class Cuda(Device):
     def _recording_stream(self) -> Any:
         return torch.cuda.Stream(self.index)
 
+    def hold_to(self, size: int | None) -> None:
+        if size is None and self._held_to is None:  # a limit of the program's own stays
+            return
+        self._held_to, fraction = size, 1.0
+        if size is not None:
+            free, total = torch.cuda.mem_get_info(self.index)
+            # What the driver holds for this process is not said. Others' tensors may be in this difference, and what
+            # is loaded later is not, so it counts within bounds
+            outside = min(max(total - free - self.memory_reserved(), OUTSIDE), 2 * OUTSIDE)
+            fraction = min(max(size - outside, 0) / total, 1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.index)
+
+    def total_bytes(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self.index)[1])
+
     def free_bytes(self) -> tuple[int, int] | None:
         free, limit = self._free_and_limit()
         return min(free, max(0, limit - self.memory_reserved())), limit
 
     def memory_reserved(self) -> int:
         return torch.cuda.memory_reserved(self.index)
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.index)
+
+    def graph_bytes(self) -> int:
+        own: Any = self.indexed().index
+        found = torch.cuda.memory_snapshot()
+        return sum(
+            each["total_size"] for each in found if each["device"] == own and tuple(each["segment_pool_id"]) != (0, 0)
+        )
 
     def peak_bytes(self) -> tuple[int, int]:
         peak, (free, limit) = torch.cuda.max_memory_allocated(self.index), self._free_and_limit()

@@ -246,7 +246,7 @@ def test_buffers_stay_within_their_limit() -> None:
         torch.testing.assert_close(out, Lane(lane)(layer, *inputs, lora), rtol=1e-2, atol=1e-1)
 
 
-def test_out_of_memory_names_the_lane_and_the_cure_after_copies_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_names_the_lane_after_copies_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, lora = make_layer(HIDDEN, INTERMEDIATE, "int8", ISA), make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)
     lane, inputs, events = small(layer), inputs_for(TAILS[1], HIDDEN), []
     expected = run_layer(lane, layer, lora, *inputs)
@@ -262,9 +262,8 @@ def test_out_of_memory_names_the_lane_and_the_cure_after_copies_ended(monkeypatc
         with pytest.raises(torch.OutOfMemoryError) as caught:
             Lane(lane)(layer, *inputs, lora)
     message = str(caught.value)
-    assert "CUDA out of memory in the GPU lane on cpu, forward of" in message and "placement: cpu" in message
+    assert "CUDA out of memory in the GPU lane on cpu, forward of" in message and "its buffers hold" in message
     assert "Tried to allocate 2.00 GiB" in message and "More of it" not in message
-    assert "per_device_train_batch_size" in message
     assert events == ["products", "waited"]
     # and the lane works on
     assert all(torch.equal(a, b) for a, b in zip(run_layer(lane, layer, lora, *inputs), expected, strict=True))

@@ -90,6 +90,12 @@ class DenseWeights:
                 place += 1
 
     @property
+    def saved_bytes(self) -> int:
+        """Bytes that weights, while they are on the meta device, seem to need more on the device of the products."""
+        whole = sum(module.weight.nbytes - module.nbytes for module in self.modules.values())
+        return whole + self.host_bytes
+
+    @property
     def host_bytes(self) -> int:
         """Bytes that weights take in host memory because they are placed there."""
         return sum(module.nbytes for layer in self._layers for module in layer)

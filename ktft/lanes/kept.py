@@ -78,6 +78,12 @@ class KeptOutputs:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the outputs."""
+        with self._mutex:
+            return sum(kept.out.nbytes for kept in (*self._kept, *self.linked.values()))
+
     def keep(self, inputs: Inputs, routes: Routes, lora: ExpertLora | None, out: Tensor, link: Hashable = None) -> None:
         """Keep an output `[T, H]`, on any device, and its rows."""
         kept = Kept(inputs, routes, lora, state_of(lora), out, out._version)
@@ -104,6 +110,22 @@ class KeptOutputs:
                     self._kept.remove(kept)
                     return kept.out.detach(), kept.routes
         return None
+
+    def take_all(self) -> list[tuple[Hashable, Any]]:
+        """Remove all that is kept, each with its link or None, oldest first. Each has `out` and its `version`."""
+        with self._mutex:
+            found = [*((None, kept) for kept in self._kept), *self.linked.items()]
+            self._kept.clear()
+            self.linked.clear()
+        return found
+
+    def put_back(self, link: Hashable, kept: Any) -> None:
+        """Keep what `take_all` removed."""
+        with self._mutex:
+            if link is None:
+                self._kept.append(kept)
+            else:
+                self.linked[link] = kept
 
     def clear(self) -> None:
         with self._mutex:

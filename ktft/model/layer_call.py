@@ -23,7 +23,8 @@ class PlainCall:
     Attributes:
         layer: the decoder layer.
         given: the flat arguments, of which those with gradients are leaves.
-        results: the leaves that the model got in place of the outputs: first those returned, then those collected.
+        results: the leaves that the model got in place of the outputs: first those returned, then those collected. Of
+            a call that `waits`, those and `given` may be away (`ktft.model.away`) until its way back.
         made: the outputs themselves, in the same order; None until the layer has been run with gradients.
         random: the random numbers that the layer begins with.
         link: what the experts know the call by, if it is run again.
@@ -32,7 +33,7 @@ class PlainCall:
     layer: nn.Module
     given: list[Any]
     spec: Any
-    results: list[Tensor] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     made: list[Tensor] | None = None
     cuts: list[Cut] = field(default_factory=list)  # its experts
     random: RandomState = ()

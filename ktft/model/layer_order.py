@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ktft.device import device_of
+from ktft.lanes.kept import KeptOutputs
 from ktft.model import collected
+from ktft.model.away import Away, Place
 from ktft.model.experts import decoder_lists, find_experts
 from ktft.model.layer_call import PlainCall, is_checkpointed, send_back
 from ktft.model.lockstep import Lockstep, RandomState, current
@@ -68,6 +71,8 @@ class _MicroBatch:
     Attributes:
         layers: the decoder layers, each with its number.
         slot: its number among those that go together.
+        away: takes what waits for backward, if GPU memory is short.
+        kept: what the experts of each layer keep for backward.
         leaves: id of a tensor that the model gave to layers -> that tensor, what the layers got in its place, and the
             number of the first call that got it.
     """
@@ -75,11 +80,15 @@ class _MicroBatch:
     layers: dict[nn.Module, int]
     recorder: LayerRecorder
     slot: int
+    away: Away
+    kept: dict[nn.Module, list[KeptOutputs]]
     calls: list[PlainCall | ReplayedCall] = field(default_factory=list)
     leaves: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer on its inputs, cut off from what made them. Returns its outputs, cut off from the layer."""
+        if self.away.on and self.calls:
+            self._send_away()
         kwargs |= {name: None for name in _CACHES if kwargs.get(name) is not None}
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
@@ -96,11 +105,41 @@ class _MicroBatch:
             if call.recording.draws:
                 self.recorder.lockstep.set_random_state(call.random)
             self.calls.append(call)
-            return call.out
+            return call.take_out()
         plain = PlainCall(layer, given, spec)
         out = plain.first()
         self.calls.append(plain)
         return out
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of the inputs and outputs of layers that wait for backward on the device."""
+        found = (each for call in self.calls for each in (*call.given, *call.results))
+        tensors = {each.data_ptr(): each.nbytes for each in found if isinstance(each, Tensor) and each.requires_grad}
+        return sum(tensors.values())
+
+    def _send_away(self) -> None:
+        """The last call needs nothing more of what waits for its backward, and the model has gone on."""
+        number = len(self.calls) - 1
+        self.away.release(number - 1)
+        if not self.calls[-1].waits:
+            return
+        for places in self._places_of_inputs():
+            self.away.send(number, places)
+        for kept in self.kept.get(self.calls[-1].layer, ()):
+            self.away.send_kept(number, kept)
+
+    def _places_of_inputs(self) -> list[list[Place]]:
+        """Where the last call's inputs with gradients are: among what it got, and what the call before gave."""
+        found: dict[int, list[Place]] = {}
+        for at, each in enumerate(self.calls[-1].given):
+            if isinstance(each, Tensor) and each.requires_grad:
+                found.setdefault(id(each), []).append((self.calls[-1].given, at))
+        before = self.calls[-2].results if len(self.calls) > 1 else []
+        for at, each in enumerate(before):
+            if id(each) in found:
+                found[id(each)].append((before, at))
+        return list(found.values())
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         if tensor.is_leaf:
@@ -121,6 +160,10 @@ class LayerOrder:
     """Runs micro-batches of a model together, which must have no `obstacle`.
 
     `record` says whether to record what layers do, on a device that can.
+
+    Attributes:
+        away: takes what waits for backward, once it is switched on.
+        waiting: bytes that waited for backward on the device when the last group failed.
     """
 
     def __init__(self, model: nn.Module, lockstep: Lockstep, record: bool = True) -> None:
@@ -128,7 +171,10 @@ class LayerOrder:
         self._layers = {layer: number for number, layer in enumerate(layers)}
         self._sparse = frozenset(layer for layer in layers if find_experts(layer))
         self._experts = list(find_experts(model).values())
+        laned = {layer: [each.laned for each in find_experts(layer).values()] for layer in layers}
+        self._kept = {layer: [each.kept for each in found if each is not None] for layer, found in laned.items()}
         self.lockstep, self.recorder = lockstep, LayerRecorder(layers, lockstep, record)
+        self.away, self.waiting = Away(device_of(next(layers[0].parameters()).device)), 0
 
     @property
     def records(self) -> bool:
@@ -146,12 +192,20 @@ class LayerOrder:
             BaseException: what the first of them raised.
         """
         self.recorder.begin()
+        self.away.begin()
         for layer in self._layers:
             _run_without_checkpoint(layer)
-        batches = [_MicroBatch(self._layers, self.recorder, slot) for slot in range(len(works))]
+        batches = [_MicroBatch(self._layers, self.recorder, slot, self.away, self._kept) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
-        results = self.lockstep.run(going, states)
-        self._go_back(batches)
+        try:
+            results = self.lockstep.run(going, states)
+            self._go_back(batches)
+        except BaseException:
+            kept = {id(each): each.bytes for found in self._kept.values() for each in found}
+            self.waiting = sum(batch.waiting for batch in batches) + sum(kept.values())
+            raise
+        finally:
+            self.away.end()
         for lanes in {module.laned.lanes for module in self._experts if module.laned is not None}:
             if lanes.running is not None:
                 lanes.running.deliver()
@@ -160,6 +214,8 @@ class LayerOrder:
     def _go_back(self, batches: Sequence[_MicroBatch]) -> None:
         last = max(len(batch.calls) for batch in batches)
         for number in reversed(range(last)):
+            self.away.back(number)
+            self.away.fetch(number - 1)  # while this layer is computed
             here = [batch for batch in batches if len(batch.calls) > number]
             calls = [batch.calls[number] for batch in here]
             if all(call.layer in self._sparse for call in calls):

@@ -41,6 +41,7 @@ from ktft.model.calls import call_usually
 from ktft.model.dense_linears import dense_weights
 from ktft.model.experts import KtftExperts, expert_modules, find_experts
 from ktft.model.generic import family_of
+from ktft.model.gpu_memory import hold_gpu_memory
 from ktft.model.meta import meta_model
 from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
@@ -240,6 +241,7 @@ class KtftHfQuantizer(HfQuantizer):
                 )
             if _ASYNC_LOAD not in os.environ:  # threads would read weights to the GPU faster than they are packed
                 os.environ[_ASYNC_LOAD], self._reads_alone = "1", True
+        hold_gpu_memory(given.settings.gpu_memory, _dense_bytes(model, self._plan))
         if self._plan.backbone.conversions():
             if tp_size > 1:
                 raise ValueError(
@@ -281,13 +283,20 @@ def check_memory(
     places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
     reserve = {"reserve_bytes": reserve_bytes} if isinstance(reserve_bytes, int) else reserve_bytes
     causes = {PACKED: sum(layer.packed_bytes for layer in plan.layers.values())} | dict(reserve)
+    causes[WEIGHTS] = plan.backbone.dense.host_bytes if plan.backbone.dense is not None else 0
     if all(str(place) == "cpu" for place in places):
-        causes[WEIGHTS] = sum(tensor.nbytes for tensor in model.state_dict().values())
+        causes[WEIGHTS] += _dense_bytes(model, plan)
     what = f"the model in expert_format {plan.expert_format}"
     what = f"{what} and training" if reserve_bytes else what
     if (processes := Launch.of_environment().local_ranks) > 1:  # they load at the same time
         what, causes = f"{what}, in {processes} processes,", {name: size * processes for name, size in causes.items()}
     require_memory(what, causes)
+
+
+def _dense_bytes(model: nn.Module, plan: LoadPlan) -> int:
+    """Bytes of the weights outside the routed experts where products take them."""
+    before = sum(tensor.nbytes for tensor in model.state_dict().values())
+    return before - (plan.backbone.dense.saved_bytes if plan.backbone.dense is not None else 0)
 
 
 class LoadPlan:

@@ -51,6 +51,13 @@ class LayerRecorder:
         self._keys: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._refused: set[object] = set()
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights and inputs that recordings read, beside what belongs to graphs."""
+        found = [each for kind in self._kinds.values() for each in kind.tensors]
+        found += [each for made in self._recordings.values() for each in made.given if isinstance(each, Tensor)]
+        return sum({each.data_ptr(): each.nbytes for each in found}.values())
+
     def begin(self) -> None:
         """Micro-batches begin to go through the layers; the optimizer may have changed weights before."""
         for kind in self._kinds.values():

@@ -30,9 +30,13 @@ class ReplayedCall:
         layer: the decoder layer.
         before: the random numbers that the layer begins with.
         random: those that come next in its present pass.
+        results: the leaves that the model got, and other outputs with values.
         link: what the experts know the call by, in both passes.
-        out: what the model gets, after the first pass.
+        out: what the model gets, after the first pass and until `take_out`.
+        waits: whether it is run again for its backward, as in `PlainCall`.
     """
+
+    waits = True
 
     def __init__(
         self,
@@ -51,18 +55,18 @@ class ReplayedCall:
         self._number, self._spec, self.before = number, spec, self.random
         self._contexts = list(autocast_of(given))
         self._marks = {key: len(found) for key, found in self.lists.items()}
-        self._results: list[Tensor] = []
+        self.results: list[Any] = []
         self._device = device_of(self.recording.kind.tensors[0].device)
 
     @property
     def reached(self) -> bool:
         """Whether a gradient has come to one of its outputs."""
-        return any(leaf.grad is not None for leaf in self._results)
+        return any(leaf.grad is not None for leaf in self.results)
 
     def plain(self) -> PlainCall:
         """The call that takes over if its second pass cannot be recorded."""
         return PlainCall(
-            self.layer, self.given, self._spec, self._results,
+            self.layer, self.given, self._spec, self.results,
             random=self.before, contexts=self._contexts, marks=self._marks, link=self.link,
         )  # fmt: skip
 
@@ -70,7 +74,7 @@ class ReplayedCall:
         """Get the recording of the second pass, for the outputs that gradients have come to. Returns whether there is
         one.
         """
-        reached = tuple(leaf.grad is not None for leaf in self._results)
+        reached = tuple(leaf.grad is not None for leaf in self.results)
         with ExitStack() as stack:
             stack.enter_context(self.recorder.lockstep.standing_for(self.link))  # a layer that is run here
             for context in self._contexts:
@@ -106,7 +110,7 @@ class ReplayedCall:
                 return each
             copied = each.detach().clone()
             if copied.is_floating_point():
-                self._results.append(copied.requires_grad_(trained))
+                self.results.append(copied.requires_grad_(trained))
             return copied
 
         flat = [copy(each) for each in outputs.flat]
@@ -117,12 +121,17 @@ class ReplayedCall:
             pairs = zip(self.before, self.random, strict=True)
             self.recording.draws = not all(torch.equal(one, other) for one, other in pairs)
 
+    def take_out(self) -> Any:
+        """What the model gets. From now on nothing here refers to it but `results`."""
+        out, self.out = self.out, None
+        return out
+
     def take_grads(self) -> None:
         """Copy the gradients of the outputs to the recording's memory."""
         assert self.second is not None
         with torch.no_grad():
             for memory, at in zip(self.second.grads, self.second.ends, strict=True):
-                grad = self._results[at].grad
+                grad = self.results[at].grad
                 assert grad is not None
                 memory.copy_(grad)
 

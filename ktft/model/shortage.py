@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ktft import config, native, system
 
@@ -81,3 +82,80 @@ def require_memory(what: str, causes: Mapping[str, int]) -> None:
         f"{shortage(what, needed, available, limit=_limit_words())}; {largest_cause(causes)}. `ktft plan MODEL "
         "train.yaml` says what fits; KTFT_SKIP_MEMORY_CHECK=1 loads all the same"
     )
+
+
+# --- a GPU that runs out of memory ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """What a training has on its GPU when memory runs out, in bytes, and the settings that decide about it.
+
+    Attributes:
+        weights: outside the routed experts.
+        lora: LoRA and other trained weights, their gradients and what the optimizer keeps.
+        recordings: of layers.
+        residents: experts that stay.
+        buffers: of streamed experts.
+        waiting: activations that wait for backward.
+        working: all else: activations of the layer at work, and the loss.
+        layers: the number of decoder layers.
+        together: micro-batches that go through each layer together.
+        batch: sequences in a micro-batch.
+        dense_on_host: whether the weights are in host memory already, as far as they can be.
+    """
+
+    weights: int
+    lora: int
+    recordings: int
+    residents: int
+    buffers: int
+    waiting: int
+    working: int
+    layers: int = 1
+    together: int = 1
+    batch: int = 1
+    dense_on_host: bool = False
+
+    def table(self) -> str:
+        """A line for each part that takes memory."""
+        rows = {
+            "weights outside the routed experts": self.weights,
+            "LoRA, its gradients, the optimizer's state": self.lora,
+            "recorded layers": self.recordings,
+            "resident experts": self.residents,
+            "buffers of streamed experts": self.buffers,
+            "activations that wait for backward": self.waiting,
+            "the layer at work, and the loss": self.working,
+        }
+        return "\n".join(f"  {name:<43} {system.readable(size):>12}" for name, size in rows.items() if size)
+
+    def best_change(self) -> str:
+        """The change of one setting that frees most, and how much."""
+        tokens, half = self.waiting + self.working, self.together // 2
+        # In this order where two free as much: first those that change neither what is learned nor its speed much
+        changes = {
+            "set gpu_expert_memory: 0 in kt_config": self.residents,
+            "set dense_placement: host in kt_config": (
+                0 if self.dense_on_host else self.weights * max(self.layers - 2, 0) // self.layers
+            ),
+            f"set micro_batches_together: {half} in kt_config": tokens - tokens * half // self.together if half else 0,
+            "set cuda_graphs: false in kt_config": self.recordings,
+            f"lower per_device_train_batch_size to {self.batch // 2}": tokens // 2 if self.batch > 1 else 0,
+            "halve cutoff_len (in TRL max_length)": tokens // 2 if self.batch == 1 else 0,
+            "halve lora_rank": self.lora // 2,
+        }
+        best = max(changes, key=lambda each: changes[each])
+        return f"{best}, which frees about {system.readable(changes[best])}: more than any other change"
+
+
+def out_of_gpu_memory(what: str, use: GpuUse, limit: int | None, kept: str) -> str:
+    """The message for a GPU without memory for the next tensor.
+
+    Args:
+        what: what was asked for, and where.
+        limit: the bytes that the process may use, if that is known.
+        kept: what is not lost.
+    """
+    of = "" if limit is None else f" of {system.readable(limit)}"
+    return f"{what}. What takes the GPU's memory{of}:\n{use.table()}\nTo go on, {use.best_change()}. {kept}"

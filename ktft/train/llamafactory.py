@@ -33,7 +33,7 @@ from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
 from ktft.checkpoint.families import FAMILIES
 from ktft.config import PROJECTIONS, Settings
-from ktft.device import accelerator
+from ktft.device import ACCELERATORS, accelerator
 from ktft.hosts.llamafactory import PATCHES
 from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
 from ktft.model.experts import find_experts
@@ -119,6 +119,8 @@ def parse_args(
         if kt_config is not None:
             raise ValueError("kt_config is given without use_kt: true; add that, or remove kt_config")
         return original(parser, args, allow_extra_keys)
+    for kind in ACCELERATORS.values():
+        kind.prepare()
     _check_environment(module, rest)
     parsed = original(parser, rest, allow_extra_keys)
     for arguments in parsed:

@@ -33,6 +33,7 @@ from ktft.train.gradients import GradientWatch, clip_grad_norm, group_norms, rat
 from ktft.train.guards import ROUTED, Guards, Step
 from ktft.train.manifest import MANIFEST, checkpoints
 from ktft.train.optimizer import AdamW
+from ktft.train.out_of_memory import told
 from ktft.train.parallel import average_gradients, over_ranks, ranks_of, split_parameters, summed, with_shards
 from ktft.train.report import examine, logger
 from ktft.train.run_report import JSON_NAME, RunReport
@@ -352,7 +353,11 @@ def train_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
         with explained() if ranks_of(trainer.model) is not None else nullcontext():
             return original(trainer, *args, **kwargs)
     except BaseException as error:
-        callback.failed(trainer.model, trainer.args, trainer.state, error)
+        run = callback.run
+        short = None if run is None else told(trainer, run.order, run.lanes, error, _left(trainer))
+        callback.failed(trainer.model, trainer.args, trainer.state, short or error)
+        if short is not None:
+            raise short from error
         if isinstance(error, KeyboardInterrupt) and callback.run is not None:
             error.add_note(_interrupted(trainer))
         raise
@@ -408,11 +413,24 @@ def note_saved(trainer: Any, directory: Path) -> None:
 
 def _interrupted(trainer: Any) -> str:
     """The note for a person who interrupted training: the last whole checkpoint and how to resume from it."""
-    step = f"interrupted after step {trainer.state.global_step}"
-    for path in checkpoints(Path(str(trainer.args.output_dir))):
-        if (path / MANIFEST).is_file():
-            return f"{step}; the same command goes on from {path} (in Python: train(resume_from_checkpoint=True))"
-    return f"{step}; no checkpoint was saved, so training would begin anew"
+    step, path = f"interrupted after step {trainer.state.global_step}", _last_checkpoint(trainer)
+    if path is None:
+        return f"{step}; no checkpoint was saved, so training would begin anew"
+    return f"{step}; the same command goes on from {path} (in Python: train(resume_from_checkpoint=True))"
+
+
+def _left(trainer: Any) -> str:
+    """What a failed run has left, for its user."""
+    path = _last_checkpoint(trainer)
+    if path is None:
+        return "No checkpoint was saved yet, so training begins anew."
+    return f"The last checkpoint is intact: the same command goes on from {path}."
+
+
+def _last_checkpoint(trainer: Any) -> Path | None:
+    """The newest checkpoint that is sealed."""
+    found = checkpoints(Path(str(trainer.args.output_dir)))
+    return next((path for path in found if (path / MANIFEST).is_file()), None)
 
 
 def _callback(trainer: Any) -> RunCallback:

@@ -9,21 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 from ktft.device import device_of
+from ktft.model.away import HOST_SHARE, away_bytes, host_bytes
 from ktft.model.experts import StepPlace, decoder_lists, find_experts
 from ktft.model.layer_order import LayerOrder, obstacle
 from ktft.model.lockstep import Lockstep
-from ktft.model.memory import spare_bytes, waiting_bytes
+from ktft.model.memory import SPARE_SHARE, spare_bytes, waiting_bytes
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
-from ktft.system import available_memory
+from ktft.system import available_memory, readable
 from ktft.train.unchanged import training_mode
 
 _logger = logging.getLogger("ktft")
@@ -57,6 +58,7 @@ class StepOrder:
         self.ranks = together
         self.step: list[Any] = []
         self.groups: list[list[int]] = []
+        self._most = 0  # tokens of a group for which it was decided whether what waits goes away
         asked, self._lockstep = self._experts[0].together, Lockstep(next(trainer.model.parameters()).device)
         several = trainer.args.gradient_accumulation_steps > 1
         why = _why_not(trainer)
@@ -104,7 +106,7 @@ class StepOrder:
 
     def _train(self, trainer: Any, group: list[int], train: Callable[[Any], Tensor]) -> Tensor:
         works, states = [partial(train, self.step[each]) for each in group], [self._states[each] for each in group]
-        if self.layers is None or (len(group) == 1 and not self._alone):
+        if self.layers is None or (len(group) == 1 and not self._by_layers):
             with self._lockstep.random_numbers(states[0]):
                 return works[0]()
         # DDP's graph ends at each layer
@@ -117,9 +119,14 @@ class StepOrder:
             module.place = place
 
     @property
+    def _by_layers(self) -> bool:
+        """Whether even one micro-batch goes layer by layer."""
+        return self._alone or (self.layers is not None and self.layers.away.on)
+
+    @property
     def shared(self) -> bool:
         """Whether micro-batches of the present step went layer by layer, so that DDP has not seen their gradients."""
-        return self.layers is not None and any(len(group) > 1 or self._alone for group in self.groups)
+        return self.layers is not None and any(len(group) > 1 or self._by_layers for group in self.groups)
 
     def _grouped(self, trainer: Any) -> Iterator[list[int]]:
         """The numbers of neighbours that fit together."""
@@ -130,6 +137,10 @@ class StepOrder:
             self.tokens = self._room(trainer.model, max(sizes))
             setattr(trainer, TOKENS, self.tokens)
             _tell(self.tokens, sizes)
+        wanted = min(sum(sizes), self._together_at_most(sizes))
+        if self.layers is not None and wanted > self._most * (1 + SPARE_SHARE):
+            self._most = wanted
+            self._choose_place(trainer.model, max(sizes), wanted)
         group: list[int] = []
         taken = 0
         for number, size in enumerate(sizes):
@@ -142,21 +153,66 @@ class StepOrder:
 
     def _room(self, model: nn.Module, most: int) -> int:
         """How many tokens may go together, by the memory that is free now. `most` is the most of one micro-batch."""
-        by_token, logits = _token_bytes(model)
-        device = next(model.parameters()).device
-        free, reserved = device_of(device).free_bytes(), device_of(device).memory_reserved()
-        room = available_memory() // 2 if free is None else free[0] - spare_bytes(reserved)
-        fitting = max((room - most * logits) // by_token, most)
+        each, (room, is_gpu) = _token_bytes(model), _room_of(model)
+        fitting = (room - most * each.logits) // each.waiting
+        if is_gpu and each.host:
+            by_host = int(available_memory() * HOST_SHARE) // each.host
+            fitting = max(fitting, min((room - most * each.logits) // each.away, by_host))
+        fitting = max(fitting, most)
         return fitting if self.ranks is None else min(fit for (fit,) in self.ranks.numbers(fitting))
 
+    def _choose_place(self, model: nn.Module, most: int, tokens: int) -> None:
+        """Let what waits for backward go to host memory, if so many tokens together do not fit otherwise.
 
-def _token_bytes(model: Any) -> tuple[int, int]:
-    """Bytes that a token takes while its micro-batch waits for others, and while the loss is computed."""
+        This is asked again only for more tokens than the memory that was left free then can hold.
+        """
+        assert self.layers is not None
+        each, (room, is_gpu) = _token_bytes(model), _room_of(model)
+        short = is_gpu and each.host > 0 and tokens * each.waiting + most * each.logits > room
+        if self.ranks is not None:  # all ranks go layer by layer, or none
+            short = any(other for (other,) in self.ranks.numbers(int(short)))
+        away = self.layers.away
+        if short:
+            away.host.limit = max(away.host.limit, away.host.bytes + int(available_memory() * HOST_SHARE))
+        if short and not away.on:
+            _logger.info(
+                "what waits for backward waits in host memory, since GPU memory is short: %s for %s tokens",
+                readable(tokens * each.host), f"{tokens:,}",
+            )  # fmt: skip
+        away.on = away.on or short
+
+
+class _TokenBytes(NamedTuple):
+    """Bytes that a token takes: while its micro-batch waits for others, with all of it on the GPU, or with what waits
+    in host memory; there (0 if nothing may go there); and while the loss is computed.
+    """
+
+    waiting: int
+    away: int
+    host: int
+    logits: int
+
+
+def _token_bytes(model: Any) -> _TokenBytes:
     config = model.config.get_text_config()
     layers = sum(len(model.get_submodule(name)) for name in decoder_lists(model))
     checkpointing = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
-    waiting = waiting_bytes(config.hidden_size, layers, next(model.parameters()).element_size(), checkpointing)
-    return waiting, config.vocab_size * _LOGIT_BYTES
+    sizes = config.hidden_size, next(model.parameters()).element_size()
+    return _TokenBytes(
+        waiting_bytes(sizes[0], layers, sizes[1], checkpointing),
+        away_bytes(*sizes),
+        host_bytes(sizes[0], layers, sizes[1]) if checkpointing else 0,
+        config.vocab_size * _LOGIT_BYTES,
+    )
+
+
+def _room_of(model: nn.Module) -> tuple[int, bool]:
+    """The bytes that training may take beside what it has, and whether they are a GPU's."""
+    device = device_of(next(model.parameters()).device)
+    free, reserved = device.free_bytes(), device.memory_reserved()
+    if free is None:
+        return available_memory() // 2, False
+    return free[0] + reserved - device.memory_allocated() - spare_bytes(reserved), True
 
 
 def _why_not(trainer: Any) -> str | None:

@@ -154,7 +154,7 @@ class GpuLane:
             out: fp32 `[T, H]` on the device, added to.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; the message says what to do.
+            torch.OutOfMemoryError: the device has no room.
             ValueError: a LoRA tensor cannot be copied.
         """
         with self.using(layer, "forward"):
@@ -376,7 +376,7 @@ class GpuLane:
     @contextlib.contextmanager
     def using(self, layer: ExpertLayer, work: str) -> Iterator[None]:
         """Allow one call at a time. If it fails, no copy is left in flight, and the error for a lack of memory says
-        what to do.
+        where; `ktft.train.out_of_memory` says what to do.
         """
         with self.mutex:
             try:
@@ -395,9 +395,7 @@ class GpuLane:
         residents = readable(self.residents.bytes if self.residents else 0)
         return (
             f"CUDA out of memory in the GPU lane on {self.device}, {work} of {layer.name}: its buffers hold "
-            f"{readable(self.bytes)}, residents {residents}, {free}. Lower "
-            "per_device_train_batch_size or gpu_expert_memory, or set placement: cpu in kt_config. torch says: "
-            + str(error).partition("\n")[0]
+            f"{readable(self.bytes)}, residents {residents}, {free}. torch says: " + str(error).partition("\n")[0]
         )
 
 
