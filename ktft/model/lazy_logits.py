@@ -265,32 +265,31 @@ class _Chunk:
         return found.to(logits.dtype)
 
 
-def defer(layer: nn.Module, forward: Step, known: dict[Any, tuple[int, torch.dtype]]) -> Callable[..., Tensor]:
+class LazyOutput:
     """The forward of an output layer that gives lazy logits where the real ones would be more than a chunk.
 
-    Args:
-        layer: makes each token's logits of its hidden state alone. It gives real logits while one of its parameters is
-            trained.
-        forward: the layer's own.
-        known: is filled with the size and dtype of its logits for each kind of hidden states.
+    The layer makes each token's logits of its hidden state alone. While one of its parameters is trained, and where
+    torch compiles the model, its logits are real.
     """
 
-    def deferred(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer, self._forward = layer, layer.forward
+        self._known: dict[Any, tuple[int, torch.dtype]] = {}  # a kind of hidden states -> width and dtype of logits
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         plain = not args and not kwargs and hidden.dim() > 1 and hidden.is_floating_point()
-        if not plain or torch.compiler.is_compiling() or any(each.requires_grad for each in layer.parameters()):
-            return forward(hidden, *args, **kwargs)
+        if not plain or torch.compiler.is_compiling() or any(each.requires_grad for each in self._layer.parameters()):
+            return cast(Tensor, self._forward(hidden, *args, **kwargs))
         device_type = hidden.device.type
         autocast = device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
         rows, key = hidden.shape[:-1].numel(), (hidden.dtype, autocast)
-        if key not in known and rows:
+        if key not in self._known and rows:
             with torch.no_grad():  # only the layer itself knows, and one token tells
-                told = forward(hidden.detach().flatten(0, -2)[:1])
-            known[key] = told.shape[-1], told.dtype
-        if not rows or rows <= chunk_tokens(known[key][0]):
-            return forward(hidden)
-        return LazyLogits.of(hidden, _Recipe(forward, autocast, *known[key]))
-
-    return deferred
+                told = self._forward(hidden.detach().flatten(0, -2)[:1])
+            self._known[key] = told.shape[-1], told.dtype
+        if not rows or rows <= chunk_tokens(self._known[key][0]):
+            return cast(Tensor, self._forward(hidden))
+        return LazyLogits.of(hidden, _Recipe(self._forward, autocast, *self._known[key]))
 
 
 # --- what lazy logits can do without being computed -------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from ktft.device import device_of
 from ktft.model.experts import StepPlace, decoder_lists, find_experts
@@ -24,13 +24,13 @@ from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
 from ktft.system import available_memory
+from ktft.train.loss import loss_room
 from ktft.train.unchanged import training_mode
 
 _logger = logging.getLogger("ktft")
 TOKENS = "_ktft_tokens_together"
 """The attribute of a Trainer that has `StepOrder.tokens`. Checkpoints keep it, so that a run which is resumed makes the
 same sums in the same order, however much memory is free then."""
-_LOGIT_BYTES = 16  # of a logit, while the loss is computed and goes backward
 
 
 class StepOrder:
@@ -127,7 +127,7 @@ class StepOrder:
         if self.ranks is not None:
             sizes = [max(each) for each in zip(*self.ranks.numbers(*sizes), strict=True)]
         if self.count is None and self.tokens is None:
-            self.tokens = self._room(trainer.model, max(sizes))
+            self.tokens = self._room(trainer, max(sizes))
             setattr(trainer, TOKENS, self.tokens)
             _tell(self.tokens, sizes)
         group: list[int] = []
@@ -140,23 +140,22 @@ class StepOrder:
             group, taken = [*group, number], taken + size
         yield group
 
-    def _room(self, model: nn.Module, most: int) -> int:
+    def _room(self, trainer: Any, most: int) -> int:
         """How many tokens may go together, by the memory that is free now. `most` is the most of one micro-batch."""
-        by_token, logits = _token_bytes(model)
-        device = next(model.parameters()).device
+        by_token = _token_bytes(trainer.model)
+        device = next(trainer.model.parameters()).device
         free, reserved = device_of(device).free_bytes(), device_of(device).memory_reserved()
         room = available_memory() // 2 if free is None else free[0] - spare_bytes(reserved)
-        fitting = max((room - most * logits) // by_token, most)
+        fitting = max((room - loss_room(trainer, most)) // by_token, most)
         return fitting if self.ranks is None else min(fit for (fit,) in self.ranks.numbers(fitting))
 
 
-def _token_bytes(model: Any) -> tuple[int, int]:
-    """Bytes that a token takes while its micro-batch waits for others, and while the loss is computed."""
+def _token_bytes(model: Any) -> int:
+    """Bytes that a token takes while its micro-batch waits for others."""
     config = model.config.get_text_config()
     layers = sum(len(model.get_submodule(name)) for name in decoder_lists(model))
     checkpointing = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
-    waiting = waiting_bytes(config.hidden_size, layers, next(model.parameters()).element_size(), checkpointing)
-    return waiting, config.vocab_size * _LOGIT_BYTES
+    return waiting_bytes(config.hidden_size, layers, next(model.parameters()).element_size(), checkpointing)
 
 
 def _why_not(trainer: Any) -> str | None:
