@@ -113,6 +113,12 @@ PATCHES = (
         "transformers before 5.5.4, gradients accumulated over several batches would be divided by their number twice.",
     ),
     _of_trainer(
+        "evaluation_loop",
+        "ktft.train.loss:evaluation_loop",
+        "An evaluation holds no more logits than training does, also when it runs by itself. There is an event after "
+        "it, and none before.",
+    ),
+    _of_trainer(
         "_clip_grad_norm",
         "ktft.train.run:clip_gradients",
         "ktft's threads measure and clip gradients on the CPU. A callback cannot do it in place of torch.",
@@ -206,5 +212,13 @@ STATE_DICT = Patch(
     "every rank writes its own.",
     on_instances=True,
 )
-OTHERS = (ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE, STATE_DICT)
+OUTPUT_LAYER = Patch(
+    "torch.nn.Linear",
+    "forward",
+    "ktft.train.loss:LossInChunks",
+    "While a run trains or evaluates, a model's output layer gives logits that are computed for some tokens at a time. "
+    "A forward hook gets the output when it is there.",
+    on_instances=True,
+)
+OTHERS = (ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE, STATE_DICT, OUTPUT_LAYER)
 """Put on the code of a model, or on single objects."""

@@ -31,6 +31,7 @@ from ktft.train.dead import LifeSigns, vocabulary_of
 from ktft.train.facts import Told, facts_of
 from ktft.train.gradients import GradientWatch, clip_grad_norm, group_norms, rates_of, trained_parameters
 from ktft.train.guards import ROUTED, Guards, Step
+from ktft.train.loss import LossInChunks
 from ktft.train.manifest import MANIFEST, checkpoints
 from ktft.train.optimizer import AdamW
 from ktft.train.out_of_memory import told
@@ -67,6 +68,7 @@ class Run:
     trace: Trace | None
     counted: CountedOnce
     runtime: Runtime
+    loss_in_chunks: LossInChunks
     lanes: Lanes | None = None
     ranks: Ranks | None = None
     shared: tuple[str, ...] = (ROUTED,)  # groups of which each rank has a part
@@ -109,6 +111,7 @@ class Run:
             trace=trace,
             counted=CountedOnce(model),
             runtime=runtime,
+            loss_in_chunks=LossInChunks(model, args, told=True),
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
             ranks=ranks_of(model),
             shared=tuple({each.group for each in parameters.values()}) if is_divided(model) else (ROUTED,),
@@ -206,6 +209,7 @@ class Run:
             self.trace.close()
         self.attention.close()
         self.counted.close()
+        self.loss_in_chunks.close()
         self.watch.close()
         restore(model)
         for module in find_experts(model).values():

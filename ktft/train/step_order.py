@@ -25,13 +25,13 @@ from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
 from ktft.system import available_memory, readable
+from ktft.train.loss import loss_room
 from ktft.train.unchanged import training_mode
 
 _logger = logging.getLogger("ktft")
 TOKENS = "_ktft_tokens_together"
 """The attribute of a Trainer that has `StepOrder.tokens`. Checkpoints keep it, so that a run which is resumed makes the
 same sums in the same order, however much memory is free then."""
-_LOGIT_BYTES = 16  # of a logit, while the loss is computed and goes backward
 
 
 class StepOrder:
@@ -134,13 +134,13 @@ class StepOrder:
         if self.ranks is not None:
             sizes = [max(each) for each in zip(*self.ranks.numbers(*sizes), strict=True)]
         if self.count is None and self.tokens is None:
-            self.tokens = self._room(trainer.model, max(sizes))
+            self.tokens = self._room(trainer, max(sizes))
             setattr(trainer, TOKENS, self.tokens)
             _tell(self.tokens, sizes)
         wanted = min(sum(sizes), self._together_at_most(sizes))
         if self.layers is not None and wanted > self._most * (1 + SPARE_SHARE):
             self._most = wanted
-            self._choose_place(trainer.model, max(sizes), wanted)
+            self._choose_place(trainer, max(sizes), wanted)
         group: list[int] = []
         taken = 0
         for number, size in enumerate(sizes):
@@ -151,24 +151,25 @@ class StepOrder:
             group, taken = [*group, number], taken + size
         yield group
 
-    def _room(self, model: nn.Module, most: int) -> int:
+    def _room(self, trainer: Any, most: int) -> int:
         """How many tokens may go together, by the memory that is free now. `most` is the most of one micro-batch."""
-        each, (room, is_gpu) = _token_bytes(model), _room_of(model)
-        fitting = (room - most * each.logits) // each.waiting
+        each, (room, is_gpu) = _token_bytes(trainer.model), _room_of(trainer.model)
+        room -= loss_room(trainer, most)
+        fitting = room // each.waiting
         if is_gpu and each.host:
             by_host = int(available_memory() * HOST_SHARE) // each.host
-            fitting = max(fitting, min((room - most * each.logits) // each.away, by_host))
+            fitting = max(fitting, min(room // each.away, by_host))
         fitting = max(fitting, most)
         return fitting if self.ranks is None else min(fit for (fit,) in self.ranks.numbers(fitting))
 
-    def _choose_place(self, model: nn.Module, most: int, tokens: int) -> None:
+    def _choose_place(self, trainer: Any, most: int, tokens: int) -> None:
         """Let what waits for backward go to host memory, if so many tokens together do not fit otherwise.
 
         This is asked again only for more tokens than the memory that was left free then can hold.
         """
         assert self.layers is not None
-        each, (room, is_gpu) = _token_bytes(model), _room_of(model)
-        short = is_gpu and each.host > 0 and tokens * each.waiting + most * each.logits > room
+        each, (room, is_gpu) = _token_bytes(trainer.model), _room_of(trainer.model)
+        short = is_gpu and each.host > 0 and tokens * each.waiting + loss_room(trainer, most) > room
         if self.ranks is not None:  # all ranks go layer by layer, or none
             short = any(other for (other,) in self.ranks.numbers(int(short)))
         away = self.layers.away
@@ -184,13 +185,12 @@ class StepOrder:
 
 class _TokenBytes(NamedTuple):
     """Bytes that a token takes: while its micro-batch waits for others, with all of it on the GPU, or with what waits
-    in host memory; there (0 if nothing may go there); and while the loss is computed.
+    in host memory; and there (0 if nothing may go there).
     """
 
     waiting: int
     away: int
     host: int
-    logits: int
 
 
 def _token_bytes(model: Any) -> _TokenBytes:
@@ -202,7 +202,6 @@ def _token_bytes(model: Any) -> _TokenBytes:
         waiting_bytes(sizes[0], layers, sizes[1], checkpointing),
         away_bytes(*sizes),
         host_bytes(sizes[0], layers, sizes[1]) if checkpointing else 0,
-        config.vocab_size * _LOGIT_BYTES,
     )
 
 
