@@ -23,7 +23,7 @@ import ktft
 from ktft import native
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.config import DENSE_FORMATS, Settings
-from ktft.dense.embedding import to_device, to_host
+from ktft.dense.embedding import HostEmbedding, to_device, to_host
 from ktft.dense.formats import dense_bytes, layout, may_pack
 from ktft.dense.linear import PackedLinear
 from ktft.dense.stream import DenseStream
@@ -211,8 +211,12 @@ def test_every_layer_crosses_once_in_a_pass(
     original = DenseStream.bytes_of
     monkeypatch.setattr(DenseStream, "bytes_of", lambda self, *given: (counts.append(1), original(self, *given))[1])
     path = tiny_checkpoint("qwen3moe")
+    there = []
+    original_forward = HostEmbedding.forward
+    monkeypatch.setattr(HostEmbedding, "forward", lambda self, ids: (there.append(1), original_forward(self, ids))[1])
     *_, model = steps(path, tmp_path, dense_placement="host")
     passes, layers = 2 * 4, 3
+    assert len(there) == 3 * 4 and type(model.get_input_embeddings()) is nn.Embedding
     assert stream_of(model).copies <= passes * (layers - 1) + 1 < len(counts)
 
 

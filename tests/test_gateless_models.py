@@ -25,7 +25,7 @@ from ktft.checkpoint.families import FAMILIES as ROWS
 from ktft.checkpoint.families import ROWS as TABLE
 from ktft.config import Settings
 from ktft.model.experts import find_experts
-from ktft.model.quantizer import outline
+from ktft.model.load_plan import outline
 from ktft.model.shape import MoeShape, shape_of
 from ktft.plan import rates
 from ktft.plan.description import Description

@@ -23,7 +23,7 @@ from ktft.adapters.peft import get_peft_model as get_ktft_peft_model
 from ktft.config import PROJECTIONS
 from ktft.model.experts import expert_modules
 from ktft.model.generic import family_of
-from ktft.model.quantizer import swap_experts
+from ktft.model.load_plan import swap_experts
 from ktft.ranks.launch import Launch
 
 SCALE = 0.02  # standard deviation of weights

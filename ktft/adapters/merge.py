@@ -29,8 +29,8 @@ from ktft.checkpoint.identity import identify
 from ktft.checkpoint.lock import locked
 from ktft.checkpoint.reader import CONFIG_NAME, CheckpointReader
 from ktft.config import EXPERT_FORMATS, Settings
+from ktft.model.load_plan import LoadPlan
 from ktft.model.meta import meta_model
-from ktft.model.quantizer import LoadPlan
 
 STATE = "merge.unfinished.json"
 PACKED = tuple(name for name in EXPERT_FORMATS if name != BF16)

@@ -17,7 +17,7 @@ from ktft.checkpoint.cache import layer_file
 from ktft.checkpoint.convert import Conversion, Output
 from ktft.checkpoint.encoded import Encoded
 from ktft.checkpoint.load import ExpertPlan
-from ktft.model.quantizer import LoadPlan
+from ktft.model.load_plan import LoadPlan
 from ktft.native import ExpertLayer
 
 

@@ -13,7 +13,7 @@ from ktft.checkpoint.convert import Output, check_space, copy_files, explained, 
 from ktft.checkpoint.files import CRC32, NewTensor, read_json, to_json, write_whole
 from ktft.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME
-from ktft.model.quantizer import LoadPlan
+from ktft.model.load_plan import LoadPlan
 
 
 class ShardMerge:

@@ -22,7 +22,7 @@ from ktft.checkpoint.identity import read_chunks
 from ktft.checkpoint.load import ExpertPlan, Matrix, locate, naming
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Shape
-from ktft.model.quantizer import LoadPlan
+from ktft.model.load_plan import LoadPlan
 
 SAME, BF16 = "same", "bf16"
 NEAREST, DITHERED = "nearest", "dithered"

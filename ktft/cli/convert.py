@@ -110,7 +110,7 @@ def _conversion(source: Path, target: Path, settings: Settings) -> Conversion:
     from ktft.checkpoint.cache import MANIFEST, UNFINISHED, Manifest
     from ktft.checkpoint.convert import Conversion
     from ktft.checkpoint.load import ExpertPlan
-    from ktft.model.quantizer import outline
+    from ktft.model.load_plan import outline
 
     begun = next((target / name for name in (MANIFEST, UNFINISHED) if (target / name).is_file()), None)
     if settings.expert_format is None and begun is not None:

@@ -56,14 +56,17 @@ def to_host(model: nn.Module) -> HostEmbedding | None:
 
 
 def to_device(module: HostEmbedding) -> None:
-    """Give the table back to its device."""
-    table, device = module.table, module.weight.device
+    """Give the table back to its device. Where that has no memory left, the table stays in host memory."""
+    try:
+        table = module.table.to(module.weight.device)
+    except torch.OutOfMemoryError:
+        return
     del module.table
     module.__class__ = nn.Embedding  # type: ignore[assignment]
     for key, hook in list(module._state_dict_hooks.items()):
         if hook is _own_table:
             del module._state_dict_hooks[key]
-    _stand_in(module, table.to(device))
+    _stand_in(module, table)
 
 
 def _stand_in(module: nn.Embedding, weight: Tensor) -> None:

@@ -18,6 +18,7 @@ from ktft import spans
 from ktft.adapters.linear import restore, shorten
 from ktft.adapters.tensor_parallel import shards_of
 from ktft.config import trace_file
+from ktft.dense.embedding import HostEmbedding, to_device, to_host
 from ktft.lanes.lanes import Lanes
 from ktft.lanes.record import Record
 from ktft.late import settle
@@ -69,6 +70,7 @@ class Run:
     counted: CountedOnce
     runtime: Runtime
     loss_in_chunks: LossInChunks
+    embedding: HostEmbedding | None
     lanes: Lanes | None = None
     ranks: Ranks | None = None
     shared: tuple[str, ...] = (ROUTED,)  # groups of which each rank has a part
@@ -102,6 +104,7 @@ class Run:
         tokens = torch.zeros(len(experts), report.num_experts, dtype=torch.int64)
         spans.RECORDER.start(trace)
         shorten(model)
+        embedding = to_host(model)
         return cls(
             records={n.removesuffix(".base_layer"): m.record for n, m in experts.items() if m.record is not None},
             guards=Guards(parameters, runtime, LifeSigns(vocabulary_of(model))),
@@ -112,6 +115,7 @@ class Run:
             counted=CountedOnce(model),
             runtime=runtime,
             loss_in_chunks=LossInChunks(model, args, told=True),
+            embedding=embedding,
             lanes=next((m.laned.lanes for m in experts.values() if m.laned is not None), None),
             ranks=ranks_of(model),
             shared=tuple({each.group for each in parameters.values()}) if is_divided(model) else (ROUTED,),
@@ -212,6 +216,8 @@ class Run:
         self.loss_in_chunks.close()
         self.watch.close()
         restore(model)
+        if self.embedding is not None:
+            to_device(self.embedding)
         for module in find_experts(model).values():
             module.record = None
         self.report.ended = how

@@ -19,7 +19,7 @@ from ktft.checkpoint.load import ExpertPlan
 from ktft.checkpoint.quantization_error import ErrorMeter, ProjectionError
 from ktft.config import Settings
 from ktft.formats import FORMAT_TRAITS
-from ktft.model.quantizer import outline
+from ktft.model.load_plan import outline
 from ktft.model.shape import top_k_of
 from ktft.native import ExpertLayer
 from ktft.verify.contract import ContractError, check_contract, comparable, random_lora

@@ -18,7 +18,7 @@ from ktft.checkpoint.schemes import Scheme
 from ktft.config import Settings
 from ktft.formats import FORMAT_TRAITS
 from ktft.model.experts import experts_family
-from ktft.model.quantizer import LoadPlan, outline
+from ktft.model.load_plan import LoadPlan, outline
 from ktft.model.shape import shape_of, top_k_of
 from ktft.native import ExpertLayer
 from ktft.verify.contract import comparable, relative_error

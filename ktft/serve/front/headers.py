@@ -31,7 +31,7 @@ def read_model(settings: ServeSettings) -> Model:
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    from ktft.model.quantizer import outline
+    from ktft.model.load_plan import outline
     from ktft.model.shape import shape_of
 
     logging.set_verbosity_error()

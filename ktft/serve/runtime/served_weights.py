@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from ktft.checkpoint.reader import CheckpointReader
+from ktft.model.load_plan import LoadPlan, check_memory
 from ktft.model.meta import meta_model
-from ktft.model.quantizer import LoadPlan, check_memory
 from ktft.native import ExpertLayer
 from ktft.serve.runtime.progress import Progress
 from ktft.serve.runtime.served_model import ServedExperts, ServedModel
