@@ -1,0 +1,137 @@
+"""Times of an optimizer step with dense weights in each format and place, taking turns in one process.
+
+    python tests/scripts/cuda_dense.py [--shape E,k,H,I] [--layers 2] [--tokens 2048] [--micro-batches 8] ...
+
+The model is that of `ktft bench step`; its linear layers are packed here, so that experts, LoRA and tokens are the same
+in all cases. First the losses of the packed layers are compared with those of ordinary layers with the decoded weights:
+they must be equal, recorded or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.step.cases import ORDERS, Job, Times, parse_step_shape
+from benchmarks.step.runners import Ktft
+from ktft import native
+from ktft.checkpoint.encoded import Encoded
+from ktft.dense.formats import PLAIN
+from ktft.dense.linear import PackedLinear
+from ktft.dense.stream import DenseStream
+from ktft.native.dense import pack_dense
+
+Layers = dict[str, nn.Linear]
+
+
+def base_layers(model: nn.Module) -> Layers:
+    """The frozen linear layers within the adapted ones of decoder layers, by the adapted ones' names."""
+    return {
+        name: module.base_layer
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "base_layer", None), nn.Linear) and ".layers." in name
+    }
+
+
+def packed_layers(plain: Layers, format: str, on_host: bool) -> Layers:
+    """The same layers, packed."""
+    made: dict[str, PackedLinear] = {}
+    by_layer: dict[str, list[PackedLinear]] = {}
+    for name, linear in plain.items():
+        like = nn.Linear(linear.in_features, linear.out_features, False, device="meta", dtype=linear.weight.dtype)
+        module = made[name] = PackedLinear(like, format)
+        weight = linear.weight.detach().cpu()
+        values = weight.contiguous().view(torch.uint8).flatten()
+        if module.format != PLAIN:
+            values = pack_dense(native.runtime(), module.format, **Encoded(weight).load_arguments())
+        module.host = values
+        by_layer.setdefault(name.partition(".layers.")[2].partition(".")[0], []).append(module)
+    device = next(iter(plain.values())).weight.device
+    if not on_host:
+        for module in made.values():
+            module.weight = nn.Parameter(module.take_host().to(device), requires_grad=False)
+        return dict(made)
+    stream = DenseStream([[module.take_host() for module in layer] for layer in by_layer.values()])
+    for place, module in enumerate(each for layer in by_layer.values() for each in layer):
+        module.weight = nn.Parameter(torch.empty(0, dtype=torch.uint8, device=device), requires_grad=False)
+        module.read_from(stream, place)
+    return dict(made)
+
+
+def use(model: nn.Module, layers: Layers) -> None:
+    for name, linear in layers.items():
+        model.get_submodule(name).base_layer = linear
+
+
+def losses(runner: Ktft, tokens: int, steps: int, recorded: bool) -> list[float]:
+    """Of steps without an update, on the same tokens."""
+    runner.by_layer = runner.order.recorder.on = recorded
+    found = []
+    for _ in range(steps):
+        torch.manual_seed(7)
+        batches = [torch.randint(1000, (1, tokens), device=runner.device) for _ in range(runner.job.micro_batches)]
+        runner.order.recorder.begin()
+        found.append(float(runner.accumulate(batches)))
+        runner.optimizer.zero_grad()
+        if runner.lanes is not None:
+            runner.lanes.end_step()
+    return found
+
+
+def decoded(layers: Layers) -> Layers:
+    return {name: each.to_linear() if isinstance(each, PackedLinear) else each for name, each in layers.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="256,8,7168,2048", help="a name, or E,k,H,I [%(default)s]")
+    parser.add_argument("--cases", default="bf16,fp8,int8,k4,bf16@host,fp8@host,k4@host")
+    for name, value in (("layers", 2), ("tokens", 2048), ("micro-batches", 8), ("runs", 5), ("warm", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    job = Job(
+        "ktft", parse_step_shape(args.shape), args.layers, (args.tokens,), "uniform", 8, True, "k4", "stream",
+        micro_batches=args.micro_batches, order=ORDERS[0],
+    )  # fmt: skip
+    runner = Ktft(job)
+    records = runner.by_layer
+    plain = base_layers(runner.model)
+    cases: dict[str, Layers] = {}
+    for name in args.cases.split(","):
+        format, _, place = name.partition("@")
+        cases[name] = plain if name == "bf16" else packed_layers(plain, format, place == "host")
+    size: Tensor = torch.tensor(sum(each.weight.nbytes for each in plain.values()))
+    print(f"{len(plain)} linear layers, {float(size) / 1e9:.2f} GB in bf16", flush=True)
+    for name, layers in cases.items():
+        use(runner.model, decoded(layers))
+        expected = losses(runner, args.tokens, 1, False)
+        use(runner.model, layers)
+        found = losses(runner, args.tokens, 4 if records else 1, records)
+        off = max(abs(each / expected[0] - 1) for each in found)
+        print(f"{name:10} loss {found[-1]:.6f}, off by {off:.2e} from that of the decoded weights", flush=True)
+    runner.by_layer = runner.order.recorder.on = records
+    times: dict[str, list[Times]] = {name: [] for name in cases}
+    for run in range(args.warm + args.runs):
+        for name, layers in cases.items():
+            use(runner.model, layers)
+            runner.step(args.tokens)
+            step = runner.step(args.tokens)
+            if run >= args.warm:
+                times[name].append(step)
+    base = [each.step for each in times["bf16"]] if "bf16" in times else []
+    for name, steps in times.items():
+        middle = statistics.median(each.step for each in steps)
+        ratio = statistics.median(each.step / b for each, b in zip(steps, base, strict=True)) if base else 1.0
+        vram = max(each.vram for each in steps) / 1e9
+        print(f"{name:10} step {1e3 * middle:9.2f} ms, {ratio:.3f} of bf16's, {vram:6.2f} GB of GPU memory", flush=True)
+
+
+if __name__ == "__main__":
+    main()
