@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktft import system
+from ktft.config import Settings
 from ktft.sizes import parse_size
 
 # FLOP/s of products on registers, a core: measured P over cores, docs/dev/kernel-log.md (amx_bf16: 43 TFLOPS on 16;
@@ -56,6 +57,13 @@ class Gpu:
     flops: float
     bandwidth: float
     pcie_rate: float
+
+    def capped(self, settings: Settings) -> Gpu:
+        """The same GPU with as much memory as `gpu_memory` of the settings lets a process use."""
+        size = settings.capped(self.memory_bytes)
+        if size == self.memory_bytes:
+            return self
+        return replace(self, memory_bytes=size, name=f"{self.name}, of which gpu_memory allows {system.readable(size)}")
 
 
 # Published dense bf16 TFLOPS, GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as 16 of the 3rd),

@@ -9,17 +9,25 @@ from ktft import native
 from ktft.lanes.decide.costs import LayerKind
 from ktft.lanes.decide.simulate import Around, Hardware, Simulated, joined, simulate
 from ktft.lanes.terms import PASSES, Work
-from ktft.model.memory import BF16, FP32, Workload, active_experts, lane_chunk
+from ktft.model.dense_memory import dense_memory
+from ktft.model.memory import active_experts, lane_chunk
 from ktft.model.shape import ModelShape
+from ktft.model.workload import BF16, FP32, Workload
 from ktft.plan.description import LINK_RATE, Machine
 from ktft.plan.rates import ExpertRate, LayerRate, OtherRates, TorchRate, expert_flops
 from ktft.plan.source import ModelSource
 
 # Of the GPU's FLOP/s that layers of a transformer reach in practice.
 GPU_SHARE = 0.5
-# Python and kernel launches of one decoder layer without its experts, and of its experts: forward, and backward.
+# Python and kernel launches of one decoder layer without its experts, forward and backward: the least that it takes.
 LAYER_SECONDS = (0.002, 0.0035)
+# Where the layer is recorded, what its many small kernels take beside its products, however few the tokens.
+RECORDED_SECONDS = (0.0006, 0.0012)
+# Python and kernel launches of a layer's experts, in several lanes, and where they are recorded: all on the GPU.
 EXPERTS_SECONDS = (0.003, 0.003)
+STEADY_SECONDS = (0.0006, 0.0012)
+# Of the GPU's memory rate, the rate at which packed weights are decoded, counted in bytes of bf16: 1.5 of 4.8 TB/s.
+DECODE_SHARE = 0.31
 STEP_SECONDS = 0.01  # Trainer and data loader
 ATTENTION_SHARES = {"cpu": 0.3, "gpu": 0.7}  # of the linear layers' rate that attention's products reach
 # An optimizer step moves 40 bytes for each fp32 LoRA parameter: gradient norm 4, clipping 8, Adam 28. It takes as long
@@ -31,11 +39,19 @@ LOAD_MARGIN = 1.15  # over the slower of reading and packing
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what takes them."""
+    """Seconds of one optimizer step, by what takes them. Of an optimizer that goes on behind the next step's forward
+    only what is left after that counts.
+
+    Attributes:
+        decoding: of `other`, what decoding the weights outside the experts takes.
+        copying: the copies of these weights to the GPU, which go on beside other work.
+    """
 
     experts: float
     other: float
     optimizer: float
+    decoding: float = 0.0
+    copying: float = 0.0
 
     @property
     def total(self) -> float:
@@ -50,13 +66,34 @@ def step_time(
     """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer. `lanes`: what the experts
     add to one pass of the micro-batches that go together, beside a GPU.
     """
-    passes, between = work.accumulation, sum(_between(shape, work, machine, others).values())
+    passes, between = work.accumulation, _between(shape, work, machine, others)
     trained = work.on_experts() if machine.gpu else work.adapters
+    optimizer = sum(a.parameters for a in trained) * OPTIMIZER_BYTES / machine.bandwidth
+    if lanes and work.deferred and work.ranks == 1:
+        optimizer = max(optimizer - lanes.forward - work.together * between[Work.FORWARD], 0.0)
     return StepTime(
         experts=work.groups * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
-        other=passes * (between + _around(shape, work, machine, others.torch)) + STEP_SECONDS,
-        optimizer=sum(a.parameters for a in trained) * OPTIMIZER_BYTES / machine.bandwidth,
+        other=passes * (sum(between.values()) + _around(shape, work, machine, others.torch)) + STEP_SECONDS,
+        optimizer=optimizer,
+        decoding=passes * (3 if work.checkpointing else 2) * _decode_seconds(shape, work, machine),
+        copying=work.groups * len(PASSES) * _crossing_seconds(shape, work, machine),
     )
+
+
+def _decode_seconds(shape: ModelShape, work: Workload, machine: Machine) -> float:
+    """Decoding the packed weights outside the experts, once for a micro-batch's pass through all layers."""
+    if machine.gpu is None:
+        return 0.0
+    decoded = dense_memory(shape, work.dense, work.weight_bytes, recorded=work.recorded).decoded
+    return decoded / (machine.gpu.bandwidth * DECODE_SHARE)
+
+
+def _crossing_seconds(shape: ModelShape, work: Workload, machine: Machine) -> float:
+    """Copying the weights outside the experts to the GPU, once for a pass of the micro-batches that go together."""
+    if machine.gpu is None:
+        return 0.0
+    crossing = dense_memory(shape, work.dense, work.weight_bytes, recorded=work.recorded).crossing
+    return crossing / machine.gpu.pcie_rate
 
 
 def _between(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRates) -> dict[Work, float]:
@@ -64,10 +101,11 @@ def _between(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRa
     backward's.
     """
     layers = rates.layers or _layers(shape, work, machine, rates.torch)
-    sent, again = 2 * exchange_seconds(shape, work, machine), 1 if work.checkpointing else 0
+    added, again = 2 * exchange_seconds(shape, work, machine), 1 if work.checkpointing else 0
+    added += _decode_seconds(shape, work, machine)
     return {
-        Work.FORWARD: layers.forward + sent,
-        Work.BACKWARD: layers.backward + sent + again * (layers.forward + sent),
+        Work.FORWARD: layers.forward + added,
+        Work.BACKWARD: layers.backward + added + again * (layers.forward + added),
     }
 
 
@@ -115,6 +153,10 @@ def simulated_lanes(
         each: work.together * seconds / shape.layers for each, seconds in _between(shape, work, machine, others).items()
     }
     launches = dict(zip(PASSES, EXPERTS_SECONDS, strict=True))
+    steady = dict(zip(PASSES, STEADY_SECONDS if work.recorded else EXPERTS_SECONDS, strict=True))
+    crossing = _crossing_seconds(shape, work, machine) / shape.layers
+    waiting = work.together * work.tokens * shape.hidden_size * (work.weight_bytes + BF16) if work.away else 0
+    beside = {Work.FORWARD: crossing, Work.BACKWARD: crossing + waiting / gpu.pcie_rate}
     return joined(
         simulate(
             kind,
@@ -125,7 +167,7 @@ def simulated_lanes(
             residents=resident // every,
             routing=routing,
             retained=retained,
-            around=Around(between, launches, ahead),
+            around=Around(between, launches, steady, beside, ahead),
         )
         for (kind, ahead), layers in kinds.items()
     )
@@ -152,10 +194,18 @@ def _layers(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate
     attention = shape.layers * work.sequence * shape.heads * (shape.qk_dim + shape.v_dim) / 2 / share
     flops = gpu.flops * GPU_SHARE if gpu else rate.forward, gpu.flops * GPU_SHARE if gpu else rate.backward
     forward, backward = (2.0 * tokens * (inside + each * attention) / flops[each - 1] for each in (1, 2))
-    launches = [shape.layers * each for each in LAYER_SECONDS]
-    if gpu:  # the host starts work that the GPU does later
+    if gpu:
         adapters = sum(a.in_features * a.out_features for a in work.elsewhere()) * 2 / gpu.bandwidth
-        return LayerRate(max(launches[0], forward + adapters), max(launches[1], backward + adapters))
+        computing = forward + adapters, backward + adapters
+        if work.recorded:
+            return LayerRate(
+                *(shape.layers * least + each for least, each in zip(RECORDED_SECONDS, computing, strict=True))
+            )
+        # the host starts work that the GPU does later
+        return LayerRate(
+            *(max(shape.layers * least, each) for least, each in zip(LAYER_SECONDS, computing, strict=True))
+        )
+    launches = [shape.layers * each for each in LAYER_SECONDS]
     forward, backward = forward + launches[0], backward + launches[1]
     features = sum(a.in_features + a.out_features for a in work.elsewhere())
     elementwise = shape.layers * shape.hidden_size * 20 * FP32 / machine.bandwidth  # norms, residuals, activations
