@@ -12,6 +12,8 @@ from ktft.lanes.decide.costs import BF16
 from ktft.model.shape import ModelShape
 
 _, GPU, HOST = DENSE_PLACEMENTS
+COARSE = ("int8", "k4")
+"""Formats that round what is released, the finer one first."""
 SLOTS = 2
 """Layers whose weights are on the GPU at once if they come from host memory: one computes while the next arrives."""
 RECORDED_COPIES = 3
@@ -43,7 +45,8 @@ class DenseMemory:
         host: pinned host memory.
         transit: GPU memory for what is copied there, and for the largest matrix that is decoded for a product.
         crossing: what is copied to the GPU in each pass through all layers.
-        decoded: bf16 bytes that are decoded in each such pass, by each micro-batch.
+        decoded: bf16 bytes that each micro-batch decodes in each such pass.
+        head: those of the output layer, which are decoded for each part of the logits.
     """
 
     gpu: int
@@ -51,6 +54,7 @@ class DenseMemory:
     transit: int
     crossing: int
     decoded: int
+    head: int
 
 
 def dense_memory(shape: ModelShape, choice: DenseChoice, value_bytes: int, *, recorded: bool) -> DenseMemory:
@@ -70,18 +74,19 @@ def dense_memory(shape: ModelShape, choice: DenseChoice, value_bytes: int, *, re
         else:
             layers[linear.layer] += size
     coded = [] if choice.format == PLAIN else [each for each in packed if may_pack(each.out_features, each.in_features)]
-    decoded = [linear.parameters * BF16 for linear in coded]
-    of_layers, temporary = sum(layers.values()), max(decoded, default=0)
+    decoded = [sum(each.parameters * BF16 for each in coded if (each.layer is None) == last) for last in (False, True)]
+    temporary = max((each.parameters * BF16 for each in coded), default=0)
+    of_layers = sum(layers.values())
     if choice.placement == GPU:
-        return DenseMemory(of_layers + head + rest, 0, temporary, 0, sum(decoded))
+        return DenseMemory(of_layers + head + rest, 0, temporary, 0, *decoded)
     embedding = shape.embedding * value_bytes  # looked up in host memory
     copies = SLOTS + (RECORDED_COPIES if recorded else 0)
     return DenseMemory(
-        gpu=head + rest - embedding,
-        host=of_layers + embedding,
-        transit=copies * max(layers.values()) + temporary,
-        crossing=of_layers,
-        decoded=sum(decoded),
+        head + rest - embedding,
+        of_layers + embedding,
+        copies * max(layers.values()) + temporary,
+        of_layers,
+        *decoded,
     )
 
 
@@ -98,12 +103,12 @@ def dense_tiers(settings: Settings, released: str | None) -> Tiers:
     if settings.dense_format is not None:
         formats: tuple[tuple[str, ...], ...] = ((settings.dense_format,),)
     else:
-        formats = ((PLAIN, released) if released else (PLAIN,), ("int8",), ("k4",))
+        formats = ((PLAIN, released) if released else (PLAIN,), *((each,) for each in COARSE))
     placements = (GPU, HOST) if settings.dense_placement == "auto" else (settings.dense_placement,)
     return tuple(tuple(DenseChoice(*reversed(each)) for each in product(placements, tier)) for tier in formats)
 
 
-def choose_dense(tiers: Iterable[Iterable[DenseChoice]], fits: Callable[[DenseChoice], int]) -> DenseChoice | None:
+def choose_dense(tiers: Iterable[Iterable[DenseChoice]], fits: Callable[[DenseChoice], float]) -> DenseChoice | None:
     """The first choice that fits, from the first tier where any does; None if none fits.
 
     Args:
@@ -131,7 +136,7 @@ def loaded_choice(
     """
     tiers = dense_tiers(settings, released)
 
-    def fits(choice: DenseChoice) -> int:
+    def fits(choice: DenseChoice) -> bool:
         need = dense_memory(shape, choice, value_bytes, recorded=settings.cuda_graphs)
         return need.gpu + need.transit <= WEIGHTS_SHARE * settings.capped(gpu_bytes)
 

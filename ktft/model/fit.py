@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ktft.model.dense_memory import DenseChoice, Tiers, choose_dense
-from ktft.model.memory import Footprint, footprint, spare_bytes, waiting_bytes
+from ktft.model.memory import Footprint, footprint, further_bytes, spare_bytes
 from ktft.model.shape import ModelShape
 from ktft.model.workload import Workload
 
@@ -54,10 +54,10 @@ def fit(
             made[choice] = _placed(shape, replace(work, dense=choice), expert_format, room, asked)
         return made[choice]
 
-    def on_gpu(choice: DenseChoice) -> int:
-        return best(choice).work.together if best(choice).fits else 0
+    def on_gpu(choice: DenseChoice) -> float:
+        return best(choice).work.group if best(choice).fits else 0
 
-    def in_both(choice: DenseChoice) -> int:
+    def in_both(choice: DenseChoice) -> float:
         return on_gpu(choice) if best(choice).need.ram_bytes <= room.ram_bytes else 0
 
     if room.gpu_bytes is None:
@@ -76,7 +76,7 @@ def _placed(shape: ModelShape, work: Workload, expert_format: str, room: Room, a
     if room.gpu_bytes is None or not work.checkpointing or every:
         return near
     far = _grouped(shape, replace(work, away=True), expert_format, room, asked)
-    return far if (far.fits, far.work.together) > (near.fits, near.work.together) else near
+    return far if (far.fits, far.work.group) > (near.fits, near.work.group) else near
 
 
 def _grouped(shape: ModelShape, work: Workload, expert_format: str, room: Room, asked: int | str) -> Fit:
@@ -89,9 +89,7 @@ def _grouped(shape: ModelShape, work: Workload, expert_format: str, room: Room, 
 
     alone = need(1)
     if asked == "auto":
-        each = work.tokens * waiting_bytes(
-            shape.hidden_size, shape.layers, work.weight_bytes, work.checkpointing, away=work.away
-        )
+        each = further_bytes(shape, work)
         if room.gpu_bytes is not None:
             free = room.gpu_bytes - alone.vram_bytes - spare_bytes(alone.vram_bytes)
         else:

@@ -33,8 +33,9 @@ SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25
 # fp32 copy, log-softmax, its gradient, and the gradient in the logits' dtype. On a GPU three fp32 blocks are alive at
 # once, and the others are freed before backward; the allocator keeps the block of the model's own dtype, and one more.
 _LOGIT_BYTES, _GPU_LOGIT_BYTES = {BF16: 14, FP32: 16}, 12
-# A chunked loss has this many fp32 blocks of logits, each for as many tokens as make at most so many bytes.
-_LOSS_BLOCKS, _LOSS_CHUNK, _LEAST_LOSS_TOKENS = 3, 256 << 20, 64
+# A loss in chunks has logits of as many tokens at a time as make at most so many fp32 bytes, two such blocks, and two
+# tensors of hidden states: their gradient, and its sum.
+_LOSS_CHUNK, _LEAST_LOSS_TOKENS, _CHUNK_LOGIT_BYTES, _LOSS_TENSORS = 128 << 20, 32, 8, 2
 # Bytes per attention score while one layer runs without fused attention, which torch lacks on the CPU when values are
 # not as wide as keys (DeepSeek's attention): scores, mask, softmax and their gradients, all fp32. Backward keeps the
 # probabilities, and fp32 copies of queries, keys and values.
@@ -108,22 +109,39 @@ AWAY_LAYERS = 3
 """Layers of which activations are on the GPU if the others' are away: one in use, one on its way in each direction."""
 
 
-def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing: bool, *, away: bool = False) -> int:
+def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing: bool) -> int:
     """Bytes that a token takes while its micro-batch waits for others in the layers: each layer's input and the output
-    of its experts, and a layer with gradients, without checkpointing all of them. With `away` those of `AWAY_LAYERS`
-    are on the GPU.
+    of its experts, and a layer with gradients, without checkpointing all of them.
     """
-    if not checkpointing:
-        return hidden_size * value_bytes * layers * _LAYER_TENSORS
-    return hidden_size * value_bytes * (2 * (min(layers, AWAY_LAYERS) if away else layers) + _LAYER_TENSORS)
+    return hidden_size * value_bytes * (2 * layers + _LAYER_TENSORS if checkpointing else layers * _LAYER_TENSORS)
+
+
+def waiting_layers(layers: int, work: Workload) -> int:
+    """Of how many layers what waits for backward is beside what computes."""
+    return min(layers, AWAY_LAYERS) if work.away else layers
+
+
+def further_bytes(shape: ModelShape, work: Workload) -> int:
+    """What each micro-batch takes that goes through the layers together with a first one."""
+    layers = waiting_layers(shape.layers, work)
+    return work.tokens * waiting_bytes(shape.hidden_size, layers, work.weight_bytes, work.checkpointing)
+
+
+def loss_chunks(shape: ModelShape, work: Workload) -> int:
+    """In how many parts the logits of a micro-batch are computed."""
+    return -(-work.tokens // _chunk_tokens(shape)) if work.chunked_loss else 1
+
+
+def _chunk_tokens(shape: ModelShape) -> int:
+    return max(_LOSS_CHUNK // max(shape.vocab_size * FP32, 1), _LEAST_LOSS_TOKENS)
 
 
 def loss_bytes(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     """Bytes while the loss of one micro-batch is computed and differentiated."""
     if work.chunked_loss:
-        most = max(_LOSS_CHUNK // (shape.vocab_size * FP32), _LEAST_LOSS_TOKENS) if shape.vocab_size else 0
-        gradient = work.tokens * shape.hidden_size * work.weight_bytes
-        return _LOSS_BLOCKS * min(most, work.tokens) * shape.vocab_size * FP32 + gradient
+        rows = min(_chunk_tokens(shape), work.tokens)
+        hidden = _LOSS_TENSORS * work.tokens * shape.hidden_size * work.weight_bytes
+        return rows * shape.vocab_size * _CHUNK_LOGIT_BYTES + hidden
     each = _GPU_LOGIT_BYTES if gpu else _LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0)
     return work.tokens * shape.vocab_size * each
 
@@ -186,8 +204,7 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
         layer = 2 * layer + copies
         # malloc does not return these blocks: one layer's are still allocated when the logits are computed
         left = 0 if gpu else layer + (scores if every_score * FP32 < _RETURNED_BLOCK else 0)
-        layers = min(shape.layers, AWAY_LAYERS) if work.away else shape.layers
-        return int(layers * stream + max(logits + left, layer + scores))
+        return int(waiting_layers(shape.layers, work) * stream + max(logits + left, layer + scores))
     if gpu and work.mixed:
         layer = work.tokens * _layer_kept(shape, work)
     kept = layer + copies + every_score * _PROBABILITY_BYTES
@@ -235,7 +252,8 @@ def footprint(
     second = work.accumulation > 1 or summed > 0
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
     place["activations"] = torch_activations(shape, work, gpu=gpu)
-    place |= _of_others(shape, work)
+    if work.together > 1:
+        place["micro-batches together"] = (work.together - 1) * further_bytes(shape, work)
     if work.away:
         each = shape.layers * work.weight_bytes + len(shape.moe) * BF16
         ram["activations that wait"] = work.together * work.tokens * shape.hidden_size * each
@@ -248,12 +266,6 @@ def footprint(
     return Footprint(packed, ram, vram)
 
 
-def _of_others(shape: ModelShape, work: Workload) -> dict[str, int]:
-    """What micro-batches take that go through the layers together with a first one."""
-    waiting = waiting_bytes(shape.hidden_size, shape.layers, work.weight_bytes, work.checkpointing, away=work.away)
-    return {"micro-batches together": (work.together - 1) * work.tokens * waiting} if work.together > 1 else {}
-
-
 LANE_PARTS = ("expert lanes", "resident experts", "expert outputs")
 
 
@@ -261,8 +273,7 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
     """Bytes of VRAM that the experts take: buffers of streamed experts, resident experts (`auto`: none yet), and with
     checkpointing every layer's output, so that recomputing a layer does not run its experts again.
     """
-    layers = min(len(shape.moe), AWAY_LAYERS) if work.away else len(shape.moe)
-    outputs = layers * work.tokens * shape.hidden_size * BF16
+    outputs = waiting_layers(len(shape.moe), work) * work.tokens * shape.hidden_size * BF16
     sizes = (
         0 if work.placement == "cpu" else _lane_buffers(shape, work, packed_bytes / shape.expert_parameters),
         resident_bytes(work.gpu_expert_memory, packed_bytes, free=0, used=0),

@@ -139,8 +139,8 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
     table: Any = model.get_input_embeddings().weight
     tied = getattr(output, "weight", None) is table
     tensors = {id(t): t.numel() for t in (*model.parameters(), *model.buffers())}
-    blocks = {  # around the experts -> how many there are
-        name.rpartition(".")[0] + ".": moe[number].held.num_experts
+    blocks = {  # around the experts -> the outputs of their router
+        name.rpartition(".")[0] + ".": moe[number].held.num_experts + moe[number].held.zero
         for name, module in model.named_modules()
         if isinstance(module, KtftExperts) and (number := layer_of(name)) is not None
     }

@@ -90,6 +90,11 @@ class Workload:
         return -(-self.accumulation // self.together)
 
     @property
+    def group(self) -> float:
+        """Micro-batches that go together, on average over the groups of a step."""
+        return self.accumulation / self.groups
+
+    @property
     def recorded(self) -> bool:
         """Whether a GPU plays back recordings of what layers do around their experts."""
         return self.cuda_graphs and self.checkpointing

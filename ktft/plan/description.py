@@ -66,12 +66,12 @@ class Gpu:
         return replace(self, memory_bytes=size, name=f"{self.name}, of which gpu_memory allows {system.readable(size)}")
 
 
-# Published dense bf16 TFLOPS, GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as 16 of the 3rd),
+# Published dense bf16 TFLOPS (summed in fp32), GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as 16 of the 3rd),
 # by GiB of memory: the card meant when only its memory is given.
 GPUS = {
-    8: ("RTX 4060", 60, 272, 3),
-    12: ("RTX 4070", 117, 504, 4),
-    16: ("RTX 4080", 195, 717, 4),
+    8: ("RTX 4060", 30, 272, 3),
+    12: ("RTX 4070", 58, 504, 4),
+    16: ("RTX 4080", 97, 717, 4),
     24: ("RTX 4090", 165, 1008, 4),
     32: ("RTX 5090", 209, 1792, 5),
     40: ("A100 40GB", 312, 1555, 4),
