@@ -45,14 +45,15 @@ PYTHON_RANKS = {
     "spans": 2,
     "checkpoint": 3,
     "lanes": 4,
-    "model": 5,
-    "adapters": 6,
-    "verify": 7,
-    "train": 8,
-    "_autoload": 9,
-    "serve": 9,
-    "plan": 10,
-    "cli": 12,
+    "dense": 5,
+    "model": 6,
+    "adapters": 7,
+    "verify": 8,
+    "train": 9,
+    "_autoload": 10,
+    "serve": 10,
+    "plan": 11,
+    "cli": 13,
 }
 # The same within the rooms that have an order of their own. Each serving engine has a folder of rank 3, which nothing
 # but the list of engines imports.

@@ -64,13 +64,6 @@ class Scheme:
     container: ClassVar[str] = "safetensors"
 
     @property
-    def dense_format(self) -> str | None:
-        """The format that keeps weights outside the routed experts as they are released; None if none does, or if the
-        model's own dtype does.
-        """
-        return None
-
-    @property
     def beside(self) -> tuple[Scheme, ...]:
         """The schemes of other matrices of the same checkpoints, told apart by the dtype of their codes."""
         return ()
@@ -123,11 +116,6 @@ class Fp8(Scheme):
     rounds_as: ClassVar[str | None] = "fp8"
     dense_bytes: ClassVar[int | None] = 1
     block: tuple[int | None, int | None] = (128, 128)
-
-    @property
-    def dense_format(self) -> str | None:
-        """Other blocks have no place in the format's scales."""
-        return self.rounds_as if self.block == (128, 128) else None
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[Shape, ...]]:
         scales = tuple(

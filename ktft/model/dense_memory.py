@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 
+from ktft.checkpoint.schemes import Fp8, Scheme
 from ktft.config import DENSE_PLACEMENTS, Settings
 from ktft.dense.formats import PLAIN, dense_bytes, may_pack
 from ktft.lanes.decide.costs import BF16
 from ktft.model.shape import ModelShape
+from ktft.native.packed import SCALE_BLOCK
 
 _, GPU, HOST = DENSE_PLACEMENTS
 COARSE = ("int8", "k4")
@@ -90,6 +92,13 @@ def dense_memory(shape: ModelShape, choice: DenseChoice, value_bytes: int, *, re
     )
 
 
+def released_format(scheme: Scheme) -> str | None:
+    """The format that keeps what a checkpoint has of these weights exactly; None if the model's own dtype does, or none
+    does: only FP8 with the format's own blocks keeps its scales.
+    """
+    return scheme.rounds_as if isinstance(scheme, Fp8) and scheme.block == (SCALE_BLOCK, SCALE_BLOCK) else None
+
+
 Tiers = tuple[tuple[DenseChoice, ...], ...]
 
 
@@ -98,7 +107,7 @@ def dense_tiers(settings: Settings, released: str | None) -> Tiers:
 
     Args:
         released: the format that keeps what the checkpoint has exactly, beside the model's own dtype; None if none does
-            (`ktft.checkpoint.schemes.Scheme.dense_format`).
+            (`released_format`).
     """
     if settings.dense_format is not None:
         formats: tuple[tuple[str, ...], ...] = ((settings.dense_format,),)

@@ -66,8 +66,8 @@ class Gpu:
         return replace(self, memory_bytes=size, name=f"{self.name}, of which gpu_memory allows {system.readable(size)}")
 
 
-# Published dense bf16 TFLOPS (summed in fp32), GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as 16 of the 3rd),
-# by GiB of memory: the card meant when only its memory is given.
+# Published dense bf16 TFLOPS, summed in fp32, GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as
+# 16 of the 3rd), by GiB of memory: the card meant when only its memory is given.
 GPUS = {
     8: ("RTX 4060", 30, 272, 3),
     12: ("RTX 4070", 58, 504, 4),

@@ -252,12 +252,13 @@ class Planner:
         return f"per_device_train_batch_size: 1 with gradient_accumulation_steps: {sequences}", small
 
     def _machines(self) -> Iterator[list[tuple[str, Machine]]]:
-        if self.machine.gpu is not None:
+        if self.machine.gpu == _usable(self.machine, self.recipe).gpu:  # gpu_memory would cap a larger one too
             yield list(self._larger_gpus(self.machine))
         yield list(self._larger_ram(self.machine))
 
     def _larger_gpus(self, machine: Machine) -> Iterator[tuple[str, Machine]]:
-        assert machine.gpu is not None
+        if machine.gpu is None:
+            return
         for size in GPUS:
             gpu = gpu_of_size(size * GIB)
             if gpu.memory_bytes > machine.gpu.memory_bytes:

@@ -17,6 +17,7 @@ from ktft.checkpoint.gguf_source import GgufReader, gguf_plan
 from ktft.checkpoint.reader import BITS, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointReader
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
 from ktft.config import DEFAULT_EXPERT_FORMAT, Settings
+from ktft.model.dense_memory import released_format
 from ktft.model.experts import experts_family
 from ktft.model.shape import ModelShape, MoeShape, shape_of
 from ktft.sources import is_gguf
@@ -107,7 +108,7 @@ def read_source(path: Path, settings: Settings, name: str | None = None, ranks: 
         scheme=None if scheme is PLAIN_SCHEME else scheme.name,
         expert_format=expert_format,
         default_format=DEFAULT_EXPERT_FORMAT if gguf is None else gguf.expert_format,
-        dense_format=scheme.dense_format,
+        dense_format=released_format(scheme),
         shard=None if reader is None else max(reader.files, key=lambda each: each.stat().st_size),
     )
 
