@@ -14,7 +14,7 @@ from ktft.adapters.reach import linear_names
 from ktft.config import EXPERT_FORMATS, PROJECTIONS, SHARED_OUTER, Settings
 from ktft.device import accelerator
 from ktft.lora import NOT_SHARED
-from ktft.model.dense_memory import COARSE, dense_tiers
+from ktft.model.dense_memory import dense_tiers
 from ktft.model.fit import Room, fit
 from ktft.model.memory import Footprint, resident_bytes
 from ktft.model.shape import MoeShape
@@ -29,7 +29,6 @@ from ktft.plan.steptime import load_seconds, simulated_lanes, step_time
 from ktft.system import GIB, readable
 from ktft.train.recipe import Recipe, weight_bytes_of
 
-WORTH = 1.2  # times the tokens a second, for which coarser weights are suggested
 TIGHT = 0.95  # of what is there: fits, but a mistake of the estimate's size would show
 _RAM_SIZES = tuple(n * GIB for n in (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096))
 _LEAST_CUTOFF = 512
@@ -162,24 +161,16 @@ class Planner:
         )
 
     def _faster(self, best: FormatPlan | None) -> Iterator[str]:
-        """Suggest what is faster in the same memory: no checkpointing, which runs attention's forward twice, or coarser
-        weights around the experts, with which more micro-batches go together.
+        """Suggest turning off gradient checkpointing, which runs attention's forward twice, if the GPU has room and the
+        step is faster without: layers are recorded only with it.
         """
-        if best is None or best.lanes is None:
+        if best is None or best.lanes is None or not self.work.checkpointing:
             return
-        settings, tried = self.recipe.settings, []
-        if self.work.checkpointing:
-            recipe = replace(self.recipe, disable_gradient_checkpointing=True)
-            tried.append(("disable_gradient_checkpointing: true", recipe, 1.0))
-        if settings.dense_format is None and best.work.groups > 1:
-            for name in COARSE:
-                words, coarse = f"kt_config.dense_format: {name}", replace(settings, dense_format=name)
-                tried.append((words, replace(self.recipe, settings=coarse), WORTH))
-        for words, recipe, least in tried:
-            (other,) = self._formats(self.machine, recipe, (best.format,))
-            if other.fits and not other.tight and other.tokens_per_second > least * best.tokens_per_second:
-                room = readable(other.footprint.vram_bytes)
-                yield f"{words} fits too, in {room} of GPU memory, at about {cost_of(other)}"
+        recipe = replace(self.recipe, disable_gradient_checkpointing=True)
+        (other,) = self._formats(self.machine, recipe, (best.format,))
+        if other.fits and not other.tight and other.tokens_per_second > best.tokens_per_second:
+            room = readable(other.footprint.vram_bytes)
+            yield f"disable_gradient_checkpointing: true fits too, in {room} of GPU memory, at about {cost_of(other)}"
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
